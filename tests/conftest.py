@@ -1,11 +1,11 @@
-"""Fixtures of all tests; what else they share is in `helpers`."""
+"""Fixtures and hooks of all tests; other shared code is in `helpers`."""
 
 # ruff: noqa: E402
 from __future__ import annotations
 
 import gc
 
-gc.disable()  # until all tests are collected: importing torch would take a fifth longer
+gc.disable()  # until all tests are collected: importing torch takes a fifth longer with garbage collection
 
 import importlib
 import os
@@ -24,12 +24,12 @@ from runner.parallel.launch import processes
 
 os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]  # the fork server starts without what pytest adds to sys.path
 processes.PRELOADED = (*processes.PRELOADED, "helpers.frozen")
-importlib.import_module("torch._dynamo")  # as every optimizer does
+importlib.import_module("torch._dynamo")  # the first optimizer would import it
 importlib.import_module("helpers.frozen")
-torch.set_num_threads(1)  # tests run in several processes: more threads than cores wait for each other
+torch.set_num_threads(1)  # tests run in several processes, which would have more threads than there are cores
 for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, signal.SIG_DFL)  # the shell may have them ignored, as nohup does, and children inherit that
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what runs in the background
+    signal.signal(number, signal.SIG_DFL)  # a parent such as nohup may ignore them, which child processes inherit
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in background processes
 
 
 TESTS = Path(__file__).parent
@@ -48,7 +48,7 @@ COSTLY = (
     "config/test_options.py",
     "data/test_workers.py",
 )
-"""Files and folders of long tests. xdist starts with them, so that none of them is alone at the end."""
+"""Files and folders of long tests. xdist starts with them, so that none of them runs alone at the end."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         path = item.path.relative_to(TESTS).as_posix()
         return next((number for number, name in enumerate(COSTLY) if path.startswith(name)), len(COSTLY))
 
-    if hasattr(config, "workerinput"):  # one process keeps the order of the files
+    if hasattr(config, "workerinput"):  # with xdist; a single process keeps the order of the files
         items.sort(key=place)
 
 
@@ -67,7 +67,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """Escape what is not UTF-8 in reports, which xdist could not send: tests use such names of files."""
+    """Escape bytes in reports that are not UTF-8, which xdist cannot send; some tests use such file names."""
     report = yield
     report.sections = [(title, _utf8(text)) for title, text in report.sections]
     if report.longrepr is not None and (text := str(report.longrepr)) != _utf8(text):
@@ -81,14 +81,14 @@ def _utf8(text: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _collected_tests_are_no_garbage() -> None:
-    """Each run collects garbage before its first step: not among all tests and what those before have imported."""
+    """Exclude existing objects from garbage collection, which each run does before its first step."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., Trained]:
-    """Train a fast run of a command line, in this process or in those of its mode."""
+    """Return a function that trains a fast run with overrides, in this process or in those of its mode."""
 
     def train_it(*overrides: str, directory: str = "run") -> Trained:
         return train_in(tmp_path / directory, built(*FAST, *overrides))
@@ -98,7 +98,7 @@ def trained(tmp_path: Path) -> Callable[..., Trained]:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """`ranks(3)`: three processes in which one run after another can be joined; started when first asked for."""
+    """Return a function: `ranks(3)` returns three persistent processes that train one run after another."""
     started: dict[int, Ranks] = {}
     yield lambda count: started.setdefault(count, Ranks(count))
     for each in started.values():

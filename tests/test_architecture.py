@@ -1,4 +1,4 @@
-"""The architecture: imports point one way, the training loop names no mode, and config errors need no torch."""
+"""Tests of the architecture: imports follow layers, training.py names no mode, and config errors need no torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ PARTS = (
     *("runner.device", "runner.seeds", "runner.precision", "runner.optimizer", "runner.schedule", "runner.profiler"),
     *("runner.batching", "runner.ema", "runner.stop"),
 )
-"""The modules that the training loop is made of: config groups of one file each, in one room."""
+"""Config groups with one module each, which the training loop uses. They form one group of modules in `ROOMS`."""
 
-# A file may import from its own room and from those above it in this list. `TYPE_CHECKING` imports count too.
+# The layers. Each is a list of groups: a group is a package, a module, or a tuple of them. A module may import from its
+# own group and from the layers above its own in this list. Imports under `TYPE_CHECKING` count, too.
 ROOMS = [
     ["models"],
     ["runner.system"],
@@ -46,7 +47,7 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str) -> tuple[int, object]:
-    """The level of the room that `module` is in, and the room."""
+    """Return the index of the layer of `module`, and its group of modules."""
     for level, rooms in enumerate(ROOMS):
         for room in rooms:
             names = room if isinstance(room, tuple) else (room,)
@@ -57,7 +58,7 @@ def room_of(module: str) -> tuple[int, object]:
 
 @functools.cache
 def imports(path: Path) -> set[str]:
-    """The project's modules that a file imports, wherever in it."""
+    """Return the project's modules that a file imports, at the top level or in functions."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -69,7 +70,7 @@ def imports(path: Path) -> set[str]:
 
 
 def circle_from(module: str, graph: dict[str, set[str]]) -> list[str]:
-    """The modules of a circle of imports through `module`; empty where there is none."""
+    """Return the modules of an import cycle through `module`; empty if there is none."""
     paths = [[module, imported] for imported in graph[module]]
     seen: set[str] = set()
     while paths:
@@ -83,26 +84,26 @@ def circle_from(module: str, graph: dict[str, set[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
-def test_imports_point_one_way(module: str) -> None:
+def test_modules_import_only_from_their_group_and_earlier_layers(module: str) -> None:
     level, room = room_of(module)
     for imported in imports(modules()[module]):
         other_level, other_room = room_of(imported)
         assert other_level < level or other_room == room, f"{module} imports {imported}, which is beside or above it"
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     graph = {module: imports(path) - {module} for module, path in modules().items()}
     circles = {module: circle for module in graph if (circle := circle_from(module, graph))}
     assert circles == {}
 
 
-def test_the_rooms_fit_on_one_page() -> None:
+def test_the_numbers_of_layers_and_of_top_level_files_stay_small() -> None:
     assert len(ROOMS) <= 15
     at_the_root = sorted(path.name for path in (ROOT / "runner").glob("*.py"))
     assert len(at_the_root) <= 13, at_the_root
 
 
-def test_the_contract_of_a_mode_stays_small() -> None:
+def test_the_interface_of_parallel_modes_stays_small() -> None:
     public = [name for name, _ in inspect.getmembers(Parallel, inspect.isfunction) if not name.startswith("_")]
     assert len(public) <= 18, public
 
@@ -111,14 +112,14 @@ def test_the_entry_point_only_calls_main() -> None:
     assert len(ast.parse((ROOT / "runner" / "__main__.py").read_text(encoding="utf-8")).body) <= 3
 
 
-def test_parallel_modes_know_nothing_of_a_run() -> None:
+def test_parallel_modes_do_not_import_the_run_or_the_training_loop() -> None:
     above = {"runner.run", "runner.state", "runner.resume", "runner.training"}
     for path in (ROOT / "runner" / "parallel").rglob("*.py"):
         assert imports(path) & above == set(), path
 
 
 @pytest.mark.parametrize("module", sorted(name for name in modules() if name.startswith("models")))
-def test_networks_import_torch_alone(module: str) -> None:
+def test_networks_import_only_torch_torchvision_and_the_standard_library(module: str) -> None:
     tree = ast.parse(modules()[module].read_text(encoding="utf-8"))
     roots = {n.module.partition(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
     roots |= {alias.name.partition(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}

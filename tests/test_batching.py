@@ -1,4 +1,4 @@
-"""Which samples make up which batch: a pure function of (seed, step)."""
+"""Tests that the samples of a batch are a pure function of seed and step."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_accumulation_takes_at_least_one_step(steps):
 
 
 def stream(num_samples: int, seed: int, epochs: int) -> list[int]:
-    """The whole stream, the slow way: a permutation an epoch, laid end to end."""
+    """Return the whole stream of sample indices, computed slowly: the permutations of all epochs, concatenated."""
     generators = [torch.Generator().manual_seed(derive(seed, "order", epoch)) for epoch in range(epochs)]
     return [i for generator in generators for i in torch.randperm(num_samples, generator=generator).tolist()]
 

@@ -1,4 +1,4 @@
-"""Which device is taken, on machines that are not this one."""
+"""Tests of the choice of a device on simulated machines, and of torch's global settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.device import Device, oversubscription
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch):
-    """A machine with so many CUDA devices, and perhaps a Metal one."""
+    """Return a function that simulates a machine with `num_cuda` CUDA devices and, if `mps` is True, a Metal device."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def set_up(num_cuda: int = 0, mps: bool = False) -> None:
@@ -43,7 +43,7 @@ def test_auto_takes_cuda_then_metal_then_the_cpu(machine, num_cuda: int, mps: bo
     assert Device().resolve() == torch.device(expected)
 
 
-def test_a_named_device_is_taken_whatever_else_is_there(machine) -> None:
+def test_a_named_device_is_used_whatever_else_is_available(machine) -> None:
     machine(2, mps=True)
     assert Device(kind="cpu").resolve() == torch.device("cpu")
     assert Device(kind="mps").resolve() == torch.device("mps")
@@ -95,7 +95,7 @@ def test_the_option_lists_all_fields(name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Waiting, and torch's global switches
+# Synchronization, and torch's global settings
 
 
 def test_synchronize_waits_for_the_device_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def switches() -> tuple:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_settings_hold_for_the_run_and_are_put_back(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_apply_during_the_run_and_are_restored(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     taken = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
@@ -121,7 +121,7 @@ def test_settings_hold_for_the_run_and_are_put_back(deterministic: bool, monkeyp
         assert switches() == (2, not deterministic, deterministic)
     assert switches() == before
     assert taken == [torch.device("cuda:1")]
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # what the user has set stays
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's value is kept
     with Device().settings(torch.device("cpu"), deterministic):
         assert switches() == (before[0], False, deterministic)
     assert switches() == before
@@ -131,7 +131,7 @@ def test_settings_hold_for_the_run_and_are_put_back(deterministic: bool, monkeyp
     ("cores", "processes", "workers", "threads"),
     [(2, 1, 0, 8), (2, 1, 1, 1), (2, 1, 2, 1), (8, 1, 2, 6), (8, 1, 7, 4), (8, 2, 1, 3), (1, 1, 1, 1)],
 )
-def test_by_default_data_workers_have_cores_of_their_own(
+def test_by_default_data_workers_have_their_own_cores(
     cores: int, processes: int, workers: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
@@ -148,7 +148,7 @@ def test_by_default_data_workers_have_cores_of_their_own(
         with Device().settings(torch.device("cpu"), False, workers):
             pass
     assert chosen[::2] == [threads, 5, 8]
-    assert chosen[1::2] == [8, 8, 8]  # put back
+    assert chosen[1::2] == [8, 8, 8]  # restored
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_by_default_data_workers_have_cores_of_their_own(
         (2, 3, 1, 0, "3 processes with 1 compute thread each: 3 threads compete for 2 cores; try parallel.processes=2"),
     ],
 )
-def test_more_threads_than_cores_are_noticed(
+def test_more_threads_than_cores_are_reported(
     cores: int, processes: int, threads: int, workers: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
@@ -171,7 +171,7 @@ def test_more_threads_than_cores_are_noticed(
         assert oversubscription(torch.device("cpu"), workers) == expected
 
 
-def test_beside_a_gpu_one_thread_of_a_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_gpu_only_one_thread_per_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "get_num_threads", lambda: 2)
@@ -179,7 +179,7 @@ def test_beside_a_gpu_one_thread_of_a_process_counts(monkeypatch: pytest.MonkeyP
         assert "data.workers=1" in oversubscription(torch.device("cuda"), 2)
 
 
-def test_settings_are_put_back_after_an_error() -> None:
+def test_settings_are_restored_after_an_error() -> None:
     before = switches()
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""Fine-tuning: frozen parameters, a fresh head, and learning rates by group, against a plain PyTorch loop."""
+"""Tests that fine-tuning with frozen parameters, a new head and learning rates by group equals a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runner.training import prepare
 
 STEPS = 3
 BLOCKS = ("stem", *(f"features.{i}" for i in (3, 4, 6, 7, 9, 10, 11, 12)), "head")
-"""Of torchvision's squeezenet1_1. Pooling layers have no block of their own."""
+"""The blocks of torchvision's squeezenet1_1. Pooling layers are not blocks of their own."""
 GROUPS = "optimizer.groups={head:{lr:0.02},features.9.*:{weight_decay:0.5}}"
 FROZEN = ("model.freeze=[stem,features.3,'*.squeeze']", "model.unfreeze=[features.12]")
 OVERRIDES = (
@@ -36,7 +36,7 @@ OVERRIDES = (
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An override that names a file of torchvision's weights, for gray images and 7 classes."""
+    """Return an override that names a file with weights of torchvision's network for gray images and 7 classes."""
     torch.manual_seed(1)
     network = torchvision.models.squeezenet1_1(num_classes=7)
     network.features[0] = torch.nn.Conv2d(1, 64, 3, stride=2)
@@ -47,7 +47,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @functools.cache
 def plain(pretrained: str) -> Plain:
-    """The same in plain PyTorch, from torchvision's network on."""
+    """Train the same in plain PyTorch, starting with torchvision's network."""
     run = built(*OVERRIDES, pretrained)
     run.workload.prepare()
     torch.manual_seed(derive(0, "weights"))
@@ -111,7 +111,7 @@ def test_fine_tuning_resumes_bitwise(mode: str, pretrained: str, ranks: Callable
     assert_bitwise(tmp_path / "parts", weights(tmp_path / "whole"))
 
 
-def test_a_fresh_head_is_that_of_the_seed(pretrained: str, tmp_path: Path) -> None:
+def test_a_reset_head_depends_only_on_the_seed(pretrained: str, tmp_path: Path) -> None:
     heads = []
     for seed in (0, 0, 1):
         session = prepared(built(*OVERRIDES, pretrained, f"seed={seed}"))

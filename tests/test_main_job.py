@@ -1,4 +1,4 @@
-"""`python -m runner`, as typed: the first thing that anybody tries."""
+"""Tests of the command `python -m runner` in a new process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.runs import only_run
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The process and its run directory."""
+    """Return the finished process and its run directory."""
     cwd = tmp_path_factory.mktemp("here")
     return run_fresh(cwd=cwd), only_run(cwd)
 
@@ -26,7 +26,7 @@ def test_it_learns_the_digits(finished):
     assert result["status"] == "done"
     assert result["metrics"]["eval/accuracy"] >= 0.98
     assert result["best"]["value"] >= result["metrics"]["eval/accuracy"]
-    assert result["steps"] == 450  # 20 epochs of 1,438 samples, 64 a step
+    assert result["steps"] == 450  # 20 epochs of 1,438 samples, 64 per step
 
 
 def test_it_writes_the_run_directory(finished):
@@ -54,7 +54,7 @@ def test_it_prints_where_its_results_are(finished):
 
 @pytest.mark.parametrize("words", [("parallel=ddp",), ("-m", "seed=1,2")])
 def test_no_process_imports_a_module_of_the_current_directory(words: tuple[str, ...], tmp_path: Path) -> None:
-    """Not the ranks and jobs either, whose first process is started by `python -c`."""
+    """This includes ranks and jobs, whose first process is started by `python -c`."""
     for name in ("socket", "selectors", "pickle", "tempfile", "models", "torch"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
     ended = run_fresh(*FAST, *words, "steps=2", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""The optimizers against torch's own, made by hand, over a few steps."""
+"""Tests that the optimizers equal torch's own over a few steps, and of parameter groups and options."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: tor
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(("ours", "theirs"), CASES, ids=[repr(ours) for ours, _ in CASES])
-def test_every_step_equals_torchs(ours: Optimizer, theirs: Callable, fused: bool) -> None:
+def test_every_step_equals_that_of_torch(ours: Optimizer, theirs: Callable, fused: bool) -> None:
     model, reference = network(), network()
     expected = trained(reference, theirs(reference.parameters()))
     optimizer = dataclasses.replace(ours, fused=fused).build(model)
@@ -97,7 +97,7 @@ def test_fused_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize("ours", [ours for ours, _ in CASES], ids=repr)
-def test_a_loaded_state_goes_on_bitwise(ours: Optimizer) -> None:
+def test_resume_from_a_loaded_state_is_bitwise_exact(ours: Optimizer) -> None:
     whole, first, then = network(), network(), network()
     wanted = trained(whole, ours.build(whole), 6)
     optimizer = ours.build(first)
@@ -149,7 +149,7 @@ def test_a_parameter_belongs_to_the_first_pattern_that_matches_it() -> None:
     assert learning_rates(optimizer) == {"lr": 0.1, "lr/2": 0.3}
 
 
-def test_norms_and_biases_need_not_decay_unless_a_pattern_says_so() -> None:
+def test_decay_norms_false_exempts_norms_and_biases_unless_a_pattern_matches() -> None:
     assert groups_of(decay_norms=False, groups={"2.bias": {"weight_decay": 0.25}}) == [
         ("", 0.1, 0.5, ["0.weight", "2.weight"]),
         ("", 0.1, 0.0, ["0.bias"]),
@@ -165,8 +165,8 @@ def test_norms_and_biases_need_not_decay_unless_a_pattern_says_so() -> None:
         ({"layer_decay": 0.5}, "optimizer.layer_decay", 0.5),
     ],
 )
-def test_groups_that_no_parameter_can_be_in_are_refused(options: dict[str, Any], key: str, got: object) -> None:
-    """The network has no blocks."""
+def test_groups_without_parameters_are_refused(options: dict[str, Any], key: str, got: object) -> None:
+    """`layer_decay` is refused because the network has no blocks."""
     with pytest.raises(ConfigError) as refused:
         groups_of(**options)
     assert (refused.value.key, refused.value.got) == (key, got)
@@ -179,8 +179,8 @@ def test_a_pattern_that_matches_only_frozen_parameters_is_refused() -> None:
         SGD(lr=0.1, groups={"2": {"lr": 0.3}}).parameter_groups(model)
 
 
-def test_a_part_of_a_model_has_the_groups_of_the_whole() -> None:
-    """As a stage of a pipeline does; a group may be empty there."""
+def test_a_pipeline_stage_has_the_parameter_groups_of_the_whole_model() -> None:
+    """A group may be empty on a stage."""
     model, options = network(), SGD(lr=0.1, groups={"0": {"lr": 0.3}})
     groups = options.parameter_groups(model)
     model.get_submodule("0").weight = model.get_submodule("0").bias = None

@@ -1,4 +1,4 @@
-"""`train` against a plain PyTorch loop: the same weights and the same curve."""
+"""Tests that a run equals a plain PyTorch loop: the same weights and the same curves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def weights(trained: Trained) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", [0, 7])
-def test_weights_and_curve_are_those_of_a_plain_loop(case, seed, trained):
+def test_weights_and_curves_equal_those_of_a_plain_loop(case, seed, trained):
     overrides, optimizer = CASES[case]
     run = trained(*COMMON, *overrides, f"seed={seed}")
     wanted, losses, accuracies = plain_loop(run.run, optimizer)
@@ -62,7 +62,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_batch(trained):
 
 def test_each_step_has_the_learning_rate_of_the_schedule(trained):
     run = trained(*COMMON, "schedule=step", "schedule.milestones=[0.4]", "schedule.warmup=0.2")
-    rates = [0.025, 0.05] + [0.05] * 4 + [0.005] * 4  # two of warm-up, then 0.4 of the eight that are left
+    rates = [0.025, 0.05] + [0.05] * 4 + [0.005] * 4  # two steps of warm-up, then 0.4 of the other eight, rounded up
     wanted = plain_loop(run.run, CASES["sgd"][1], Settings(learning_rates=tuple(rates))).weights
     assert largest_difference(weights(run), wanted) <= 1e-6
     assert [rate for _, rate in curves(run.directory)["lr"]] == pytest.approx(rates)
@@ -83,7 +83,7 @@ def test_16_bit_precision_rounds_but_keeps_float32_weights(precision, trained):
     assert 1e-6 < largest_difference(weights(run), wanted) < 0.05, "rounded to 16 bits, and not more"
 
 
-def test_equal_seeds_give_equal_runs_and_other_seeds_others(trained):
+def test_equal_seeds_give_equal_runs_and_other_seeds_different_ones(trained):
     runs = [trained(*COMMON, "data.crop=2", f"seed={seed}", directory=f"run{i}") for i, seed in enumerate((3, 3, 4))]
     first, again, other = map(weights, runs)
     assert all(torch.equal(first[name], again[name]) for name in first)

@@ -1,4 +1,4 @@
-"""Each precision against the loop that one would write by hand with torch alone; weights must be equal bit for bit."""
+"""Tests that each precision equals a hand-written loop in plain torch, bitwise unless the optimizer is fused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train(
     poison: Poison = lambda step, model: None,
     device: torch.device = CPU,
 ) -> list[torch.Tensor]:
-    """Five steps as the training loop takes them; returns the weights after each, flattened."""
+    """Train five steps as the training loop does, and return the flattened weights after each step."""
     weights = []
     clip = None if max_norm is None else partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), max_norm)
     for step, (inputs, targets) in enumerate(batches(device)):
@@ -73,7 +73,7 @@ def train(
 
 
 def by_hand(dtype: torch.dtype | None = None, max_norm: float | None = None) -> list[torch.Tensor]:
-    """The same in plain torch: float32, or autocast to `dtype`."""
+    """Train the same five steps in plain torch, in float32 or with autocast to `dtype`."""
     model = network()
     optimizer, weights = sgd(model), []
     for inputs, targets in batches():
@@ -112,7 +112,7 @@ def test_32_is_plain_float32(max_norm: float | None) -> None:
 def test_bf16_is_plain_autocast(max_norm: float | None) -> None:
     weights = run(BFloat16(), max_norm)
     assert equal(weights, by_hand(torch.bfloat16, max_norm))
-    assert weights[0].dtype == torch.float32  # parameters stay
+    assert weights[0].dtype == torch.float32  # parameters stay float32
     assert not equal(weights, by_hand(None, max_norm))
 
 
@@ -126,7 +126,7 @@ def test_16_is_bf16_on_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("is_fast", [True, False])
 @pytest.mark.parametrize("precision", [BFloat16(), Float16()], ids=["bf16", "16"])
-def test_a_cpu_without_bfloat16_is_told_about(
+def test_a_cpu_without_bfloat16_instructions_causes_a_warning(
     precision: Precision, is_fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("runner.precision.has_fast_bfloat16", lambda: is_fast)
@@ -145,7 +145,7 @@ def test_64_gives_the_gradients_and_weights_of_a_double_loop() -> None:
     precision.prepare(CPU)
     model = precision.convert(network())
     inputs, targets = next(batches())
-    precision.backward(cross_entropy(model(inputs), targets))  # inputs come as float32
+    precision.backward(cross_entropy(model(inputs), targets))  # the inputs are float32
     cross_entropy(reference(inputs.double()), targets).backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert ours.grad is not None
@@ -185,7 +185,7 @@ def test_tf32_needs_ampere(capability: tuple, expected: str, monkeypatch: pytest
         assert not torch.backends.cudnn.allow_tf32
 
 
-def test_step_returns_the_norm_before_clipping_or_nothing() -> None:
+def test_step_returns_the_norm_before_clipping_or_none() -> None:
     model, precision = network(), Precision()
     inputs, targets = next(batches())
     for max_norm, scale in ((1e-3, 1.0), (None, 1.0)):
@@ -199,11 +199,11 @@ def test_step_returns_the_norm_before_clipping_or_nothing() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# float16 with loss scaling: torch's scaler runs on the CPU too, if it is given one
+# float16 with loss scaling, on the CPU with torch's CPU scaler
 
 
 def scaled(growth_interval: int = 2, device: torch.device = CPU) -> Float16:
-    """`precision=16` as it is on CUDA, on `device`."""
+    """Return `precision=16` on `device`, with float16 and loss scaling as on CUDA."""
     precision = Float16(init_scale=256.0, growth_interval=growth_interval)
     precision.prepare(device)
     if device.type == "cpu":
@@ -213,7 +213,7 @@ def scaled(growth_interval: int = 2, device: torch.device = CPU) -> Float16:
 
 
 def poisoned(*steps: int) -> Poison:
-    """Make a gradient overflow at `steps`, counted from 0."""
+    """Return a function that makes a gradient infinite at `steps`, counted from 0."""
 
     def poison(step: int, model: torch.nn.Module) -> None:
         if step in steps:
@@ -227,7 +227,7 @@ def poisoned(*steps: int) -> Poison:
 def scaled_by_hand(
     poison: Poison, max_norm: float | None, device: torch.device = CPU
 ) -> tuple[list[torch.Tensor], torch.amp.GradScaler]:
-    """torch's recipe for gradient clipping under automatic mixed precision."""
+    """Train five steps by torch's recipe for gradient clipping with automatic mixed precision."""
     model, weights = network(device), []
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=2)
@@ -249,7 +249,9 @@ def scaled_by_hand(
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("steps", [(), (0,), (1, 2), (4,)])
-def test_16_is_torchs_recipe(steps: tuple[int, ...], max_norm: float | None, fused: bool) -> None:
+def test_16_equals_torchs_recipe_for_mixed_precision(
+    steps: tuple[int, ...], max_norm: float | None, fused: bool
+) -> None:
     precision, model = scaled(), network()
     weights = train(precision, model, SGD(lr=0.1, fused=fused).build(model), max_norm, poisoned(*steps))
     expected, scaler = scaled_by_hand(poisoned(*steps), max_norm)
@@ -273,7 +275,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
 
 
 def test_skips_are_known_before_the_next_step() -> None:
-    """The schedule asks for them when the next update is due."""
+    """The schedule needs their number when the next update is due."""
     precision, model, counts = scaled(), network(), []
 
     def poison(step: int, model: torch.nn.Module) -> None:
@@ -321,7 +323,7 @@ def test_any_precision_loads_the_state_of_any_other(kind: type[Precision]) -> No
     assert fresh.scalars() == {"train/loss_scale": 256.0, "train/skipped_steps": 0.0}
 
 
-def test_the_flag_is_waited_for_on_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_event_after_the_flag_is_recorded_on_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = []
 
     class Event:
@@ -335,12 +337,12 @@ def test_the_flag_is_waited_for_on_the_stream_of_its_device(monkeypatch: pytest.
     assert runner.precision._record_event(CPU) is None
 
 
-def test_a_flag_is_not_read_before_it_has_arrived() -> None:
+def test_the_flag_is_not_read_before_it_is_copied() -> None:
     flag = torch.tensor(True)
 
     class Event:
         def synchronize(self) -> None:
-            flag.fill_(False)  # only now the copy is there
+            flag.fill_(False)  # the copy is complete only now
 
     precision = scaled()
     precision._pending = flag, Event()  # type: ignore[assignment]
@@ -376,7 +378,7 @@ def test_values_out_of_range_are_refused(key: str, value: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_16_is_torchs_recipe_on_cuda(max_norm: float | None, fused: bool) -> None:
+def test_16_equals_torchs_recipe_for_mixed_precision_on_cuda(max_norm: float | None, fused: bool) -> None:
     device = torch.device("cuda")
     torch.backends.cudnn.deterministic = True
     precision, model = scaled(device=device), network(device)
@@ -407,7 +409,7 @@ def test_a_fused_step_in_16_does_not_wait_for_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_tf32_and_32_differ_as_they_should_on_cuda() -> None:
+def test_rounding_errors_of_tf32_and_32_are_as_expected_on_cuda() -> None:
     device = torch.device("cuda")
     if torch.cuda.get_device_capability(device) < (8, 0):
         pytest.skip("no TF32 units")

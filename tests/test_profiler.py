@@ -1,4 +1,4 @@
-"""Each profiler around a small loop: the files it leaves, and whether their numbers are those of the loop."""
+"""Tests of each profiler with a small loop: the files that it writes, and the numbers in them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_profile_that_cannot_be_written_does_not_hide_the_error_of_the_run(
 
 @pytest.fixture
 def move(monkeypatch: pytest.MonkeyPatch):
-    """Move the timer's clock by so many seconds."""
+    """Return a function that advances the timer's fake clock by a number of seconds."""
     now = [0.0]
     monkeypatch.setattr(runner.system.section_timer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
@@ -101,7 +101,7 @@ def four_steps(profiler: Profiler, directory: Path, device: torch.device, move) 
         move(3)
 
 
-def test_simple_writes_where_the_time_went(tmp_path: Path, move, caplog: pytest.LogCaptureFixture) -> None:
+def test_simple_writes_a_table_of_the_time_per_section(tmp_path: Path, move, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     move(1000)  # before the profile: not counted
     four_steps(Simple(), tmp_path, CPU, move)
@@ -124,7 +124,7 @@ def test_simple_waits_for_an_accelerator_while_it_profiles(
     monkeypatch.setattr("runner.profiler.synchronize", waits.append)
     device = torch.device("cuda", 1)
     four_steps(Simple(), tmp_path, device, move)
-    assert len(waits) == 2 * 12 + 1  # into and out of 12 sections, and at the end
+    assert len(waits) == 2 * 12 + 1  # at the beginning and end of 12 sections, and at the end of the profile
     assert set(waits) == {device}
     with timer.section("data"):
         pass
@@ -158,7 +158,7 @@ def test_advanced_counts_calls_by_function(tmp_path: Path) -> None:
     assert "some_function" in text
 
 
-def test_advanced_cuts_its_tables_off_at_top(tmp_path: Path) -> None:
+def test_advanced_limits_its_tables_to_top_rows(tmp_path: Path) -> None:
     train(Advanced(top=2), tmp_path, 3)
     assert (tmp_path / "profile" / "advanced.txt").read_text().count("due to restriction <2>") == 2
 
@@ -184,19 +184,19 @@ def test_trace_records_the_active_steps_only(tmp_path: Path, caplog: pytest.LogC
     assert sorted(path.name for path in folder.iterdir()) == ["trace.json.gz", "trace.txt"]
     assert profiled_steps(folder / "trace.json.gz") == ["ProfilerStep#3", "ProfilerStep#4"]
     products = [event for event in events(folder / "trace.json.gz") if event["name"] == "aten::mm"]
-    assert len(products) == 2  # one a step
+    assert len(products) == 2  # one per step
     assert "aten::mm" in (folder / "trace.txt").read_text()
     assert "perfetto" in caplog.text
     assert "no trace" not in caplog.text
 
 
-def test_trace_repeats_into_files_of_their_own(tmp_path: Path) -> None:
+def test_trace_writes_each_repetition_to_its_own_file(tmp_path: Path) -> None:
     train(Trace(wait=1, warmup=1, active=1, repeat=2), tmp_path, 9)
     folder = tmp_path / "profile"
     assert profiled_steps(folder / "trace_1.json.gz") == ["ProfilerStep#2"]
     assert profiled_steps(folder / "trace_2.json.gz") == ["ProfilerStep#5"]
     assert len(list(folder.iterdir())) == 4
-    for name in ("trace_1.txt", "trace_2.txt"):  # each table counts its own recording alone
+    for name in ("trace_1.txt", "trace_2.txt"):  # each table counts only its own recording
         row = next(line for line in (folder / name).read_text().splitlines() if "aten::mm" in line)
         assert row.split()[-1] == "1"
 
@@ -206,7 +206,7 @@ def test_trace_of_a_run_that_ends_while_recording_is_written(tmp_path: Path) -> 
     assert "ProfilerStep#2" in profiled_steps(tmp_path / "profile" / "trace.json.gz")
 
 
-def test_trace_that_never_begins_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_warns_if_it_never_begins_to_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(Trace(wait=5, warmup=2, active=1), tmp_path, 3)
     assert list((tmp_path / "profile").iterdir()) == []
     assert "no trace" in caplog.text
@@ -234,7 +234,7 @@ def test_values_out_of_range_are_refused_by_key(kind: type, key: str, value: int
     assert f"conf/profiler/{kind.__name__.lower()}.yaml" in refused.value.remedy
 
 
-def test_each_rank_but_the_first_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_except_rank_0_has_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     train(Simple(), tmp_path, 1)

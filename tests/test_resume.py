@@ -1,4 +1,4 @@
-"""A run that is killed, stopped or crashes at any moment, and is resumed, is bitwise the run that was not."""
+"""Tests of resume: a run that was killed, stopped or crashed, and is resumed, equals an uninterrupted run bitwise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from runner.storage.saved_run import checkpoints, saved_config
 from runner.training import prepare
 
 HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32")
-"""What makes a resume hard: random augmentation, dropout, a step of several micro-batches."""
+"""Options that make an exact resume harder: random augmentation, dropout, and several micro-batches per step."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -62,20 +62,20 @@ def test_resume_after_kill_is_bitwise_exact_with_data_workers(tmp_path: Path, ki
     data = ["data=imagefolder", f"data.root={tmp_path}/images", "data.size=8", "data.workers=1"]
     schedule = ["steps=60", "save_every=4", "log_every=3", "eval_every=30", "batch_size=8", "accumulation=2"]
     arguments = ["model=tiny", "model.dropout=0.2", "device=cpu", "device.threads=1", *data, *schedule]
-    assert_kills_change_nothing(tmp_path, arguments, kills, kind="ranks")  # whose fork server starts the workers
+    assert_kills_change_nothing(tmp_path, arguments, kills, kind="ranks")  # its fork server starts the workers
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stopped, and crashed, at each step
+# Stopped or crashed at each step
 
 
 class CrashError(Exception):
-    """In place of any error in the middle of a run."""
+    """Stands for any error in the middle of a run."""
 
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trained]:
-    """Train a command line in `tmp_path / name`, up to a SIGTERM at the step `signalled`, or an error at `crashed`."""
+    """Return a function to train in `tmp_path / name` until a SIGTERM at step `signalled`, or an error at `crashed`."""
 
     def train_it(name: str, *overrides: str, signalled: int = 0, crashed: int = 0) -> Trained:
         run = built(*FAST, *HARD, *overrides)
@@ -147,13 +147,13 @@ def test_resume_after_several_crashes_is_bitwise_exact(session: Callable[..., Tr
     assert_same(outcome(session("crashed", *SHORT).directory), wanted)
 
 
-def test_resume_after_a_torn_event_is_bitwise_exact(session: Callable[..., Trained]) -> None:
+def test_resume_after_a_truncated_event_is_bitwise_exact(session: Callable[..., Trained]) -> None:
     wanted = outcome(session("whole", *SHORT).directory)
     with pytest.raises(CrashedError):
         session("torn", *SHORT, crashed=13)
     path = session("whole", *SHORT).directory.with_name("torn")
     [file] = path.glob("events*")
-    os.truncate(file, file.stat().st_size - 7)  # the last record: the point of step 12, which is computed again
+    os.truncate(file, file.stat().st_size - 7)  # in the last record, the point of step 12, which is computed again
     assert_same(outcome(session("torn", *SHORT).directory), wanted)
 
 
@@ -174,17 +174,17 @@ def test_random_states_are_restored(session: Callable[..., Trained]) -> None:
 
 
 class OneOfTwo(ProcessGroup):
-    """The collectives of one of two ranks, whose other is not there."""
+    """The collectives of one of two ranks, of which the other does not exist."""
 
     def __init__(self, rank: int):
         self.rank, self.world_size = rank, 2
 
 
-def test_sums_that_were_not_logged_yet_resume_on_one_rank_alone(
+def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(
     session: Callable[..., Trained], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are all-reduced at the next log; and a rank that saved nothing says so."""
-    directory = session("ranks", *SHORT, signalled=5).directory  # the steps 4 and 5 are not logged yet
+    """The next log all-reduces them, so only one rank may have them. A rank without saved state logs this."""
+    directory = session("ranks", *SHORT, signalled=5).directory  # steps 4 and 5 are not logged yet
     rows = {}
     for rank in (0, 1):
         alone = prepared(built(*FAST, *HARD, *SHORT))
@@ -202,7 +202,7 @@ def test_sums_that_were_not_logged_yet_resume_on_one_rank_alone(
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "nadam", "rmsprop", "muon"])
 def test_optimizer_state_gets_the_memory_format_of_its_parameters(optimizer: str) -> None:
-    """torch's fused kernels on the CPU pair the numbers of two layouts wrongly, without a word."""
+    """If the formats differ, torch's fused CPU kernels combine the wrong elements, without an error."""
     run = built(*FAST, f"optimizer={optimizer}")
     context = prepared(run).context
     images = run.workload.held_out.inputs[:16]  # pyright: ignore[reportAttributeAccessIssue]
@@ -239,10 +239,10 @@ def test_optimizer_state_gets_the_memory_format_of_its_parameters(optimizer: str
         *[("precision=64", 1e-4), ("precision=bf16", 0.2), ("precision=16", 0.2)],
     ],
 )
-def test_a_run_resumes_with_changed_options_of_how(
+def test_resume_with_changed_options_stays_within_tolerance(
     session: Callable[..., Trained], change: str, tolerance: float
 ) -> None:
-    plain = (*SHORT, "model.dropout=0", "optimizer=sgd")  # dropout draws by micro-batch
+    plain = (*SHORT, "model.dropout=0", "optimizer=sgd")  # dropout masks depend on the micro-batches
     whole = outcome(session("whole", *plain).directory)["weights"]
     stopped = session("changed", *plain, signalled=6)
     resumed = session("changed", *plain, change)
@@ -266,7 +266,7 @@ def test_a_run_resumes_with_changed_options_of_how(
         ("workload.label_smoothing=0.1", ["workload.label_smoothing: 0.0 ", "0.1 "]),
     ],
 )
-def test_options_of_what_is_computed_cannot_change(change: str, shown: list[str]) -> None:
+def test_seed_batch_size_model_data_and_optimizer_cannot_change_on_resume(change: str, shown: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         check_resumable(composed(*FAST, "data.crop=0"), composed(*FAST, "data.crop=0", change), "PATH")
     assert (caught.value.key, caught.value.got) == ("resume", "PATH")
@@ -281,20 +281,20 @@ def test_options_of_what_is_computed_cannot_change(change: str, shown: list[str]
         *["workload.eval_batch_size=7", "name=b", "deterministic=true", "model.checkpoint_activations=true", "keep=9"],
     ],
 )
-def test_options_of_how_may_change(change: str) -> None:
+def test_other_options_may_change_on_resume(change: str) -> None:
     check_resumable(composed(*FAST), composed(*FAST, change), "PATH")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", None, []])
-def test_an_optimizer_that_is_no_component_is_refused(optimizer: Any) -> None:
-    """Somebody else may have written the saved config."""
+def test_a_saved_optimizer_that_is_not_a_component_is_refused(optimizer: Any) -> None:
+    """The saved config may come from somebody else."""
     with pytest.raises(ConfigError) as caught:
         check_resumable(composed(*FAST) | {"optimizer": optimizer}, composed(*FAST), "PATH")
     assert (caught.value.key, caught.value.got) == ("resume", "PATH")
     assert "optimizer: None then, runner.optimizer.SGD now" in caught.value.why
 
 
-def test_a_config_survives_its_file(tmp_path: Path) -> None:
+def test_a_config_is_unchanged_by_writing_and_reading_it(tmp_path: Path) -> None:
     config = composed(*FAST, "optimizer=adam", "optimizer.eps=1e-12", "max_grad_norm=1e4", "name=on")
     run_directory.write_config(tmp_path, config, [])
     saved: Any = OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"))
@@ -303,11 +303,11 @@ def test_a_config_survives_its_file(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which directory
+# Choice of the run directory
 
 
 def claim(cwd: Path, *overrides: str) -> Path:
-    """The directory under `cwd` of a run that claimed it and ended before its first step."""
+    """Claim a run directory under `cwd`, end the run before its first step, and return the directory."""
     session = prepared(built(*FAST, "steps=4", *overrides))
     with claimed_directory(session, cwd / "test", None, list(overrides)) as path:
         return path
@@ -359,7 +359,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
-def test_auto_survives_broken_files_of_another_run(content: dict[str, bytes], tmp_path: Path) -> None:
+def test_auto_ignores_broken_files_of_another_run(content: dict[str, bytes], tmp_path: Path) -> None:
     ours = claim(tmp_path)
     for name, data in content.items():
         (tmp_path / "test" / "9999-broken").mkdir(exist_ok=True)
@@ -377,15 +377,15 @@ def test_auto_skips_a_run_of_a_package_that_has_been_removed(tmp_path: Path) -> 
 
 
 def test_auto_does_not_follow_links(tmp_path: Path) -> None:
-    """Such as a link `latest`, whose run is beside it."""
+    """For example a link `latest` to a run in the same directory."""
     path = claim(tmp_path)
     (path.parent / "latest").symlink_to(path.name)
     assert claim(tmp_path, "resume=auto") == path
     assert claim(tmp_path, "resume=auto", "optimizer.lr=0.3") != path
 
 
-def test_auto_stops_at_checkpoints_whose_config_cannot_be_read(tmp_path: Path) -> None:
-    """They may be those of the run, which would begin anew beside them."""
+def test_auto_is_refused_if_checkpoints_have_no_readable_config(tmp_path: Path) -> None:
+    """They may be those of this run, which would otherwise begin again in a new directory."""
     ours = claim(tmp_path)
     make_checkpoint(ours, "step_00000002")
     (ours / "config.yaml").write_text("")
@@ -397,7 +397,7 @@ def test_auto_stops_at_checkpoints_whose_config_cannot_be_read(tmp_path: Path) -
     assert saved_config(ours).unreadable == [], "it is written again"
 
 
-def test_a_refused_resume_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_a_refused_resume_leaves_all_files_unchanged(tmp_path: Path) -> None:
     path = claim(tmp_path, "optimizer.lr=0.2")
     write_result(path, "stopped", 3)
     for step in (1, 2, 3):
@@ -419,7 +419,7 @@ def test_a_refused_resume_leaves_everything_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_stop_while_the_first_files_are_written_leaves_no_trace(
+def test_a_stop_while_the_first_files_are_written_undoes_all_changes(
     resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = claim(tmp_path) if resumed else tmp_path
@@ -456,7 +456,7 @@ def test_runs_that_start_at_the_same_time_get_different_directories(tmp_path: Pa
         assert len({first, second, third}) == 3
 
 
-def test_a_new_directory_that_another_process_has_locked_is_left_to_it(
+def test_a_new_directory_that_another_process_has_locked_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create, path, held = run_directory.create, tmp_path / "test" / "here", []
@@ -475,8 +475,10 @@ def test_a_new_directory_that_another_process_has_locked_is_left_to_it(
     held[0].close()
 
 
-def test_a_directory_without_a_run_is_locked_until_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the process that has just created it could begin in it."""
+def test_a_directory_without_a_run_stays_locked_until_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the process that has just created it could begin its run in it."""
     path, locks, replace = tmp_path / "test" / "here", [], os.replace
     path.mkdir(parents=True)
 
@@ -494,13 +496,13 @@ def test_a_directory_without_a_run_is_locked_until_it_is_gone(tmp_path: Path, mo
 
 
 def refusal(cwd: Path, *overrides: str) -> ConfigError:
-    """The error of a run that cannot claim its directory."""
+    """Return the error of a run that cannot claim its directory."""
     with pytest.raises(ConfigError) as refused:
         claim(cwd, *overrides)
     return refused.value
 
 
-def test_a_run_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_run_in_use_is_refused_and_not_changed(tmp_path: Path) -> None:
     path = claim(tmp_path)
     for step in (2, 4):
         make_checkpoint(path, run_directory.step_name(step))
@@ -527,8 +529,8 @@ def test_a_new_run_in_an_unreadable_directory_is_refused(secret: str, resume: st
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_auto_stops_at_a_directory_that_cannot_be_read(tmp_path: Path) -> None:
-    """It may be that of the run, which would begin anew beside it."""
+def test_auto_is_refused_if_a_run_directory_cannot_be_read(tmp_path: Path) -> None:
+    """It may be that of this run, which would otherwise begin again in a new directory."""
     with mode(claim(tmp_path), 0) as ours:
         error = refusal(tmp_path, "resume=auto")
     assert (error.key, error.got) == ("resume", "auto")
@@ -558,7 +560,9 @@ def test_a_named_directory_that_cannot_be_read_is_refused(bits: int, tmp_path: P
     assert "Permission denied" in refused.value.why
 
 
-def test_without_locks_no_directory_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_refused_and_no_directory_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -592,7 +596,7 @@ def test_a_named_directory_that_cannot_be_renamed_is_refused(tmp_path: Path) -> 
 
 
 def ended_early(cwd: Path) -> Path:
-    """A run that was stopped after step 3, with a checkpoint of each step."""
+    """Return the directory of a run that was stopped after step 3, with a checkpoint of each step."""
     path = claim(cwd, "optimizer.lr=0.2")
     write_result(path, "stopped", 3)
     for step in (1, 2, 3):
@@ -606,7 +610,7 @@ def content_of(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("missing", ["", "result.json", "config.yaml", "environment.json"])
 @pytest.mark.parametrize("protected", ["", "checkpoints"])
-def test_a_run_that_is_not_writable_is_refused_and_left_as_it_is(
+def test_a_run_that_is_not_writable_is_refused_and_not_changed(
     protected: str, missing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = ended_early(tmp_path)
@@ -626,7 +630,7 @@ def test_a_run_that_is_not_writable_is_refused_and_left_as_it_is(
 
 
 @pytest.mark.parametrize("name", ["overrides.yaml", "config.yaml", "environment.json"])
-def test_a_file_that_cannot_be_written_is_refused_and_the_others_are_as_they_were(
+def test_if_a_file_cannot_be_written_the_others_are_restored(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, replace = ended_early(tmp_path), os.replace
@@ -644,7 +648,7 @@ def test_a_file_that_cannot_be_written_is_refused_and_the_others_are_as_they_wer
     assert {file: data for file, data in content_of(path).items() if not file.endswith(".part")} == before
 
 
-def test_bytes_that_are_no_text_are_restored(tmp_path: Path) -> None:
+def test_files_that_are_not_text_are_restored(tmp_path: Path) -> None:
     path = ended_early(tmp_path)
     (path / "overrides.yaml").write_bytes(b"\xff\xfe")
     before = content_of(path)
@@ -704,7 +708,7 @@ def test_the_result_of_every_session_is_kept(tmp_path: Path) -> None:
     assert not (path / "result.json").exists()
 
 
-def test_a_name_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_resume_path_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     path = claim(tmp_path)
     for name in ("step_00000002", "step_00000003.superseded"):
         make_checkpoint(path, name)
@@ -721,7 +725,7 @@ def test_a_name_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
-    """It would be done with another length than its own, without an evaluation at its end."""
+    """Otherwise, the run would be done after more steps than configured, without an evaluation at its end."""
     path = claim(tmp_path)
     for step in (4, 9):
         make_checkpoint(path, run_directory.step_name(step))
@@ -738,7 +742,7 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
-def test_a_directory_that_is_no_run_is_refused_and_left_as_it_is(resume: str, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_run_is_refused_and_not_changed(resume: str, tmp_path: Path) -> None:
     cwd, mine, empty = (tmp_path / name for name in ("here", "mine", "empty"))
     for path in (cwd, mine, empty):
         path.mkdir()
@@ -754,7 +758,7 @@ def test_a_directory_that_is_no_run_is_refused_and_left_as_it_is(resume: str, tm
     assert not list(empty.iterdir())
 
 
-def test_the_run_in_a_named_directory_continues_or_is_set_aside(tmp_path: Path) -> None:
+def test_the_run_in_a_named_directory_is_resumed_or_renamed(tmp_path: Path) -> None:
     words = (*FAST, "steps=4", "--run-directory=here/run", "resume=auto")
     for wanted in ("done after step 4/4", "all 4 steps are done: nothing is left to do"):
         code, told = run_command(*words, cwd=tmp_path)
@@ -798,12 +802,12 @@ def test_a_finished_run_cannot_become_shorter_or_continue_without_checkpoints(tm
 
 
 def files(path: Path) -> dict[str, bytes]:
-    """All files of a run but those that every command writes: the log and the lock."""
+    """Return all files of a run except those that every command writes: the log and the lock."""
     found = [file for file in path.rglob("*") if file.is_file() and file.name not in (".lock", "log.txt")]
     return {str(file.relative_to(path)): file.read_bytes() for file in found}
 
 
-def test_a_finished_run_is_left_as_it_is_and_goes_on_with_more_epochs(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_changed_and_continues_with_more_epochs(tmp_path: Path) -> None:
     code, console = run_command(*FAST, "epochs=1", "save_every=10", "eval_every=10", cwd=tmp_path)
     assert code == 0, console
     path = only_run(tmp_path)
@@ -820,7 +824,7 @@ def test_a_finished_run_is_left_as_it_is_and_goes_on_with_more_epochs(tmp_path: 
     assert [step for step, _ in curves(path)["eval/loss"]] == [10, 20, 23, 30, 40, 45]
 
 
-def test_resuming_an_earlier_checkpoint_sets_later_ones_aside(tmp_path: Path) -> None:
+def test_resuming_an_earlier_checkpoint_renames_later_ones(tmp_path: Path) -> None:
     schedule = ("steps=12", "save_every=3", "log_every=3", "eval_every=0", "keep=9")
     assert run_command(*FAST, *HARD, *schedule, cwd=tmp_path)[0] == 0
     path = only_run(tmp_path)
@@ -864,12 +868,12 @@ def test_a_finished_run_with_a_damaged_checkpoint_redoes_its_last_steps(tmp_path
 # Run directories that an earlier version wrote
 
 EARLIER = Path(__file__).parent / "fixtures" / "earlier_version"
-"""With the weights that the same version reached when it resumed them."""
+"""Run directories of an earlier version, with the weights that this version reached when it resumed them."""
 
 
 @pytest.fixture
 def earlier(tmp_path: Path) -> Callable[[str], Path]:
-    """Copy such a run directory to where the command looks for it."""
+    """Return a function that copies a run directory of an earlier version to where the command looks for it."""
 
     def copied(name: str) -> Path:
         parent = tmp_path / "outputs" / name
@@ -885,7 +889,7 @@ def earlier(tmp_path: Path) -> Callable[[str], Path]:
 def test_a_run_of_an_earlier_version_resumes(
     name: str, more: str, step: int, tolerance: float, earlier: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The classifier in two processes of ddp."""
+    """The classifier trains in two processes with `parallel=ddp`."""
     path = earlier(name)
     succeed(tmp_path, f"resume={path}", more)
     assert f"resumed after step {8 if name == 'classifier' else 30}" in (path / "log.txt").read_text()
@@ -897,7 +901,7 @@ def test_a_run_of_an_earlier_version_resumes(
 
 @pytest.mark.parametrize("name", ["classifier", "dqn"])
 def test_auto_finds_a_run_of_an_earlier_version(name: str, earlier: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its config names classes by their earlier names. The agent's other defaults have to be typed now."""
+    """Its config has earlier class names. DQN defaults that have changed since are passed as overrides."""
     path = earlier(name)
     (path / "result.json").unlink()  # as if it had been killed
     overrides: Any = OmegaConf.to_container(OmegaConf.load(path / "overrides.yaml"))

@@ -1,4 +1,4 @@
-"""What a run resolves before it begins: its length, what is due when, and what makes two configs the same run."""
+"""Tests of what a run determines before it begins: its length, when evaluations are due, and the hash of its config."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from runner.config.errors import ConfigError
 from runner.run import Result, Session, build_run, check_used, config_hash, describe_model
 from runner.system.cpu import cpu_model
 
-SAMPLES = 1438  # of the digits, 1,797, less the fifth that is held out
+SAMPLES = 1438  # of the 1,797 digits, without the fifth that is held out
 
 
 def session_of(*overrides: str) -> Session:
-    """The session of a fast run of a command line."""
+    """Return the session of a fast run with `overrides`."""
     return prepared(built(*FAST, *overrides))
 
 
@@ -37,14 +37,14 @@ def session_of(*overrides: str) -> Session:
     ("overrides", "steps"),
     [
         (["epochs=1", "batch_size=64"], 23),  # 22.47 batches see every sample
-        (["epochs=2", "batch_size=64"], 45),  # 44.94: the stream has no ragged last batch
+        (["epochs=2", "batch_size=64"], 45),  # 44.94 batches: a batch may span two epochs, so that all are full
         (["epochs=20", "batch_size=64"], 450),
         (["epochs=0.5", "batch_size=64"], 12),
         (["epochs=0.0001", "batch_size=64"], 1),
-        (["epochs=3", "batch_size=719"], 6),  # exactly two batches an epoch
+        (["epochs=3", "batch_size=719"], 6),  # exactly two batches per epoch
         (["epochs=1", "batch_size=1438"], 1),
         (["epochs=0.1", "batch_size=1"], 144),
-        (["epochs=20", "steps=7"], 7),  # steps stand in place of epochs
+        (["epochs=20", "steps=7"], 7),  # `steps` overrides `epochs`
         (["epochs=null", "steps=7"], 7),
     ],
 )
@@ -56,20 +56,20 @@ def test_steps_follow_from_epochs(overrides: list[str], steps: int) -> None:
     "typed", ["optimizer=[adam,adamw]", "model=[tiny,convnet]", "workload=[classifier,classifier]"]
 )
 def test_several_options_of_a_group_are_refused(typed: str) -> None:
-    """Hydra would merge them into one."""
+    """Hydra would merge the options into one."""
     with pytest.raises(ConfigError) as refusal:
         check_used(built(typed), [typed])
     assert (refusal.value.key, refusal.value.got) == tuple(typed.split("="))
 
 
 def test_rounding_errors_in_epochs_add_no_step() -> None:
-    """0.1 · 3 · 10 is 3.0000000000000004: what is too much by a rounding error is no step."""
+    """0.1 · 3 · 10 is 3.0000000000000004 in floating point, and must not be rounded up to 4."""
     run = dataclasses.replace(built(*FAST), epochs=0.1 * 3, workload=endless(10.0))
     assert prepared(run).num_steps == 3
 
 
 def endless(epoch: float | None) -> Any:
-    """A workload whose epoch has so many steps; None: it has none."""
+    """Return a workload with `epoch` steps per epoch; None for a workload without epochs."""
     return SimpleNamespace(
         num_steps=lambda _: None,
         check_plan=lambda plan: None,
@@ -96,7 +96,7 @@ def test_a_workload_without_epochs_needs_steps() -> None:
     [
         (["batch_size=64"], 23),
         (["batch_size=719"], 2),
-        (["batch_size=64", "steps=1000"], 23),  # of the data, however long the run is
+        (["batch_size=64", "steps=1000"], 23),  # an epoch of the data, however long the run is
         (["eval_every=0", "save_every=0"], 0),
         (["eval_every=5", "save_every=5"], 5),
     ],
@@ -131,7 +131,7 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
     ],
 )
 def test_an_option_that_the_workload_does_not_use_is_refused(typed: list[str], key: str) -> None:
-    """The run would train something else than was meant, without a word."""
+    """Otherwise, the option would be ignored without an error."""
     run = built(*typed)
     with pytest.raises(ConfigError) as refusal:
         check_used(run, typed)
@@ -146,31 +146,31 @@ def test_options_that_the_workload_uses_are_accepted() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is due
+# When evaluations and checkpoints are due
 
 
 @pytest.mark.parametrize(
     ("every", "due"),
     [
         (1, [1, 2, 3, 4, 5, 6, 7]),
-        (3, [3, 6, 7]),  # and at the end
+        (3, [3, 6, 7]),  # and after the last step
         (7, [7]),
         (100, [7]),
-        (0, [7]),  # only at the end
+        (0, [7]),  # only after the last step
     ],
 )
-def test_due_every_so_many_steps_and_at_the_end(every: int, due: list[int]) -> None:
+def test_is_due_every_n_steps_and_after_the_last_step(every: int, due: list[int]) -> None:
     session = session_of("steps=7")
     assert [step for step in range(1, 8) if session.is_due(every, step)] == due
 
 
-def test_nothing_said_is_due_at_the_end_of_a_run_shorter_than_an_epoch() -> None:
+def test_defaults_are_due_at_the_end_of_a_run_shorter_than_an_epoch() -> None:
     session = session_of("steps=7", "eval_every=null", "save_every=null")
     for every in (session.eval_every, session.save_every):
         assert [step for step in range(1, 8) if session.is_due(every, step)] == [7]
 
 
-def test_what_is_due_is_done(trained: Callable[..., Trained]) -> None:
+def test_checkpoints_are_saved_when_they_are_due(trained: Callable[..., Trained]) -> None:
     run = trained("steps=7", "eval_every=3", "save_every=2", "keep=9")
     saved = {int(path.name.removeprefix("step_")) for path in (run.directory / "checkpoints").glob("step_*")}
     assert {2, 4, 6, 7} <= saved <= {2, 3, 4, 6, 7}, "when it is due, and after an evaluation that is the best so far"
@@ -181,13 +181,13 @@ def test_what_is_due_is_done(trained: Callable[..., Trained]) -> None:
 
 
 def leaves(config: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The path of every value."""
+    """Return the path of every value in a config."""
     paths = [leaves(v, (*above, k)) if isinstance(v, dict) else [(*above, k)] for k, v in config.items()]
     return [path for found in paths for path in found]
 
 
 def changed(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """`config` with another value at `path`."""
+    """Return `config` with another value at `path`."""
     new = copy.deepcopy(config)
     node = new
     for key in path[:-1]:
@@ -215,7 +215,7 @@ def test_the_hash_does_not_depend_on_order_or_spelling() -> None:
     assert config_hash(composed("optimizer.lr=0.123")) != config_hash(config)
 
 
-def test_a_run_is_made_of_the_chosen_parts_and_remembers_the_config() -> None:
+def test_a_run_has_the_chosen_components_and_keeps_its_config() -> None:
     config = composed("optimizer=adam", "precision=bf16", "accumulation=4", "model=tiny")
     run = build_run(config)
     names = [type(part).__name__ for part in (run.optimizer, run.precision, run.schedule, run.workload, run.profiler)]
@@ -281,7 +281,7 @@ DQN = (
     ids=lambda overrides: " ".join(text for text in overrides if text not in (*SHORT, *DQN)) or overrides[0],
 )
 def test_options_never_change_during_a_run(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    """In this process, and in each that the mode starts: what is found out at run time is never written over them."""
+    """Values determined at run time never overwrite options, in this process and in those that the mode starts."""
     run = built(*overrides)
     before, config = options_of(run), copy.deepcopy(run.config)
     assert {"seed", "steps", "eval_every", "workload.model", "optimizer.lr"} <= before.keys()
@@ -291,7 +291,7 @@ def test_options_never_change_during_a_run(overrides: tuple[str, ...], tmp_path:
     assert run.config == config
 
 
-def test_the_check_of_options_finds_what_changes() -> None:
+def test_the_check_of_options_detects_changes() -> None:
     run = built(*FAST)
     before = options_of(run)
     run.steps, run.workload.model.channels = 7, (9,)  # pyright: ignore[reportAttributeAccessIssue]
@@ -307,7 +307,7 @@ def test_the_check_of_options_finds_what_changes() -> None:
 
 
 def first_lines(text: str) -> dict[str, str]:
-    """The first lines of a run by their key, from its console or its log."""
+    """Return the first lines of a run by key, from its console or its log."""
     keys = "model|data|env|replay|device|precision|parallel|batch|length|directory"
     return dict(re.findall(rf"^(?:.* INFO \S+: )?({keys}) +(\S.*)$", text, re.MULTILINE))
 
@@ -359,7 +359,7 @@ def test_every_precision_is_named_in_the_first_lines(precision: str) -> None:
     assert lines["model"] == "a model"
 
 
-def test_a_model_is_described_by_what_is_trained_and_what_it_takes() -> None:
+def test_a_model_is_described_by_its_trainable_parameters_and_its_memory() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(1000, 500), torch.nn.BatchNorm1d(500))
     model[0].requires_grad_(False)
     described = describe_model(model)

@@ -1,4 +1,4 @@
-"""Learning rates, update by update, against torch's own schedulers."""
+"""Tests that the learning rate of every update equals that of torch's own schedulers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def optimizer(lr: float = PEAK) -> torch.optim.Optimizer:
 
 
 def torch_rates(make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler], num_updates: int) -> list[float]:
-    """The rate of each update under torch's scheduler."""
+    """Return the learning rate of each update with torch's scheduler."""
     chosen = optimizer()
     scheduler, rates = make(chosen), []
     for _ in range(num_updates):
         rates.append(chosen.param_groups[0]["lr"])
         chosen.step()
-        with warnings.catch_warnings():  # SequentialLR calls its parts in a way that they have deprecated
+        with warnings.catch_warnings():  # SequentialLR passes a deprecated argument to its schedulers
             warnings.filterwarnings("ignore", "The epoch parameter", UserWarning)
             scheduler.step()
     return rates
@@ -120,14 +120,14 @@ def test_warm_up_of_the_whole_run_ends_at_the_full_rate() -> None:
     assert our_rates(Schedule(warmup=1.0), 4) == close([PEAK / 4, PEAK / 2, 3 * PEAK / 4, PEAK])
 
 
-def test_milestones_are_shares_of_what_follows_the_warm_up() -> None:
+def test_milestones_are_fractions_of_the_updates_after_the_warm_up() -> None:
     rates = our_rates(Step(warmup=0.2, milestones=(0.5,)), 100)
     assert rates[19:60] == [PEAK] * 41
     assert rates[60] == pytest.approx(PEAK / 10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Setting it
+# Setting the learning rate
 
 
 def test_every_group_keeps_its_own_rate() -> None:

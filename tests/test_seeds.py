@@ -1,4 +1,4 @@
-"""Streams of random numbers that depend on names, never on order."""
+"""Tests that random numbers depend on the seed and the name of their stream, not on the order of calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORD = (1 << 64) - 1
 
 
 def split_mix(x: int) -> int:
-    """SplitMix64 as its authors wrote it, with Python's integers."""
+    """Return the SplitMix64 hash of `x`, as its authors define it, with Python's integers."""
     x = (x + 0x9E3779B97F4A7C15) & WORD
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
@@ -30,13 +30,13 @@ def test_the_reference_is_split_mix():
     assert split_mix(0) == 0xE220A8397B1DCDAF  # the published first output from state 0
 
 
-def test_a_derived_seed_is_the_hash_of_its_place():
+def test_a_derived_seed_is_the_hash_of_its_arguments():
     digest = hashlib.blake2b(b"(7, 'order', 3)", digest_size=8).digest()
     assert derive(7, "order", 3) == int.from_bytes(digest, "big") // 2
     assert torch.Generator().manual_seed(derive(7, "order", 3)).initial_seed() == derive(7, "order", 3)
 
 
-def test_derived_seeds_differ_by_every_part_of_their_place():
+def test_derived_seeds_depend_on_every_argument():
     places = [(0,), (1,), (0, 1), (0, "1"), (0, 1, 0), (0, "order", 1), (0, "order", 11), (0, "order", 1, 1)]
     assert len({derive(*place) for place in places}) == len(places)  # pyright: ignore[reportArgumentType]
     assert all(0 <= derive(seed, "x") < 2**63 for seed in range(1000))

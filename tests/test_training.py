@@ -1,4 +1,4 @@
-"""The training loop: what it does when numbers stop being finite, its result, and that nothing waits for the device."""
+"""Tests of the training loop: values that are not finite, the result, and no synchronization with the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def plain_losses(run: Run, lr: float, steps: int) -> Iterator[tuple[float, torch.Tensor]]:
-    """Loss and sample indices of each step of plain SGD."""
+    """Yield loss and sample indices of each step of plain SGD."""
     samples, _ = run.workload.data.load()  # pyright: ignore[reportAttributeAccessIssue]
     torch.manual_seed(derive(run.seed, "weights"))
     model = run.workload.model.build(samples.shape, 10)  # pyright: ignore[reportAttributeAccessIssue]
@@ -54,7 +54,7 @@ def all_finite(value: Any) -> bool:
 
 
 def assert_whole_and_finite(directory: Path, steps: list[int]) -> None:
-    """The checkpoints are those of `steps`, and hold finite numbers only."""
+    """Check that the checkpoints are those of `steps`, and contain only finite numbers."""
     checkpoints = Checkpoints(directory, keep=9)
     assert checkpoints.steps() == steps
     for path in (directory / "checkpoints").glob("step_*"):
@@ -139,10 +139,10 @@ def test_the_diverged_batch_is_saved_as_it_was_augmented(
     assert saved["targets"].equal(torch.cat([batch.targets for batch in seen[8:10]]))
 
 
-def test_a_run_that_diverges_on_a_full_disk_has_diverged(
+def test_a_run_that_diverges_on_a_full_disk_is_reported_as_diverged(
     trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its batch cannot be saved, and nothing is left of it."""
+    """The batch cannot be saved, and no incomplete file is left."""
     from runner.workloads.classifier import Classifier
 
     def full(path: Path, content: bytes) -> None:
@@ -158,7 +158,7 @@ def test_a_run_that_diverges_on_a_full_disk_has_diverged(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# All else that a checkpoint holds
+# Other values in checkpoints
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,10 @@ def test_no_checkpoint_holds_a_number_that_is_not_finite(
     assert run.result.best["step"] == 3
 
 
-def test_finite_gradients_may_overflow_adams_moments(
+def test_an_overflow_of_adams_moments_is_found_if_gradients_are_finite(
     trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gradient of 1e20 has a square that float32 cannot hold: the weights stay finite, and stand still for ever."""
+    """The square of a gradient of 1e20 overflows float32: the weights stay finite, but no longer change."""
     from runner.workloads.classifier import Classifier
 
     criterion = Classifier.criterion
@@ -232,7 +232,7 @@ def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
-def test_finite_tensors_are_told_from_others_even_if_their_sum_overflows(dtype: torch.dtype) -> None:
+def test_finite_tensors_are_recognized_even_if_their_sum_overflows(dtype: torch.dtype) -> None:
     assert _is_finite(torch.zeros(0, dtype=dtype))
     assert _is_finite(torch.arange(7).to(dtype))
     if dtype.is_floating_point:
@@ -249,7 +249,7 @@ def test_finite_tensors_are_told_from_others_even_if_their_sum_overflows(dtype: 
 def test_points_are_dropped_only_if_the_checkpoint_after_them_is_complete(
     trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tracker drops the points up to the previous checkpoint at `flush`: a resumed run would log them again."""
+    """At `flush`, a tracker drops the points up to the previous checkpoint, which a resumed run would log again."""
     write, flush, complete = Checkpoints._write, Recorder.flush, []
 
     def slow(self: Checkpoints, *arguments: Any) -> None:
@@ -289,7 +289,7 @@ def test_the_result_agrees_with_the_curves(trained: Callable[..., Trained]) -> N
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Nothing waits for the device between two logs
+# No synchronization with the device between two logs
 
 
 WAITING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
@@ -304,7 +304,7 @@ READS = {
 
 
 class Watched(TorchDispatchMode):
-    """Collects the operations that would wait for a device."""
+    """Collects the operations that would synchronize with a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ class Watched(TorchDispatchMode):
 
 
 def between_logs(session: Session, monkeypatch: pytest.MonkeyPatch, begin: Callable, end: Callable) -> None:
-    """Call `begin` at the end of each round of the loop but the first, and `end` after the last update before a log."""
+    """Call `begin` at the end of each step except the last, and `end` after the update of each step that logs."""
     run = session.run
     after_step = run.workload.after_step
 
@@ -343,7 +343,7 @@ def between_logs(session: Session, monkeypatch: pytest.MonkeyPatch, begin: Calla
         ("data.crop=2", "model.dropout=0.1", "batch_size=200"),
     ],
 )
-def test_between_logs_no_number_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any) -> None:
+def test_no_tensor_value_is_read_between_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any) -> None:
     run = built(*FAST, "steps=12", "log_every=4", "eval_every=0", "save_every=0", *overrides)
     watched, active = Watched(), []
 
@@ -374,7 +374,7 @@ def test_between_logs_no_number_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert watched.found == []
 
 
-def test_operations_that_wait_are_found() -> None:
+def test_operations_that_synchronize_are_detected() -> None:
     with Watched() as watched:
         tensor = torch.ones(1)
         _ = tensor.item(), float(tensor), bool(tensor), torch.equal(tensor, tensor), tensor.nonzero()
@@ -391,7 +391,9 @@ def test_operations_that_wait_are_found() -> None:
         ("precision=16",),
     ],
 )
-def test_between_logs_cuda_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any) -> None:
+def test_no_step_synchronizes_with_cuda_between_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any
+) -> None:
     run = built(
         *FAST, "device=cuda", "data.crop=2", "steps=60", "log_every=20", "eval_every=0", "save_every=0", *overrides
     )

@@ -1,4 +1,4 @@
-"""What the modes of several processes refuse, before any process is started."""
+"""Tests of options that parallel modes refuse before any rank is started."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from runner.config.errors import ABSENT, ConfigError
 
 
 class Bad(NamedTuple):
-    """Overrides, and the refusal: its key, the value that it shows, and words of its reason and its remedy.
+    """Invalid overrides, with the key and value of the `ConfigError`, and words in its reason or remedy.
 
     Args:
-        gpus: how many this machine pretends to have.
+        gpus: number of GPUs that torch pretends to find.
     """
 
     overrides: str
@@ -73,7 +73,7 @@ TABLE = [
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was asked to start processes."""
+    """Record the starts of the fork server and of supervisors, which are not actually started."""
     calls: list[str] = []
     monkeypatch.setattr(runner.parallel.launch.processes, "start_server", lambda *_: calls.append("server"))
     monkeypatch.setattr(runner.parallel.launch.processes, "Supervisor", lambda *_: calls.append("supervisor"))
@@ -84,7 +84,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_bad_input_is_refused_before_a_process_starts(
     bad: Bad, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the fork server, which imports what the processes will need while this one reads the data."""
+    """Only the fork server may start, to import torch for the ranks while this process reads the data."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bad.gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: bad.gpus)
     with pytest.raises(ConfigError) as refusal:
@@ -97,7 +97,7 @@ def test_bad_input_is_refused_before_a_process_starts(
 
 
 @pytest.mark.parametrize("bad", [bad for bad in TABLE if not bad.gpus][::7], ids=lambda bad: bad.overrides)
-def test_the_command_exits_with_2_and_leaves_nothing(bad: Bad, tmp_path: Path) -> None:
+def test_the_command_exits_with_2_and_leaves_no_files(bad: Bad, tmp_path: Path) -> None:
     code, console = run_command(*bad.overrides.split(), cwd=tmp_path)
     assert code == 2, console
     assert console.startswith(f"{bad.key}:")
@@ -105,10 +105,10 @@ def test_the_command_exits_with_2_and_leaves_nothing(bad: Bad, tmp_path: Path) -
 
 
 def test_good_input_starts_the_fork_server_and_then_the_ranks(started: list[str], tmp_path: Path) -> None:
-    """Or the tests above would see nothing whatever happened."""
+    """Checks that `started` records the starts, on which the tests above rely."""
     run = built(*FAST, "parallel=ddp")
     prepared(run)
     assert started == ["server"]
-    with pytest.raises(TypeError):  # the supervisor of these tests is none
+    with pytest.raises(TypeError):  # the fake supervisor is not a context manager
         train_in(tmp_path, run)
     assert started == ["server", "server", "supervisor"]

@@ -1,4 +1,4 @@
-"""The single-device mode: what the other modes inherit."""
+"""Tests of `Parallel`, the single-device mode from which the other modes inherit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.run import Session
 
 
 def placed(*overrides: str) -> tuple[Session, torch.nn.Module]:
-    """A session, and its model in place."""
+    """Return a session, and its model as returned by `place`."""
     session = prepared(built(*FAST, *overrides))
     torch.manual_seed(0)
     return session, session.run.parallel.place(session.run.workload.build_model(), session.context)
@@ -32,7 +32,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_a_single_process_does_all_the_work() -> None:
+def test_a_single_process_has_the_default_layout() -> None:
     session = prepared(built(*FAST))
     context = session.context
     assert context.layout == Layout()
@@ -43,13 +43,13 @@ def test_a_single_process_does_all_the_work() -> None:
     assert session.run.parallel.combine_overflow(torch.zeros(())) is None
 
 
-def test_data_parallel_ranks_have_a_shard_and_random_numbers_of_their_own() -> None:
+def test_each_data_parallel_rank_has_its_own_shard_and_random_numbers() -> None:
     layout = Layout.data_parallel(RankInfo(2, 5, 0, 1))
     assert layout == Layout(data_shard=(2, 5), eval_shard=(2, 5), rng_stream=2)
     assert layout.non_equivalence_reason == ""
 
 
-def test_several_processes_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_externally_launched_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in RankInfo(1, 2, 1, 2, "127.0.0.1", 1234).variables().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as refusal:
@@ -72,7 +72,7 @@ def test_gradients_are_weighted_by_the_share_of_the_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e-3, 1e3])
-def test_clipping_returns_the_norm_before_it(max_norm: float | None) -> None:
+def test_clipping_returns_the_norm_before_clipping(max_norm: float | None) -> None:
     session, model = placed("batch_size=16")
     session.run.parallel.accumulate(model, first_batch(session, model), MicroBatch(0, 16, 1.0, True), True)
     before = gradients(model)
@@ -97,7 +97,7 @@ def test_an_evaluation_covers_every_held_out_sample_in_inference_mode() -> None:
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_a_model_is_moved_into_the_memory_format(channels_last: bool) -> None:
+def test_move_converts_weights_to_the_memory_format(channels_last: bool) -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.Linear(3, 3))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     move(model, torch.device("cpu"), channels_last)
@@ -106,7 +106,7 @@ def test_a_model_is_moved_into_the_memory_format(channels_last: bool) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_state_of_one_mode_object_fits_another() -> None:
+def test_the_full_state_can_be_loaded_by_another_mode_object() -> None:
     (session, model), (_, other) = placed(), placed()
     optimizer = session.run.optimizer.build(model)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Collectives: of one process, and of three."""
+"""Tests of collectives, with one process and with three."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Work = Callable[[Collectives], Any]
 
 @contextmanager
 def joined() -> Iterator[Collectives]:
-    """In a rank: the collectives with the others."""
+    """In a rank: a context that yields the collectives of all ranks."""
     rank_info = external_rank_info()
     assert rank_info is not None
     with ExternalProcesses(rank_info, torch.device("cpu"), 300).connect() as process:
@@ -37,11 +37,11 @@ def in_rank(work: Work) -> Any:
 
 @pytest.fixture
 def on_three(ranks: Callable[[int], Ranks]) -> Callable[[Work], list[Any]]:
-    """What `work(collectives)` returns on each of three ranks."""
+    """Return a function that runs `work(collectives)` on three ranks, and returns the result of each."""
     return lambda work: ranks(3).do(in_rank, work)
 
 
-def test_one_process_has_nothing_to_exchange() -> None:
+def test_collectives_of_one_process_are_no_ops() -> None:
     alone, tensor = Collectives(), torch.tensor([1.0, 2.0])
     sums = {"loss": tensor}
     assert (alone.rank, alone.world_size) == (0, 1)
@@ -66,7 +66,7 @@ def numbers(collectives: Collectives) -> tuple[int, int]:
     return collectives.rank, collectives.world_size
 
 
-def test_all_reduce_adds_up_and_keeps_its_arguments(on_three: Callable[[Work], list[Any]]) -> None:
+def test_all_reduce_returns_sums_and_does_not_change_its_arguments(on_three: Callable[[Work], list[Any]]) -> None:
     for rank, (totals, own) in enumerate(on_three(reduced)):
         assert totals == {"loss": [3.0, 6.0], "count": 30}
         assert own == {"loss": [float(rank), 2.0], "count": 10}
@@ -98,7 +98,7 @@ def maximum(collectives: Collectives) -> list[float]:
 
 
 def test_the_mean_of_equal_values_is_bitwise_the_value(on_three: Callable[[Work], list[Any]]) -> None:
-    """Which a float32 sum of three, divided by three, is not."""
+    """In float32, the sum of three equal values, divided by three, may differ from the value."""
     torch.manual_seed(0)
     values = torch.rand(1000)
     assert not torch.equal((values + values + values) / 3, values)
@@ -115,25 +115,25 @@ def mean_of_equals(collectives: Collectives) -> tuple[torch.Tensor, float]:
     return equal, float(other)
 
 
-def test_any_rank_answers_the_question_before_on_all_ranks(on_three: Callable[[Work], list[Any]]) -> None:
-    """A question that is still on its way at the end is waited for, and is none of the next run's."""
+def test_any_rank_returns_the_result_of_the_previous_call_on_all_ranks(on_three: Callable[[Work], list[Any]]) -> None:
+    """The all-reduce that is pending at the end of a run is waited for, and does not affect the next run."""
     for _ in range(2):
         assert on_three(raise_a_flag) == [[False, False, True, False]] * 3
 
 
 def raise_a_flag(collectives: Collectives) -> list[bool]:
-    """Rank 1 raises its flag in the second of four steps."""
+    """Call `any_rank` in four steps; only rank 1 passes true, in the second step."""
     return [collectives.any_rank(collectives.rank == 1 and step == 1) for step in range(4)]
 
 
-def test_rank_0_decides_for_all(on_three: Callable[[Work], list[Any]]) -> None:
+def test_from_rank_0_returns_or_raises_on_all_ranks(on_three: Callable[[Work], list[Any]]) -> None:
     error, lost = "ValueError: no", "LostError: rank 0 failed: ValueError: no"
     refused = "ConfigError: steps: got -1: they are counted\n  steps=1"
     assert on_three(decided) == [(Path("by rank 0"), text, refused) for text in (error, lost, lost)]
 
 
 def decided(collectives: Collectives) -> tuple[Path, str, str]:
-    """What rank 0 decides, what becomes of an error of its, and of its config error."""
+    """Return the result of `from_rank_0`, and what it raises after an error and a config error of rank 0."""
     path = collectives.from_rank_0(lambda: Path(f"by rank {collectives.rank}"))
     failures = []
     for raised in (ValueError("no"), ConfigError("steps", -1, "they are counted", "steps=1")):
@@ -147,8 +147,8 @@ def raise_it(error: Exception) -> None:
     raise error
 
 
-def test_what_cannot_be_sent_fails_on_every_rank(on_three: Callable[[Work], list[Any]]) -> None:
-    """None waits for a value that never comes."""
+def test_from_rank_0_fails_on_all_ranks_if_the_result_cannot_be_encoded(on_three: Callable[[Work], list[Any]]) -> None:
+    """Otherwise, the other ranks would wait for the result until the timeout."""
     told = "a object cannot be sent to other ranks"
     assert on_three(unsendable) == [told, *[f"rank 0 failed: TypeError: {told}"] * 2]
 
@@ -167,7 +167,7 @@ def gathered(collectives: Collectives) -> list[Any]:
     return collectives.all_gather({"rank": collectives.rank})
 
 
-def test_gather_to_rank0_takes_the_lowest_rank_of_equal_names(on_three: Callable[[Work], list[Any]]) -> None:
+def test_gather_to_rank0_prefers_the_lowest_rank_for_equal_names(on_three: Callable[[Work], list[Any]]) -> None:
     first, *others = on_three(gathered_to_rank0)
     assert others == [{}, {}]
     assert first.keys() == {"shared", "of 0", "of 1", "of 2", "number"}
@@ -186,7 +186,7 @@ def gathered_to_rank0(collectives: Collectives) -> dict[str, Any]:
     return collectives.gather_to_rank0({"shared": torch.full((2,), float(rank)), f"of {rank}": own, "number": rank})
 
 
-def test_a_barrier_holds_until_every_rank_is_there(on_three: Callable[[Work], list[Any]], tmp_path: Path) -> None:
+def test_a_barrier_waits_for_all_ranks(on_three: Callable[[Work], list[Any]], tmp_path: Path) -> None:
     assert on_three(partial(files_after_a_barrier, tmp_path)) == [["0", "1", "2"]] * 3
 
 

@@ -1,4 +1,4 @@
-"""What `compile` lets torch compile: nothing, the network, or each of its blocks."""
+"""Tests of `compile`: torch compiles nothing, the network, or each of its blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.parallel.compiling import compile_in_place, modules_of_blocks
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
-    """The modules of which `compile` was called; nothing is compiled."""
+    """The modules whose `compile` was called; it is replaced, so that nothing is compiled."""
     modules: list[torch.nn.Module] = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: modules.append(self))
     return modules
@@ -31,7 +31,7 @@ def convnet() -> ConvNet:
     return ConvNet(1, 8, 8, 10, channels=(4, 4), kernel_size=3, padding=1, hidden=8)
 
 
-def test_blocks_that_are_modules_of_the_network() -> None:
+def test_modules_of_blocks_are_the_blocks_that_are_submodules() -> None:
     network = convnet()
     assert modules_of_blocks(network) == list(network.children())
     residual = resnet()
@@ -40,7 +40,7 @@ def test_blocks_that_are_modules_of_the_network() -> None:
     assert found == [f"layer{layer}.{index}" for layer in (1, 2, 3, 4) for index in (0, 1)]
 
 
-def test_the_network_or_each_of_its_blocks(compiled: list[torch.nn.Module]) -> None:
+def test_the_network_or_each_of_its_blocks_is_compiled(compiled: list[torch.nn.Module]) -> None:
     network = resnet()
     compile_in_place(network, False)
     assert compiled == []
@@ -54,7 +54,7 @@ def test_the_network_or_each_of_its_blocks(compiled: list[torch.nn.Module]) -> N
     assert compiled == [network.layer1, network.fc]
 
 
-def test_every_variant_of_a_block_may_be_compiled(compiled: list[torch.nn.Module]) -> None:
+def test_the_recompile_limit_allows_all_variants_of_the_blocks(compiled: list[torch.nn.Module]) -> None:
     from torch._dynamo import config
 
     with config.patch(recompile_limit=8):  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""DDP: what its batch normalization sees, when gradients are sent, and how."""
+"""Tests of DDP: batch normalization, compilation, and the communication of gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers.ranks import Ranks, connected
 from runner.training import prepare
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batch normalization: over each process's part of the batch, or over all of it
+# Batch normalization: over each process's shard, or over the whole batch
 
 SHORT = 3
 BATCH_NORM = (
@@ -43,10 +43,10 @@ def plain_batch_norm(num_parts: int, num_steps: int = SHORT) -> dict[str, torch.
     ("mode", "parts"),
     [("ddp", 2), ("fsdp", 2), ("ddp parallel.sync_batch_norm=true", 1)],
 )
-def test_batch_normalization_sees_a_shard_or_with_sync_the_whole_batch(
+def test_batch_normalization_uses_a_shard_or_with_sync_the_whole_batch(
     mode: str, parts: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """Buffers too: running statistics are the mean of the parts'."""
+    """Running statistics are compared too; without sync, they are averaged over the processes."""
     ranks(2).train(composed(*FAST, *BATCH_NORM, *f"parallel={mode}".split()), tmp_path, narrow)
     assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
 
@@ -55,7 +55,7 @@ def test_batch_normalization_sees_a_shard_or_with_sync_the_whole_batch(
 def test_a_compiled_network_equals_a_plain_loop(
     synchronized: bool, parts: int, bucket_mb: float, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """With gradients in several buckets, at which the compiler splits the network where it can."""
+    """The gradients are in several buckets, at which the compiler splits the network if it can."""
     options = [f"parallel.sync_batch_norm={synchronized}", f"parallel.bucket_mb={bucket_mb}", "compile=true"]
     ranks(2).train(composed(*FAST, *BATCH_NORM, "parallel=ddp", *options), tmp_path, narrow_traced)
     assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
@@ -65,10 +65,10 @@ def test_a_compiled_network_equals_a_plain_loop(
     ("options", "split"),
     [([], True), (["parallel.bucket_mb=0.5"], False), (["parallel.sync_batch_norm=true"], False)],
 )
-def test_the_compiler_splits_a_network_where_it_can(
+def test_the_compiler_splits_a_network_at_buckets_if_it_can(
     options: list[str], split: bool, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """Where it cannot, only the last step of compiling fails, which takes a minute."""
+    """Only the setting is checked: a wrong one fails only at the end of compiling, after a minute."""
     given = ("parallel=ddp", "compile=true", *options)
     assert ranks(2).do(compiler_splits, composed(*FAST, *BATCH_NORM, *given)) == [split] * 2
 
@@ -88,28 +88,28 @@ def test_a_checkpoint_without_an_evaluation_has_averaged_statistics(
 
 
 def test_averaged_running_means_are_exact_and_variances_are_not() -> None:
-    """In the first layer at the first step, where nothing else differs: the docstring of `DDP` says so."""
+    """As documented in `DDP`. Compared in the first layer after the first step, where nothing else differs."""
     whole, parts = plain_batch_norm(1, num_steps=1), plain_batch_norm(2, num_steps=1)
     assert torch.allclose(parts["bn1.running_mean"], whole["bn1.running_mean"], rtol=1e-12, atol=1e-15)
     assert not torch.allclose(parts["bn1.running_var"], whole["bn1.running_var"], rtol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is sent
+# Communication of gradients
 
 
 @pytest.mark.parametrize(
     ("compression", "least", "most"),
     [("fp16", 1e-7, 1e-2), ("bf16", 1e-6, 5e-2), ("powersgd", 1e-3, 1.0)],
 )
-def test_compressed_gradients_round_and_still_learn(
+def test_training_with_compressed_gradients_rounds_but_still_learns(
     compression: str, least: float, most: float, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     overrides = (*COMMON, *CASES["sgd"][0], "parallel=ddp", f"parallel.compression={compression}")
     ranks(2).train(composed(*FAST, *overrides), tmp_path / "short")
     plain = plain_loop(built(*FAST, *COMMON), CASES["sgd"][1])
     assert least < largest_difference(weights_at(tmp_path / "short", STEPS), plain.weights) < most
-    longer = ("steps=150", "log_every=150", "schedule=cosine")  # at a constant rate, the accuracy varies by 0.1
+    longer = ("steps=150", "log_every=150", "schedule=cosine")  # with a constant rate, accuracy varies by 0.1
     result = ranks(2).train(composed(*FAST, *overrides, *longer), tmp_path / "long")
     assert result.metrics["eval/accuracy"] > 0.8
 
@@ -124,15 +124,15 @@ def test_gradients_are_sent_once_a_step_with_the_last_micro_batch(
 
 
 NUM_PARAMETERS = 16 * 9 + 16 + 32 * 16 * 9 + 32 + 128 * 64 + 64 + 64 * 10 + 10
-"""Of model=tiny on 8×8 digits."""
+"""Number of parameters of model=tiny on 8×8 digits."""
 
 
 def elements_sent(config: dict[str, Any], directory: Path) -> list[int]:
-    """In a rank: how many numbers each micro-batch of the first step sends."""
+    """In a rank: return how many gradient elements each micro-batch of the first step sends."""
     with connected(config) as session:
         state, sent = prepare(session, directory), [0]
 
-        def hook(_, bucket):  # torch wants its own annotations, or none
+        def hook(_, bucket):  # without annotations, because torch checks them
             sent[-1] += bucket.buffer().numel()
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             future.set_result(bucket.buffer())

@@ -1,4 +1,4 @@
-"""The GPUs that one process may use together."""
+"""Tests of the choice of devices for a process that uses several GPUs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_two_gpus")
 @pytest.mark.parametrize(("indices", "found"), [([], [0, 1]), ([1], [1]), ([1, 0], [1, 0])])
 @pytest.mark.parametrize("kind", ["auto", "cuda"])
-def test_all_gpus_or_those_that_are_named_in_their_order(kind: str, indices: list[int], found: list[int]) -> None:
+def test_all_gpus_or_those_in_indices_are_used_in_the_given_order(
+    kind: str, indices: list[int], found: list[int]
+) -> None:
     devices = devices_of_one_process(Device(kind=kind, indices=indices))
     assert devices == [torch.device("cuda", index) for index in found]
 
 
 @pytest.mark.usefixtures("_two_gpus")
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_gpu_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
         devices_of_one_process(Device(kind="cuda", indices=[0, 2]))
     assert (refusal.value.key, refusal.value.got) == ("device.indices", [0, 2])

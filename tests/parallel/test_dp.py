@@ -1,4 +1,4 @@
-"""`DataParallel`: its warning on one device, its traps, and its results on several GPUs."""
+"""Tests of `DataParallel`: its warning on one device, its pitfalls, and its results on several GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from runner.config.errors import ConfigError
 
 
-def test_on_one_device_a_warning_says_that_nothing_is_split(trained, caplog: pytest.LogCaptureFixture) -> None:
+def test_dp_on_one_device_warns_and_equals_single(trained, caplog: pytest.LogCaptureFixture) -> None:
     wanted = weights_at(trained(*COMMON, directory="single").directory, 10)
     with caplog.at_level(logging.WARNING):
         got = weights_at(trained(*COMMON, "parallel=dp", directory="dp").directory, 10)
@@ -36,8 +36,8 @@ def test_hidden_gpus_are_refused(hidden: str, monkeypatch: pytest.MonkeyPatch) -
     prepared(built(*FAST, "parallel=dp"))
 
 
-def test_threads_of_gpus_compute_in_the_dtype_of_autocast() -> None:
-    """DataParallel enables autocast in its threads, but not its dtype: they would compute in float16."""
+def test_replica_threads_use_the_autocast_dtype() -> None:
+    """DataParallel enables autocast in its threads without setting the dtype, so they would compute in float16."""
     run, devices = built(*FAST, "parallel=dp", "precision=bf16"), [torch.device("cuda", i) for i in range(2)]
     context = prepared(run).context
     model = nn.Linear(2, 2)
@@ -57,11 +57,11 @@ def test_threads_of_gpus_compute_in_the_dtype_of_autocast() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The traps that the option's file tells of, on copies as `replicate` makes them for each GPU
+# The pitfalls that conf/parallel/dp.yaml lists, on copies like those that `replicate` makes for each GPU
 
 
 def replicas(model: nn.Module) -> list[nn.Module]:
-    """Two copies of a module without children, by the method that `torch.nn.parallel.replicate` calls."""
+    """Return two copies of a module without children, made by the method that `torch.nn.parallel.replicate` calls."""
     copies = [model._replicate_for_data_parallel() for _ in range(2)]
     for copy in copies:
         for name, parameter in model._parameters.items():
@@ -70,7 +70,7 @@ def replicas(model: nn.Module) -> list[nn.Module]:
 
 
 class Counting(nn.Linear):
-    """Counts its calls in an attribute, and in a buffer."""
+    """A linear layer that counts its calls in an attribute and in a buffer."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
@@ -86,7 +86,7 @@ class Counting(nn.Linear):
 def test_attributes_that_forward_sets_are_lost() -> None:
     model = Counting()
     first, second = replicas(model)
-    second.counted = model.counted.clone()  # broadcast: the first GPU's buffers are the module's own
+    second.counted = model.counted.clone()  # as by broadcast; only the first GPU shares the module's buffers
     for copy, part in zip((first, second), torch.ones(4, 3).chunk(2), strict=True):
         copy(part)
     assert (first.calls, second.calls, model.calls) == (1, 1, 0)
@@ -102,7 +102,7 @@ def test_hooks_run_once_per_replica() -> None:
 
 
 class Recurrent(nn.Module):
-    """Sequences of any length, padded to the longest: [n, length, 3] → [n, length, 4]."""
+    """An RNN for sequences of different lengths, padded to the longest: [n, length, 3] → [n, length, 4]."""
 
     def __init__(self, keep_length: bool) -> None:
         super().__init__()
@@ -118,7 +118,9 @@ def test_packed_sequences_need_total_length() -> None:
     inputs, lengths = torch.ones(4, 7, 3), torch.tensor([7, 3, 2, 5])
     parts = list(zip(inputs.chunk(2), lengths.chunk(2), strict=True))
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
-        torch.cat([Recurrent(keep_length=False)(*part) for part in parts])  # what gathering does
+        torch.cat(
+            [Recurrent(keep_length=False)(*part) for part in parts]
+        )  # as when the outputs of the replicas are gathered
     model = Recurrent(keep_length=True)
     assert torch.allclose(torch.cat([model(*part) for part in parts]), model(inputs, lengths))
 

@@ -1,4 +1,4 @@
-"""Ensembles: members that differ by their seed, and their vote."""
+"""Tests of ensembles: members that differ in their seed, the vote of the members, and resume."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ OVERRIDES = (*HARD, f"steps={STEPS}", "log_every=3", "eval_every=6", "save_every
 
 @pytest.fixture(scope="module")
 def ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three members that the mode started."""
+    """The run directory of an ensemble of three members, in processes that the mode starts."""
     run = built(*FAST, *OVERRIDES, "parallel=ensemble", "parallel.processes=3")
     return train_in(tmp_path_factory.mktemp("ensemble"), run).directory
 
 
 @pytest.fixture(scope="module")
 def solos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The three runs that the members are."""
+    """The run directories of three single runs, each with the seed of a member."""
     runs = [built(*FAST, *OVERRIDES[:-1], f"seed={5 + member}") for member in range(3)]
     return [train_in(tmp_path_factory.mktemp("solo"), run).directory for run in runs]
 
 
 def members(directory: Path, step: int = STEPS) -> list[dict[str, torch.Tensor]]:
-    """Every member's weights in a checkpoint."""
+    """Return the weights of each member in a checkpoint."""
     path = directory / "checkpoints" / f"step_{step:08d}"
     others = [torch.load(path / f"rank_{rank}.pt", weights_only=True)["parallel"]["tensors"] for rank in (1, 2)]
     return [weights_at(directory, step), *others]
 
 
-def test_each_member_is_bitwise_the_run_of_its_seed(ensemble: Path, solos: list[Path]) -> None:
+def test_each_member_is_bitwise_equal_to_a_single_run_with_its_seed(ensemble: Path, solos: list[Path]) -> None:
     for step in (6, STEPS):
         assert_same(members(ensemble, step), [weights_at(solo, step) for solo in solos])
     shared = torch.load(ensemble / "checkpoints" / f"step_{STEPS:08d}" / "state.pt", weights_only=True)
@@ -80,7 +80,7 @@ def test_the_ensemble_predicts_by_its_mean_probability(ensemble: Path, solos: li
             assert logged[f"eval/member_{member}/{name}"] == own[f"eval/{name}"]
 
 
-def test_tags_are_those_of_a_single_run_and_the_members(ensemble: Path, solos: list[Path]) -> None:
+def test_tags_are_those_of_a_single_run_and_of_the_members(ensemble: Path, solos: list[Path]) -> None:
     own = {f"eval/member_{member}/{name}" for member in range(3) for name in ("loss", "accuracy")}
     assert curves(ensemble).keys() - curves(solos[0]).keys() == own | {"eval/disagreement"}
     means = [sum(points) / 3 for points in zip(*(values(solo, "train/loss") for solo in solos), strict=True)]
@@ -92,12 +92,12 @@ def values(directory: Path, tag: str) -> list[float]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Resumed
+# Resume
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], Ranks]) -> Path:
-    """One of the members is asked to stop at the end of step 7: between two checkpoints, two logs and two epochs."""
+    """A run in which rank 1 gets SIGTERM in step 7: between two checkpoints and two logs, and within an epoch."""
     directory, stop_at_7 = tmp_path_factory.mktemp("stopped"), partial(stop_at, 7, 1)
     result = ranks(3).train(composed(*FAST, *OVERRIDES, "parallel=ensemble"), directory, stop_at_7)
     assert (result.status, result.steps) == ("stopped", 8)
@@ -110,9 +110,7 @@ def at_8(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "resumed"))
 
 
-def test_an_ensemble_that_stops_and_resumes_is_bitwise_exact(
-    at_8: Path, ensemble: Path, ranks: Callable[[int], Ranks]
-) -> None:
+def test_resume_of_an_ensemble_is_bitwise_exact(at_8: Path, ensemble: Path, ranks: Callable[[int], Ranks]) -> None:
     ranks(3).train(composed(*FAST, *OVERRIDES, "parallel=ensemble"), at_8)
     assert_same(members(at_8), members(ensemble))
     got, wanted = outcome(at_8), outcome(ensemble)
@@ -139,7 +137,7 @@ def test_an_ensemble_refuses_the_checkpoint_of_a_single_run(solos: list[Path], t
 
 
 def refusal(directory: Path, processes: int) -> ConfigError:
-    """The error of an ensemble that cannot resume in `directory`."""
+    """Return the error of an ensemble that cannot resume the run in `directory`."""
     with pytest.raises(ConfigError) as refused:
         train_in(directory, built(*FAST, *OVERRIDES, "parallel=ensemble", f"parallel.processes={processes}"))
     assert (refused.value.key, refused.value.got) == ("parallel.processes", processes)

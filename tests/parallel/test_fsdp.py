@@ -1,4 +1,4 @@
-"""FSDP: which shard each process holds, and when weights are gathered and gradients sent."""
+"""Tests of FSDP: the shards of each process, the communication in a step, and tied weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = {
     "head.fc.weight": (10, 64),
     "head.fc.bias": (10,),
 }
-"""Of model=tiny on 8×8 digits."""
+"""Shapes of the parameters of model=tiny on 8×8 digits."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_weights_gradients_and_optimizer_state_are_sharded(
 ) -> None:
     for rank, held in enumerate(ranks(3).do(shapes_held, config, tmp_path)):
         for name, shape in SHAPES.items():
-            rows = -(-shape[0] // 3)  # rounded up; the last process has what is left
+            rows = -(-shape[0] // 3)  # rounded up; the last process has the remaining rows
             own = max(0, min(rows, shape[0] - rank * rows))
             assert held[name] == {
                 "weight": (own, *shape[1:]),
@@ -53,7 +53,7 @@ def test_weights_gradients_and_optimizer_state_are_sharded(
 
 
 def shapes_held(config: dict[str, Any], directory: Path) -> dict[str, dict[str, tuple[int, ...]]]:
-    """In a rank: the shapes of what it has in memory after a step."""
+    """In a rank: return the shapes of its shards of weights, gradients and optimizer state after a step."""
     with connected(config) as session:
         state = prepare(session, directory)
         one_step(state)
@@ -70,7 +70,7 @@ def shapes_held(config: dict[str, Any], directory: Path) -> dict[str, dict[str, 
 
 
 def one_step(state: State, counts: Callable[[], int] = lambda: 0) -> list[int]:
-    """Forward and backward of the first step; returns `counts()` after each micro-batch."""
+    """Run the forward and backward passes of the first step, and return `counts()` after each micro-batch."""
     session, after = state.session, []
     batches = session.run.workload.batches(state.model, session.plan, 0, session.device)
     for micro in session.plan.micro_batches(1):
@@ -95,12 +95,12 @@ def test_offloading_without_a_gpu_warns_that_it_has_no_effect(ranks: Callable[[i
 
 
 @pytest.mark.parametrize(("reshard", "gathers"), [("true", 8), ("false", 4)])
-def test_gradients_are_sent_once_a_step_and_weights_gathered_as_chosen(
+def test_gradients_are_reduced_once_a_step_and_weights_gathered_per_option(
     reshard: str, gathers: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """Four blocks: each gathered for the forward pass, and where it is resharded again for the backward pass.
+    """Each of four blocks is gathered for the forward pass and, if it was resharded, again for the backward pass.
 
-    An evaluation between two steps, which keeps the whole model gathered, changes nothing of that.
+    An evaluation between two steps, which gathers the whole model, does not change this.
     """
     more = ("parallel=fsdp", "accumulation=4", f"parallel.reshard_after_forward={reshard}")
     for sent, gathered in ranks(2).do(collectives, composed(*FAST, *COMMON, *more), tmp_path):
@@ -109,7 +109,7 @@ def test_gradients_are_sent_once_a_step_and_weights_gathered_as_chosen(
 
 
 def collectives(config: dict[str, Any], directory: Path) -> tuple[list[int], int]:
-    """In a rank: how often gradients were sent after each micro-batch, and weights gathered in the last."""
+    """In a rank: return the number of reduce-scatters after each micro-batch, and of all-gathers in the last one."""
     with connected(config) as session, Operations() as seen:
         state = prepare(session, directory)
         sent = one_step(state, lambda: seen.count("reduce_scatter"))
@@ -120,14 +120,14 @@ def collectives(config: dict[str, Any], directory: Path) -> tuple[list[int], int
 
 
 class Operations(TorchDispatchMode):
-    """A context that takes down the names of torch's operations."""
+    """A context that records the names of the torch operations that are called in it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def count(self, word: str) -> int:
-        """How many had `word` in their names."""
+        """Return how many operations have `word` in their names."""
         return sum(word in name for name in self.names)
 
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
@@ -151,7 +151,7 @@ class Tied(torch.nn.Module):
 
 
 class TiedOutside(Tied):
-    """The second layer is not in any block."""
+    """Like `Tied`, but the second layer is not in any block."""
 
     def blocks(self) -> list[tuple[str, torch.nn.Module]]:
         return [("first", self.first), ("head", self.head)]
@@ -169,7 +169,7 @@ def test_tied_weights_stay_tied(
 
 
 def weights_of_tied(config: dict[str, Any], directory: Path, network: type[Tied]) -> dict[str, torch.Tensor]:
-    """In a rank: the parameters of the network with tied weights after three steps."""
+    """In a rank: return the parameters of `network` after three steps."""
     with connected(config) as session:
         session.run.workload.build_model = network
         state = prepare(session, directory)

@@ -1,4 +1,4 @@
-"""The full state: plain names and full tensors on the CPU, out of a model and its optimizer and back."""
+"""Tests of the full state: collecting it from a model and its optimizer, loading it, and sharding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def network(seed: int) -> nn.Module:
-    """With convolutions in NHWC memory format, a buffer, and a layer that is not trained."""
+    """Return a network with a convolution in NHWC memory format, buffers, and a frozen parameter."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
     model[0].to(memory_format=torch.channels_last)
@@ -29,7 +29,7 @@ def network(seed: int) -> nn.Module:
 
 
 def trained(optimizer: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer after a step."""
+    """Return a model and its optimizer after a step."""
     model = network(seed)
     update = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
     step(model, update)
@@ -44,7 +44,7 @@ def step(model: nn.Module, update: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_what_is_collected_is_a_copy_by_plain_name(optimizer: str) -> None:
+def test_collect_returns_copies_by_parameter_name(optimizer: str) -> None:
     model, update = trained(optimizer)
     tensors, states = full_state.collect(model, update, keep=True)
     assert_same(dict(tensors), dict(model.state_dict()))
@@ -64,7 +64,7 @@ def test_ranks_that_do_not_keep_the_state_copy_nothing() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_loaded_state_trains_on_bitwise(optimizer: str) -> None:
+def test_training_with_a_loaded_state_is_bitwise_exact(optimizer: str) -> None:
     model, update = trained(optimizer)
     other, other_update = trained(optimizer, seed=7)
     full_state.load(other, other_update, *full_state.collect(model, update, keep=True))
@@ -74,7 +74,7 @@ def test_a_loaded_state_trains_on_bitwise(optimizer: str) -> None:
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
 
 
-def test_a_fresh_optimizer_takes_a_state_in_the_memory_format_of_its_parameters() -> None:
+def test_a_loaded_optimizer_state_has_the_memory_format_of_the_parameters() -> None:
     model, update = trained("adamw")
     other = network(3)
     fresh = OPTIMIZERS["adamw"]([p for p in other.parameters() if p.requires_grad])
@@ -111,7 +111,7 @@ def test_names_and_shapes_of_another_model_are_refused() -> None:
 
 
 def test_shards_are_gathered_and_distributed_again(ranks: Callable[[int], Ranks]) -> None:
-    """Of a tensor whose rows do not divide over the ranks."""
+    """The tensor has seven rows, which three ranks cannot divide evenly."""
     for rank, (full, own, again) in enumerate(ranks(3).do(shard_and_gather)):
         wanted = torch.arange(21.0).view(7, 3)
         assert torch.equal(full, wanted)
@@ -123,7 +123,7 @@ def test_shards_are_gathered_and_distributed_again(ranks: Callable[[int], Ranks]
 
 
 def shard_and_gather() -> list[Any]:
-    """In a rank: the full tensor of its shards, its own shard, and its shard of another tensor."""
+    """In a rank: return the full tensor gathered from all shards, its own shard, and its shard of another tensor."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -1,4 +1,4 @@
-"""Hogwild: one worker is exact, several do as many steps, and each resumes with its own optimizer state."""
+"""Tests of Hogwild: one worker equals `single`, several divide the steps, stop together and resume."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32", "
 
 
 def launched(directory: Path, *overrides: str, work: Callable[..., Any] = train_rank) -> Any:
-    """What `work(config, directory, process)` returns on rank 0 of hogwild's processes."""
+    """Run `work(config, directory, process)` in Hogwild's processes, and return the result of rank 0."""
     return train_in(directory, built(*FAST, *HARD, "parallel=hogwild", *overrides), train_rank=work).result
 
 
-def test_one_worker_is_bitwise_a_single_process(trained, tmp_path: Path) -> None:
+def test_one_worker_is_bitwise_equal_to_a_single_process(trained, tmp_path: Path) -> None:
     schedule = ("steps=12", "log_every=3", "eval_every=6", "save_every=6")
     trained(*HARD, *schedule, directory="single")
     launched(tmp_path / "hogwild", *schedule, "parallel.processes=1")
@@ -54,7 +54,7 @@ def plain(overrides: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def trained_in_shared_memory(config: dict[str, Any], directory: Path, process: Process) -> tuple[bool, bool]:
-    """In a worker: train; whether every tensor is in the shared memory, and is in its memory format."""
+    """In a worker: train; return whether all tensors are in shared memory, and all filters in NHWC memory format."""
     session, seen = build_run(config).prepare(process), []
     place = session.run.parallel.place
     session.run.parallel.place = lambda *arguments: seen.append(place(*arguments)) or seen[0]
@@ -71,19 +71,19 @@ def trained_in_shared_memory(config: dict[str, Any], directory: Path, process: P
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_workers_together_do_every_step_once(workers: int, tmp_path: Path) -> None:
-    """31 divides by neither 2, 3 nor 5: the last round is not full, and logs fall within rounds."""
+    """31 is not divisible by 2, 3 or 5, so that the last round is not full, and logs are due within rounds."""
     schedule = ("steps=31", "log_every=5", "eval_every=10", "save_every=10", f"parallel.processes={workers}")
     result, logged = launched(tmp_path, *schedule), curves(tmp_path)
     assert (result.status, result.steps, result.world_size) == ("done", 31, workers)
     assert sum(value for _, value in logged["hogwild/updates"]) == 31
     for tag, every in (("train/loss", 5), ("hogwild/updates", 5), ("eval/loss", 10)):
         due = [every * i for i in range(1, 31 // every + 1)]
-        rounds = [-(-step // workers) * workers for step in due]  # as the round ends in which it falls
+        rounds = [-(-step // workers) * workers for step in due]  # the end of the round in which the step is
         assert [step for step, _ in logged[tag]] == [min(step, 31) for step in rounds] + [31] * (rounds[-1] < 31)
 
 
 def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> None:
-    """Gradients are clipped: a stale one at the highest learning rate can end in a plateau, which is no bug to find."""
+    """Gradients are clipped: otherwise, a stale one at the highest learning rate can cause a plateau that is no bug."""
     schedule = ("schedule=onecycle", "steps=900", "save_every=0", "eval_every=0", "max_grad_norm=1")
     overrides = ("accumulation=1", "model.dropout=0", *schedule)
     alone = trained(*HARD, *overrides, directory="single").result.metrics["eval/accuracy"]
@@ -99,7 +99,7 @@ def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> N
     assert max(distance) > 0
 
 
-def test_a_round_that_diverges_is_named_by_its_steps_and_each_worker_saves_its_batch(tmp_path: Path) -> None:
+def test_divergence_names_the_first_step_and_each_worker_saves_its_batch(tmp_path: Path) -> None:
     schedule = ("steps=11", "log_every=11", "eval_every=0", "save_every=0")
     result = launched(tmp_path, *schedule, work=trained_without_a_finite_loss)
     assert (result.status, result.error) == ("diverged", "the loss is not finite at step 1")
@@ -123,7 +123,7 @@ def test_all_workers_see_the_same_weights(tmp_path: Path) -> None:
 
 
 def written_by_the_last(config: dict[str, Any], directory: Path, process: Process) -> list[float]:
-    """In a worker: each writes its rank + 1 over all weights, one after the other; what all see then."""
+    """In a worker: the workers set all weights to their rank + 1 in turn; return the value that each of them sees."""
     model = prepare(build_run(config).prepare(process), directory).model
     for rank in range(3):
         if rank == process.rank_info.rank:
@@ -142,14 +142,14 @@ def test_each_worker_resumes_with_its_own_optimizer_state(tmp_path: Path) -> Non
     own = [torch.load(path / f"rank_{rank}.pt", weights_only=True)["parallel"]["moments"] for rank in range(2)]
     assert_same(own[0], shared)
     assert not torch.equal(*(moments["head.fc.weight"]["momentum_buffer"] for moments in own))
-    for processes in (2, 3):  # a worker that was not there begins with those of the first
+    for processes in (2, 3):  # an additional worker begins with the state of the first one
         launched(tmp_path, "steps=8", f"parallel.processes={processes}", work=state_after_a_resume)
         got = [torch.load(tmp_path / f"optimizer_{rank}.pt", weights_only=True) for rank in range(processes)]
         assert_same(got, [*own, shared][:processes])
 
 
 def state_after_a_resume(config: dict[str, Any], directory: Path, process: Process) -> None:
-    """In a worker: leave its optimizer state in a file."""
+    """In a worker: save the optimizer state after a resume to a file."""
     state = prepare(build_run(config).prepare(process), directory)
     assert state.step == 8
     names = {parameter: name for name, parameter in state.model.named_parameters()}
@@ -169,7 +169,7 @@ def test_counts_between_two_logs_survive_a_resume(tmp_path: Path) -> None:
 
 
 class Worker(SharedMemoryCollectives):
-    """A worker of several in one process, which shares only the counts with the others."""
+    """One of several workers in this process, which share only the counts of updates."""
 
     def __init__(self, rank: int, updates: torch.Tensor, stop_requested: torch.Tensor, last_update: torch.Tensor):
         self.rank, self.world_size, self.timeout = rank, len(updates), 300.0
@@ -183,7 +183,7 @@ def workers_of(count: int) -> list[Worker]:
 
 
 def wait_for_the_others(worker: Worker) -> None:
-    """Until they are as far ahead as they may be, or have stopped."""
+    """Wait until the other workers are as far ahead of `worker` as they may be, or have stopped."""
     while True:
         ahead, last = worker.updates[worker.rank] + 4, int(worker._last_update[0])
         others = min(count for rank, count in enumerate(worker.updates) if rank != worker.rank)
@@ -195,7 +195,7 @@ def wait_for_the_others(worker: Worker) -> None:
 @pytest.mark.parametrize("slow", [0, 2])
 @pytest.mark.parametrize("asked", [(0, 1), (2, 1), (1, 17), (2, 40)])
 def test_all_workers_stop_after_the_same_update(asked: tuple[int, int], slow: int) -> None:
-    """However fast each of them is: one always waits until the others are ahead."""
+    """The speed of the workers does not matter: worker `slow` always waits until the others are ahead."""
     workers = workers_of(3)
     done, leads = [0, 0, 0], []
 

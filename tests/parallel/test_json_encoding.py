@@ -1,4 +1,4 @@
-"""Values as they are sent to other ranks: the same at the other end, and nothing that could be executed."""
+"""Tests of the encoding of values that are sent to other ranks: decoding restores them, and executes no code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from runner.run import Result
     ],
     ids=str,
 )
-def test_values_arrive_as_they_were(value: Any) -> None:
+def test_decoding_restores_values_and_their_types(value: Any) -> None:
     got = decode(encode(value))
     assert got == value
     assert type(got) is type(value)
@@ -44,7 +44,7 @@ def test_values_arrive_as_they_were(value: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
-def test_tensors_arrive_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_decoding_restores_tensors_bitwise(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 3).to(dtype)
     got = decode(encode(tensor))
     assert (got.dtype, got.shape) == (dtype, tensor.shape)
@@ -52,18 +52,18 @@ def test_tensors_arrive_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -
     assert torch.equal(decode(encode(tensor.reshape(-1).flip(0))), tensor.reshape(-1).flip(0))
 
 
-def test_nan_arrives() -> None:
+def test_decoding_restores_nan() -> None:
     assert math.isnan(decode(encode(math.nan)))
 
 
 @pytest.mark.parametrize("got", [3, ABSENT, [1, "two"]])
-def test_a_config_error_arrives_with_its_key_and_its_value(got: object) -> None:
+def test_decoding_restores_a_config_error(got: object) -> None:
     error = decode(encode(ConfigError("steps", got, "why", "remedy")))
     assert isinstance(error, ConfigError)
     assert (error.key, error.got, error.why, error.remedy) == ("steps", got, "why", "remedy")
 
 
-def test_a_config_error_about_any_object_shows_the_object() -> None:
+def test_a_config_error_shows_a_value_that_cannot_be_encoded() -> None:
     assert "steps: got " in str(decode(encode(ConfigError("steps", {1, 2}, "why", "remedy"))))
 
 
@@ -90,6 +90,6 @@ def test_other_values_are_refused(value: Any) -> None:
         b'{"$": ["eval", "1"]}',
     ],
 )
-def test_a_message_names_no_function(message: bytes) -> None:
+def test_messages_not_made_by_encode_are_refused(message: bytes) -> None:
     with pytest.raises(ValueError):
         decode(message)

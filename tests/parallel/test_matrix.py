@@ -1,6 +1,6 @@
-"""Every mode under every precision and every accumulation: the README's matrix, each cell of it a run.
+"""Tests of the README's matrix: a run for each combination of mode, precision and accumulation.
 
-By default, every two of a mode, a precision and an accumulation meet in one cell; `-m slow` runs all cells.
+By default, a selection of the cells runs, which covers all pairs of two options; `-m slow` runs all cells.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from runner.training import train
 
 MODES = ("single", "dp", "ddp", "fsdp", "ensemble", "hogwild")
 PRECISIONS = sorted(groups()["precision"])
-ACCUMULATIONS = sorted({*groups()["accumulation"]} - {"auto"})  # which is replaced by a number before a run begins
+ACCUMULATIONS = sorted({*groups()["accumulation"]} - {"auto"})  # `auto` becomes a number before a run begins
 OVERRIDES = (*FAST, "steps=2", "batch_size=32", "schedule=constant", "log_every=2", "eval_every=0", "data.holdout=0.01")
 
 TOLERANCES = {"16": 0.01, "bf16": 0.01}
-"""Of the mean loss of two steps, where it is not 1e-5: sixteen bits round."""
+"""Relative tolerances of the mean loss of two steps for precisions that round to 16 bits; otherwise 1e-5."""
 
 ROUGHLY = {"hogwild": 0.02, "ensemble": 0.05}
-"""Of modes that take the second step from other weights, or average over other weights."""
+"""Relative tolerances for modes whose second step starts from other weights, or that average over models."""
 
 
 def cell(mode: str, precision: str, accumulation: str) -> tuple[str, ...]:
@@ -38,13 +38,13 @@ def cell(mode: str, precision: str, accumulation: str) -> tuple[str, ...]:
 
 
 def selected(mode: str, precision: str) -> list[str]:
-    """The accumulations of the cells that run by default: one, which is another one in the next row and column."""
+    """Return the accumulations that run by default: one, which differs from those of the next row and column."""
     place = MODES.index(mode) + PRECISIONS.index(precision)
     return [ACCUMULATIONS[place % len(ACCUMULATIONS)]]
 
 
 def rows(*modes: str) -> list[Any]:
-    """(mode, precision, accumulations) of the cells of some modes: the selection, and under `slow` all of them."""
+    """Return (mode, precision, accumulations) of the cells of `modes`: the selection, and, marked `slow`, all cells."""
     found: list[Any] = []
     for mode, precision in itertools.product(modes, PRECISIONS):
         found.append(pytest.param(mode, precision, selected(mode, precision), id=f"{mode}-{precision}"))
@@ -52,7 +52,7 @@ def rows(*modes: str) -> list[Any]:
     return found
 
 
-def test_every_two_options_meet_in_the_selection() -> None:
+def test_the_selection_covers_all_pairs_of_options() -> None:
     cells = {(mode, precision, *selected(mode, precision)) for mode in MODES for precision in PRECISIONS}
     for (first, its), (second, others) in itertools.combinations(enumerate((MODES, PRECISIONS, ACCUMULATIONS)), 2):
         assert {(cell[first], cell[second]) for cell in cells} == set(itertools.product(its, others))
@@ -93,7 +93,7 @@ def test_in_two_processes(
 
 
 def train_all(configs: dict[str, dict[str, Any]], root: Path) -> list[Any]:
-    """In a rank: the results of all `configs`."""
+    """In a rank: train all `configs`, and return their results."""
     return [train_in_rank(config, root / name) for name, config in configs.items()]
 
 
@@ -105,7 +105,7 @@ def train_all(configs: dict[str, dict[str, Any]], root: Path) -> list[Any]:
 def test_in_two_workers_that_share_one_model(
     accumulations: Callable[[str, str], list[str]], baseline: float, tmp_path: Path
 ) -> None:
-    """All cells in one pair of workers, whose memory is large enough for a model in float64."""
+    """All cells run in the same two workers, whose shared memory is large enough for a model in float64."""
     cells = [(precision, each) for precision in PRECISIONS for each in accumulations("hogwild", precision)]
     configs = {"_".join(names): composed(*cell("hogwild", *names)) for names in cells}
     work = functools.partial(train_all_together, configs)
@@ -117,7 +117,7 @@ def test_in_two_workers_that_share_one_model(
 def train_all_together(
     configs: dict[str, dict[str, Any]], _: dict[str, Any], directory: Path, process: Process
 ) -> list[Any]:
-    """In a worker: the results of all `configs`."""
+    """In a worker: train all `configs`, and return their results."""
     results = []
     for name, config in configs.items():
         (directory / name).mkdir(exist_ok=True)
@@ -126,5 +126,5 @@ def train_all_together(
 
 
 def test_every_mode_is_in_the_matrix() -> None:
-    """The modes that split the network have a table of their own."""
+    """Modes that split the network are tested in tests/parallel/pipelining."""
     assert set(groups()["parallel"]) - {"model", "pipeline"} == set(MODES)

@@ -1,4 +1,4 @@
-"""What the modes of several processes share: how many processes, on which devices, started by whom."""
+"""Tests of the base class of modes with several processes: number of processes, devices, external launchers."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def _three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def second_of_two(monkeypatch: pytest.MonkeyPatch) -> RankInfo:
-    """This process is one of two that torchrun has started."""
+    """The `RankInfo` of this process, which pretends to be rank 1 of two processes that torchrun has started."""
     rank_info = RankInfo(1, 2, 1, 2, "127.0.0.1", 1234)
     for name, value in rank_info.variables().items():
         monkeypatch.setenv(name, value)
     return rank_info
 
 
-def test_a_mode_must_say_which_part_of_the_work_each_process_does() -> None:
+def test_a_mode_without_a_layout_is_abstract() -> None:
     with pytest.raises(TypeError, match="abstract"):
         MultiProcess()  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize(("processes", "count"), [("auto", 2), (1, 1), (5, 5)])
-def test_processes_on_the_cpu(processes: Any, count: int) -> None:
+def test_the_number_of_processes_on_the_cpu(processes: Any, count: int) -> None:
     launcher = DDP(processes=processes, timeout=7, max_restarts=3, port=4321).launcher(Device(kind="cpu"))
     assert isinstance(launcher, LocalProcesses)
     assert launcher.devices == [CPU] * count
@@ -59,14 +59,14 @@ def test_each_process_has_a_gpu_of_its_own(processes: Any, indices: list[int], d
     assert launcher.devices == devices
 
 
-def test_processes_of_another_launcher_are_joined(second_of_two: RankInfo) -> None:
+def test_externally_launched_processes_are_joined(second_of_two: RankInfo) -> None:
     launcher = DDP(timeout=7).launcher(Device(kind="cpu"))
     assert isinstance(launcher, ExternalProcesses)
     assert (launcher.rank_info, launcher.devices, launcher.timeout) == (second_of_two, [CPU], 7)
 
 
 @pytest.mark.parametrize(("rank", "num_warnings"), [(0, 1), (1, 0)])
-def test_restarts_are_left_to_another_launcher(
+def test_rank_0_warns_that_max_restarts_has_no_effect_under_torchrun(
     rank: int, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, value in RankInfo(rank, 2, rank, 2, "127.0.0.1", 1234).variables().items():
@@ -78,7 +78,7 @@ def test_restarts_are_left_to_another_launcher(
 
 
 @pytest.mark.usefixtures("_three_gpus")
-def test_a_process_of_another_launcher_takes_the_gpu_of_its_local_rank(second_of_two: RankInfo) -> None:
+def test_an_externally_launched_process_uses_the_gpu_of_its_local_rank(second_of_two: RankInfo) -> None:
     assert DDP().launcher(Device(kind="cuda")).devices == [GPUS[1]]
     assert DDP().launcher(Device(kind="cuda", indices=[2, 0])).devices == [GPUS[0]]
     with pytest.raises(ConfigError) as refusal:
@@ -87,7 +87,7 @@ def test_a_process_of_another_launcher_takes_the_gpu_of_its_local_rank(second_of
 
 
 @pytest.mark.parametrize(("processes", "fits"), [("auto", True), (2, True), (3, False)])
-def test_another_launcher_decides_how_many_processes_there_are(
+def test_the_number_of_processes_must_match_an_external_launcher(
     processes: Any, fits: bool, second_of_two: RankInfo
 ) -> None:
     if fits:
@@ -98,7 +98,7 @@ def test_another_launcher_decides_how_many_processes_there_are(
     assert (refusal.value.key, refusal.value.got) == ("parallel.processes", processes)
 
 
-def test_options_stay_as_they_are() -> None:
+def test_launcher_and_layout_do_not_change_the_options() -> None:
     run = built(*FAST, "parallel=ddp")
     before = vars(run.parallel).copy()
     run.parallel.launcher(run.device)
@@ -108,7 +108,7 @@ def test_options_stay_as_they_are() -> None:
 
 
 def test_buffers_are_averaged_over_the_processes(ranks: Callable[[int], Ranks]) -> None:
-    """Those of floating point; a count stays each process's own."""
+    """Only floating-point buffers are averaged; each process keeps its own integer count."""
     config = composed(*FAST, "parallel=ddp", "batch_size=63")
     for rank, (mean, tracked) in enumerate(ranks(3).do(averaged, config)):
         assert mean == [1.0, 1.0]
@@ -116,7 +116,7 @@ def test_buffers_are_averaged_over_the_processes(ranks: Callable[[int], Ranks]) 
 
 
 def averaged(config: dict[str, Any]) -> tuple[list[float], int]:
-    """In a rank: the running mean and the count of a batch normalization after the average."""
+    """In a rank: return the running mean and the batch count of a batch normalization after `average_buffers`."""
     with connected(config) as session:
         norm = torch.nn.BatchNorm1d(2)
         assert norm.running_mean is not None

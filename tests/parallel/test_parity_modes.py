@@ -1,4 +1,4 @@
-"""dp, ddp and fsdp against a plain PyTorch loop in one process: the same weights, curve, evaluation and images."""
+"""Tests that dp, ddp and fsdp have the same weights, metrics and images as training in one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HALF = STEPS // 2
 
 
 def freeze(name: str, session: Session) -> None:
-    """Do not train the module `name` of the network, where no option says it."""
+    """Freeze the module `name` of the network, for which there is no option."""
     build = session.run.workload.build_model
 
     def frozen() -> torch.nn.Module:
@@ -44,18 +44,18 @@ def freeze(name: str, session: Session) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The table
+# Weights, curves and evaluations, compared with a plain PyTorch loop
 
 
 class Row(NamedTuple):
-    """A mode's run, and how close it must come to the plain loop.
+    """A run of a mode, and how close its weights must be to those of the plain loop.
 
     Args:
-        case: the optimizer, of `CASES`.
-        more: overrides that the plain loop's run gets too.
-        options: overrides that it does not.
+        case: the optimizer, a key of `MODE_CASES`.
+        more: overrides that also apply to the plain loop.
+        options: overrides that do not apply to the plain loop.
         frozen: the name of a module that is not trained.
-        tolerance: of the weights, relative. 1e-6 in float32: a few roundings; in float64 as many of its own.
+        tolerance: relative tolerance of the weights: a few rounding errors, such as 1e-6 in float32.
     """
 
     mode: str
@@ -81,7 +81,7 @@ GROUP += (f"steps={SHORT}", *DOUBLE)
 ARTICLE = ("model=convnet", "data.size=28")
 """The 20-20-50-10 network on 28×28 digits."""
 NARROW = ("model.hidden=2", "model.channels=[2]")
-"""Tensors with fewer rows than there are processes: some of them hold nothing."""
+"""Options for tensors with fewer rows than there are processes, so that some processes hold no rows of them."""
 DDP, FSDP = ("ddp", 2), ("fsdp", 3)
 
 ROWS = [
@@ -90,16 +90,16 @@ ROWS = [
         for mode, processes in (("dp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3))
         for accumulation in (1, 2, 4)
     ),
-    # Adam divides each gradient by its own size, and with it the rounding of the smallest: in float64 it is exact.
+    # In float64, because Adam divides by the size of a gradient, and so amplifies the rounding of the smallest.
     *(Row(*mode, 2, case, more=DOUBLE, tolerance=1e-13) for mode in (DDP, FSDP) for case in ("nesterov", "adamw")),
     *(Row(*mode, 2, case, more=DOUBLE, tolerance=1e-12) for mode in (DDP, FSDP) for case in ("nadam", "rmsprop")),
     *(Row(*mode, 2, "muon", more=DOUBLE, tolerance=1e-12) for mode in (("dp", 1), DDP)),
     Row(*DDP, 1, "adamw", tolerance=2e-6),
     Row(*FSDP, 1, "adam", tolerance=2e-6),
-    # A norm is of the whole model and the whole batch.
+    # Gradients are clipped by the norm of the whole model over the whole batch.
     *(Row(*mode, 2, max_norm=0.1) for mode in (("dp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3))),
     *(Row(*mode, 1, more=ARTICLE) for mode in (DDP, FSDP)),
-    # In so deep a network a rectifier is always a rounding away from zero: float32 may open it here and not there.
+    # In float64: in such a deep network, the rounding of float32 can change the sign of some inputs of ReLU.
     *(Row(*mode, 1, more=GROUP, tolerance=1e-12) for mode in (DDP, FSDP)),
     *(Row(*mode, 2, frozen="conv1") for mode in (DDP, FSDP)),
     Row(*FSDP, 2, more=NARROW, max_norm=0.1),
@@ -121,7 +121,7 @@ ROWS = [
 def reference(
     case: str, max_norm: float | None, more: tuple[str, ...], frozen: str
 ) -> tuple[Plain, dict[int, tuple[float, float]]]:
-    """The plain loop's weights and curve, and the results of evaluations halfway and at its end."""
+    """Return the result of the plain loop, and (loss, accuracy) of evaluations at an earlier step and at its end."""
     run, dtype = plain_run(case, more), torch.float64 if DOUBLE[0] in more else torch.float32
     steps, half = (SHORT, SHORT - 1) if more == GROUP else (STEPS, HALF)
     ends = {
@@ -136,9 +136,7 @@ def plain_run(case: str, more: tuple[str, ...]) -> Run:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_mode_trains_what_a_plain_loop_trains(
-    row: Row, trained, ranks: Callable[[int], Ranks], tmp_path: Path
-) -> None:
+def test_a_mode_equals_a_plain_loop(row: Row, trained, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     plain, evaluations = reference(row.case, row.max_norm, row.more, row.frozen)
     half, steps = evaluations
     clip = (f"max_grad_norm={row.max_norm}",) if row.max_norm else ()
@@ -165,23 +163,23 @@ def test_a_mode_trains_what_a_plain_loop_trains(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is seen beside the weights
+# Curves and images, compared with a run in one process
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in one process, whose images are shifted by random numbers."""
+    """The run directory of a run in one process, with randomly shifted images."""
     return train_ten_steps("parallel=single", tmp_path_factory.mktemp("single"))
 
 
 def train_ten_steps(mode: str, directory: Path) -> Path:
-    """As the command does it: the mode starts its processes."""
+    """Train as the command does, in processes that the mode starts, and return the run directory."""
     run = built(*FAST, *COMMON, "data.crop=2", "eval_every=5", "workload.eval_batch_size=50", mode)
     return train_in(directory, run).directory
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_processes_that_the_mode_starts_write_what_one_writes(mode: str, single: Path, tmp_path: Path) -> None:
+def test_processes_that_the_mode_starts_log_the_same_as_one_process(mode: str, single: Path, tmp_path: Path) -> None:
     train_ten_steps(f"parallel={mode}", tmp_path)
     assert largest_difference(weights_at(tmp_path, STEPS), weights_at(single, STEPS)) <= 1e-6
     got, wanted = curves(tmp_path), curves(single)
@@ -195,7 +193,7 @@ def test_processes_that_the_mode_starts_write_what_one_writes(mode: str, single:
 
 
 def images(directory: Path) -> dict[str, list[tuple[int, bytes]]]:
-    """(step, PNG) of every image, by tag."""
+    """Return a dict from tag to (step, PNG) of each image."""
     read = events(directory)
     found = {tag: [(p.step, p.encoded_image_string) for p in read.Images(tag)] for tag in read.Tags()["images"]}
     assert found.keys() == {"eval/samples", "eval/misclassified", "eval/confusion", "eval/class_accuracy"}
@@ -214,7 +212,7 @@ def test_processes_without_held_out_samples_do_not_hang(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sixteen bits
+# 16-bit precision
 
 
 @pytest.mark.parametrize(("mode", "tolerance"), [("ddp", 1e-6), ("fsdp", 0.01)])
@@ -222,7 +220,7 @@ def test_processes_without_held_out_samples_do_not_hang(
 def test_16_bit_precision_rounds_as_a_single_process_does(
     mode: str, tolerance: float, precision: str, trained, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """Two processes see the micro-batches of one that accumulates. FSDP rounds parameters that autocast keeps."""
+    """Two processes have the micro-batches of one that accumulates. FSDP also rounds parameters that autocast keeps."""
     overrides = (*COMMON, *CASES["sgd"][0], f"precision={precision}")
     alone = weights_at(trained(*overrides, "accumulation=2", directory="alone").directory, STEPS)
     ranks(2).train(composed(*FAST, *overrides, f"parallel={mode}"), tmp_path / "two")

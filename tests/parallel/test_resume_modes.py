@@ -1,4 +1,4 @@
-"""A checkpoint knows no mode: a run that stops within an epoch resumes in any other, with any number of processes."""
+"""Tests that a run that stops within an epoch resumes in any other mode, with another number of processes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from runner.run import Session
 STEPS = 36
 COMMON = ("schedule=constant", f"steps={STEPS}", "batch_size=48", "accumulation=2", "optimizer.lr=0.05")
 SCHEDULE = ("log_every=5", "eval_every=9", "save_every=0")
-"""1,438 samples make 30 batches an epoch. Where a run stops (16 or 17), no log, evaluation or epoch ends."""
+"""No log, evaluation or end of an epoch (30 batches of 1,438 samples) is due where a run stops, at step 16 or 17."""
 
 BEGUN = {"single": 1, "dp": 1, "ddp": 2, "fsdp": 3}
 GOES_ON = {"single": 1, "dp": 1, "ddp": 3, "fsdp": 2}
-"""Modes, and with how many processes."""
+"""The modes in which a run begins (`BEGUN`) and resumes (`GOES_ON`), with their numbers of processes."""
 
 
 STOP_AT_16 = partial(stop_at, 16, -1)
-"""The last process is asked to stop at the end of step 16."""
+"""A change of the session: the last rank gets SIGTERM at the end of step 16."""
 
 
 def do(
@@ -60,7 +60,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], Ranks
     directories = {mode: tmp_path_factory.mktemp(mode) for mode in BEGUN}
     for mode, processes in BEGUN.items():
         result = do(ranks, mode, processes, directories[mode], STOP_AT_16)
-        # Several processes stop a step later: `any_rank` answers the question before.
+        # Several processes stop a step later, because `any_rank` returns the result of the previous call.
         assert (result.status, result.steps) == ("stopped", 16 if processes == 1 else 17)
     return directories
 
@@ -85,7 +85,7 @@ def momentum(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_curves(got: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Without a gap and without a point twice: what was not logged at the stop is logged where it would be."""
+    """Fail unless curves have the same points: none is missing, repeated or at another step after a resume."""
     assert got.keys() == wanted.keys()
     for tag in wanted:
         assert [step for step, _ in got[tag]] == [step for step, _ in wanted[tag]], tag
@@ -94,13 +94,13 @@ def assert_same_curves(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("mode", "processes", "others"), [("ddp", 2, 3), ("fsdp", 3, 2)])
-def test_random_numbers_resume_bitwise_with_as_many_processes(
+def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
     mode: str, processes: int, others: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """With another number of processes others are drawn, and a rank that was not there says so.
+    """With another number of processes, the random numbers differ, and a rank without saved state logs this.
 
-    Three ddp processes do so to a rounding: which of them gloo begins a sum with changes as DDP orders its buckets anew
-    after the first step of a session. Two numbers have one sum.
+    With three ddp processes, a resume would be exact only up to rounding: DDP reorders its buckets after the first step
+    of a session, and so the order in which gloo adds up the gradients. The order of two summands does not matter.
     """
     overrides = (*COMMON, "steps=24", "model.dropout=0.2", "save_every=0", "eval_every=0", f"parallel={mode}")
     config = composed(*FAST, *overrides)
@@ -117,17 +117,17 @@ def test_random_numbers_resume_bitwise_with_as_many_processes(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Of hogwild; an ensemble's are in test_ensemble.py
+# Hogwild; for ensembles, see test_ensemble.py
 
 
 def train_from(directory: Path, *overrides: str) -> Any:
-    """The result of beginning or resuming the run in `directory`, in processes that the mode starts."""
+    """Begin or resume the run in `directory`, in processes that the mode starts, and return the result."""
     return train_in(directory, built(*FAST, *COMMON, "data.crop=0", *SCHEDULE, *overrides)).result
 
 
 def test_a_single_process_resumes_two_hogwild_workers(tmp_path: Path) -> None:
-    """With the first worker's optimizer state: a plain loop that begins with it ends there too."""
-    train_from(tmp_path, "parallel=hogwild", "steps=16", "precision=64")  # where no rounding sends a gradient elsewhere
+    """It continues with the optimizer state of the first worker, like a plain loop from the same checkpoint."""
+    train_from(tmp_path, "parallel=hogwild", "steps=16", "precision=64")  # float64, so that rounding errors are small
     plain = built(*FAST, *COMMON, "data.crop=0")
     checkpoint = tmp_path / "checkpoints" / "step_00000016"
     wanted = plain_loop_from(checkpoint, plain, CASES["sgd"][1], Settings(STEPS, torch.float64)).weights

@@ -1,4 +1,4 @@
-"""Batch normalization over the shards of several processes, against the whole batch in one."""
+"""Tests of batch normalization over the shards of several processes, compared with the whole batch in one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def batches(shape: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def trained(module: nn.Module, parts: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Outputs and gradients of every batch, and the tensors of `module` after the last."""
+    """Return outputs and gradients for `parts`, and the state of `module` after the last part."""
     outputs, gradients = [], []
     for part in parts:
         x = part.clone().requires_grad_()
@@ -50,7 +50,7 @@ def trained(module: nn.Module, parts: list[torch.Tensor]) -> dict[str, list[torc
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("inputs", SHAPES)
-def test_shards_are_normalized_as_the_whole_batch(
+def test_shards_are_normalized_with_the_statistics_of_the_whole_batch(
     inputs: str, momentum: float | None, affine: bool, ranks: Callable[[int], Ranks]
 ) -> None:
     shape = SHAPES[inputs]
@@ -69,13 +69,13 @@ def test_shards_are_normalized_as_the_whole_batch(
 
 
 def in_rank(shape: tuple[int, ...], momentum: float | None, affine: bool, config: dict[str, Any]) -> Any:
-    """Of this rank's third of every batch."""
+    """In a rank: return the results of `trained` for its third of each batch."""
     with connected(config) as session:
         module = convert_sync_batch_norm(norm(shape, momentum, affine), CPU)
         return trained(module, [batch.chunk(3)[session.rank] for batch in batches(shape)])
 
 
-def test_names_and_evaluation_stay_as_they_are() -> None:
+def test_names_and_outputs_in_evaluation_are_unchanged() -> None:
     plain, converted = (nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)) for _ in range(2))
     converted.load_state_dict(plain.state_dict())
     converted = convert_sync_batch_norm(converted, CPU)

@@ -1,4 +1,4 @@
-"""Event files, read back as TensorBoard reads them."""
+"""Tests of event files, which are read back with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from runner.tracking.event_records import EventRecords
 from runner.tracking.tensorboard import TensorBoard
 
 
-def test_sessions_are_read_in_order_whatever_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for first_step, now in ((1, 2e9), (3, 2e9), (5, 1e9), (6, 2e9 + 7)):  # at once, and with the clock set back
+def test_sessions_are_read_in_order_even_if_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for first_step, now in ((1, 2e9), (3, 2e9), (5, 1e9), (6, 2e9 + 7)):  # the same second; the clock set back
         monkeypatch.setattr(time, "time", lambda now=now: now)
         file = EventFile(tmp_path, first_step)
         for step in range(first_step, 9):
@@ -50,7 +52,7 @@ def test_a_full_disk_raises_a_storage_error(tmp_path: Path) -> None:
         file.add(scalar("a", 3.0), 2)
     assert caught.value.why == "No space left on device"
     assert caught.value.path.parent == tmp_path
-    file.close()  # raises no second time
+    file.close()  # does not raise again
 
 
 @pytest.mark.parametrize("call", ["open", "add", "sync"])
@@ -98,8 +100,8 @@ def test_a_file_whose_first_event_cannot_be_written_is_closed(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("digits", ["9" * 235, "9" * 19, "٣" * 10])
-def test_a_file_with_a_number_of_no_session_does_not_matter(tmp_path: Path, digits: str) -> None:
-    """The next number might be too long for the name of a file."""
+def test_files_whose_number_is_not_that_of_a_session_are_ignored(tmp_path: Path, digits: str) -> None:
+    """Otherwise, the number of the next file might be too long for a file name."""
     (tmp_path / f"events.out.tfevents.{digits}").write_bytes(b"somebody else's")
     before = int(time.time())
     EventFile(tmp_path, 0).close()
@@ -112,7 +114,7 @@ def test_checksums_are_those_of_tensorboard(monkeypatch: pytest.MonkeyPatch) -> 
     lengths = [*range(1490, 1520), 2047, 2048, 2049, 4095, 65_537, 300_001]
     for data in (*map(draw, lengths), bytes(3000), b"\xff" * 3000, bytes(3000) + b"a", b"a" + bytes(3000)):
         assert event_records.crc32c(data) == crc32c(data)
-    monkeypatch.setattr(event_records, "_SHORT", 3)  # fewer would need no checksum of many bytes at once
+    monkeypatch.setattr(event_records, "_SHORT", 3)  # from 4 bytes on, `_checksums` computes the checksum
     for length in range(4, 300):
         data = draw(length)
         assert event_records.crc32c(data) == crc32c(data)

@@ -1,4 +1,4 @@
-"""Pictures, pixel by pixel where it matters: places, colours, sizes."""
+"""Tests of pictures: positions, colors and sizes, in part pixel by pixel."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_small_images_are_scaled_by_a_whole_number_and_lie_row_by_row(channels: int) -> None:
-    images = noise(4, channels, 20, 28)  # longer side 28: three times, at least 64
+def test_small_images_are_scaled_by_an_integer_and_placed_row_by_row(channels: int) -> None:
+    images = noise(4, channels, 20, 28)  # the longer side, 28, is scaled by 3, to at least 64 pixels
     picture = grid(images, ["a", "b", "c", "d"])
     assert picture.dtype == torch.uint8
     assert picture.is_contiguous()
@@ -54,7 +54,7 @@ def test_large_images_are_averaged() -> None:
     assert colour_at(grid(checks, ["a"]), GAP + 80, GAP + 80) == (100, 100, 100)
 
 
-def test_captions_are_green_red_or_grey() -> None:
+def test_captions_are_green_red_or_gray() -> None:
     images = torch.zeros(2, 1, 64, 64, dtype=torch.uint8)
     corner = GAP + 64 + 1, GAP + 1
     picture = grid(images, ["", ""], [True, False])
@@ -78,12 +78,12 @@ def test_a_caption_is_written_in_its_strip_and_nowhere_else() -> None:
 @pytest.mark.parametrize(
     ("num_images", "columns", "rows"), [(1, 1, 1), (3, 2, 2), (9, 3, 3), (5, 3, 2), (25, 5, 5), (64, 8, 8)]
 )
-def test_there_are_as_many_columns_as_rows(num_images: int, columns: int, rows: int) -> None:
+def test_the_grid_is_as_square_as_possible(num_images: int, columns: int, rows: int) -> None:
     picture = grid(torch.zeros(num_images, 1, 64, 64, dtype=torch.uint8), [""] * num_images)
     assert picture.shape == (3, rows * (64 + STRIP + GAP) + GAP, columns * (64 + GAP) + GAP)
 
 
-def test_lines_of_captions_lie_below_each_other_and_widen_their_cells() -> None:
+def test_two_line_captions_are_stacked_and_long_captions_widen_the_cells() -> None:
     images = torch.zeros(4, 1, 64, 64, dtype=torch.uint8)
     captions, second = ["automobile 98%", "a", "b", "c"], ["is truck", "", "", ""]
     picture = grid(images, captions, second_lines=second, widest=160)
@@ -94,7 +94,7 @@ def test_lines_of_captions_lie_below_each_other_and_widen_their_cells() -> None:
     assert grid(images, ["x" * 100, *captions[1:]]).shape[2] == 2 * (64 + GAP) + GAP
 
 
-def test_bars_show_the_accuracy_of_each_class_from_the_lowest() -> None:
+def test_bars_show_the_accuracy_of_each_class_in_ascending_order() -> None:
     counts = torch.tensor([[8, 2, 0], [5, 5, 0], [0, 0, 0]])
     picture = class_shares(counts, ["cat", "dog", "none"])
     blue = (picture == torch.tensor((47, 111, 159))[:, None, None]).all(0)
@@ -117,7 +117,7 @@ def test_a_missing_caption_is_an_error() -> None:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor whose data NumPy cannot read, as that of a GPU."""
+    """A tensor that NumPy cannot read, like a tensor on a GPU."""
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert device type tensor to numpy")
@@ -138,13 +138,13 @@ def test_an_animation_may_be_on_any_device() -> None:
 
 
 def cells(picture: torch.Tensor, num_classes: int, cell: int) -> torch.Tensor:
-    """The colour of each cell's upper left pixel: [3, classes, classes]."""
+    """Return the color of each cell's upper left pixel, [3, classes, classes]."""
     margin = picture.shape[1] - num_classes * cell - GAP
     corners = margin + cell * torch.arange(num_classes)
     return picture[:, corners][:, :, corners]
 
 
-def test_rows_are_true_classes_and_shades_are_shares_of_a_row() -> None:
+def test_rows_are_true_classes_and_shades_are_fractions_of_their_row() -> None:
     counts = torch.tensor([[75, 25, 0], [0, 0, 0], [1, 0, 0]])
     picture = confusion_matrix(counts, ["a", "b", "c"])
     shown = cells(picture, 3, 44)
@@ -155,7 +155,7 @@ def test_rows_are_true_classes_and_shades_are_shares_of_a_row() -> None:
         assert colour_at(shown, row, column) == (255, 255, 255)
 
 
-def test_the_numbers_stand_in_their_cells() -> None:
+def test_numbers_are_drawn_inside_their_cells() -> None:
     zero, one = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(3, 3, dtype=torch.int64)
     one[1, 2] = 9999
     before, after = (confusion_matrix(counts, ["a", "b", "c"]) for counts in (zero, one))
@@ -169,7 +169,7 @@ def test_the_numbers_stand_in_their_cells() -> None:
     assert not white[:, -2:].any()
 
 
-def test_class_names_stand_at_both_axes() -> None:
+def test_class_names_label_both_axes() -> None:
     counts = torch.eye(3, dtype=torch.int64)
     before, after = (confusion_matrix(counts, ["cat", name, "dog"]) for name in ("bee", "bug"))
     rows, columns = (before != after).any(0).nonzero().unbind(1)
@@ -189,12 +189,12 @@ def test_class_names_stand_at_both_axes() -> None:
         (1_000_000, "1.0M"), (9_999_999, "9.9M"), (10_000_000, "10M"), (7 * 10**12, "7.0T"),
     ],
 )  # fmt: skip
-def test_counts_fit_their_cells(count: int, shown: str) -> None:
+def test_counts_are_abbreviated_to_fit_their_cells(count: int, shown: str) -> None:
     assert image_grids._abbreviated(count) == shown
 
 
 @pytest.mark.parametrize(("num_classes", "cell"), [(21, 38), (100, 8), (1000, 1)])
-def test_many_classes_make_a_heat_map(num_classes: int, cell: int) -> None:
+def test_many_classes_are_drawn_as_a_heat_map(num_classes: int, cell: int) -> None:
     counts = torch.eye(num_classes, dtype=torch.int64) * 3
     counts[4, 17] = 1
     picture = confusion_matrix(counts, [str(i) for i in range(num_classes)])
@@ -227,11 +227,11 @@ def test_any_text_can_be_drawn(name: str) -> None:
     assert confusion_matrix(torch.eye(2, dtype=torch.int64), [name, "b"]).shape[0] == 3
 
 
-def test_accents_are_dropped_and_signs_spelled() -> None:
+def test_accents_are_dropped_and_symbols_are_written_in_ascii() -> None:
     assert image_grids._drawable(" Größe\n7 → é ") == "Grosse 7 -> e"
 
 
-def test_text_is_cut_where_it_is_too_wide() -> None:
+def test_text_that_is_too_wide_is_truncated() -> None:
     cut = image_grids._truncated("a rather long name", 60, 12)
     assert cut.endswith("…")
     assert image_grids.font(12).getlength(cut) <= 60
@@ -239,7 +239,7 @@ def test_text_is_cut_where_it_is_too_wide() -> None:
     assert image_grids._truncated("short", 60, 12) == "short"
 
 
-def test_pillow_is_loaded_only_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pillow_is_imported_only_for_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)  # importing it raises
     spec = importlib.util.find_spec("runner.tracking.image_grids")
     assert spec is not None

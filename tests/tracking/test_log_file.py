@@ -1,4 +1,4 @@
-"""The log of a run: everything in the file, what matters on the console."""
+"""Tests of the log of a run: the file has all messages, and the console those from level INFO on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import pytest
 from runner.tracking.log_file import LogFile
 
 
-def test_everything_is_in_the_file_and_info_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_has_all_messages_and_the_console_those_from_info_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = logging.getLogger("runner.anything")
     with LogFile(tmp_path), warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -33,7 +35,7 @@ def test_everything_is_in_the_file_and_info_on_the_console(tmp_path: Path, capsy
     assert "a detail" not in said
 
 
-def test_a_full_disk_is_reported_once_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_once_and_logging_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("only Linux has a device that is always full")
     (tmp_path / "log.txt").symlink_to("/dev/full")
@@ -67,7 +69,9 @@ class Broken(io.StringIO):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), BrokenPipeError(), ValueError("closed")])
-def test_a_console_that_fails_ends_nothing(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_written_to_the_file_if_the_console_fails(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stderr", Broken(error))
     with LogFile(tmp_path):
         logging.getLogger("runner.anything").error("something")
@@ -88,14 +92,14 @@ def test_secrets_are_hidden_in_the_file_and_on_the_console(tmp_path: Path, capsy
         assert "ValueError: token=*** is too old" in text
 
 
-def test_names_that_are_not_utf_8_are_spelled_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_names_that_are_not_utf8_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with LogFile(tmp_path):
         logging.getLogger("runner.anything").warning("skipped %s", os.fsdecode(b"a\xff.png"))
     assert "skipped a\\xff.png" in (tmp_path / "log.txt").read_text(encoding="utf-8")
     assert capsys.readouterr().err == "skipped a\\xff.png\n"
 
 
-def test_other_ranks_have_files_of_their_own_and_a_silent_console(
+def test_other_ranks_log_to_their_own_files_and_not_to_the_console(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with LogFile(tmp_path, rank=2):
@@ -113,7 +117,7 @@ def test_a_second_session_appends(tmp_path: Path) -> None:
     assert [line.rpartition(" ")[2] for line in lines] == ["first", "second"]
 
 
-def test_logging_is_as_before_also_after_an_error(tmp_path: Path) -> None:
+def test_logging_is_restored_even_after_an_error(tmp_path: Path) -> None:
     logger, captured = logging.getLogger("runner"), logging.getLogger("py.warnings")
 
     def state() -> tuple[object, ...]:
@@ -126,14 +130,14 @@ def test_logging_is_as_before_also_after_an_error(tmp_path: Path) -> None:
     assert state() == before
 
 
-def test_nothing_logged_leaves_no_file(tmp_path: Path) -> None:
+def test_no_file_is_created_if_nothing_is_logged(tmp_path: Path) -> None:
     with LogFile(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_escape_codes_are_spelled_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also in the file, which may be shown with `cat`."""
+def test_terminal_escape_codes_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are escaped in the file, too, because it may be shown with `cat`."""
     with LogFile(tmp_path):
         logging.getLogger("runner.anything").warning("skipped %s", "a\x1b]0;title\x07.png")
     assert "skipped a\\x1b]0;title\\x07.png" in (tmp_path / "log.txt").read_text()

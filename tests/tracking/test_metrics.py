@@ -1,4 +1,4 @@
-"""The metric sums between two logs, and step times on a clock that is moved by hand."""
+"""Tests of `runner.tracking.metrics`: the metric sums between two logs, and step times with a fake clock."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_step_without_a_micro_batch_adds_nothing() -> None:
 @pytest.mark.parametrize("at", [0, 2, 4])
 @pytest.mark.parametrize(("metric", "name"), [(0, "the loss"), (1, "train/accuracy")])
 def test_the_first_step_whose_sums_are_not_finite_is_named(bad: float, at: int, metric: int, name: str) -> None:
-    """Also if the buffer has rows of another mode, with other numbers of steps, and rows that were logged already."""
+    """Also after a flush, and after rows were loaded from a mode with other rounds of steps."""
     buffer = MetricBuffer(("loss", "accuracy"))
     buffer.end_step(1)
     buffer.flush(lambda sums: sums)
@@ -69,7 +69,7 @@ def test_the_first_step_whose_sums_are_not_finite_is_named(bad: float, at: int, 
 
 
 class Hand(SimpleNamespace):
-    """A clock that moves only when told."""
+    """A fake clock, which moves only when a test sets `now`."""
 
     now = 100.0
 
@@ -113,8 +113,8 @@ def test_pauses_are_left_out_of_step_times(monkeypatch: pytest.MonkeyPatch) -> N
     assert steps.elapsed() == 3009
 
 
-def test_the_device_is_waited_for_only_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a device still computes is the time of the steps, not of the log that waits for it."""
+def test_the_timer_synchronizes_with_the_device_only_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of computations that are still running belongs to the steps, not to the log that waits for them."""
     waited = []
     monkeypatch.setattr(runner.tracking.metrics, "synchronize", waited.append)
     steps = StepTimer(torch.device("meta"))
@@ -134,7 +134,7 @@ def test_logs_evaluations_and_checkpoints_are_pauses(
 
 
 @pytest.mark.parametrize(("count", "left_out"), [(0, 0), (4, 0), (5, 1), (20, 4), (50, 10), (1000, 10)])
-def test_the_warm_up_is_left_out(count: int, left_out: int) -> None:
+def test_the_warm_up_is_left_out_of_steady_step_times(count: int, left_out: int) -> None:
     steps = StepTimer(torch.device("cpu"))
     steps.seconds.extend(map(float, range(count)))
     assert steps.steady() == list(map(float, range(left_out, count)))
@@ -166,7 +166,7 @@ def test_a_buffer_returns_the_sums_of_every_step_in_their_order(num_steps: int) 
     assert buffer.flush(lambda sums: sums).shape == (0, 2)
 
 
-def test_a_buffer_keeps_no_tensor_for_each_step() -> None:
+def test_a_buffer_does_not_keep_a_tensor_for_each_step() -> None:
     buffer = MetricBuffer(("loss", "accuracy"))
     rows = [torch.rand(2) for _ in range(1000)]
     alive = [weakref.ref(row) for row in rows]

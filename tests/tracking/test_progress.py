@@ -1,4 +1,4 @@
-"""What a person sees: lines with the right numbers, and a bar where there is a terminal to draw it on."""
+"""Tests of the progress display: lines with the right numbers, and a progress bar if the output is a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH = 64
 
 
 class Hand:
-    """A clock that moves only when told."""
+    """A fake clock, which moves only when a test sets `now`."""
 
     now = 1000.0
 
@@ -54,7 +54,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_a_line_every_five_seconds_shows_the_metrics(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(num_steps=1000, batch_size=BATCH)
     progress.metrics({"train/loss": 2.34567, "train/accuracy": 0.5})
-    for step in range(1, 101):  # ten steps a second, for ten seconds
+    for step in range(1, 101):  # ten steps per second, for ten seconds
         hand.now += 0.1
         progress.step(step)
     first, second = lines(capsys)
@@ -62,11 +62,11 @@ def test_a_line_every_five_seconds_shows_the_metrics(hand: Hand, capsys: pytest.
     assert re.fullmatch(r"step (99|100|101)/1000  loss 2.346  accuracy 0.5  640 samples/s  1:[23]\d left", second)
 
 
-def test_the_rate_is_that_of_the_last_seconds_and_the_time_left_that_of_all_steps(
+def test_the_rate_is_recent_and_the_time_left_is_based_on_all_steps(
     hand: Hand, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = Progress(num_steps=10_000, batch_size=BATCH)
-    for step, seconds in ((100, 10), (100 + 5, 10), (100 + 5 + 400, 20)):  # 10, 0.5 and 20 steps a second
+    for step, seconds in ((100, 10), (100 + 5, 10), (100 + 5 + 400, 20)):  # 10, 0.5 and 20 steps per second
         hand.now += seconds
         progress.step(step)
     assert [line.partition("  ")[2] for line in lines(capsys)] == [
@@ -76,12 +76,12 @@ def test_the_rate_is_that_of_the_last_seconds_and_the_time_left_that_of_all_step
     ]
 
 
-def test_an_evaluation_counts_for_the_time_left_and_not_for_the_rate(
+def test_evaluations_count_toward_the_time_left_but_not_the_rate(
     hand: Hand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(timer, "paused", lambda: 0.0)
     progress = Progress(num_steps=20, batch_size=BATCH)
-    for step, paused in ((10, 30.0), (20, 60.0)):  # ten steps a second, then an evaluation of half a minute
+    for step, paused in ((10, 30.0), (20, 60.0)):  # ten steps per second, then an evaluation of half a minute
         hand.now += 31
         monkeypatch.setattr(timer, "paused", lambda paused=paused: paused)
         progress.step(step)
@@ -92,7 +92,7 @@ def test_an_evaluation_counts_for_the_time_left_and_not_for_the_rate(
 
 
 @pytest.mark.parametrize("display", [Progress, Bar])
-def test_a_console_that_fails_ends_nothing(
+def test_write_errors_of_the_console_are_ignored(
     display: type[Progress], hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Closed(io.StringIO):
@@ -100,7 +100,7 @@ def test_a_console_that_fails_ends_nothing(
 
         def write(self, _: str) -> int:
             self.tried += 1
-            raise OSError(errno.EIO, "Input/output error")  # as of a terminal that was closed
+            raise OSError(errno.EIO, "Input/output error")  # as if the terminal was closed
 
     monkeypatch.setattr(sys, "stderr", closed := Closed())
     with display(num_steps=1000, batch_size=BATCH) as progress:
@@ -119,20 +119,20 @@ def test_the_last_step_is_always_shown(hand: Hand, capsys: pytest.CaptureFixture
     assert lines(capsys) == ["step 3/3  128 samples/s  0:00 left"]
 
 
-def test_a_resumed_run_counts_its_own_steps_alone(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_counts_only_its_own_steps(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(num_steps=1000, batch_size=BATCH, first_step=900)
     hand.now += 10
     progress.step(950)
     assert lines(capsys) == ["step 950/1000  320 samples/s  0:10 left"]
 
 
-def test_no_time_may_pass_between_two_steps(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_rate_is_shown_if_no_time_has_passed(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(num_steps=1, batch_size=BATCH)
     progress.step(1)
     assert lines(capsys) == ["step 1/1  "]
 
 
-def test_metrics_replace_those_before_them(hand: Hand) -> None:
+def test_new_values_replace_earlier_values_of_the_same_metric(hand: Hand) -> None:
     progress = Progress(num_steps=1, batch_size=BATCH)
     progress.metrics({"train/loss": 2.0})
     progress.metrics({"eval/accuracy": 0.98765})
@@ -144,12 +144,12 @@ def test_metrics_replace_those_before_them(hand: Hand) -> None:
     ("seconds", "shown"),
     [(0, "0:00"), (0.4, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599, "59:59"), (3600, "1:00:00"), (90061, "25:01:01")],
 )
-def test_durations_are_shown_as_on_a_clock(seconds: float, shown: str) -> None:
+def test_durations_are_shown_as_hours_minutes_and_seconds(seconds: float, shown: str) -> None:
     assert runner.tracking.progress._clock(seconds) == shown
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which one
+# Choice of the display
 
 
 def test_the_display_depends_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ STEPS = [sys.executable, "-m", "helpers.progress_steps"]
 
 
 def on_a_terminal(program: list[str], cwd: Path, timeout: float = PATIENCE, **variables: str) -> str:
-    """What a terminal of 120 columns would be sent by `program`."""
+    """Run `program` on a pseudoterminal with 120 columns, and return its output."""
     ours, theirs = pty.openpty()
     variables = {"TERM": "xterm-256color", "COLUMNS": "120", **variables}
     process = subprocess.Popen(
@@ -194,7 +194,7 @@ def on_a_terminal(program: list[str], cwd: Path, timeout: float = PATIENCE, **va
         if select.select([ours], [], [], 0.1)[0]:
             try:
                 part = os.read(ours, 65536)
-            except OSError:  # how Linux says that the other end is closed
+            except OSError:  # on Linux, the error when the other end is closed
                 break
             if not part:
                 break
@@ -208,7 +208,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLOUR = re.compile(r"\x1b\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
 
 
-def test_the_bar_shows_what_the_lines_show(tmp_path: Path) -> None:
+def test_the_bar_shows_the_same_values_as_the_lines(tmp_path: Path) -> None:
     sent = on_a_terminal(STEPS, tmp_path)
     assert COLOUR.search(sent)
     drawn = [line for line in re.split(r"[\r\n]+", ESCAPE.sub("", sent)) if "/40" in line]
@@ -218,7 +218,7 @@ def test_the_bar_shows_what_the_lines_show(tmp_path: Path) -> None:
     assert all(len(line) <= 120 for line in drawn)
 
 
-def test_without_colour_the_bar_has_none(tmp_path: Path) -> None:
+def test_no_color_disables_the_colors_of_the_bar(tmp_path: Path) -> None:
     sent = on_a_terminal(STEPS, tmp_path, NO_COLOR="1")
     assert not COLOUR.search(sent)
     assert "40/40" in sent

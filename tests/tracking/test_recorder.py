@@ -1,4 +1,4 @@
-"""What a run leaves to look at, read back as TensorBoard reads it, against numbers computed here."""
+"""Tests of what a run logs: event files are read back with TensorBoard's own reader, and compared with a plain loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIMES = {"time/samples_per_second", "time/step_seconds", "time/data_share"}
 
 
 def plain_loop(run: Run, steps: int) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Loss, accuracy and gradient norm of each step, and the evaluation's (loss, accuracy) after the last."""
+    """Return loss, accuracy and gradient norm of each step, and (loss, accuracy) of an evaluation at the end."""
     samples, held_out = run.workload.data.load()  # pyright: ignore[reportAttributeAccessIssue]
     torch.manual_seed(derive(run.seed, "weights"))
     model = run.workload.model.build(samples.shape, 10)  # pyright: ignore[reportAttributeAccessIssue]
@@ -117,14 +117,14 @@ def test_without_mistakes_no_misclassified_images_are_logged(trained: Callable[.
 
 
 def text(directory: Path, tag: str) -> list[tuple[int, str]]:
-    """(step, content without its fence) of a text."""
+    """Return the points of a text, (step, content), without the Markdown code fence."""
     points = events(directory).Tensors(f"{tag}/text_summary")
     contents = [point.tensor_proto.string_val[0].decode() for point in points]
     assert all(content.startswith("```\n") and content.endswith("\n```") for content in contents)
     return [(p.step, content[4:-4]) for p, content in zip(points, contents, strict=True)]
 
 
-def test_texts_are_the_config_and_the_environment(trained: Callable[..., Trained]) -> None:
+def test_the_config_and_the_environment_are_logged_as_texts(trained: Callable[..., Trained]) -> None:
     run = trained("steps=2", "optimizer.lr=0.07")
     [(step, config)] = text(run.directory, "config")
     assert step == 1
@@ -161,7 +161,7 @@ def test_each_session_logs_its_own_config_once(trained: Callable[..., Trained]) 
     assert [step for step, _ in text(run.directory, "config")] == [1, 5, 9]
 
 
-def test_a_loss_scale_is_logged_where_there_is_one(
+def test_the_loss_scale_is_logged_if_the_precision_has_one(
     trained: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for precision in ("32", "bf16", "16"):  # on the CPU, 16 is bfloat16, which needs none
@@ -189,7 +189,9 @@ TYPED = ["optimizer.lr=0.07", "schedule=cosine", "+precision='16'", "optimizer.l
 VALUES = {"optimizer.lr": 0.08, "schedule": "cosine", "precision": "16", "seed": 3.0, "deterministic": True}
 
 
-def test_one_row_with_what_was_typed_and_the_final_metric(trained: Callable[..., Trained], tmp_path: Path) -> None:
+def test_hparams_have_one_row_with_the_overrides_and_the_final_metric(
+    trained: Callable[..., Trained], tmp_path: Path
+) -> None:
     others = ["resume=auto", "output_root=/tmp/x", "name='a'", "~profiler", "hydra.verbose=true", "max_grad_norm=null"]
     (tmp_path / "run").mkdir()
     write_config(tmp_path / "run", {}, [*TYPED, *others, "data.token=***", "model.channels=[16,32]"])
@@ -202,7 +204,7 @@ def test_one_row_with_what_was_typed_and_the_final_metric(trained: Callable[...,
     assert set(columns) == set(row["hparams"])
 
 
-def test_an_override_is_shown_as_it_was_typed_where_the_config_has_no_value_for_it() -> None:
+def test_an_override_without_a_value_in_the_config_is_shown_as_typed() -> None:
     config = {"schedule": {"_target_": "runner.schedule.Cosine", "warmup": 5}, "steps": 7, "token": "***"}
     typed = ["schedule=cosine", "schedule.warmup=5", "data.size=9", "steps.x=1", "steps=7", "token=${oc.env:TOKEN}"]
     assert typed_values(typed, config) == {
@@ -215,7 +217,7 @@ def test_an_override_is_shown_as_it_was_typed_where_the_config_has_no_value_for_
     }
 
 
-def test_one_row_after_a_resume_and_after_a_crash(
+def test_hparams_have_one_row_after_a_crash_and_after_a_resume(
     trained: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = ("steps=9", "eval_every=3", "save_every=3")
@@ -253,7 +255,7 @@ def test_runs_with_different_overrides_share_a_table(tmp_path: Path) -> None:
 
 
 class Calls(Tracker):
-    """Writes down what is called."""
+    """A tracker that records the calls of its methods."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -292,7 +294,7 @@ def test_the_recorder_passes_everything_to_the_tracker(tmp_path: Path) -> None:
     assert type(tracker.calls[1][1]["a"]) is float
 
 
-def test_secrets_and_bytes_that_are_no_text_are_not_passed_on(tmp_path: Path) -> None:
+def test_secrets_are_masked_and_invalid_utf8_is_escaped_for_the_tracker(tmp_path: Path) -> None:
     tracker, root = Calls(), os.fsdecode(b"/data/\xff")
     config = {"data": {"_target_": "a.Data", "token": "s3cret", "root": root, "urls": ["https://ann:s3cret@host/x"]}}
     with Recorder(tracker, tmp_path, 0) as recorder:
@@ -309,21 +311,21 @@ def test_secrets_and_bytes_that_are_no_text_are_not_passed_on(tmp_path: Path) ->
         ("hyperparameters", hidden, {}),
     ]
     assert config["data"]["token"] == "s3cret"
-    board = TensorBoard()  # accepts them
+    board = TensorBoard()  # accepts the changed values
     board.open(tmp_path, 1)
     for name, *arguments in tracker.calls[1:3]:
         getattr(board, name)(*arguments)
     board.close(done=True)
 
 
-def test_a_session_that_is_broken_off_is_not_done(tmp_path: Path) -> None:
+def test_a_session_that_ends_with_an_error_is_not_marked_done(tmp_path: Path) -> None:
     tracker = Calls()
     with pytest.raises(ZeroDivisionError), Recorder(tracker, tmp_path, 0):
         raise ZeroDivisionError
     assert tracker.calls == [("open", tmp_path, 1), ("close", False)]
 
 
-def test_off_rank_0_nothing_is_written(tmp_path: Path) -> None:
+def test_nothing_is_written_on_ranks_other_than_0(tmp_path: Path) -> None:
     for tracker in (TensorBoard(), tracked := Calls()):
         record(Recorder(tracker, tmp_path, 0, visible=False), torch.zeros(3, 4, 4, dtype=torch.uint8))
     assert not list(tmp_path.glob("events*"))

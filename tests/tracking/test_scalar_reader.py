@@ -1,4 +1,4 @@
-"""Event files that somebody else may have written are read in a short time, and without what is damaged."""
+"""Tests that untrusted event files are read in a short time, and without damaged events."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_many_sessions_take_linear_time(tmp_path: Path) -> None:
     write(tmp_path, [*map(scalar, range(10_000)), *[start(10**9)] * 10_000])
     begun = time.process_time()
     assert len(scalars(tmp_path, ["a"])["a"]) == 10_000
-    assert time.process_time() - begun < 3  # quadratic time was ten seconds
+    assert time.process_time() - begun < 3  # it took ten seconds when the time was quadratic
 
 
 def test_long_events_are_skipped(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def many(steps: range, *tags: str) -> list[bytes]:
     return [Event(step=step, summary=points(dict.fromkeys(tags, float(step)))).SerializeToString() for step in steps]
 
 
-def test_of_too_many_points_those_of_the_longest_curves_are_thinned_out(
+def test_the_longest_curves_are_thinned_out_if_there_are_too_many_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     events = [*many(range(1000), "a", "b"), *many(range(0, 1000, 100), "eval/a")]
@@ -82,7 +82,7 @@ def test_curves_that_are_replaced_are_not_counted_twice(tmp_path: Path, monkeypa
     assert scalars(tmp_path) == {"a": {step: float(step) for step in range(500)}}
 
 
-def test_curves_and_events_beyond_the_limits_are_told(
+def test_curves_and_events_beyond_the_limits_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, [*many(range(100), "a", "b"), *many(range(100, 110), "c", "d")])
@@ -97,8 +97,8 @@ def test_curves_and_events_beyond_the_limits_are_told(
         assert "it has more events than are read: its curves end at step " in caplog.messages.pop()
 
 
-def test_sessions_count_as_many_events_as_there_are_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise reading them would take the product."""
+def test_the_start_of_a_session_counts_as_one_event_per_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, the limit would not bound the time, which grows with the number of sessions times curves."""
     monkeypatch.setattr(scalar_reader, "_MOST_EVENTS", 500)
     write(
         tmp_path,
@@ -115,7 +115,7 @@ def test_sessions_count_as_many_events_as_there_are_curves(tmp_path: Path, monke
     assert list(scalars(tmp_path)["0"]) == [0]
 
 
-def test_images_of_any_size_cost_nothing(tmp_path: Path) -> None:
+def test_large_images_are_skipped_without_being_read(tmp_path: Path) -> None:
     path = write(tmp_path, [scalar(1), scalar(2)])
     whole = path.read_bytes()
     with path.open("wb") as file:
@@ -125,7 +125,7 @@ def test_images_of_any_size_cost_nothing(tmp_path: Path) -> None:
     assert scalars(tmp_path, ["a"]) == {"a": {1: 1.0, 2: 2.0}}
 
 
-def test_what_is_before_the_damage_is_read(tmp_path: Path) -> None:
+def test_events_before_the_first_damaged_one_are_read(tmp_path: Path) -> None:
     path = write(tmp_path, map(scalar, (1, 2, 3)))
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:-5] + b"x" + whole[-4:], whole[:-40] + (2**60).to_bytes(8, "little")):
@@ -133,7 +133,7 @@ def test_what_is_before_the_damage_is_read(tmp_path: Path) -> None:
         assert {1: 1.0}.items() <= scalars(tmp_path, ["a"])["a"].items() <= {1: 1.0, 2: 2.0}.items()
 
 
-def test_damage_in_the_file_of_one_session_hides_no_later_session(tmp_path: Path) -> None:
+def test_later_sessions_are_read_if_the_file_of_one_session_is_damaged(tmp_path: Path) -> None:
     path = write(tmp_path, [start(3), *map(scalar, (3, 4))])
     later = path.rename(path.with_name("events.out.tfevents.0000000002"))
     whole = write(tmp_path, map(scalar, (1, 2, 3))).read_bytes()

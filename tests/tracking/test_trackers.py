@@ -1,4 +1,4 @@
-"""Trackers beside TensorBoard: a CSV file, several at once, and those of other packages, which may fail."""
+"""Tests of trackers other than TensorBoard: CSV files, several trackers at once, and backends of other packages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS = ("steps=6", "log_every=1", "eval_every=3", "save_every=2")
 
 
 def points(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) of every curve in the CSV file of a run directory."""
+    """Return the points (step, value) of every curve in the CSV file of a run directory, by tag."""
     with (directory / "curves.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
     assert header == ["step", "tag", "value"]
@@ -65,11 +65,11 @@ def test_only_tensorboard_writes_the_event_files_that_pruning_needs(tracker: Tra
     assert tracker.writes_event_files() == writes
 
 
-def test_several_trackers_get_every_point_once_and_also_across_a_resume(tmp_path: Path) -> None:
+def test_several_trackers_get_every_point_once_across_a_resume(tmp_path: Path) -> None:
     overrides = (*FAST, *STEPS, "tracking=several", "tracking.names=[tensorboard,csv]")
     train_in(tmp_path, built(*overrides), partial(stop_at, 3, 0))
     with (tmp_path / "curves.csv").open("a") as file:
-        file.write("4,train/loss,1.0\n5,train/lo")  # after the last checkpoint, the last line torn
+        file.write("4,train/loss,1.0\n5,train/lo")  # points after the last checkpoint; the last line is incomplete
     train_in(tmp_path, built(*overrides))
     got, wanted = points(tmp_path), curves(tmp_path)
     assert got.keys() == wanted.keys()
@@ -98,7 +98,7 @@ def test_a_resumed_run_leaves_out_damaged_lines_of_its_csv_file(tmp_path: Path) 
     assert points(tmp_path) == {"a": [(1, 0.5), (4, 0.125)], "b,c": [(3, 0.25)]}
 
 
-def test_a_csv_file_that_is_far_too_large_or_a_link_is_left_alone_and_told(
+def test_a_csv_file_that_is_too_large_or_a_link_is_reported_and_not_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (tmp_path / "curves.csv").open("wb") as file:
@@ -117,7 +117,7 @@ def test_a_csv_file_that_is_far_too_large_or_a_link_is_left_alone_and_told(
 
 
 @pytest.mark.parametrize("fails_at", ["open", "write", "fsync"])
-def test_a_csv_file_that_cannot_be_written_is_told_once(
+def test_a_csv_file_that_cannot_be_written_is_reported_once(
     fails_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> Any:
@@ -151,7 +151,7 @@ def test_a_csv_file_that_cannot_be_written_is_told_once(
         (("tracking=wandb", "tracking.mode=on"), "tracking.mode"),
     ],
 )
-def test_options_that_name_no_tracker_are_refused(overrides: tuple[str, ...], key: str) -> None:
+def test_invalid_tracking_options_are_refused(overrides: tuple[str, ...], key: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         built(*FAST, *overrides)
     assert refusal.value.key == key
@@ -159,7 +159,7 @@ def test_options_that_name_no_tracker_are_refused(overrides: tuple[str, ...], ke
 
 @dataclass
 class Opened(Tracker):
-    """A tracker that notes when it is opened and closed; it fails in the method named `broken`."""
+    """A tracker that records when it is opened and closed, and fails in the method named `broken`."""
 
     name: str
     notes: list[str]
@@ -197,7 +197,7 @@ def test_if_one_of_several_trackers_fails_the_others_are_closed(broken: str, not
 
 @dataclass
 class Noted(RemoteTracker):
-    """A backend that notes its calls, and fails in the one named `broken`."""
+    """A backend that records its calls, and fails in the one named `broken`."""
 
     package: ClassVar[str] = "torch"
     broken: str = ""
@@ -234,11 +234,11 @@ class Noted(RemoteTracker):
 
 
 LOGGED = ("scalars", "scalars", "images")
-"""What `use` logs."""
+"""The logging calls that `use` causes."""
 
 
 def use(tracker: Tracker, directory: Path) -> None:
-    """A session of a few calls."""
+    """Run a session of a few calls."""
     tracker.open(directory, 1)
     tracker.hyperparameters({"seed": 0}, {})
     for step in (1, 2):
@@ -247,7 +247,7 @@ def use(tracker: Tracker, directory: Path) -> None:
     tracker.close(True)
 
 
-def test_calls_are_made_in_order_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path) -> None:
+def test_calls_are_made_in_order_and_a_resumed_run_continues_the_same_one(tmp_path: Path) -> None:
     first, second = Noted(), Noted()
     use(first, tmp_path)
     use(second, tmp_path)
@@ -257,8 +257,8 @@ def test_calls_are_made_in_order_and_a_resumed_run_goes_on_in_the_same_one(tmp_p
     assert second.calls == [("start", "id7"), rest[0], rest[-1]], "what was logged is not logged again"
 
 
-def test_a_resumed_run_logs_only_what_is_new(tmp_path: Path) -> None:
-    """Points after the checkpoint come again; some of them with other values, as of another learning rate."""
+def test_a_resumed_run_logs_only_new_points(tmp_path: Path) -> None:
+    """A resumed run repeats the points after its checkpoint, some with other values, as with another learning rate."""
     first, second, third = Noted(), Noted(), Noted()
     first.open(tmp_path, 1)
     for step in range(1, 7):
@@ -279,8 +279,8 @@ def test_a_resumed_run_logs_only_what_is_new(tmp_path: Path) -> None:
     assert third.calls == [("start", "id7"), ("finish", True)]
 
 
-def test_a_run_that_is_killed_again_does_not_repeat_what_only_the_first_session_logged(tmp_path: Path) -> None:
-    """A checkpoint every 10 steps. Session 1 is killed at 23, while that of step 20 is written; the others at 17."""
+def test_points_of_the_first_session_are_not_repeated_if_the_run_is_killed_again(tmp_path: Path) -> None:
+    """Checkpoints are due every 10 steps. Session 1 is killed at step 23, while that of step 20 is being written."""
 
     def session(first_step: int, last_step: int) -> list[int]:
         tracker = Noted()
@@ -299,7 +299,7 @@ def test_a_run_that_is_killed_again_does_not_repeat_what_only_the_first_session_
     assert session(21, 25) == [24, 25], "the checkpoint of step 20 is complete this time"
 
 
-def test_the_file_of_points_stays_small_and_may_be_cut_anywhere(tmp_path: Path) -> None:
+def test_the_file_of_logged_points_stays_small_and_may_be_truncated(tmp_path: Path) -> None:
     tracker = Noted()
     tracker.open(tmp_path, 1)
     for step in range(1, 101):
@@ -318,7 +318,7 @@ def test_the_file_of_points_stays_small_and_may_be_cut_anywhere(tmp_path: Path) 
     assert resumed.calls == [("start", "id7"), ("scalars", {"train/loss": 0.5}, 100), ("finish", True)]
 
 
-def test_damage_in_the_file_of_points_is_left_out(tmp_path: Path) -> None:
+def test_damaged_lines_in_the_file_of_logged_points_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "torch_points.txt").write_bytes("1 \udcff 1\n² a 1\n".encode(errors="surrogateescape") + b"2 a 0.5\n")
     tracker = Noted()
     tracker.open(tmp_path, 1)
@@ -343,7 +343,7 @@ def test_files_of_a_backend_that_are_far_too_large_end_the_tracking(
 
 
 @pytest.mark.parametrize("broken", ["start", "scalars", "finish"])
-def test_a_backend_that_fails_is_told_once_and_left_alone(
+def test_a_failure_of_a_backend_is_reported_once_and_ends_the_tracking(
     broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = Noted(broken)
@@ -368,7 +368,7 @@ def test_a_backend_that_hangs_does_not_slow_the_training(
     tracker.may_go_on.set()
 
 
-def test_the_end_of_a_run_waits_once_for_all_that_a_backend_has_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_at_most_one_timeout_for_the_remaining_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker, now = Noted(), [0.0]
     waits: list[float] = []
 
@@ -384,8 +384,8 @@ def test_the_end_of_a_run_waits_once_for_all_that_a_backend_has_not_done(monkeyp
     assert waits == [60, 10]
 
 
-def test_the_identifier_of_a_run_is_never_half_written(tmp_path: Path) -> None:
-    """A process that is killed while it writes leaves the earlier file, which is replaced and not written over."""
+def test_the_identifier_of_a_run_is_written_atomically(tmp_path: Path) -> None:
+    """The file is replaced, not overwritten: if the process is killed meanwhile, the earlier file is still there."""
     file = tmp_path / "torch_run.txt"
     file.write_text("id7\n")
     os.link(file, tmp_path / "earlier")
@@ -396,7 +396,7 @@ def test_the_identifier_of_a_run_is_never_half_written(tmp_path: Path) -> None:
     assert not file.samefile(tmp_path / "earlier")
 
 
-def test_a_run_is_done_although_its_tracker_fails(tmp_path: Path) -> None:
+def test_a_run_completes_if_its_tracker_fails(tmp_path: Path) -> None:
     run = built(*FAST, *STEPS)
     object.__setattr__(run, "tracking", Noted("scalars"))
     assert train_in(tmp_path, run).result.status == "done"
@@ -435,7 +435,7 @@ def test_mlflow_has_every_point_in_one_run(tmp_path: Path) -> None:
 
 
 class Experiments:
-    """MLflow's client, in whose database another run creates the experiment just before this one would."""
+    """A fake MLflow client: another run creates the experiment just before this one tries to."""
 
     def __init__(self, tracking_uri: str):
         self.known: list[str] = []
@@ -495,7 +495,7 @@ def test_trackio_has_a_run_for_each_directory_and_resumes_it(tmp_path: Path, mon
     assert names == [one, other, one]
 
 
-def test_wandb_leaves_no_links_and_reads_no_settings_of_somebody_else(
+def test_wandb_creates_no_links_and_refuses_settings_in_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The classifier: its loss and metrics, its evaluation in shards, its votes and its images."""
+"""Tests of the classifier: loss and metrics, evaluation in shards, votes and images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def classifier(*overrides: str) -> Any:
 
 
 def fixed(outputs: torch.Tensor) -> Any:
-    """An `infer` that returns the next rows of `outputs`."""
+    """Return an `infer` function that returns the next rows of `outputs`."""
     rows = iter(outputs)
     return lambda inputs: torch.stack([next(rows) for _ in inputs])
 
@@ -55,7 +55,7 @@ def test_the_loss_is_the_criterion_of_the_models_outputs() -> None:
     assert torch.equal(sums, workload.metric_sums(outputs, batch.targets, loss))
 
 
-def test_metrics_sum_up_in_float32_under_16_bits() -> None:
+def test_metric_sums_are_float32_with_bfloat16_outputs() -> None:
     workload = classifier()
     outputs, targets = torch.randn(300, 10, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.int64)
     loss, sums = workload.loss_of(outputs, targets)
@@ -103,7 +103,7 @@ def test_several_models_vote_by_their_mean_probability() -> None:
 def test_overfitting_repeats_the_first_batches() -> None:
     workload = classifier("workload.overfit_batches=2", "data.crop=0")
     stream = workload.batches(workload.build_model(), Plan(16, 2), 0, CPU)
-    batches = [next(stream) for _ in range(12)]  # two micro-batches a step
+    batches = [next(stream) for _ in range(12)]  # two micro-batches per step
     for number in range(4, 12):
         assert torch.equal(batches[number].inputs, batches[number - 4].inputs)
         assert torch.equal(batches[number].targets, batches[number - 4].targets)
@@ -165,10 +165,10 @@ def test_pictures_show_all_classes_and_the_most_confident_mistakes(monkeypatch: 
 
 
 @pytest.mark.parametrize("damaged", [1, 6])
-def test_pictures_are_those_of_the_samples_if_a_process_has_skipped_a_file(
+def test_pictures_match_their_samples_if_a_process_has_skipped_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int
 ) -> None:
-    """Two processes evaluate half of the images each, and know only of their own files which cannot be read."""
+    """Two processes evaluate half of the images each, and know only which of their own files cannot be read."""
     for split, count in (("train", 1), ("val", 4)):
         for number in range(2 * count):
             path = tmp_path / split / "ab"[number // count] / f"{number}.png"
@@ -198,7 +198,7 @@ def test_pictures_are_those_of_the_samples_if_a_process_has_skipped_a_file(
     assert sorted(mistakes) == [number for number in left if number >= 4]
 
 
-def test_few_samples_of_few_classes_are_shown_once() -> None:
+def test_each_sample_is_selected_at_most_once() -> None:
     targets = torch.tensor([2, 2, 0, 2, 0, -1])
     assert _of_each_class(targets >= 0, targets).tolist() == [2, 0, 4, 1, 3]
     keys = torch.tensor([5, 9, 1, 7, 3, 8])
@@ -206,7 +206,7 @@ def test_few_samples_of_few_classes_are_shown_once() -> None:
     assert _of_each_class(targets > 5, targets, keys).tolist() == []
 
 
-def test_a_batch_that_diverged_is_that_of_its_step() -> None:
+def test_the_diverged_batch_is_that_of_its_step() -> None:
     workload, plan = classifier(), Plan(16, 2, (1, 2), seed=3)
     stream = workload.batches(workload.build_model(), plan, 4, CPU)
     wanted = [next(stream) for _ in range(2)]
@@ -215,7 +215,7 @@ def test_a_batch_that_diverged_is_that_of_its_step() -> None:
     assert torch.equal(found["targets"], torch.cat([batch.targets for batch in wanted]))
 
 
-def test_an_epoch_and_batches_larger_than_it() -> None:
+def test_a_batch_larger_than_an_epoch_is_refused() -> None:
     workload = classifier()
     samples = len(workload.train)
     assert workload.steps_per_epoch(64) == samples / 64

@@ -1,4 +1,4 @@
-"""Class weights, mixup, CutMix and top-5 accuracy against plain loops, and the same in every mode."""
+"""Tests that class weights, mixup and CutMix equal plain loops in every mode, and tests of top-5 accuracy."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def classifier(*overrides: str) -> Any:
 
 
 def plain_loss(outputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """The mean over the samples of −Σ w·y·log p, with smoothed probabilities y."""
+    """Return the mean over the samples of −Σ w·y·log p, with smoothed probabilities y."""
     targets = (1 - smoothing) * targets + smoothing / targets.shape[1]
     return -(weights * targets * outputs.log_softmax(1)).sum(1).mean()
 
 
 @functools.cache
 def plain(case: str) -> dict[str, torch.Tensor]:
-    """The weights after a loop in plain PyTorch, over whole batches."""
+    """Return the weights after a plain PyTorch loop over whole batches."""
     run = built(*FAST, *COMMON, *CASES[case])
     workload: Any = run.workload
     workload.prepare()
@@ -78,7 +78,7 @@ def plain(case: str) -> dict[str, torch.Tensor]:
 def rolled_and_mixed(
     inputs: torch.Tensor, targets: torch.Tensor, mixing: Mixing, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole batch mixed with itself, moved on by one, with torchvision's own transforms."""
+    """Mix the whole batch with a copy of itself that is rolled by one, using torchvision's own transforms."""
     import random
 
     from torchvision.transforms import v2
@@ -111,7 +111,7 @@ MODES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
-def test_every_mode_trains_what_a_plain_loop_trains(
+def test_every_mode_equals_a_plain_loop(
     case: str, processes: int, mode: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     overrides = (*FAST, *COMMON, *SGD, *CASES[case], *mode)
@@ -129,7 +129,7 @@ def test_the_weighted_loss_of_a_batch_is_the_mean_of_its_parts() -> None:
     torch.testing.assert_close(torch.stack(parts).mean(), workload.criterion(outputs, targets))
 
 
-def test_without_options_the_loss_is_torchs() -> None:
+def test_the_loss_without_options_is_torchs_cross_entropy() -> None:
     outputs, targets = torch.randn(12, 10), torch.arange(12) % 10
     wanted = torch.nn.functional.cross_entropy(outputs, targets)
     assert classifier().criterion(outputs, targets).equal(wanted)
@@ -137,7 +137,7 @@ def test_without_options_the_loss_is_torchs() -> None:
 
 @pytest.mark.parametrize("option", ["mixup=0.4", "cutmix=1"])
 def test_a_mixed_batch_does_not_depend_on_how_it_is_divided(option: str) -> None:
-    """Also with augmentation, whose random numbers are those of each sample."""
+    """Also with augmentation, whose random numbers depend on each sample alone."""
     workload = classifier(f"workload.{option}", "data.crop=2", "data.random_erase=0.5")
     model = workload.build_model()
 
@@ -164,7 +164,7 @@ def test_the_batch_that_diverged_is_mixed_too() -> None:
     assert workload.diverged_batch(plan, 5, CPU)["inputs"].equal(wanted)
 
 
-def test_the_accuracy_of_mixed_samples_is_that_of_the_larger_part() -> None:
+def test_the_accuracy_of_mixed_samples_counts_the_class_with_more_weight() -> None:
     workload = classifier("workload.mixup=1")
     outputs, targets = torch.eye(10)[[3, 4]], torch.eye(10)[[3, 3]] * 0.6 + torch.eye(10)[[4, 4]] * 0.4
     assert workload.metric_sums(outputs, targets, torch.tensor(0.0))[1] == 1

@@ -1,4 +1,4 @@
-"""Regression: its losses and metrics by their formulas, and every mode against a plain PyTorch loop."""
+"""Tests of regression: losses and metrics equal their formulas, and every mode equals a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODES = {
 
 @functools.cache
 def plain(loss_function: str) -> tuple[dict[str, torch.Tensor], list[float], list[float], dict[str, float]]:
-    """The weights, both curves and the evaluation of a plain loop with SGD and momentum."""
+    """Return the weights, both curves and the evaluation metrics of a plain loop with SGD and momentum."""
     workload: Any = built(*SMALL).workload
     workload.prepare()
     samples, held_out, loss_of = workload.train, workload.held_out, LOSSES[loss_function]
@@ -80,7 +80,7 @@ def permutation(count: int, epoch: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
-def test_every_mode_trains_what_a_plain_loop_trains(
+def test_every_mode_equals_a_plain_loop(
     processes: int, mode: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     if processes == 1:
@@ -96,7 +96,7 @@ def test_every_mode_trains_what_a_plain_loop_trains(
         assert result.metrics[tag] == pytest.approx(value, rel=1e-9), "every held-out sample, once"
 
 
-def test_an_ensemble_predicts_the_mean_of_its_members_which_have_no_disagreement(
+def test_an_ensemble_predicts_the_mean_of_its_members_without_disagreement(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     metrics = ranks(2).train(composed(*SMALL, "parallel=ensemble"), tmp_path).metrics
@@ -115,13 +115,13 @@ def test_the_other_losses_are_those_of_torch(loss_function: str, tmp_path: Path)
     assert run.result.metrics["eval/loss"] == pytest.approx(evaluation["eval/loss"], rel=1e-9)
 
 
-def test_a_large_delta_makes_half_the_squared_error_of_the_huber_loss() -> None:
+def test_the_huber_loss_with_a_large_delta_is_half_the_squared_error() -> None:
     outputs, targets = torch.randn(9, 2), torch.randn(9, 2)
     wide: Any = built(*SMALL, "workload.loss_function=huber", "workload.huber_delta=100").workload
     torch.testing.assert_close(wide.criterion(outputs, targets), functional.mse_loss(outputs, targets) / 2)
 
 
-def test_a_run_resumed_is_bitwise_the_same(tmp_path: Path) -> None:
+def test_resume_is_bitwise_exact(tmp_path: Path) -> None:
     whole = train_in(tmp_path / "whole", built(*SMALL, "save_every=4", "precision=32"))
     train_in(tmp_path / "parts", built(*SMALL, "save_every=4", "precision=32", "steps=4"))
     parts = train_in(tmp_path / "parts", built(*SMALL, "save_every=4", "precision=32"))
@@ -134,7 +134,7 @@ def test_a_run_resumed_is_bitwise_the_same(tmp_path: Path) -> None:
 
 
 def evaluated(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) -> dict[str, float]:
-    """The metrics of two shards of samples, for which a network returns `outputs`."""
+    """Return the metrics of samples for which a network returns `outputs`, evaluated in two shards."""
     workload: Any = built(*SMALL, "workload.eval_batch_size=2").workload
     zero, one = torch.zeros(targets.shape[1]), torch.full((targets.shape[1],), 2.0)
     table = Table(inputs, targets * 2, ["a", "b", "c"][: targets.shape[1]])
@@ -166,7 +166,7 @@ def test_r2_of_equal_targets_is_that_of_scikit_learn(error: float, r2: float) ->
     assert evaluated(inputs, targets, targets + error)["r2"] == r2
 
 
-def test_it_learns_the_function_nearly_as_well_as_its_noise_allows(tmp_path: Path) -> None:
+def test_regression_learns_the_function_nearly_down_to_its_noise(tmp_path: Path) -> None:
     run = train_in(tmp_path, built("workload=regression", "device=cpu", "device.threads=1", "eval_every=0"))
     assert run.result.metrics["eval/r2"] > 0.92, "0.96 is the most"
 
@@ -197,7 +197,7 @@ def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path: Path) ->
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path: Path) ->
         (("batch_size=1000",), "batch_size", "batch_size=240"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_by_key(words: tuple[str, ...], key: str, word: str) -> None:
+def test_configs_that_cannot_be_trained_are_refused_by_key(words: tuple[str, ...], key: str, word: str) -> None:
     typed = [text for text in SMALL if text.partition("=")[0] not in {word.partition("=")[0] for word in words}]
     typed = [text for text in typed if not (words == ("model=convnet",) and text.startswith("model."))]
     typed = [text for text in typed if not (words == ("data=digits",) and text.startswith("data."))]
@@ -220,7 +220,7 @@ def test_what_cannot_be_trained_is_refused_by_key(words: tuple[str, ...], key: s
     assert word in refused.value.remedy
 
 
-def test_a_classifier_refuses_numbers() -> None:
+def test_a_classifier_refuses_data_with_numeric_targets() -> None:
     workload = built("data=tabular").workload
     with pytest.raises(ConfigError) as refused:
         workload.prepare()

@@ -1,4 +1,4 @@
-"""What torchrun and SLURM say of a process in its environment, and the interface that leads to the others."""
+"""Tests of the rank that torchrun or SLURM sets in environment variables, and of the network interface to a host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TORCHRUN = {
     "MASTER_ADDR": "gpu07",
     "MASTER_PORT": "29500",
 }
-SLURM = {  # the second task of the second of two machines, of which one has four tasks, the other three
+SLURM = {  # the second task on the second of two nodes, which have four and three tasks
     "SLURM_JOB_ID": "123456",
     "SLURM_NTASKS": "7",
     "SLURM_STEP_NUM_TASKS": "7",
@@ -54,8 +54,8 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("missing", TORCHRUN)
-def test_incomplete_torchrun_variables_do_not_count(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`export RANK=0` in somebody's shell is not torchrun."""
+def test_incomplete_torchrun_variables_are_ignored(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's shell may export a variable such as RANK without torchrun."""
     assert started(monkeypatch, {name: value for name, value in TORCHRUN.items() if name != missing}) is None
 
 
@@ -69,7 +69,7 @@ def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started(monkeypatch, SLURM) == RankInfo(5, 7, 1, 3, "gpu07", 20000 + 123456 % 20000)
 
 
-def test_all_tasks_of_srun_find_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_srun_tasks_get_the_same_store_address(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for rank in range(7):
         node, local = (0, rank) if rank < 4 else (1, rank - 4)
@@ -87,12 +87,12 @@ def test_a_given_master_address_takes_precedence(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_batch_script_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sbatch --ntasks=7` sets most of them; only srun starts the tasks."""
+    """`sbatch --ntasks=7` sets these variables in the batch script, but only srun starts the tasks."""
     assert started(monkeypatch, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SLURM_PROCID": "0"}) is None
 
 
 def test_an_interactive_shell_in_a_job_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`srun --pty bash` is one task."""
+    """`srun --pty bash` starts a single task."""
     assert started(monkeypatch, SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
 
 
@@ -143,7 +143,7 @@ def test_no_interface_leads_to_an_unknown_host() -> None:
 def test_the_interface_to_this_machines_own_address() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # RFC 5737: nobody has it
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: reserved for documentation, no host has it
         except OSError:
             pytest.skip("no network")
         own = probe.getsockname()[0]

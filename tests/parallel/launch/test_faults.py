@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or fail, signals, and a killed parent: for real, and nothing is left behind."""
+"""Tests of runs whose ranks or parent are killed, stopped, fail or get signals; no process may be left behind."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ STOPPED = "did not reach the collective that the others waited in: it is stopped
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What a run ends with that nobody disturbs."""
+    """The final step, weights and optimizer state of an undisturbed run."""
     cwd = tmp_path_factory.mktemp("undisturbed")
     succeed(cwd, *LONG)
     return weights(next(cwd.glob("outputs/*/*")))
 
 
 def assert_crashed(command: Command, rank: int, what: str) -> None:
-    """Fail unless a command ends with exit code 1, and says once which rank failed."""
+    """Fail unless a command ends with exit code 1, and reports the failure `what` of `rank` exactly once."""
     code, console = command.ended()
     assert code == 1, console
     assert console.count(f"rank {rank} {what}") == 1, console
@@ -55,14 +55,14 @@ def assert_crashed(command: Command, rank: int, what: str) -> None:
 
 
 def resume_arguments(console: str) -> list[str]:
-    """The arguments with which a command says that its run can be resumed."""
+    """Return the arguments of the resume command that a command has printed."""
     typed = re.search(r"^resume: python -m runner (.*)$", console, re.MULTILINE)
     assert typed, console
     return shlex.split(typed[1])
 
 
 def assert_whole(run: Path) -> None:
-    """Fail unless the newest checkpoint is as it was written."""
+    """Fail unless the newest checkpoint is intact and contains the state of both ranks."""
     newest = newest_checkpoint(run)
     for rank in (0, 1):
         loaded = load(newest, rank)
@@ -71,13 +71,14 @@ def assert_whole(run: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Killed
+# Ranks that are killed
 
 
 def test_resume_after_killed_ranks_is_bitwise_exact(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
-    """Killed in every phase of a run, one rank after the other."""
+    """In each session, one rank is killed: during startup, training, evaluation or saving."""
     arguments, moments = list(LONG), [(0, "training"), (1, "training"), (1, "start"), (0, "evaluating"), (1, "saving")]
-    seldom = ("eval_every=60", "save_every=10", "workload.eval_batch_size=256")  # a resumed run keeps what was typed
+    # Passed again in each session, because a resumed run keeps the options of the session before.
+    seldom = ("eval_every=60", "save_every=10", "workload.eval_batch_size=256")
     often = {"evaluating": ("eval_every=1", "workload.eval_batch_size=8"), "saving": (*seldom[:1], "save_every=1")}
     for rank, moment in moments:
         run = next(tmp_path.glob("outputs/*/*"), None)
@@ -109,7 +110,7 @@ def test_one_killed_rank_of_three_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_all_ranks_restart_from_the_last_checkpoint(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
-    """At the port that was asked for, which must be free again by then."""
+    """The restarted ranks use the same `parallel.port`, which must be free again by then."""
     command = Command(tmp_path, *LONG, "parallel.max_restarts=2", f"parallel.port={free_port()}")
     command.saved().kill(signal.SIGKILL, command.ranks()[1])
     again = command.ranks(2)
@@ -124,7 +125,7 @@ def test_all_ranks_restart_from_the_last_checkpoint(tmp_path: Path, undisturbed:
 
 
 def kill_at_random(cwd: Path, kills: int) -> None:
-    """A run to its end, with so many kills of its ranks or of the command itself."""
+    """Run and resume a command until it is done, killing a rank or the command up to `kills` times at random."""
     arguments = LONG
     while True:
         command = Command(cwd, *arguments)
@@ -153,10 +154,10 @@ def test_resume_after_kills_at_random_moments_is_bitwise_exact(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stopped: all these wait at the same time
+# Ranks that are stopped (SIGSTOP) or hang: all timeouts run at the same time
 
 TIMEOUT = 15
-"""Seconds: more than a rank needs to start on a busy machine, as this limit is for that too."""
+"""`parallel.timeout` in seconds. It also limits the start of a rank, which may be slow on a busy machine."""
 STOPS = {
     "ddp-1": ("ddp", 1, "training"),
     "ddp-0": ("ddp", 0, "training"),
@@ -173,9 +174,9 @@ class Paused:
     """A command whose processes are all stopped for longer than the timeout.
 
     Args:
-        cwd: where it runs.
-        mode: its parallel mode.
-        typed: whether it is a process group of its own with a fork server of its own, as in a terminal.
+        cwd: working directory of the command.
+        mode: parallel mode of the run.
+        typed: whether the command has its own process group and fork server, as if typed in a terminal.
     """
 
     def __init__(self, cwd: Path, mode: str, typed: bool):
@@ -197,13 +198,13 @@ class Paused:
         return (self.cwd / "console.txt").read_text()
 
     def stop(self) -> None:
-        """Stop all its processes, once it has saved a checkpoint."""
+        """Stop all processes of the command (SIGSTOP), once it has saved a checkpoint."""
         until(lambda: steps_saved(self.cwd) or self.has_ended)
         self._send(signal.SIGSTOP)
         self.until = time.monotonic() + TIMEOUT + 5
 
     def go_on(self) -> None:
-        """Let them go on after that time, unless they do already."""
+        """Continue the processes (SIGCONT), once they have been stopped for longer than the timeout."""
         time.sleep(max(0, self.until - time.monotonic()))
         self._send(signal.SIGCONT)
 
@@ -221,7 +222,7 @@ class Paused:
 
 @pytest.fixture(scope="module")
 def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Paused]]:
-    """For each mode its command, all of whose processes are stopped."""
+    """For each mode, a command all of whose processes are stopped."""
     begun = {mode: Paused(tmp_path_factory.mktemp(mode), mode, mode == "ddp") for mode in PAUSED}
     for each in begun.values():
         each.stop()
@@ -232,19 +233,19 @@ def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pause
 
 @pytest.fixture(scope="module")
 def hanging(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Command]:
-    """For each mode and rank a command of which that rank hangs."""
+    """For each mode and rank, a command in which this rank hangs."""
     commands = {}
     for mode, rank in HANGS:
         cwd = tmp_path_factory.mktemp(f"{mode}-{rank}")
         (cwd / f"rank_{rank}_hangs").touch()
         commands[mode, rank] = Command(cwd, *LONG, f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
-        commands[mode, rank].ranks()  # one after another: each has all the cores until then
+        commands[mode, rank].ranks()  # started one after another, so that each start has all cores
     return commands
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, paused: object, hanging: object) -> dict[str, Command]:
-    """For each case its command, one of whose ranks was stopped; `paused` and `hanging` wait at the same time."""
+    """For each case, a command with one stopped rank; needs `paused` and `hanging`, so that the timeouts overlap."""
     commands = {}
     for case, (mode, rank, moment) in STOPS.items():
         endless = ("steps=100000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
@@ -263,8 +264,8 @@ def test_a_stopped_rank_ends_the_run(case: str, stopped: dict[str, Command]) -> 
 
 
 @pytest.mark.parametrize(("mode", "rank"), HANGS)
-def test_a_rank_that_hangs_is_named(mode: str, rank: int, hanging: dict[tuple[str, int], Command]) -> None:
-    """It still sends heartbeats; the others wait for it in a collective."""
+def test_the_error_names_the_rank_that_hangs(mode: str, rank: int, hanging: dict[tuple[str, int], Command]) -> None:
+    """The rank still sends heartbeats, but the other rank waits for it in a collective."""
     command = hanging[mode, rank]
     assert_crashed(command, rank, f"{STOPPED}{TIMEOUT})")
     result = json.loads((command.directory / "result.json").read_text())
@@ -277,14 +278,14 @@ def steps_saved(cwd: Path) -> int:
 
 @pytest.mark.parametrize("mode", PAUSED)
 def test_a_run_goes_on_after_all_its_processes_were_suspended(mode: str, paused: dict[str, Paused]) -> None:
-    """By Ctrl-Z and fg: a pause that all share is nobody's silence."""
+    """After Ctrl-Z and fg, no rank may be declared dead, because the supervisor was suspended for the same time."""
     command = paused[mode]
     before = steps_saved(command.cwd)
     command.go_on()
     until(lambda: steps_saved(command.cwd) >= before + 50 or command.has_ended)
     assert not command.has_ended, command.console
-    if mode != "ddp":  # which the next test kills
-        command.kill()  # not only at the end of the module: its ranks keep the machine busy
+    if mode != "ddp":  # the next test continues and kills it
+        command.kill()  # before the end of the module, because its ranks keep the machine busy
 
 
 def test_a_killed_parent_leaves_no_fork_server(paused: dict[str, Paused]) -> None:
@@ -306,7 +307,7 @@ def test_a_killed_parent_leaves_no_stopped_rank_behind(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Failing
+# Ranks that fail
 
 
 Work = Callable[..., Any]
@@ -314,7 +315,7 @@ Work = Callable[..., Any]
 
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Run as the command does, with another function in place of `train_rank`; returns the result."""
+    """Return a function that trains as the command does, but calls `work` in place of `train_rank`."""
 
     def run_it(work: Work, *overrides: str) -> Result:
         run = built(*LONG, "steps=30", *overrides)
@@ -371,7 +372,7 @@ def test_the_error_of_a_rank_is_printed_once_with_its_traceback(
 def test_a_full_disk_is_explained_without_a_traceback(
     rank: int, num_bytes: int, failing: Callable[..., Result], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It has room for what rank 0 prints, but not for the weights; nor for the state of rank 1."""
+    """20,000 bytes hold the log of rank 0 but not the weights; 1000 bytes do not hold the state of rank 1."""
     result = failing(changed(partial(rank_work.full_disk, rank, num_bytes)), "save_every=5")
     assert result.status == "crashed"
     assert result.error.startswith(f"rank {rank} failed: StorageError: ")
@@ -387,23 +388,23 @@ def test_a_file_in_place_of_the_checkpoints_is_refused(failing: Callable[..., Re
     assert (refusal.value.key, refusal.value.got) == ("resume", str(tmp_path / "checkpoints"))
 
 
-def test_a_log_that_cannot_be_opened(failing: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_rank_whose_log_cannot_be_opened_fails(failing: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "log_rank_1.txt").mkdir()
     assert failing(train_rank).error.startswith("rank 1 failed: IsADirectoryError")
 
 
-def test_ranks_are_restarted_as_often_as_asked(failing: Callable[..., Result], tmp_path: Path) -> None:
+def test_ranks_are_restarted_max_restarts_times(failing: Callable[..., Result], tmp_path: Path) -> None:
     result = failing(rank_work.count_and_fail, "parallel.max_restarts=2")
     assert result.error == "rank 1 failed: RuntimeError: again"
     assert len(set((tmp_path / "attempts").read_text().split())) == 3
 
 
-def test_the_result_of_a_crash_says_how_far_the_run_had_come(failing: Callable[..., Result]) -> None:
+def test_the_result_of_a_crash_contains_the_number_of_completed_steps(failing: Callable[..., Result]) -> None:
     assert failing(fail_at(0, 13, ValueError("x"))).steps == 12
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The parent killed
+# A killed parent process
 
 
 @pytest.mark.parametrize("moment", ["start", "training", "saving"])
@@ -416,12 +417,12 @@ def test_a_killed_parent_leaves_nothing_behind(moment: str, tmp_path: Path) -> N
     assert sockets, "of the store, and of gloo"
     command.kill(signal.SIGKILL)
     assert command.ended()[0] == -signal.SIGKILL
-    until(lambda: not sockets & listening(), what="left behind")  # the kernel closes them as the last of them ends
+    until(lambda: not sockets & listening(), what="left behind")  # the kernel closes them when the last process ends
 
 
 @pytest.fixture
 def cold(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Commands as they are typed, each with a fork server of its own, in a process group of its own."""
+    """Return a function that starts a command in a new interpreter, with its own fork server and process group."""
     begun = []
 
     def start_it(*arguments: str) -> Any:
@@ -450,19 +451,19 @@ def test_a_killed_parent_leaves_no_worker_and_no_memory(cold: Callable[..., Any]
     process.kill()
     assert process.wait() == -signal.SIGKILL
     until(lambda: not processes_in(tmp_path), what="left behind")
-    until(lambda: not sockets & listening(), what="left behind")  # the kernel closes them as the last of them ends
+    until(lambda: not sockets & listening(), what="left behind")  # the kernel closes them when the last process ends
     assert not [name for name in names if Path(name).exists()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Asked to stop
+# Stop signals
 
 
 def assert_stopped(command: Command, received: str) -> list[str]:
-    """Fail unless a command stops after saving once; returns the arguments with which its run can be resumed.
+    """Fail unless a command stops after saving a checkpoint; return the arguments with which its run can be resumed.
 
     Args:
-        received: the signal that the command itself received; empty: one of the ranks did.
+        received: name of the signal that the command itself received; empty if one of its ranks received it.
     """
     code, console = command.ended()
     assert code == 75, console
@@ -479,9 +480,9 @@ def resumed(command: Command, step: int) -> bool:
 
 
 def test_resume_after_signals_is_bitwise_exact(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
-    """By a signal to the command, or to any one rank; the first of them before the first step."""
+    """Signals are sent to the command or to one rank; the first signal is sent before the first step."""
     arguments, done = list(LONG), 0
-    slow = ("eval_every=1", "workload.eval_batch_size=4")  # or it would be done before the signal comes
+    slow = ("eval_every=1", "workload.eval_batch_size=4")  # so that the run does not end before the signal
     for rank, number in [
         (None, signal.SIGTERM),
         (None, signal.SIGINT),
@@ -526,7 +527,7 @@ def test_a_ctrl_c_in_a_terminal_stops_the_run_once(cold: Callable[..., Any], tmp
 
 def test_a_second_ctrl_c_ends_the_run_without_saving(tmp_path: Path) -> None:
     command = Command(tmp_path, *LONG, "steps=100000").saved()
-    command.kill(signal.SIGSTOP, command.ranks()[1])  # the step that they would finish has no end
+    command.kill(signal.SIGSTOP, command.ranks()[1])  # so that the ranks cannot finish their step
     command.kill(signal.SIGINT)
     until(lambda: "SIGINT: finishing the step" in command.console)
     command.kill(signal.SIGINT)

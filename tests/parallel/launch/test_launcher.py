@@ -1,4 +1,4 @@
-"""The launcher of one process: it trains in this one."""
+"""Tests of `Launcher`, which trains in the current process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.launcher import Launcher
 
 
-def test_this_process_is_the_only_one() -> None:
+def test_the_current_process_is_the_only_rank() -> None:
     devices = [torch.device("cpu")]
     with Launcher(devices).connect() as process:
         assert process.rank_info == RankInfo()
@@ -22,7 +22,7 @@ def test_this_process_is_the_only_one() -> None:
         assert process.shared_state is None
 
 
-def test_training_happens_here_and_errors_pass_through(tmp_path: Path) -> None:
+def test_training_runs_in_the_current_process_and_errors_propagate(tmp_path: Path) -> None:
     context = prepared(built(*FAST)).context
     launcher = Launcher([torch.device("cpu")])
 

@@ -1,4 +1,4 @@
-"""The process group: formed, left, and aborted; and the store through which it is formed."""
+"""Tests of initializing, destroying and aborting the process group, and of its store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.system.forkserver import start_server
 from runner.system.signals import StopRequest
 
 
-def test_a_store_listens_at_the_port_that_is_asked_for() -> None:
+def test_a_store_listens_on_the_requested_port() -> None:
     port = free_port()
     store = create_store(port)
     assert store.port == port
@@ -29,7 +29,9 @@ def test_a_store_listens_at_the_port_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("has_ipv4", "host"), [(True, "127.0.0.1"), (False, "::1")])
-def test_a_store_listens_on_loopback_alone(has_ipv4: bool, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_listens_only_on_the_loopback_interface(
+    has_ipv4: bool, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not has_ipv4:
         monkeypatch.setattr(process_group, "HOST", "192.0.2.1")  # an address that no machine has
     store = create_store(None)
@@ -51,7 +53,7 @@ def test_a_busy_port_is_refused() -> None:
     assert "null" in refusal.value.remedy
 
 
-def test_a_group_is_formed_and_left() -> None:
+def test_a_process_group_is_initialized_and_destroyed() -> None:
     start_server(*PRELOADED)
     store = create_store(None)
     arguments = [(rank, store.port) for rank in range(2)]
@@ -59,8 +61,8 @@ def test_a_group_is_formed_and_left() -> None:
         assert ranks.wait(StopRequest()) == [(3.0, False)] * 2
 
 
-def test_a_rank_that_aborts_fails_the_collectives_of_the_others_at_once() -> None:
-    """Not at the timeout, even while something still refers to the group."""
+def test_abort_makes_collectives_of_other_ranks_fail_at_once() -> None:
+    """They fail before the timeout, even if there are still references to the aborted group."""
     start_server(*PRELOADED)
     store = create_store(None)
     arguments = [(rank, store.port) for rank in range(2)]
@@ -68,8 +70,8 @@ def test_a_rank_that_aborts_fails_the_collectives_of_the_others_at_once() -> Non
         assert ranks.wait(StopRequest()) == ["aborted", "RuntimeError"]
 
 
-def test_processes_of_another_launcher_form_one_group_after_the_other() -> None:
-    ranks = Ranks(2)  # of its own
+def test_externally_launched_ranks_initialize_several_groups_in_turn() -> None:
+    ranks = Ranks(2)  # separate from the fixture `ranks`, because this aborts their process group
     try:
         assert ranks.do(rank_work.form_three_groups) == [[1.0, 1.0, 1.0]] * 2
     finally:

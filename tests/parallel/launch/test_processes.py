@@ -1,4 +1,4 @@
-"""Runs of several processes: started by the command, by torchrun, by SLURM, or on two machines."""
+"""Tests of runs with several processes, started by the command, by torchrun, by SLURM, or on two machines."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ SHORT = ("steps=40", "save_every=20", "log_every=20", "eval_every=20")
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of a command that started its two processes itself."""
+    """The run directory of a command that started its two processes itself."""
     cwd = tmp_path_factory.mktemp("launched")
     assert "done after step 40/40" in succeed(cwd, *TWO, *SHORT)
     return only_run(cwd)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By the command
+# Processes that the command starts
 
 
 def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
@@ -53,8 +53,8 @@ def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "hogwild", "ensemble", "pipeline"])
-def test_a_run_listens_on_loopback_alone(mode: str, tmp_path: Path) -> None:
-    """The store and gloo, which authenticate nobody."""
+def test_a_run_listens_only_on_the_loopback_interface(mode: str, tmp_path: Path) -> None:
+    """The store and gloo accept connections without authentication."""
     command = Command(tmp_path, *TWO, *SHORT, f"parallel={mode}", "steps=100000").saved()
     assert {address for address, _ in listening_addresses(tmp_path)} == {"0100007F"}
     command.kill(signal.SIGKILL)
@@ -74,7 +74,7 @@ def test_the_result_is_that_of_rank_0(tmp_path: Path) -> None:
     assert not torch.distributed.is_initialized(), "this process is none of them"
 
 
-def test_each_rank_knows_itself_among_the_others(tmp_path: Path) -> None:
+def test_each_rank_gets_its_rank_info_and_process_group(tmp_path: Path) -> None:
     run = built(*TWO, *SHORT, "parallel.processes=3", "batch_size=63")
     found: Any = train_in(tmp_path, run, train_rank=rank_work.rank_infos).result
     assert [each["rank_info"][:4] for each in found] == [(rank, 3, rank, 3) for rank in range(3)]
@@ -86,7 +86,7 @@ def test_each_rank_knows_itself_among_the_others(tmp_path: Path) -> None:
 
 
 def test_a_stop_signal_after_training_kills_no_rank(tmp_path: Path) -> None:
-    """Such as the supervisor's, for a rank that Ctrl-C in the terminal has stopped already."""
+    """If Ctrl-C in the terminal has already stopped a rank, the supervisor's signal arrives after training."""
     assert train_in(tmp_path, built(*TWO, *SHORT), train_rank=rank_work.stop_late).result == 0  # type: ignore[arg-type]
 
 
@@ -112,7 +112,7 @@ def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=["an equal share of the cores", "device.threads", "OMP_NUM_THREADS", "device.threads wins"],
 )
-def test_threads_of_each_rank(asked: str | None, overrides: list[str], wanted: int) -> None:
+def test_the_number_of_threads_of_each_rank(asked: str | None, overrides: list[str], wanted: int) -> None:
     config, store = composed(*TWO, *SHORT, *overrides), create_store(None)
     infos = [RankInfo(rank, 2, rank, 2, "127.0.0.1", store.port) for rank in (0, 1)]
     with Supervisor(rank_work.threads, [(asked, config, info) for info in infos], PATIENCE) as ranks:
@@ -136,7 +136,7 @@ def test_a_sweep_over_modes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def busy() -> Iterator[int]:
-    """A port that something listens at."""
+    """A port that is in use."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
@@ -153,7 +153,7 @@ def test_a_busy_port_is_refused_before_any_process_starts(busy: int, tmp_path: P
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By another launcher, two processes
+# Two processes that an external launcher starts
 
 
 def torchrun_variables(rank: int, port: int) -> dict[str, str]:
@@ -162,16 +162,16 @@ def torchrun_variables(rank: int, port: int) -> dict[str, str]:
 
 
 def slurm_variables(rank: int, port: int) -> dict[str, str]:
-    """As two tasks on one machine have them; the port follows from the job's number."""
+    """Return the variables of one of two SLURM tasks on this machine; the port is derived from the job ID."""
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
     job = {"SLURM_JOB_ID": str(port - 20000), "SLURM_NTASKS": "2"}
     return job | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
 
 
 def started(tmp_path: Path, *arguments: str, others: tuple[str, ...] = (), variables: Any = torchrun_variables) -> Any:
-    """The two processes of one run, each started by itself; rank 1 with the arguments `others` too."""
+    """Start the two processes of one run as separate commands; rank 1 also gets the arguments `others`."""
     port = free_port()
-    while not 20000 < port < 40000:  # where SLURM's would be
+    while not 20000 < port < 40000:  # the range of the ports derived from SLURM job IDs
         port = free_port()
     common = (*FAST, "parallel=ddp", *SHORT, f"output_root={tmp_path}/outputs", *arguments)
     extra = ((), others)
@@ -179,7 +179,7 @@ def started(tmp_path: Path, *arguments: str, others: tuple[str, ...] = (), varia
 
 
 @pytest.mark.parametrize("variables", [torchrun_variables, slurm_variables])
-def test_processes_of_another_launcher_are_one_run(variables: Any, tmp_path: Path, launched: Path) -> None:
+def test_externally_launched_processes_train_one_run(variables: Any, tmp_path: Path, launched: Path) -> None:
     first, second = started(tmp_path, variables=variables)
     code, console = first.ended()
     assert code == 0, console
@@ -189,7 +189,7 @@ def test_processes_of_another_launcher_are_one_run(variables: Any, tmp_path: Pat
     assert (only_run(tmp_path) / "log_rank_1.txt").exists()
 
 
-def test_different_configs_are_refused_on_both(tmp_path: Path) -> None:
+def test_different_configs_are_refused_on_both_ranks(tmp_path: Path) -> None:
     for command in started(tmp_path, others=("optimizer.lr=0.3",)):
         code, console = command.ended()
         assert code == 2, console
@@ -207,7 +207,9 @@ def test_different_configs_are_refused_on_both(tmp_path: Path) -> None:
         (["parallel.processes=3"], "parallel.processes"),
     ],
 )
-def test_modes_that_another_launcher_cannot_start_are_refused(overrides: list[str], key: str, tmp_path: Path) -> None:
+def test_options_that_do_not_fit_an_external_launcher_are_refused(
+    overrides: list[str], key: str, tmp_path: Path
+) -> None:
     for command in started(tmp_path, *overrides):
         code, console = command.ended()
         assert code == 2, console
@@ -216,7 +218,7 @@ def test_modes_that_another_launcher_cannot_start_are_refused(overrides: list[st
     assert not (tmp_path / "outputs").exists()
 
 
-def test_all_ranks_refuse_what_rank_0_refuses(tmp_path: Path) -> None:
+def test_a_config_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for command in started(tmp_path, f"resume={tmp_path}/empty"):
         code, console = command.ended()
@@ -224,7 +226,7 @@ def test_all_ranks_refuse_what_rank_0_refuses(tmp_path: Path) -> None:
         assert console.startswith("resume: got ")
 
 
-def test_a_sweep_under_another_launcher_is_refused(tmp_path: Path) -> None:
+def test_a_sweep_under_an_external_launcher_is_refused(tmp_path: Path) -> None:
     for command in started(tmp_path, "-m", "seed=0,1"):
         code, console = command.ended()
         assert code == 2, console
@@ -233,9 +235,9 @@ def test_a_sweep_under_another_launcher_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path: Path, launched: Path) -> None:
-    """Both make a new group: nothing of the failed job is taken for the next one's."""
+    """Both ranks initialize a new process group, so that the next job gets no messages of the failed one."""
     config = composed(*TWO, *SHORT)
-    ranks = Ranks(2)  # of its own
+    ranks = Ranks(2)  # separate from the fixture `ranks`, because this aborts their process group
     try:
         first, second = ranks.do(rank_work.jobs, [config] * 4, tmp_path)
     finally:
@@ -268,7 +270,7 @@ def test_a_stopped_process_ends_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_of_them_stops_all(rank: int, tmp_path: Path) -> None:
+def test_a_signal_to_one_process_stops_all(rank: int, tmp_path: Path) -> None:
     commands = started(tmp_path, "steps=100000")
     until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
     commands[rank].kill(signal.SIGTERM)
@@ -278,11 +280,11 @@ def test_a_signal_to_one_of_them_stops_all(rank: int, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By torchrun itself
+# Processes that torchrun starts
 
 
 def torchrun(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`torchrun ARGUMENTS` in the background."""
+    """Start `torchrun ARGUMENTS` in the background."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     program = [sys.executable, "-m", "torch.distributed.run", *arguments]
     return subprocess.Popen(program, cwd=cwd, env=environment() | {"PYTHONWARNINGS": ""}, **pipes)
@@ -296,7 +298,7 @@ def test_torchrun(tmp_path: Path, launched: Path) -> None:
     assert_bitwise(only_run(tmp_path), weights(launched))
 
 
-def test_two_torchruns_as_on_two_machines(tmp_path: Path, launched: Path) -> None:
+def test_two_torchrun_commands_as_on_two_machines(tmp_path: Path, launched: Path) -> None:
     nodes = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     command = ["-m", "runner", *FAST, "parallel=ddp", *SHORT]
     both = [torchrun(tmp_path, *nodes, f"--node-rank={rank}", *command) for rank in (0, 1)]
@@ -308,7 +310,7 @@ def test_two_torchruns_as_on_two_machines(tmp_path: Path, launched: Path) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# On two machines, made of network namespaces
+# Two machines, simulated by network namespaces
 
 HOSTS = ("10.99.0.1", "10.99.0.2")
 
@@ -319,7 +321,7 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def link() -> Iterator[list[str]]:
-    """Two machines with a cable between them; their names, which are those of their ends of the cable too."""
+    """The names of two network namespaces connected by a veth pair; each interface is named like its namespace."""
     names = [f"runner{os.getpid()}{side}" for side in "ab"]
     try:
         for name in names:
@@ -338,7 +340,7 @@ def link() -> Iterator[list[str]]:
 
 
 def on_both(link: list[str], cwd: Path, *overrides: str) -> list[subprocess.Popen[str]]:
-    """The same command on both machines, one process each."""
+    """Start the same command in both namespaces, with one process each."""
     port, begun = free_port(), []
     for rank, name in enumerate(link):
         own = torchrun_variables(rank, port) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": HOSTS[0]}
@@ -357,7 +359,7 @@ def test_two_machines(link: list[str], tmp_path: Path, launched: Path) -> None:
 
 
 @pytest.mark.netns
-def test_a_broken_link_ends_both_machines(link: list[str], tmp_path: Path) -> None:
+def test_a_broken_network_link_ends_the_processes_on_both_machines(link: list[str], tmp_path: Path) -> None:
     both = on_both(link, tmp_path, *SHORT, "steps=100000", "parallel.timeout=15")
     until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
     ip("-n", link[0], "link", "set", link[0], "down")

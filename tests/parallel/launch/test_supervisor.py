@@ -1,4 +1,4 @@
-"""The supervisor: what its ranks return, which of them it blames, and that none is left behind."""
+"""Tests of the supervisor: the results of its ranks, the rank that it blames, and that no process is left behind."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def _server() -> None:
 
 @pytest.fixture(autouse=True)
 def _none_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever becomes of a supervisor, its processes are gone when it is closed.
+    """Check after each test that all processes of its supervisors have ended.
 
-    A rank that still works when another has failed has all the time to report; see `short_grace`.
+    During the test, ranks that run on after another rank has failed have a long time to report; see `short_grace`.
     """
     pids: list[int] = []
     start = Supervisor.__init__
@@ -53,7 +53,7 @@ def _none_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For ranks that hang, and will never report."""
+    """Shorten the wait for reports, in tests with ranks that hang and never report."""
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.3)
 
 
@@ -66,17 +66,17 @@ def outcome(
     stop: StopRequest | None = None,
     reported: Path | None = None,
 ) -> list[Any]:
-    """What a supervisor whose ranks do `works` returns or raises.
+    """Run each function in `works` in a rank, and return what the ranks return.
 
     Args:
-        reported: a file that is made once one of them has reported an error.
+        reported: a file that a rank creates after it has reported an error.
     """
     with Supervisor(does, [(each, reported) for each in works], timeout) as ranks:
         return ranks.wait(stop or StopRequest())
 
 
 def blamed(*works: Callable[[], Any], **options: Any) -> RankError:
-    """The error of a supervisor one of whose ranks fails."""
+    """Run `works` like `outcome`, and return the `RankError` that the supervisor raises."""
     with pytest.raises(RankError) as caught:
         outcome(*works, **options)
     return caught.value
@@ -94,8 +94,8 @@ def test_ranks_that_end_at_once_do_not_count_as_dead() -> None:
         assert outcome(WELL, WELL, WELL) == [1, 1, 1]
 
 
-def test_a_report_that_comes_with_the_end_counts() -> None:
-    """Between reading the pipes and looking who is alive, a rank may report and end."""
+def test_a_report_sent_just_before_the_rank_ends_is_read() -> None:
+    """A rank may report and end after its pipe was read, but before the supervisor checks which ranks are alive."""
     with Supervisor(does, [(WELL,)], PATIENCE) as ranks:
         ranks.processes[0].join(PATIENCE)
         assert ranks._dead() == []
@@ -113,13 +113,13 @@ def test_an_error_comes_with_its_traceback() -> None:
 
 
 @hanging
-def test_a_rank_that_runs_out_of_memory() -> None:
+def test_the_memory_error_of_a_rank_is_reported() -> None:
     assert str(blamed(partial(work.fail, MemoryError("no room")), hang)) == "rank 0 failed: MemoryError: no room"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_only_lost_the_others_are_not_blamed(rank: int, tmp_path: Path) -> None:
-    """Even when they report first."""
+def test_ranks_that_fail_because_a_peer_is_gone_are_not_blamed(rank: int, tmp_path: Path) -> None:
+    """Even if they report first."""
     works = [partial(work.fail, LOST)] * 3
     works[rank] = partial(work.fail, KeyError("the reason"), after=tmp_path / "reported")
     assert str(blamed(*works, reported=tmp_path / "reported")) == f"rank {rank} failed: KeyError: 'the reason'"
@@ -131,14 +131,14 @@ def test_the_first_of_two_errors_is_blamed(tmp_path: Path) -> None:
     assert str(error) == "rank 1 failed: TypeError: early"
 
 
-def test_if_all_lost_each_other_the_first_is_blamed(tmp_path: Path) -> None:
+def test_if_all_ranks_lost_a_peer_the_first_to_report_is_blamed(tmp_path: Path) -> None:
     late = partial(work.fail, LOST, after=tmp_path / "reported")
     error = blamed(late, partial(work.fail, LOST), reported=tmp_path / "reported")
     assert "rank 1 failed: RuntimeError: [gloo" in str(error)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT])
-def test_a_killed_rank_is_blamed_with_its_signal(number: signal.Signals) -> None:
+def test_the_error_names_a_killed_rank_and_its_signal(number: signal.Signals) -> None:
     error = blamed(partial(work.fail, LOST), partial(work.signal_oneself, number))
     hint = " (the kernel does that where memory runs out)" if number == signal.SIGKILL else ""
     assert error.rank == 1, "after SIGABRT too, which NCCL's watchdog sends to ranks that wait: rank 0 knows as little"
@@ -150,7 +150,7 @@ def test_a_rank_that_exits_without_a_report_is_blamed() -> None:
     assert str(blamed(hang, hang, partial(work.exit_with, 7))) == "rank 2 exited with code 7"
 
 
-def test_a_config_error_of_a_rank_is_raised_as_it_is() -> None:
+def test_a_config_error_of_a_rank_is_raised_unchanged() -> None:
     with pytest.raises(ConfigError) as caught:
         outcome(partial(work.fail, LOST), work.refuse)
     assert (caught.value.key, caught.value.got, caught.value.remedy) == ("model", "x", "take another")
@@ -173,7 +173,7 @@ def test_a_stopped_rank_is_blamed_after_the_timeout(tmp_path: Path) -> None:
 
 @hanging
 def test_a_rank_that_stops_before_its_first_heartbeat_is_blamed() -> None:
-    """Not by its silence, but once another rank has lost it."""
+    """Its missing heartbeats do not count yet, but another rank has lost the connection to it."""
     error = blamed(partial(work.fail, LOST), partial(work.signal_oneself, signal.SIGSTOP))
     assert str(error).startswith(f"rank 1 {DID_NOT_REACH}")
 
@@ -185,8 +185,8 @@ def test_a_rank_that_hangs_with_heartbeats_is_blamed() -> None:
 
 
 @hanging
-def test_silence_counts_from_the_first_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that still loads torch is not lost; it is after a while."""
+def test_the_heartbeat_timeout_starts_at_the_first_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it, a rank has START_SECONDS more, because it may still be importing torch."""
     with Supervisor(work.say_nothing, [(None,)], 0.5) as ranks:
         for _ in range(5):
             ranks._read_pipes()
@@ -199,8 +199,8 @@ def test_silence_counts_from_the_first_heartbeat(monkeypatch: pytest.MonkeyPatch
         ranks.wait(StopRequest())
 
 
-def test_a_pause_of_this_process_is_no_silence_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-Z, or the lid of a laptop: time goes on, and no rank is heard meanwhile."""
+def test_suspending_the_supervisor_does_not_time_out_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the process is suspended (Ctrl-Z, laptop lid), the clock advances but no heartbeats are read."""
     with Supervisor(does, [(hang,)], 5) as ranks:
         ranks.silence = [0.0]
         clock = iter([0.0, 3600.0])
@@ -213,13 +213,13 @@ def test_a_pause_of_this_process_is_no_silence_of_a_rank(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("progress", "reports", "seconds", "stalled"),
     [
-        ([7, 7], [None, None], 99, False),  # both compute, for however long
-        ([7, 6], [None, None], 99, True),  # rank 0 has begun a collective that rank 1 has not
+        ([7, 7], [None, None], 99, False),  # no rank waits for the other: both may compute for any time
+        ([7, 6], [None, None], 99, True),  # rank 0 has started a collective that rank 1 has not
         ([7, 6], [None, None], 4, False),
-        ([7, 6], [None, Report(value=1)], 99, False),  # rank 1 is done: nobody waits for it
+        ([7, 6], [None, Report(value=1)], 99, False),  # rank 1 is done, so that no rank waits for it
     ],
 )
-def test_ranks_that_wait_for_one_that_hangs_are_noticed(
+def test_ranks_that_wait_for_a_hanging_rank_are_detected(
     progress: list[int], reports: list[Report | None], seconds: float, stalled: bool
 ) -> None:
     ranks = Supervisor(does, [], 5)
@@ -229,20 +229,20 @@ def test_ranks_that_wait_for_one_that_hangs_are_noticed(
 
 
 @hanging
-def test_the_rank_that_hangs_is_the_one_that_has_begun_the_fewest_collectives() -> None:
+def test_the_rank_that_has_started_the_fewest_collectives_is_blamed_for_a_hang() -> None:
     with Supervisor(work.reports_progress, [(1,), (3,), (0,)], 2) as ranks, pytest.raises(RankError) as caught:
         ranks.wait(StopRequest())
     assert str(caught.value) == f"rank 2 {DID_NOT_REACH} (parallel.timeout=2)"
 
 
-def test_a_signal_is_passed_on_to_all_ranks_once() -> None:
+def test_a_stop_signal_is_forwarded_to_all_ranks_once() -> None:
     stop = StopRequest()
     threading.Timer(0.3, setattr, (stop, "received", "SIGTERM")).start()
     assert outcome(work.wait_for_signal, work.wait_for_signal, stop=stop) == ["SIGUSR1"] * 2
 
 
 def test_ranks_start_with_signals_blocked() -> None:
-    """One that comes before the rank is ready for it does not kill it."""
+    """A signal that arrives before a rank has installed its handlers does not kill the rank."""
     with Supervisor(does, [(work.wait_for_signal,)] * 2, PATIENCE) as ranks:
         for process, number in zip(ranks.processes, (signal.SIGTERM, signal.SIGINT), strict=True):
             os.kill(process.pid, number)
@@ -254,7 +254,7 @@ def test_an_interrupt_leaves_no_rank_behind() -> None:
         raise KeyboardInterrupt
 
 
-def test_a_rank_that_cannot_start_ends_those_before_it() -> None:
+def test_if_a_rank_cannot_start_the_ranks_before_it_are_killed() -> None:
     unpicklable = threading.Lock()
     with pytest.raises(TypeError, match="pickle"):
         Supervisor(does, [(hang,), (unpicklable,)], PATIENCE)
@@ -264,7 +264,7 @@ KILLED = "was killed by SIGKILL (the kernel does that where memory runs out)"
 
 
 def test_a_dead_fork_server_is_noticed_and_replaced() -> None:
-    """In a process of its own: this one's server has taken seconds to load torch."""
+    """Runs in a separate process: a new fork server for the other tests would take seconds to import torch."""
     words = [sys.executable, "-m", "helpers.dead_fork_server"]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE, "check": False}
     blamed = "the fork server, the process that starts the ranks, "
@@ -273,7 +273,7 @@ def test_a_dead_fork_server_is_noticed_and_replaced() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which rank is blamed, in every order of events
+# The rank that is blamed, for different orders of events
 
 
 def ended_by(code: int) -> SimpleNamespace:
@@ -292,7 +292,7 @@ DONE = Report(value=1)
         ([-9, 1], [None, OTHERS], [], "rank 0 was killed by SIGKILL"),
         ([1, -9], [OTHERS, None], [], "rank 1 was killed by SIGKILL"),
         ([1, 1, -11], [OTHERS, OTHERS, None], [], "rank 2 was killed by SIGSEGV"),
-        # NCCL's watchdog ends those that wait in vain
+        # aborted by NCCL's watchdog after a collective has timed out
         ([-6, 1], [None, OWN], [], "rank 1 failed: ValueError: x"),
         ([-6, None], [None, None], [], "rank 1 did not reach"),
         ([-6, -9], [None, None], [], "rank 1 was killed by SIGKILL"),
@@ -306,7 +306,7 @@ DONE = Report(value=1)
         ([1, None, 1], [OTHERS, None, OTHERS], [], "rank 1 did not reach"),
         ([None, 1], [None, OTHERS], [0], "rank 0 did not reach"),
         ([0, None], [DONE, None], [1], "rank 1 did not reach"),
-        # the first to lose the others
+        # all have lost their peers: the first to report is blamed
         ([1, 1], [OTHERS, OTHERS], [], "rank 0 failed: RuntimeError: [gloo"),
         ([0, 1], [DONE, OTHERS], [], "rank 1 failed: RuntimeError: [gloo"),
     ],
@@ -324,7 +324,7 @@ def test_the_rank_that_caused_the_failure_is_blamed(
     assert bool(trace) == ("failed" in wanted)
 
 
-def test_a_crash_is_reported_by_its_cause_with_the_result() -> None:
+def test_the_report_of_a_crashed_error_contains_its_cause_and_result() -> None:
     try:
         try:
             raise ValueError("the cause")
@@ -343,7 +343,10 @@ def test_a_crash_is_reported_by_its_cause_with_the_result() -> None:
     [
         (LOST, True),
         (RuntimeError("NCCL communicator was aborted"), True),
-        (RuntimeError("Application timeout caused pair closure"), True),  # gloo's, which does not give its name here
+        (
+            RuntimeError("Application timeout caused pair closure"),
+            True,
+        ),  # an error of gloo that does not contain its name
         (RuntimeError("size mismatch"), False),
     ],
 )
@@ -351,7 +354,7 @@ def test_errors_of_a_lost_peer_are_recognized(error: Exception, by_others: bool)
     assert report_of(error).by_others == by_others
 
 
-def test_a_store_that_times_out_is_another_ranks_failure() -> None:
+def test_store_errors_are_attributed_to_other_ranks() -> None:
     from torch.distributed import DistNetworkError, DistStoreError
 
     assert report_of(DistStoreError("timed out")).by_others

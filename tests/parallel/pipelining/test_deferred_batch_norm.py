@@ -1,4 +1,4 @@
-"""Deferred batch normalization: micro-batches in training, the whole batch in the running statistics."""
+"""Tests of deferred batch normalization, whose running statistics are those of the whole batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batches(count: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def test_running_statistics_are_those_of_the_whole_batch(
     momentum: float | None, recompute: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Of every layer: its inputs in all micro-batches, put together."""
+    """In each layer, they equal those of its concatenated inputs from all micro-batches."""
     model, seen = network(dtype, momentum, recompute), {}
     defer(model)
     wanted = {name: [torch.zeros_like(m.running_mean), torch.ones_like(m.running_var)] for name, m in norms(model)}
@@ -74,7 +74,7 @@ def test_evaluation_and_state_dict_are_unchanged() -> None:
     assert plain.state_dict().keys() == deferred.state_dict().keys()
     x = batches(1, torch.float64)[0]
     assert torch.equal(plain.eval()(x), deferred.eval()(x))
-    update(deferred)  # without a batch, as in a stage that has seen none
+    update(deferred)  # must also work without any micro-batch
 
 
 def test_a_norm_without_running_statistics_is_unchanged() -> None:

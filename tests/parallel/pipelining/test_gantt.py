@@ -1,4 +1,4 @@
-"""The Gantt chart of a step: boxes where a stage computed, in the colors of the computation."""
+"""Tests of the Gantt chart of a step, with a box for each computation in the color of its kind."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WORK = [
 
 
 def color_at(picture: torch.Tensor, second: float, row: int) -> tuple[int, ...]:
-    """What is drawn at a moment, near the upper edge of a row, where no number stands."""
+    """Return the color at time `second` near the upper edge of a row, where there is no text."""
     x = gantt._MARGIN + second * (gantt._WIDTH - gantt._MARGIN - 16)
     return tuple(picture[:, gantt._TOP + row * gantt._ROW + 5, round(x)].tolist())
 
 
-def test_computations_are_boxes_and_idle_time_is_grey() -> None:
+def test_computations_are_boxes_and_idle_time_is_gray() -> None:
     picture = gantt.gantt(WORK, 2, "a step")
     assert picture.dtype == torch.uint8
     assert picture.shape == (3, gantt._TOP + 2 * gantt._ROW + gantt._BOTTOM, gantt._WIDTH)

@@ -1,4 +1,4 @@
-"""How many micro-batches a batch is split into: what each schedule takes, and what is refused."""
+"""Tests of the number of micro-batches: its default, and the values that each schedule supports."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_number_of_micro_batches(
         (2, None, None, MicrobatchConstraint("1f1b", 3, 3), "schedule", "1f1b", "parallel.schedule=gpipe"),
     ],
 )
-def test_a_split_that_cannot_be_is_refused_with_the_nearest_that_can(
+def test_the_error_for_an_impossible_split_suggests_the_nearest_possible_ones(
     samples: int,
     size: int | None,
     count: int | None,
@@ -80,6 +80,6 @@ def test_a_split_that_cannot_be_is_refused_with_the_nearest_that_can(
         (ZERO_BUBBLE, 6, ""),
     ],
 )
-def test_what_each_schedule_requires(constraint: MicrobatchConstraint, count: int, words: str) -> None:
+def test_the_constraint_of_each_schedule(constraint: MicrobatchConstraint, count: int, words: str) -> None:
     assert constraint.violation(count).endswith(words)
     assert bool(constraint.violation(count)) is bool(words)

@@ -1,4 +1,4 @@
-"""model and pipeline against a plain PyTorch loop in one process: the same weights, curve and evaluation."""
+"""Tests that the modes `model` and `pipeline` have the same weights and metrics as a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from runner.tools import verify
 from runner.training import prepare
 
 STEPS = 5
-"""Of most runs: what a mode computes differently shows in the first steps."""
+"""Number of steps of most runs; a wrong computation already shows in the first steps."""
 COMMON = (*TEN_STEPS, f"steps={STEPS}")
 SIX = ("model.channels=[8,8,16,16]", "data.size=16")
-"""A network of six blocks: it makes two stages for each of three processes."""
+"""A network of six blocks, which is enough for two stages in each of three processes."""
 SHORT = 3
 RESNET = (
     "model=resnet18",
@@ -62,7 +62,7 @@ def gentle(parameters: Any) -> torch.optim.Optimizer:
 def plain(
     case: str = "sgd", more: tuple[str, ...] = SIX, max_norm: float | None = None, steps: int = STEPS
 ) -> tuple[Plain, tuple[float, float]]:
-    """The plain loop's weights and curve, and what an evaluation says at its end."""
+    """Return the weights and curves of the plain loop, and the loss and accuracy of an evaluation at its end."""
     run = narrowed(built(*FAST, *COMMON, *MODE_CASES[case][0], *more))
     kind = torch.float64 if DOUBLE in more else torch.float32
     optimizer = gentle if "model=resnet18" in more else MODE_CASES[case][1]
@@ -71,7 +71,7 @@ def plain(
 
 
 def on_two_devices(run: Run) -> Run:
-    """`run` as on a machine with two devices: the CPU, twice."""
+    """Return `run`, changed so that it uses two devices, both of which are the CPU."""
     run.parallel.launcher = lambda choice: Launcher([torch.device("cpu")] * 2)
     return run
 
@@ -81,12 +81,12 @@ def on_one_device(run: Run) -> Run:
 
 
 def run_here(directory: Path, *overrides: str, change: Callable[[Session], Any] = lambda session: None) -> Result:
-    """The result of a run in this process."""
+    """Train a run in this process, or in processes that its mode starts, and return the result."""
     return train_in(directory, built(*FAST, *overrides), change).result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The table
+# Weights, curves and evaluations
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -121,9 +121,7 @@ def test_model_parallel_equals_a_plain_loop(machine: Callable[[Run], Run], accum
 
 
 @pytest.mark.parametrize("case", ["nadam", "rmsprop", "muon"])
-def test_optimizers_update_stages_as_a_plain_loop_updates_the_network(
-    case: str, ranks: Callable[[int], Ranks], tmp_path: Path
-) -> None:
+def test_optimizers_in_float64_equal_a_plain_loop(case: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     overrides = (*COMMON, *MODE_CASES[case][0], *SIX, DOUBLE, "parallel=pipeline", "accumulation=2")
     ranks(2).train(composed(*FAST, *overrides), tmp_path)
     wanted, _ = plain(case, (*SIX, DOUBLE))
@@ -139,7 +137,7 @@ def assert_as_plain(directory: Path, result: Any, wanted: Plain, evaluation: tup
     assert result.metrics["eval/accuracy"] == evaluation[1], "every held-out sample, once"
 
 
-FEW = [("zero_bubble", 3, 2)]  # the others are slow; each schedule goes with a small network above
+FEW = [("zero_bubble", 3, 2)]  # the others are slow, and a small network is tested with each schedule above
 ALL = [(schedule, stages, accumulation) for schedule in SCHEDULES for stages in (2, 3) for accumulation in (1, 2)]
 
 
@@ -150,7 +148,7 @@ ALL = [(schedule, stages, accumulation) for schedule in SCHEDULES for stages in 
 def test_a_residual_network_with_group_normalization_equals_a_plain_loop(
     schedule: str, processes: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """In float64 to its last digits; in float32 as close as the same sums in the same order are on one device."""
+    """In float64, almost exactly; in float32, compared with one device that accumulates the same micro-batches."""
     if schedule == "zero_bubble" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 crashes: zero_bubble computes gradients of group normalization from a freed graph")
     options = ("parallel=pipeline", f"parallel.schedule={schedule}", f"accumulation={accumulation}")
@@ -166,13 +164,13 @@ def test_a_residual_network_with_group_normalization_equals_a_plain_loop(
 
 @functools.cache
 def in_six_micro_batches() -> dict[str, torch.Tensor]:
-    """The weights of one device that accumulates over six micro-batches."""
+    """Return the weights after training on one device that accumulates over six micro-batches."""
     with tempfile.TemporaryDirectory() as directory:
         run_here(Path(directory), *COMMON, *GROUP, "accumulation.steps=6", change=narrow)
         return weights_at(Path(directory), SHORT)
 
 
-def test_a_residual_network_on_two_devices_equals_one_that_accumulates(tmp_path: Path) -> None:
+def test_a_residual_network_on_two_devices_equals_accumulation_on_one(tmp_path: Path) -> None:
     options = ("accumulation.steps=6", "parallel=model", "parallel.cuts=[layer3]")
     train_in(tmp_path, on_two_devices(built(*FAST, *COMMON, *GROUP, *options)), narrow)
     assert largest_difference(weights_at(tmp_path, SHORT), in_six_micro_batches()) <= 1e-6
@@ -180,10 +178,10 @@ def test_a_residual_network_on_two_devices_equals_one_that_accumulates(tmp_path:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("case", ["nesterov", "adamw"])
-def test_every_optimizer_equals_a_plain_loop(
+def test_schedules_with_nesterov_and_adamw_equal_a_plain_loop(
     case: str, schedule: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    more = (*SIX, DOUBLE)  # Adam divides each gradient by its own size, and with it the rounding of the smallest
+    more = (*SIX, DOUBLE)  # Adam divides by the size of a gradient, and so amplifies the rounding of the smallest
     options = ("parallel=pipeline", f"parallel.schedule={schedule}", "accumulation=2")
     ranks(2).train(composed(*FAST, *COMMON, *CASES[case][0], *more, *options), tmp_path)
     assert largest_difference(weights_at(tmp_path, STEPS), plain(case, more)[0].weights) <= 1e-13
@@ -211,13 +209,13 @@ def test_partition_and_memory_options_change_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["processes", "streams"])
 def test_compiled_stages_equal_a_plain_loop(engine: str, tmp_path: Path) -> None:
-    """The mode starts its processes itself: compiling takes longer than `Ranks` wait."""
+    """The mode starts its own processes, because compiling takes longer than the timeout of `Ranks`."""
     options = ("compile=true", "parallel=pipeline", f"parallel.engine={engine}")
     assert_as_plain(tmp_path, run_here(tmp_path, *COMMON, *CASES["sgd"][0], *SIX, *options), *plain())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One gradient, of all stages
+# Gradient norm and overflow across stages
 
 
 @pytest.mark.parametrize("options", [("parallel.processes=2",), ("parallel.processes=3",), (STREAMS,)], ids=" ".join)
@@ -230,7 +228,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages(
     assert largest_difference(weights_at(tmp_path, STEPS), plain("sgd", SIX, 0.1)[0].weights) <= 1e-6
 
 
-def test_the_logged_norm_is_of_all_stages(trained, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_the_logged_gradient_norm_is_that_of_all_stages(trained, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     alone = trained(*COMMON, *CASES["sgd"][0], *SIX, directory="alone")
     ranks(2).train(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, "parallel=pipeline"), tmp_path / "two")
     norms = [
@@ -240,7 +238,7 @@ def test_the_logged_norm_is_of_all_stages(trained, ranks: Callable[[int], Ranks]
 
 
 def with_an_overflow(session: Session) -> None:
-    """As on CUDA: losses are scaled; a gradient of the last layer overflows in the second step."""
+    """Scale the loss, as on CUDA, and make a gradient of the last layer overflow in the second step."""
     run = session.run
     prepare, accumulate = run.precision.prepare, run.parallel.accumulate
 
@@ -261,7 +259,7 @@ def with_an_overflow(session: Session) -> None:
 
 
 @pytest.mark.parametrize("log_every", [1, 100])
-def test_all_stages_skip_an_update_that_overflowed_on_one(
+def test_all_stages_skip_an_update_if_a_gradient_of_one_stage_overflows(
     log_every: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     overrides = (*TEN_STEPS, *CASES["sgd"][0], *SIX, "precision=16", f"log_every={log_every}", "schedule=onecycle")
@@ -276,7 +274,9 @@ def test_all_stages_skip_an_update_that_overflowed_on_one(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "16"])
-def test_16_bits_round_as_in_one_process(precision: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_16_bit_precision_rounds_as_in_one_process(
+    precision: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
     overrides = (*COMMON, *CASES["sgd"][0], *SIX, f"precision={precision}")
     run_here(tmp_path / "one", *overrides, "accumulation=8")
     two = composed(*FAST, *overrides, "parallel=pipeline", "parallel.num_micro_batches=8")
@@ -301,10 +301,10 @@ RESNET50 = (*COMMON, "model=resnet50", *RESNET[1:], DOUBLE)
     [(RESNET50, ("parallel.processes=2",)), (BATCH_NORM, (STREAMS,))],
     ids=["resnet50 in two processes", "resnet18 in streams"],
 )
-def test_batch_normalization_sees_micro_batches(
+def test_batch_normalization_uses_the_statistics_of_each_micro_batch(
     network: tuple[str, ...], options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """Weights and running statistics are those of one device that accumulates as many."""
+    """Weights and running statistics equal those of one device that accumulates over as many micro-batches."""
     run_here(tmp_path / "one", *network, "steps=2", "accumulation.steps=3", change=narrow)
     overrides = ("steps=2", "parallel=pipeline", "parallel.split_size=4", *options)
     ranks(1 if STREAMS in options else 2).train(composed(*FAST, *network, *overrides), tmp_path / "two", narrow)
@@ -312,10 +312,10 @@ def test_batch_normalization_sees_micro_batches(
 
 
 def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    """Of the first layer, whose inputs are the same however they are split; after one step, and each batch once."""
+    """Compared in the first layer, whose inputs do not depend on the split; a step counts as one tracked batch."""
     run_here(tmp_path / "one", *BATCH_NORM, "steps=1", change=narrow)
     options = ("steps=1", "parallel=pipeline", "parallel.batch_norm=defer", "accumulation=2", "parallel.split_size=2")
-    more = ("model.checkpoint_activations=true",)  # computed twice, counted once
+    more = ("model.checkpoint_activations=true",)  # the forward pass runs twice, but counts once
     ranks(2).train(composed(*FAST, *BATCH_NORM, *options, *more), tmp_path / "two", narrow)
     whole, parts = (weights_at(tmp_path / name, 1) for name in ("one", "two"))
     for name in ("bn1.running_mean", "bn1.running_var"):
@@ -325,10 +325,10 @@ def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Callable[[int],
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is left behind
+# Logs, parameters of each process, and divergence
 
 
-def test_a_pipeline_starts_its_processes_and_writes_what_one_process_writes(tmp_path: Path) -> None:
+def test_a_pipeline_logs_the_same_curves_as_a_single_process(tmp_path: Path) -> None:
     overrides = (*FAST, *TEN_STEPS, *SIX, "data.crop=2", "eval_every=5", "log_every=5")
     for name, mode in (("one", "parallel=single"), ("three", "parallel=pipeline parallel.stages=3")):
         result = train_in(tmp_path / name, built(*overrides, *mode.split())).result
@@ -361,7 +361,7 @@ def assert_bubble(directory: Path, logged: dict[str, list[tuple[int, float]]], w
 
 
 @pytest.mark.parametrize("options", [(), ("parallel.schedule=interleaved_1f1b",)], ids=" ".join)
-def test_each_process_holds_its_own_stages_alone(
+def test_each_process_holds_only_its_own_stages(
     options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     names = ranks(2).do(names_held, composed(*FAST, *COMMON, *SIX, "parallel=pipeline", *options), tmp_path)
@@ -372,7 +372,7 @@ def test_each_process_holds_its_own_stages_alone(
 
 
 def names_held(config: dict[str, Any], directory: Path) -> list[str]:
-    """The names of the parameters that this process holds, and has in its optimizer."""
+    """Return the names of the parameters that this process holds, which must be those of its optimizer."""
     directory.mkdir(exist_ok=True)
     run = build_run(config)
     with run.parallel.launcher(run.device).connect() as process:
@@ -390,7 +390,7 @@ def test_a_loss_that_is_not_finite_stops_all_processes(ranks: Callable[[int], Ra
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A run that goes on in another mode
+# Resume in another mode
 
 MODES = {
     "single": ("parallel=single",),
@@ -422,12 +422,12 @@ def test_a_run_resumes_in_any_mode(
     assert largest_difference(weights_at(tmp_path, STEPS), plain(case, more)[0].weights) <= 1e-13
 
 
-def test_verify_finds_a_pipeline_the_same(capfd: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_a_pipeline_equivalent(capfd: pytest.CaptureFixture[str]) -> None:
     assert verify.main([*FAST, "parallel=pipeline", "accumulation=2", "max_grad_norm=0.1"]) == verify.SAME
     assert "the same" in capfd.readouterr().out
 
 
-def test_a_pipeline_stopped_by_a_signal_saves_and_resumes_bitwise(
+def test_resume_of_a_pipeline_after_a_stop_signal_is_bitwise_exact(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     overrides = (*FAST, *COMMON, *SIX, *MODES["pipeline"], "save_every=5", "log_every=50")
@@ -435,7 +435,7 @@ def test_a_pipeline_stopped_by_a_signal_saves_and_resumes_bitwise(
     stopped.kill(signal.SIGTERM)
     code, told = stopped.ended()
     assert code == 75, told
-    more = f"steps={int(weights(stopped.directory)['step']) + 7}"  # the rate is constant: it does not depend on the end
+    more = f"steps={int(weights(stopped.directory)['step']) + 7}"  # the learning rate does not depend on `steps`
     succeed(tmp_path / "stopped", f"resume={stopped.directory}", more)
     ranks(2).train(composed(*overrides, more), tmp_path / "whole")
     assert_bitwise(stopped.directory, weights(tmp_path / "whole"))

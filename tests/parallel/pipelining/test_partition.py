@@ -1,4 +1,4 @@
-"""Where networks are split: names of blocks, balance, and profiles."""
+"""Tests of partitions into stages: cuts at named blocks, stages of equal time, and block profiles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = ["stem", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "head"]
     ("asked", "found"),
     [(["layer2.0"], [3]), (["layer2"], [3]), (["layer1", "layer2.1"], [1, 4]), (["layer1.1", "head"], [2, 5])],
 )
-def test_a_cut_names_a_block_or_the_layer_that_it_begins(asked: list[str], found: list[int]) -> None:
+def test_a_cut_is_the_name_of_a_block_or_layer(asked: list[str], found: list[int]) -> None:
     assert positions_of(asked, NAMES) == found
 
 
@@ -46,7 +46,7 @@ def test_a_cut_names_a_block_or_the_layer_that_it_begins(asked: list[str], found
         (["layer2", "layer2.0"], "parallel.cuts=[layer2.0]"),
     ],
 )
-def test_a_cut_that_cannot_be_is_refused(asked: list[str], remedy: str) -> None:
+def test_invalid_cuts_are_refused(asked: list[str], remedy: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         positions_of(asked, NAMES)
     assert refusal.value.key == "parallel.cuts"
@@ -64,7 +64,7 @@ def slowest(seconds: list[float], cut: tuple[int, ...] | list[int]) -> float:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_the_slowest_stage_is_as_fast_as_in_any_partition(num_stages: int) -> None:
+def test_balanced_minimizes_the_time_of_the_slowest_stage(num_stages: int) -> None:
     draw = random.Random(0)
     for _ in range(20):
         seconds = [draw.random() ** 3 for _ in range(draw.randint(num_stages, 9))]
@@ -75,7 +75,7 @@ def test_the_slowest_stage_is_as_fast_as_in_any_partition(num_stages: int) -> No
         assert found == sorted(set(found))
 
 
-def test_of_equally_fast_partitions_the_most_even_is_chosen() -> None:
+def test_balanced_prefers_even_stages_among_equally_fast_partitions() -> None:
     assert balanced([9, 1, 1, 1, 1], 3) == [1, 3]
 
 
@@ -90,13 +90,13 @@ def test_of_equally_fast_partitions_the_most_even_is_chosen() -> None:
         ({"cuts": ["a", "b"], "stages": 2}, "stages"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict, key: str) -> None:
+def test_invalid_options_are_refused(options: dict, key: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         Partition(**options)
     assert refusal.value.key == key
 
 
-def test_a_list_of_cuts_says_how_many_stages_there_are() -> None:
+def test_a_list_of_cuts_determines_the_number_of_stages() -> None:
     assert Partition(cuts=["layer2", "layer3"]).asked_stages == 3
     assert Partition(stages=4).asked_stages == 4
     assert Partition().asked_stages is None
@@ -119,12 +119,12 @@ def test_a_network_that_lists_no_blocks_is_refused() -> None:
 
 
 def context(precision: Precision, channels_last: bool = False) -> Any:
-    """What `profile_blocks` needs of a context."""
+    """A context with only the attributes that `profile_blocks` uses."""
     return SimpleNamespace(precision=precision, channels_last=channels_last, time_block=block_time.measured_seconds)
 
 
 class Slow(torch.nn.Module):
-    """Takes a number of seconds on a clock of the test's own, so that no busy machine changes them."""
+    """A block that takes `seconds` according to a fake clock, so that a busy machine does not affect its time."""
 
     now = 0.0
 
@@ -142,7 +142,7 @@ class SlowNetwork(torch.nn.ModuleDict):
         return list(self.items())
 
 
-def test_blocks_are_timed_as_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_each_block_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_time.time, "perf_counter", lambda: Slow.now)
     network = SlowNetwork({"a": Slow(0.01), "b": Slow(0.03), "c": Slow(0.01)})
     profiles = profile_blocks(network, torch.zeros(2, 3), context(Precision()), timed=True)

@@ -1,4 +1,4 @@
-"""Options of a pipeline, and of a network over several devices, that cannot be: refused before anything is written."""
+"""Tests of the options of the modes `pipeline` and `model`: invalid ones are refused, unset ones are derived."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def refusal(*overrides: str) -> ConfigError:
         ("device=mps", "device.kind", "mps", "device=cpu"),
     ],
 )
-def test_options_that_cannot_be_are_refused(overrides: str, key: str, got: object, remedy: str) -> None:
+def test_invalid_options_are_refused(overrides: str, key: str, got: object, remedy: str) -> None:
     error = refusal(*overrides.split())
     assert error.key == (key if key == "compile" or "." in key else f"parallel.{key}")
     assert error.got == got
@@ -94,7 +94,7 @@ def test_a_network_that_lists_no_blocks_is_refused() -> None:
         ("parallel.split_size=16 accumulation=2", 2, 2, 2),
     ],
 )
-def test_unset_options_follow_from_the_others(overrides: str, stages: int, processes: int, micros: int) -> None:
+def test_unset_options_are_derived_from_the_others(overrides: str, stages: int, processes: int, micros: int) -> None:
     session = prepare(*overrides.split())
     mode, context = session.run.parallel, session.context
     assert isinstance(mode, Pipeline)
@@ -135,7 +135,7 @@ def test_more_stages_than_devices_are_refused(overrides: str, key: str, got: obj
 
 @pytest.mark.usefixtures("_two_gpus")
 @pytest.mark.parametrize("mode", ["model", "pipeline parallel.engine=streams"])
-def test_the_named_gpus_are_used_in_their_order(mode: str) -> None:
+def test_gpus_are_used_in_the_order_of_device_indices(mode: str) -> None:
     session = prepare(*f"parallel={mode} device.indices=[1,0]".split())
     assert session.context.process.devices == [torch.device("cuda", 1), torch.device("cuda", 0)]
 

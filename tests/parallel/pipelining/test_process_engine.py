@@ -1,4 +1,4 @@
-"""The engine of a pipeline over processes: in every schedule the gradients and the outputs of the whole network."""
+"""Tests that `ProcessEngine` computes the gradients and outputs of the whole network under every schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE, NUM_MICROS = 3, 4
 
 
 def network() -> list[nn.Module]:
-    """Four blocks."""
+    """Return four blocks."""
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(one, other), nn.Tanh()).double() for one, other in pairwise(WIDTHS)]
 
@@ -41,7 +41,7 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def stages_of(schedule: str) -> list[list[nn.Module]]:
-    """One stage for each of two processes, or two."""
+    """Return the blocks of each stage: one stage for each of two processes, or two, as the schedule requires."""
     blocks = network()
     return [blocks[:2], blocks[2:]] if schedule in ("gpipe", "1f1b") else [[block] for block in blocks]
 
@@ -68,7 +68,7 @@ def test_gradients_and_outputs_are_those_of_the_whole_network(schedule: str, ran
 
 
 def in_rank(schedule: str) -> tuple[dict[int, list[torch.Tensor]], torch.Tensor, list[Span]]:
-    """In a rank: the gradients of its stages, the outputs for all samples but one, and what was computed when."""
+    """In a rank: return the gradients of its stages, the outputs for all samples but the last, and its spans."""
     rank_info = external_rank_info()
     assert rank_info is not None
     with ExternalProcesses(rank_info, CPU, 300).connect() as process:

@@ -1,4 +1,4 @@
-"""Simulated pipelines: beside the theory, beside what torch does, and what they leave out."""
+"""Tests of simulated pipelines: the order of the computations, and the bubble (the idle fraction)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_stage_computes_each_micro_batch_once_and_in_order(
 
 
 @pytest.mark.parametrize(("schedule", "stages", "workers", "micros"), [c for c in CASES if c[0] != "zero_bubble"])
-def test_equal_stages_have_the_bubble_of_the_theory(schedule: str, stages: int, workers: int, micros: int) -> None:
+def test_the_bubble_of_equal_stages_equals_the_theory(schedule: str, stages: int, workers: int, micros: int) -> None:
     rounds = stages // workers
     spans = simulate(schedule, stages, workers, micros, lambda _, kind: unit(schedule)[kind])
     found = bubble(spans, workers)
@@ -54,7 +54,7 @@ def test_equal_stages_have_the_bubble_of_the_theory(schedule: str, stages: int, 
     assert found.share == pytest.approx(found.theory)
 
 
-def test_gradients_of_weights_fill_the_bubble() -> None:
+def test_zero_bubble_has_less_than_half_the_bubble_of_1f1b() -> None:
     both = {
         name: bubble(simulate(name, 4, 4, 8, lambda _, kind, name=name: unit(name)[kind]), 4).share
         for name in ("1f1b", "zero_bubble")
@@ -62,7 +62,7 @@ def test_gradients_of_weights_fill_the_bubble() -> None:
     assert both["zero_bubble"] < both["1f1b"] / 2
 
 
-def test_the_slowest_stage_sets_the_pace() -> None:
+def test_the_slowest_stage_determines_the_time_of_a_step() -> None:
     slow = bubble(simulate("gpipe", 2, 2, 8, lambda stage, kind: unit("gpipe")[kind] * (1 + 2 * stage)), 2)
     assert slow.busy == [24.0, 72.0]
     assert slow.seconds == pytest.approx(1 + 72 + 2)

@@ -1,4 +1,4 @@
-"""Stages: how activations are sent between them, and which tensors belong to which."""
+"""Tests of stages: the format of the activations that are sent, and the tensors that belong to each stage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def test_images_are_sent_in_nhwc_memory_format(spec: ActivationSpec, sent: tuple
 
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last: bool) -> None:
-    """And without a copy, where the blocks return what is sent."""
     spec = IMAGES._replace(channels_last=channels_last)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     convolutions = [nn.Conv2d(4, 4, 3, padding=1).to(memory_format=layout) for _ in range(2)]  # type: ignore[call-overload]
@@ -60,7 +59,7 @@ def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last:
         torch.testing.assert_close(convolution.weight.grad, gradient)
 
 
-def test_a_block_that_changes_the_memory_format_costs_one_copy() -> None:
+def test_input_gradients_are_contiguous_even_if_output_gradients_are_not() -> None:
     stage = StageModule([nn.Identity()], IMAGES, IMAGES, nullcontext)
     x = torch.randn(2, 6, 5, 4, requires_grad=True)
     y = stage(x)
@@ -99,7 +98,7 @@ def test_shared_weights_are_refused() -> None:
         owners(model, [[model[0]], [model[1]]])
 
 
-def test_tied_weights_within_a_stage_stay() -> None:
+def test_tied_weights_within_a_stage_stay_tied() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     expected = model[1](model[0](torch.ones(1, 2)))

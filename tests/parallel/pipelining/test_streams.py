@@ -1,4 +1,4 @@
-"""The pipeline in one process: the order of work, and what is queued on which stream."""
+"""Tests of the pipeline in one process: the order of computations, and the operations queued on each stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-def test_in_each_tick_every_stage_has_another_micro_batch() -> None:
+def test_each_stage_has_a_different_micro_batch_in_each_clock_cycle() -> None:
     assert list(clock(3, 2)) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
     for micros, stages in ((1, 3), (4, 3), (5, 1)):
         order = list(clock(micros, stages))
@@ -70,11 +70,11 @@ def test_on_one_device_nothing_is_copied() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Between devices: a recorder stands in for torch.cuda
+# Copies between devices, with a recorder in place of `torch.cuda`
 
 
 class Recorder:
-    """Writes down what is asked of streams, events and tensors."""
+    """A fake of `torch.cuda` that records the calls of streams, events and tensors."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -119,7 +119,7 @@ class Tensor:
         self.recorder.calls.append(("record_stream", self.name, stream.name))
 
 
-def test_only_the_copy_waits_for_its_source_and_only_its_reader_waits_for_it() -> None:
+def test_only_the_copy_waits_for_the_source_and_only_the_reader_for_the_copy() -> None:
     cuda = Recorder()
     between: Any = copy_stream(ONE, TWO, cuda)
     assert type(between) is PeerCopyStream

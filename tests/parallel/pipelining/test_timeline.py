@@ -1,4 +1,4 @@
-"""The bubble, from spans that are known; and what a time line notes."""
+"""Tests of the bubble (the idle fraction) of known spans, and of the spans that a `Timeline` records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def gpipe(num_stages: int, num_micros: int, forward: list[float], backward: list[float]) -> list[Span]:
-    """The spans of a GPipe schedule whose stages take so long, each as early as can be."""
+    """Return the spans of a GPipe schedule, given the seconds of each stage; each starts as early as possible."""
     spans: list[Span] = []
     done: dict[tuple[str, int, int], float] = {}
     free = [0.0] * num_stages
@@ -30,7 +30,7 @@ def gpipe(num_stages: int, num_micros: int, forward: list[float], backward: list
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 1), (2, 8), (3, 5), (4, 4)])
-def test_equal_stages_have_the_bubble_of_the_theory(stages: int, micros: int) -> None:
+def test_the_bubble_of_equal_stages_equals_the_theory(stages: int, micros: int) -> None:
     found = bubble(gpipe(stages, micros, [1.0] * stages, [2.0] * stages), stages)
     assert found.theory == (stages - 1) / (micros + stages - 1)
     assert found.share == pytest.approx(found.theory)
@@ -39,7 +39,7 @@ def test_equal_stages_have_the_bubble_of_the_theory(stages: int, micros: int) ->
     assert found.busy == [3.0 * micros] * stages
 
 
-def test_the_slowest_stage_sets_the_bound() -> None:
+def test_the_slowest_stage_determines_the_bound() -> None:
     found = bubble(gpipe(2, 4, [1.0, 3.0], [2.0, 4.0]), 2)
     assert found.busy == [12.0, 28.0]
     assert found.least == 1 + 28 + 2, "the second stage's work, behind the first's and before it"
@@ -48,7 +48,7 @@ def test_the_slowest_stage_sets_the_bound() -> None:
     assert found.bound == pytest.approx(1 - 40 / 62)
 
 
-def test_gradients_of_weights_may_wait_until_the_end() -> None:
+def test_the_bound_assumes_that_gradients_of_weights_are_computed_last() -> None:
     spans = [
         Span(0, "forward", 0, 0, 1),
         Span(1, "forward", 0, 1, 2),
@@ -63,7 +63,7 @@ def test_gradients_of_weights_may_wait_until_the_end() -> None:
     assert found.bound == found.share == pytest.approx(0.3)
 
 
-def test_several_stages_of_a_worker_are_one_row() -> None:
+def test_the_busy_time_of_a_worker_includes_all_of_its_stages() -> None:
     spans = [Span(stage, "forward", micro, stage + micro, stage + micro + 1) for stage in range(4) for micro in (0, 2)]
     found = bubble([*spans, Span(0, "forward", 3, 9, 10)], 2)
     assert found.busy == [5.0, 4.0]
@@ -81,7 +81,7 @@ def test_scalars_name_every_worker() -> None:
 
 
 def test_a_timeline_records_while_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter((10.0, 10.5, 12.0))  # its zero, and a computation's start and stop
+    seconds = iter((10.0, 10.5, 12.0))  # time zero, and the start and stop of a computation
     monkeypatch.setattr("runner.parallel.pipelining.timeline.time.perf_counter", lambda: next(seconds))
     timeline, waited = Timeline([CPU, CPU]), []
     with timeline.span(0, "forward", 0, CPU):

@@ -1,4 +1,4 @@
-"""The actor: what it reports of its episodes, and how it explores."""
+"""Tests of the actor: the episodes that it reports, and its exploration."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_returns_without_a_discount_or_beyond_float32_are_not_bounded(monkeypatc
 
 
 def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an environment whose state cannot be saved: exploration, samples and counts do."""
+    """The state of these environments cannot be saved, but exploration, samples and counts continue."""
     first = scripted_actor(monkeypatch, 2, 2, 0.9)
     for _ in range(30):
         first.step(None, 1.0)
@@ -72,6 +72,6 @@ def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch: pytes
     second.load_state_dict(first.state_dict())
     assert_same(second.replay.rows, first.replay.rows)
     assert second.num_episodes == first.num_episodes
-    first._random.integers(2**62)  # with which the second chose its new episodes
+    first._random.integers(2**62)  # the second actor has drawn this number to seed its new episodes
     assert_same(second.sample(20), first.sample(20))
     assert isinstance(first.sample(1), torch.Tensor)

@@ -1,4 +1,4 @@
-"""The agent in every mode that takes it: against plain torch where it is defined, and its budget everywhere."""
+"""Tests of DQN in every parallel mode that supports it: equality with plain torch, environment steps, and resume."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ AGENT = (
 
 
 def do(ranks: Callable[[int], Ranks], processes: int, directory: Path, *overrides: str, change: Any = None) -> Any:
-    """The result of a run in so many processes."""
+    """Train a run in `processes` processes, and return its result."""
     config = composed(*AGENT, *overrides)
     if processes > 1:
         return ranks(processes).train(config, directory, change)
@@ -60,7 +60,7 @@ def do(ranks: Callable[[int], Ranks], processes: int, directory: Path, *override
 
 
 def table() -> tuple[torch.Tensor, torch.Tensor]:
-    """Transitions, packed, and which of them the batches are made of, one after the other."""
+    """Return packed transitions, and the indices of the transitions in the batches of all steps, in order."""
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(300, 11, generator=generator)
     rows[:, 8] = torch.randint(2, (300,), generator=generator)
@@ -69,7 +69,7 @@ def table() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw_given(session: Session) -> None:
-    """The replay hands out this process's part of the given batches; all else is as ever."""
+    """Make the replay buffer return this process's shard of the given batches; nothing else is changed."""
     workload: Any = session.run.workload
     new_actor, (rows, order) = workload._new_actor, table()
 
@@ -89,7 +89,7 @@ def draw_given(session: Session) -> None:
 
 
 def plain(seed: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
-    """The weights after all steps, and the loss and the mean Q of each, in float64 on whole batches."""
+    """Return the weights after all steps, and the loss and mean Q of each step, in float64 on whole batches."""
     torch.manual_seed(derive(seed, "weights"))
     online = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)).double()
     target = copy.deepcopy(online)
@@ -100,7 +100,7 @@ def plain(seed: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
         seen, following, action, reward, discount = rows[places].double().split([4, 4, 1, 1, 1], 1)
         with torch.no_grad():
             best = online(following).argmax(1, keepdim=True)
-            # each reward seen was 1, and the discount is 0.99
+            # all rewards are 1 and the discount is 0.99, so returns are in [0, 100]
             wanted = reward + discount * target(following).gather(1, best).clamp(0, 1 / (1 - 0.99))
         chosen = online(seen).gather(1, action.long())
         loss = nn.functional.huber_loss(chosen, wanted, delta=DELTA)
@@ -142,11 +142,11 @@ def test_every_mode_equals_plain_torch_in_float32_up_to_rounding(
     directory = tmp_path / "run"
     overrides = (f"parallel={mode}", "accumulation=2", f"max_grad_norm={CLIP}")
     do(ranks, processes, directory, *overrides, change=draw_given)
-    assert largest_difference(weights_at(directory, STEPS), plain(0)[0]) <= 2e-6  # Adam, as in the classifier's table
+    assert largest_difference(weights_at(directory, STEPS), plain(0)[0]) <= 2e-6  # Adam, as in test_parity_modes.py
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whatever the transitions are
+# With the transitions of the environments
 
 
 PROCESSES = {"single": 1, "dp": 1, "ddp": 2, "fsdp": 2, "ensemble": 2}
@@ -157,13 +157,13 @@ def test_every_precision_and_accumulation_keeps_the_number_of_environment_steps(
     mode: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     for number, precision in enumerate(groups()["precision"]):
-        # Alternating, from another start in the next mode: every two of mode, precision and accumulation come together.
+        # Accumulation alternates, starting with the other value in the next mode, so that all pairs of options occur.
         accumulation = ("1", "4")[(number + list(PROCESSES).index(mode)) % 2]
         directory = tmp_path / f"{precision}_{accumulation}"
         overrides = (f"parallel={mode}", f"precision={precision}", f"accumulation={accumulation}", "steps=4")
         result = do(ranks, PROCESSES[mode], directory, *overrides)
         assert (result.status, result.steps) == ("done", 4)
-        # The warm-up, and ten steps an update: to the next whole step of all environments. Members act in 12 each.
+        # The warm-up and ten steps per update, rounded up to whole steps of 12 environments; members have 12 each.
         assert result.notes["env_steps"] == math.ceil((120 + 4 / 0.1) / 12) * 12, (precision, accumulation)
         assert math.isfinite(result.metrics["train/td_loss"])
         assert 5 < result.metrics["eval/return"] <= 60
@@ -203,7 +203,7 @@ def test_an_agent_of_several_processes_resumes_bitwise(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Members that vote
+# Ensembles
 
 
 def test_members_vote_by_their_mean_action_values(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
@@ -221,13 +221,13 @@ def test_members_vote_by_their_mean_action_values(ranks: Callable[[int], Ranks],
     _, others = played(vote, members)
     assert result.metrics["eval/disagreement"] == pytest.approx(others)
     assert 0 < others <= 0.5, "of two members, the vote is always one's answer"
-    for member in range(2):  # each is the run of its own seed
+    for member in range(2):  # each member equals a single run with its seed
         alone = do(ranks, 1, tmp_path / f"alone_{member}", "optimizer.lr=0.05", f"seed={member}")
         assert alone.metrics["eval/return"] == result.metrics[f"eval/member_{member}/return"]
 
 
 def network(weights: dict[str, torch.Tensor]) -> nn.Module:
-    """The online network of a checkpoint, in plain torch."""
+    """Return the online network of a checkpoint as a plain torch module."""
     net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
     names = ("online.hidden1.weight", "online.hidden1.bias", "online.head.weight", "online.head.bias")
     net.load_state_dict(dict(zip(net.state_dict(), (weights[name] for name in names), strict=True)))
@@ -235,7 +235,7 @@ def network(weights: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def played(policy: Callable[[torch.Tensor], torch.Tensor], members: list[nn.Module]) -> tuple[np.ndarray, float]:
-    """The returns of an evaluation's five episodes, and how many of the members' answers are not the policy's."""
+    """Return the returns of five evaluation episodes, and the fraction of members' actions other than the policy's."""
     envs = gymnasium.make_vec("CartPole-v1", 5, "vector_entry_point", max_episode_steps=60)
     seen, _ = envs.reset(seed=derive(0, "evaluation"))
     returns, running, differ, asked = np.zeros(5), np.ones(5, bool), 0, 0

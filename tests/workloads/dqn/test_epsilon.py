@@ -1,4 +1,4 @@
-"""The probability of a random action."""
+"""Tests of ε, the probability of a random action."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def test_epsilon_changes_linearly_and_then_stays() -> None:
     assert values == pytest.approx([0.8, 0.65, 0.5, 0.2, 0.2])
 
 
-def test_without_decay_it_is_the_last_from_the_first_step_on() -> None:
+def test_without_decay_epsilon_is_final_from_the_first_step() -> None:
     assert [epsilon(at, start=1.0, final=0.1, decay_steps=0) for at in (1, 2)] == pytest.approx([0.1, 0.1])

@@ -1,4 +1,4 @@
-"""n-step transitions against a slow, obvious reference."""
+"""Tests that n-step transitions equal those of a slow, simple reference."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def test_every_transition_equals_that_of_a_slow_reference(
     assert agent.num_episodes in range(whole, whole + num_envs + 1)
 
 
-def test_discounted_rewards_in_numbers() -> None:
-    """Two environments, of which the second is terminated with its second step."""
+def test_discounted_rewards_equal_hand_computed_values() -> None:
+    """Two environments; the second is terminated at its second step."""
     buffer = NStepBuffer(2, 1, 3, 0.5)
     no, second = np.zeros(2, bool), np.array([False, True])
     seen = np.arange(10, dtype=np.float32).reshape(5, 2)
     rows = []
     for time in range(3):
         ended = second if time == 1 else no
-        taken = ~second if time == 2 else ~no  # the second is reset
+        taken = ~second if time == 2 else ~no  # the second environment is reset
         arguments = (seen[time][:, None], np.array([0, 1]), np.array([1.0, 2.0]), seen[time + 1][:, None])
         rows.append(buffer.push(*arguments, ended, no, taken).copy())
     observation, following, action, total, discount = 0, 1, 2, 3, 4

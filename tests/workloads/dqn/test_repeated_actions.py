@@ -1,4 +1,4 @@
-"""Random actions that are repeated: how long, and that a repetition is one action and ends with its episode."""
+"""Tests of repeated random actions: the lengths of repetitions, and that only the end of an episode interrupts them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_ENVS, LONGEST = 500, 6
 
 
 def explored(chance: float, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which of 500 environments explore in each step, [num_steps, 500], and their actions, which all differ."""
+    """Return which of 500 environments explore in each step, [num_steps, 500], and their actions; draws are unique."""
     random, repeats = np.random.default_rng(1), Repeats(NUM_ENVS, LONGEST)
     steps = []
     for step in range(num_steps):
@@ -22,8 +22,8 @@ def explored(chance: float, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(explores), np.stack(actions)
 
 
-def test_the_numbers_of_steps_have_the_distribution_of_the_paper() -> None:
-    """If every environment always begins anew, the runs of equal actions are the numbers that were drawn."""
+def test_repetition_lengths_have_the_distribution_of_the_paper() -> None:
+    """If a new repetition always follows, the numbers of consecutive equal actions are the lengths that were drawn."""
     explores, actions = explored(1.0, 400)
     assert explores.all()
     _, lengths = np.unique(actions[:-LONGEST], return_counts=True)
@@ -33,9 +33,9 @@ def test_the_numbers_of_steps_have_the_distribution_of_the_paper() -> None:
     assert counts / counts.sum() == pytest.approx(chances / chances.sum(), abs=0.01)
 
 
-def test_an_action_that_has_begun_is_repeated_whatever_is_drawn_meanwhile() -> None:
+def test_a_repetition_is_not_interrupted_by_later_draws() -> None:
     explores, actions = explored(0.1, 300)
-    begun = actions // NUM_ENVS == np.arange(300)[:, None]  # an action tells the step in which it was drawn
+    begun = actions // NUM_ENVS == np.arange(300)[:, None]  # the value of an action encodes the step of its draw
     continued = explores[1:] & ~begun[1:]
     assert continued.any()
     assert (explores[:-1][continued] & (actions[1:] == actions[:-1])[continued]).all()
@@ -52,7 +52,7 @@ def test_the_end_of_an_episode_ends_the_repetition() -> None:
     assert explores[~ended].any()
 
 
-def test_restored_repetitions_continue_alike() -> None:
+def test_restored_repetitions_continue_identically() -> None:
     random, first, second = np.random.default_rng(3), Repeats(NUM_ENVS, LONGEST), Repeats(NUM_ENVS, LONGEST)
     first.extend(random.random(NUM_ENVS) < 0.5, np.arange(NUM_ENVS), random)
     second.load_state_dict(first.state_dict())
@@ -67,7 +67,7 @@ def test_restored_repetitions_continue_alike() -> None:
 def test_an_actor_that_explores_repeats_its_actions(
     monkeypatch: pytest.MonkeyPatch, longest: int, least: float, most: float
 ) -> None:
-    """Four actions that are drawn anew are the same as the one before in a quarter of the steps."""
+    """Without repetitions, a random one of four actions equals the previous action in a quarter of the steps."""
     actor = scripted_actor(monkeypatch, 1, 1, 0.9, longest_repeat=longest)
     for _ in range(600):
         actor.step(None, 0.0)

@@ -1,4 +1,4 @@
-"""The replay: a ring buffer of packed transitions."""
+"""Tests of the replay buffer, a ring buffer of packed transitions."""
 
 from __future__ import annotations
 

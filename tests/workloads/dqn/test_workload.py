@@ -1,4 +1,4 @@
-"""The loss and its gradient by hand, the budget, the schedule, and what is refused."""
+"""Tests of the DQN workload: loss and gradient, number of environment steps, training, evaluation and resume."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ SMALL = (
     "workload.eval_episodes=4",
     "env.max_episode_steps=60",
 )
-"""An agent whose steps take no time."""
+"""Overrides of an agent whose steps take little time."""
 
 
 def linear_agent() -> WithTarget:
-    """Action values that can be told in one's head: o · w, where the online w and the target w differ."""
+    """Return linear networks, whose action values o · w are easy to compute by hand; online and target w differ."""
     model = WithTarget(QNet(2, 2, ()))
     with torch.no_grad():
         model.online.head.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))  # pyright: ignore
@@ -61,10 +61,10 @@ BATCH = Transitions(
     actions=torch.tensor([[0], [1], [0]]),
     returns=torch.tensor([[1.0], [0.0], [5.0]]),
     next_observations=torch.tensor([[1.0, 1.0], [2.0, 1.0], [1.0, 0.0]]),
-    discounts=torch.tensor([[0.5], [0.9], [0.0]]),  # the last one has come to its end
+    discounts=torch.tensor([[0.5], [0.9], [0.0]]),  # the last episode is terminated
 )
-# Q(o) = (o₀, 2·o₁): of the actions taken 1, −2 and 0.5. The next observations are worth, to the online network,
-# (1, 2), (2, 2) → the first, (1, 0); to the target (3·o₀, o₁) = (3, 1), (6, 1), (3, 0).
+# Online: Q(o) = (o₀, 2·o₁), which is 1, −2 and 0.5 for the actions taken. For the next observations, it is (1, 2),
+# (2, 2), of which argmax takes the first, and (1, 0). Target: Q(o) = (3·o₀, o₁), which is (3, 1), (6, 1) and (3, 0).
 BOOTSTRAPS = {True: [1.0, 6.0, 3.0], False: [3.0, 6.0, 3.0]}
 
 
@@ -122,7 +122,7 @@ def test_the_next_values_are_clipped_to_the_possible_returns(
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_batch_split_over_ranks_and_micro_batches_has_the_same_gradient(count: int) -> None:
-    """As ranks and micro-batches share one: each part counts by its share."""
+    """Each rank computes micro-batches, whose losses are weighted by their fraction of the batch."""
     workload: Any = built(*SMALL).workload
     models = [WithTarget(QNet(2, 2, (16,))).double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -175,7 +175,7 @@ def test_only_the_online_network_is_trained_and_the_target_follows_it() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The budget
+# The number of environment steps
 
 
 @pytest.mark.parametrize(("env_steps", "warm_up", "ratio", "steps"), [(50_000, 1000, 0.5, 24_500), (500, 80, 2.0, 840)])
@@ -238,12 +238,12 @@ def test_actions_are_epsilon_greedy() -> None:
     actor = workload._actor
     stored = unpack(actor.replay.rows[400 : len(actor.replay)])
     greedy = (model(stored.observations).argmax(1) == stored.actions[:, 0]).float().mean()
-    assert greedy.item() == pytest.approx(0.75, abs=0.03)  # a random one of two is greedy half the time
+    assert greedy.item() == pytest.approx(0.75, abs=0.03)  # a random one of two actions is greedy half of the time
     assert len(stored.returns) > 2000
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In the loop
+# Training
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def test_accumulation_changes_nothing(agent: Callable[..., Trained]) -> None:
 
 
 def test_the_loop_equals_a_plain_torch_loop_on_the_same_transitions(agent: Callable[..., Trained]) -> None:
-    """Given the transitions that were stored and the indices that were drawn, the weights are those of plain torch."""
+    """The plain loop trains on the batches that the run has drawn from its replay buffer."""
     drawn: list[torch.Tensor] = []
     sample = Actor.sample
 
@@ -292,7 +292,7 @@ def test_the_loop_equals_a_plain_torch_loop_on_the_same_transitions(agent: Calla
         seen, following, action, reward, discount = rows.split([4, 4, 1, 1, 1], 1)
         with torch.no_grad():
             best = online(following).argmax(1, keepdim=True)
-            # each reward seen was 1, and the discount is 0.99
+            # all rewards are 1 and the discount is 0.99, so returns are in [0, 100]
             wanted = reward + discount * target(following).gather(1, best).clamp(0, 1 / (1 - 0.99))
         loss = nn.functional.huber_loss(online(seen).gather(1, action.long()), wanted, delta=2)
         optimizer.zero_grad()
@@ -312,7 +312,7 @@ def test_the_loop_equals_a_plain_torch_loop_on_the_same_transitions(agent: Calla
 
 
 def run_order(run: Trained) -> list[str]:
-    """The names of the model's tensors in its own order: files sort them."""
+    """Return the names of the model's tensors in the order of the model; files sort them."""
     return list(run.run.workload.build_model().state_dict())
 
 
@@ -332,7 +332,7 @@ def test_an_agent_logs_its_curves(agent: Callable[..., Trained]) -> None:
 
 
 class Corridor(gymnasium.Env):
-    """Five places in a row; the last pays 1 and ends the episode."""
+    """Five positions in a row; the last one gives a reward of 1 and ends the episode."""
 
     observation_space = gymnasium.spaces.Discrete(5)
     action_space = gymnasium.spaces.Discrete(2)
@@ -347,8 +347,8 @@ class Corridor(gymnasium.Env):
         return self.place, float(self.place == 4), self.place == 4, False, {}
 
 
-@pytest.mark.parametrize(("n_step", "near"), [(1, 0.03), (3, 0.1)])  # longer returns hold what exploring costs
-def test_the_learned_values_are_the_true_ones(
+@pytest.mark.parametrize(("n_step", "near"), [(1, 0.03), (3, 0.1)])  # 3-step returns include the cost of exploration
+def test_the_learned_action_values_equal_the_true_ones(
     agent: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, n_step: int, near: float
 ) -> None:
     monkeypatch.setitem(gymnasium.registry, "Corridor-v0", EnvSpec("Corridor-v0", Corridor, disable_env_checker=True))
@@ -371,7 +371,7 @@ def test_the_learned_values_are_the_true_ones(
 
 
 def plain_returns(model: nn.Module, seeds: list[int], id: str, longest: int) -> list[float]:
-    """One episode after the other, as gymnasium's tutorial plays them."""
+    """Return the return of an episode for each seed; they are played one by one, as in gymnasium's tutorial."""
     returns = []
     for seed in seeds:
         env = gymnasium.make(id, max_episode_steps=longest)
@@ -446,7 +446,7 @@ def test_observations_without_bounds_are_normalized_by_fixed_statistics() -> Non
 
 
 class Drawn(gymnasium.Env):
-    """Three steps; the picture tells which, by its color."""
+    """Episodes of six steps; the color of the picture encodes the step."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
     observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float32)
@@ -468,7 +468,9 @@ class Drawn(gymnasium.Env):
         return np.full((10, 20, 3), 40 * self.now, np.uint8)
 
 
-def test_the_best_policy_is_recorded_as_a_film(agent: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_policy_is_recorded_as_an_animation(
+    agent: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(gymnasium.registry, "Drawn-v0", EnvSpec("Drawn-v0", Drawn, disable_env_checker=True))
     run = agent("env.id=Drawn-v0", "steps=4", "eval_every=2", "workload.record_video=true")
     with Image.open(run.directory / "best_policy.gif") as film:
@@ -484,10 +486,10 @@ def test_the_best_policy_is_recorded_as_a_film(agent: Callable[..., Trained], mo
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Refused
+# Errors
 
 REFUSED: dict[str, tuple[str, object, str]] = {
-    "env.id=CartPol-v1": ("env.id", "CartPol-v1", "did you mean CartPole-v1 or CartPole-v0"),  # no variants for JAX
+    "env.id=CartPol-v1": ("env.id", "CartPol-v1", "did you mean CartPole-v1 or CartPole-v0"),  # not those for JAX
     "env.id=Pendulum-v1": ("env.id", "Pendulum-v1", "env=cartpole"),
     "model=convnet": ("model", "ConvNet", "model=qnet"),
     "env.num_envs=0": ("env.num_envs", 0, "conf/env/"),
@@ -502,7 +504,7 @@ REFUSED: dict[str, tuple[str, object, str]] = {
     "model.hidden=[64,0]": ("model.hidden", [64, 0], "[256,256]"),
     "workload.overfit_batches=1": ("workload.overfit_batches", ABSENT, ""),
 }
-"""By what is typed: the key, the value, and what the remedy names."""
+"""By overrides: the key and the value in the error, and a part of its remedy."""
 
 
 @pytest.mark.parametrize("typed", REFUSED)
@@ -518,7 +520,7 @@ def test_a_config_that_cannot_run_is_refused(typed: str) -> None:
 def test_a_replay_larger_than_the_memory_of_its_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = {"available_bytes": 10**6, "limit_bytes": None, "total_bytes": 10**9}
     monkeypatch.setattr("runner.workloads.dqn.workload.host_memory", lambda: memory)
-    run = built(*SMALL, "workload.replay_size=40000")  # of 44 bytes each
+    run = built(*SMALL, "workload.replay_size=40000")  # transitions of 44 bytes each
     prepared(run)
     workload, model = run.workload, run.workload.build_model()
 
@@ -532,7 +534,7 @@ def test_a_replay_larger_than_the_memory_of_its_machine_is_refused(monkeypatch: 
         assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 40000)
         assert refusal.value.remedy == f"use at most workload.replay_size={largest}"
     begin(2, 1)
-    begin(1, 1, device="meta")  # the memory of another device
+    begin(1, 1, device="meta")  # the replay buffer is in the memory of another device
 
 
 def test_environments_that_cannot_be_divided_evenly_are_refused() -> None:
@@ -564,7 +566,7 @@ def test_recording_without_the_render_extra_is_refused() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Interrupted
+# Resume and crashes
 
 
 @pytest.mark.parametrize("env", ["env=cartpole", "env=acrobot"])
@@ -586,7 +588,7 @@ def test_environments_that_cannot_be_saved_start_new_episodes_with_a_warning(
     assert run.result.notes["env_steps"] == 80 + 8 * 2  # pyright: ignore
 
 
-def test_a_new_process_fills_its_replay_and_keeps_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_additional_process_fills_its_replay_and_keeps_the_number_of_steps(caplog: pytest.LogCaptureFixture) -> None:
     run = built(*SMALL)
     prepared(run)
     workload: Any = run.workload
@@ -618,7 +620,7 @@ def test_another_number_of_environments_keeps_the_replay_with_a_warning(caplog: 
 
 
 class Poisoned(gymnasium.Env):
-    """All is well, until something is not a number."""
+    """An environment that returns NaN as its observation at step 25."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -633,7 +635,7 @@ class Poisoned(gymnasium.Env):
         return np.full(2, np.nan if self.now == 25 else 0, np.float32), 1.0, False, False, {}
 
 
-def test_an_environment_that_breaks_ends_the_run_and_leaves_the_checkpoint(
+def test_a_nan_observation_crashes_the_run_and_leaves_the_checkpoint(
     agent: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(gymnasium.registry, "Poisoned-v0", EnvSpec("Poisoned-v0", Poisoned, disable_env_checker=True))
@@ -643,5 +645,5 @@ def test_an_environment_that_breaks_ends_the_run_and_leaves_the_checkpoint(
     message = str(crash.value.__cause__)
     assert message.startswith("Poisoned-v0 returned a value that is not finite; environment 0 (seed ")
     assert message.endswith("), episode 0, step 25")
-    assert (crash.value.result.status, crash.value.result.steps) == ("crashed", 56)  # 25 steps of 8 are due at the next
+    assert (crash.value.result.status, crash.value.result.steps) == ("crashed", 56)  # 57 needs 25 steps of 8 envs
     assert (tmp_path / "run" / "checkpoints" / "step_00000056" / "manifest.json").is_file()
