@@ -7,8 +7,8 @@ from 1 to 0.05 over half of the run (CleanRL's dqn.py; Huang et al., 2022). All 
 environments at once, logs every 100 updates and shows its progress. Stable-Baselines3 steps one environment, as CleanRL
 does, or ten, and logs every 100 episodes.
 
-CleanRL's own dqn.py joins in with `--cleanrl`. It needs gymnasium 0.29, which goes to a path of its own, so that all
-contenders use the same torch and numpy:
+With `--cleanrl`, CleanRL's own dqn.py is measured, too. It needs gymnasium 0.29, which is installed in a separate
+directory, so that all contenders use the same torch and numpy:
 
     git clone https://github.com/vwxyzjn/cleanrl && cd cleanrl
     python -m pip install --target packages gymnasium==0.29.1 tyro && rm -r packages/numpy*
@@ -70,7 +70,7 @@ def sb3(steps: int, num_envs: int = 1) -> float:
 
 
 def cleanrl(steps: int, checkout: Path) -> float:
-    """Return environment steps per second of CleanRL's dqn.py with its own settings, as it prints them itself."""
+    """Return environment steps per second of CleanRL's dqn.py with its own settings, as the script prints them."""
     paths = os.pathsep.join(map(str, (checkout / "packages", checkout)))
     line = [sys.executable, str(checkout / "cleanrl" / "dqn.py"), "--total-timesteps", str(steps)]
     variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(torch.get_num_threads())}

@@ -1,12 +1,12 @@
-"""What an update of the agent costs, by operation, in microseconds of CPU time, at CleanRL's settings.
+"""The CPU time of each operation of an update of the agent, in microseconds, with CleanRL's settings.
 
 `python -m benchmarks.dqn_costs [--steps 50000] [--repeats 5]`. In a run of `benchmarks.dqn`, each operation is timed by
 the CPU clock of the training thread, which other programs on the machine affect less than the time of the wall clock.
-Operations that are called by others count once: the time of a function does not include that of the functions in the
-table that it calls. An update includes the ten environment steps before it.
+If an operation calls another operation in the table, its time does not include that of the other operation. An update
+includes the ten environment steps before it.
 
-Below the line stand three of the operations by themselves: the same functions, called again and again on one batch or
-in one set of environments, so that their code and data stay in the processor's caches.
+The rows `by itself` time three of the operations in isolation: they are called repeatedly on one batch or in one set of
+environments, so that their code and data stay in the processor's caches.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ ACTING, EVALUATION = "acting: forward pass of ten observations", "the final eval
 
 
 class Clock:
-    """CPU seconds by the name of an operation, without those of operations that it calls."""
+    """Measures the CPU seconds of each operation, by name, without those of other operations that it calls."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._inner = [0.0]
-        """The seconds of the operations that each running operation has called, innermost last."""
+        """A stack: for each running operation, the seconds of the operations that it has called."""
         self._whole = False
 
     def timed(self, name: str, function: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
@@ -104,7 +104,7 @@ def in_the_run(steps: int) -> dict[str, float]:
             stack.enter_context(patch.object(owner, attribute, clock.timed(name, getattr(owner, attribute))))
         dqn.with_runner(steps)
     updates = (steps - WARM_UP) // 10
-    # The warm-up's environment steps have no updates, but are steps like the others.
+    # The warm-up has environment steps, but no updates.
     vector_steps = dict.fromkeys(list(OPERATIONS)[:5], steps // 10)
     return {name: clock.seconds[name] / vector_steps.get(name, updates) * 1e6 for name in (ACTING, *OPERATIONS)}
 

@@ -1,8 +1,8 @@
 """ResNet18 on JPEG files: the runner compared with a plain torchvision loop with the same settings.
 
 `python -m benchmarks.images FOLDER`, where FOLDER has `train/` and `test/` with a folder of images per class, such as
-CIFAR-10 as JPEG files: 32×32 pixels, two epochs, one loading process, one thread each. Each seed is one round, in which
-both train once, so that the spread of accuracies is that of the seeds.
+CIFAR-10 as JPEG files: 32×32 pixels, two epochs, one loading process, one thread each. In each round, both train once
+with the same new seed, so that the accuracies of the rounds show the spread over seeds.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def with_runner(folder: Path, seed: int) -> float:
         print_value("accuracy", result(directory)["metrics"]["eval/accuracy"])
         times = [wall_time for wall_time, _ in points(directory, "train/loss")]
     first = WARMUP // LOG_EVERY - 1
-    last = len(times) - 2  # the last log may be of fewer steps
+    last = len(times) - 2  # the last log may cover fewer steps
     return BATCH * LOG_EVERY * (last - first) / (times[last] - times[first])
 
 

@@ -31,7 +31,7 @@ GOALS = {
 
 
 def network() -> nn.Module:
-    """Return the network of all contenders but the runner, which builds the same."""
+    """Return the network of all contenders except the runner, which builds the same network itself."""
     torch.manual_seed(0)
     pool = nn.MaxPool2d(2)
     convolutions = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(inplace=True), pool]
@@ -144,7 +144,7 @@ def with_runner(steps: int, *more: str, start: Callable[[list[str]], int] = comm
     Args:
         steps: the number of steps.
         more: further overrides.
-        start: trains what overrides describe; see `run`.
+        start: trains the run that the overrides describe; see `run`.
     """
     options = [
         "model=tiny",
@@ -166,7 +166,7 @@ def run(options: list[str], warmup: int = 0, start: Callable[[list[str]], int] =
     Args:
         options: the overrides of the run.
         warmup: steps that are not counted.
-        start: trains what overrides describe in this process, and returns 0 if it is done.
+        start: trains the run that the overrides describe, in this process, and returns 0 if it is done.
     """
     from runner import training
 

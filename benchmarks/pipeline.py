@@ -27,7 +27,7 @@ CUT, SPLIT = "layer3.1", 6
 
 
 def with_runner(*options: str) -> Callable[[str], float]:
-    """Return a function that measures images per second of a run, and the fraction of its bound for a pipeline."""
+    """Return a function that returns images per second of a run, and prints the fraction of the bound of a pipeline."""
 
     def rate(precision: str) -> float:
         line = [*options, f"precision={precision}", "model=resnet50", "data=synthetic", f"data.size={SIZE}"]
@@ -36,7 +36,7 @@ def with_runner(*options: str) -> Callable[[str], float]:
         line += ["save_every=0", "keep=0"]
         with command([*line, "device=cpu", "device.threads=1"]) as directory:
             bubbles, bounds = (points(directory, f"pipeline/{tag}") for tag in ("bubble", "bubble_bound"))
-            # The busy time is the same in both, so the ratio of the busy fractions is that of the step times.
+            # The busy time is the same in a step and its bound: the busy fractions have the ratio of the times.
             reached = [(1 - bubble) / (1 - bound) for (_, bubble), (_, bound) in zip(bubbles, bounds, strict=True)]
             if reached:
                 print_value("of its bound:", statistics.median(reached[1:]))

@@ -1,12 +1,11 @@
-"""Plans beside measurements: the peak memory of tensors of each rank, the time of a step, and that of a plan.
+"""Plans compared with measurements: the peak memory of tensors on each rank, and the step time.
 
-On a CPU, one thread per process.
+On a CPU, one thread per process. The time that a plan takes is measured, too.
 
-- `python -m benchmarks.plan memory [CASE]…`: what is measured are the allocations of the first two steps, which the
-  profiler records. They are the same in each repeat, except with fsdp on gloo, whose threads release copies of
-  gradients when they get to it.
-- `python -m benchmarks.plan time`: what is predicted is the step time of `plan --measure`; what is measured is the
-  median step time of a run. Plans and runs alternate.
+- `python -m benchmarks.plan memory [CASE]…`: the profiler records the allocations of the first two steps. They are the
+  same in each repeat, except with fsdp on gloo, whose threads release copies of gradients at varying times.
+- `python -m benchmarks.plan time`: the step time that `plan --measure` predicts is compared with the median step time
+  of a run. Plans and runs alternate.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def main() -> None:
     parser.add_argument("--run", choices=CASES, help="measure one case, and print the peak of each rank")
     arguments = parser.parse_args()
     if arguments.run:
-        from benchmarks.plan import measured  # of the module that other ranks can import, which `__main__` is not
+        from benchmarks.plan import measured  # other ranks import its functions by name, and cannot import `__main__`
 
         print(json.dumps(measured(arguments.run)))
     elif arguments.what == "time":
@@ -116,7 +115,7 @@ def times(repeats: int) -> None:
 
 
 def wrongly_ranked(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the pairs of cases whose measured times differ by more than 10 %, in the other order than predicted."""
+    """Return the pairs of cases whose measured times differ by more than 10 %, and are predicted in the other order."""
     found = []
     for one, other in itertools.combinations(rows, 2):
         a, b = (statistics.median(each["measured"]) for each in (one, other))
@@ -157,7 +156,7 @@ def row(name: str, predicted: list[int], repeats: list[list[int]], seconds: list
 
 
 def planned(name: str, repeats: int) -> tuple[list[int], list[float]]:
-    """Return the predicted peak of each rank, and the seconds of the command; several times for `resnet50`."""
+    """Return the predicted peak of each rank, and the seconds of each plan; `resnet50` is planned `repeats` times."""
     seconds: list[float] = []
     report: dict[str, Any] = {}
     words = [*CASES[name], "device=cpu", "device.threads=1"]
@@ -188,7 +187,7 @@ def run(name: str) -> list[int]:
 
 
 def measured(name: str) -> list[int]:
-    """Return the measured peak of each rank of a case, which this process trains or starts."""
+    """Return the measured peak of each rank of a case, which trains in this process or in ranks that it starts."""
     run = compose_run(
         [
             *CASES[name],

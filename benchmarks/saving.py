@@ -1,7 +1,7 @@
-"""Checkpoints of ResNet50 (205 MB with momentum) every ten steps: what they cost a training that saves none.
+"""The cost of saving a checkpoint of ResNet50 (205 MB with momentum) every ten steps, compared with saving none.
 
-`python -m benchmarks.saving`: 128×128, batch size 16, channels_last, float32, on a CPU. Beside the rates: the time for
-which a save stops the training, the time until the checkpoint is committed, and their ratio.
+`python -m benchmarks.saving`: 128×128, batch size 16, channels_last, float32, on a CPU. It also reports the time for
+which a save pauses the training, the time until the checkpoint is committed, and their ratio.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_PAUSE = 0.15
 
 
 class WriteTimes(logging.Handler):
-    """Collects how long the checkpoints took to write, from the log."""
+    """A log handler that collects the times in which checkpoints were written."""
 
     def __init__(self) -> None:
         super().__init__()

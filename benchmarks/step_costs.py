@@ -1,7 +1,7 @@
-"""What a training step costs beyond forward pass, backward pass and update, by cause, in microseconds.
+"""The CPU time of a training step beyond forward pass, backward pass and update, by part, in microseconds.
 
 `python -m benchmarks.step_costs [--rounds 1000]`. One run trains the small network of `benchmarks.overhead`. Every 10
-steps, another part of the loop is replaced by one that does nothing, in a random order in each round. The cost of a
+steps, another part of the loop is replaced by a no-op, in a random order in each round. The cost of a
 part is how much less time these steps take than 10 unchanged steps of the same round. It is the CPU time of the
 training thread, which other programs on the machine affect less than the time of the wall clock.
 """
@@ -29,7 +29,7 @@ from runner.precision import _drop_gradients
 from runner.state import State
 
 STEPS = 10
-"""Steps of a measurement, each with one log."""
+"""Steps of one measurement, the last of which logs."""
 
 OPTIONS = (
     *("model=tiny", "data.size=8", "data.crop=0", "batch_size=64", "schedule=constant", "optimizer.lr=0.05"),
@@ -44,7 +44,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 class Batches:
-    """Batches that are all the same one while `stands` is true."""
+    """An iterator over batches, which repeats the last batch while `stands` is true."""
 
     def __init__(self, batches: Iterator[Any]):
         self._batches, self.last, self.stands = batches, None, False
@@ -59,7 +59,7 @@ class Batches:
 
 
 def parts(state: State, batches: Batches) -> dict[str, Part]:
-    """Return the parts of the loop by name, each with what replaces it."""
+    """Return the parts of the loop by name, each with its replacements."""
     session, run = state.session, state.session.run
     ones, null = torch.ones(len(run.workload.metrics)), nullcontext()
     recorded = state.step_timer.seconds.append

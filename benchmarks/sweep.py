@@ -1,12 +1,13 @@
-"""Sweeps: how long they take, what they cost, and whether a search that is killed loses anything.
+"""Benchmarks of sweeps: their duration, their overhead, and whether a search that is killed loses trials.
 
 `python -m benchmarks.sweep [jobs|overhead|enumerate|search|kills]…`: all parts, or those named. On a CPU.
 
 - `jobs`: eight and 32 jobs of half a second each, as many at once as there are cores and one at a time.
-- `overhead`: what a job takes beside its training; the scheduler's CPU time, its memory and the time to write the
-  ledger, in a sweep of 1,000 jobs that end at once.
-- `enumerate`: 10,000 combinations, half of which are refused.
-- `search`: the best accuracy on the digits of 30 trials of 2 epochs, TPE against random, for five seeds of the sampler.
+- `overhead`: the time of a job without its training; the scheduler's CPU time, its memory and the time to write the
+  ledger, in a sweep of 1,000 jobs that end immediately.
+- `enumerate`: the time until the first of 10,000 combinations starts, half of which are refused.
+- `search`: the best accuracy of 30 trials of 2 epochs on the digits, with TPE and with random search, for five seeds of
+  the sampler.
 - `kills`: a search that is killed 20 times at random moments, compared with one that is not.
 """
 
@@ -61,7 +62,7 @@ def sweep(scratch: Path, *words: str) -> float:
 
 
 def jobs() -> dict[str, Any]:
-    """Return the median seconds of sweeps of 8 and 32 jobs, all at once and one at a time, interleaved."""
+    """Return the median seconds of sweeps of 8 and 32 jobs, in parallel and one at a time, interleaved."""
     found: dict[str, Any] = {}
     for count, repeats in ((8, REPEATS), (32, 3)):
         seconds: dict[str, list[float]] = {"at once": [], "one at a time": []}
@@ -83,7 +84,7 @@ def jobs() -> dict[str, Any]:
 
 
 class _Instant(Pool):
-    """Jobs that end as soon as they are asked about, without a process."""
+    """A pool without processes, whose jobs have ended by the next call of `wait`."""
 
     def __init__(self) -> None:
         self._started: list[int] = []
@@ -157,7 +158,7 @@ def overhead() -> dict[str, Any]:
 
 
 def enumerate_many() -> dict[str, Any]:
-    """Return the seconds in which 10,000 combinations are enumerated, of which half are refused."""
+    """Return the seconds until the first of 10,000 combinations starts, half of which are refused."""
     seconds = []
     for _ in range(3):
         with tempfile.TemporaryDirectory() as scratch:
@@ -218,7 +219,7 @@ def search() -> dict[str, Any]:
 
 
 def kills() -> dict[str, Any]:
-    """Return whether a search that is killed 20 times ends as one that is not."""
+    """Return whether a search that is killed 20 times ends with the same trials as one that is not killed."""
     options = [*JOB[:4], "save_every=5", *SEARCH, "sweep.search=tpe", "sweep.trials=15", "sweep.slots=1", "resume=auto"]
     rng, num_killed = random.Random(0), 0
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:

@@ -1,4 +1,4 @@
-"""What a second tracker costs in the training loop, and what a run costs that is started from Python.
+"""The cost of a second tracker in the training loop, and of starting a run from Python.
 
 `python -m benchmarks.trackers [--repeats 15] [--steps 6000]`: the small network of `benchmarks.overhead`, one thread,
 logs every 50 steps. All but `two trackers` write to TensorBoard alone; `from Python` calls `runner.train` instead of
@@ -26,12 +26,12 @@ GOALS = {("two trackers", "tensorboard"): 0.99, ("from Python", "tensorboard"): 
 
 
 def tensorboard(steps: int) -> float:
-    """Return steps per second of the command as it is usually run."""
+    """Return steps per second of the command with its default tracker."""
     return overhead.with_runner(steps)
 
 
 def two_trackers(steps: int) -> float:
-    """Return steps per second with a CSV file beside TensorBoard."""
+    """Return steps per second with a CSV file in addition to TensorBoard."""
     return overhead.with_runner(steps, "tracking=several", "tracking.names=[tensorboard,csv]")
 
 

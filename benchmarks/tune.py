@@ -1,9 +1,9 @@
-"""The choice of `runner.tools.tune` beside the best of an exhaustive search over the same candidates.
+"""The choice of `runner.tools.tune`, compared with the best of an exhaustive search over the same candidates.
 
-`python -m benchmarks.tune [CASE]…`: for each case, tune runs as a user would run it. Then every combination of the
-options that it may choose is measured beside the config as it is, in alternating bursts, for as long as it takes.
-The quality of the choice is how much longer its step takes than that of the best combination. With `--verify`,
-`runner.tools.verify` proves the choice.
+`python -m benchmarks.tune [CASE]…`: for each case, tune is run as a command. Then every combination of the options that
+it may choose is measured, in bursts that alternate with bursts of the unchanged config, without a time limit. The
+result is how much longer a step of the choice takes than a step of the best combination. With `--verify`,
+`runner.tools.verify` checks the choice.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ROUNDS = 5
 
 
 def tuned(overrides: Sequence[str], budget: float, allowed: str) -> dict[str, Any]:
-    """Return the result of the tool, run as a command."""
+    """Run tune as a command, and return its report."""
     with tempfile.TemporaryDirectory() as directory:
         words = [*overrides, f"output_root={directory}", "--json", "--budget", str(budget), "--allow", allowed]
         done = subprocess.run([sys.executable, "-m", "runner.tools.tune", *words], capture_output=True, text=True)
@@ -56,7 +56,7 @@ def tuned(overrides: Sequence[str], budget: float, allowed: str) -> dict[str, An
 
 
 def combinations(overrides: Sequence[str], allowed: str) -> Iterator[Candidate]:
-    """Yield every combination of the options that tune may choose, the config as it is first."""
+    """Yield every combination of the options that tune may choose, beginning with the unchanged config."""
 
     def compose(more: Sequence[str]) -> Run:
         return compose_run([*overrides, *more], None, "tune")
@@ -79,7 +79,7 @@ def combinations(overrides: Sequence[str], allowed: str) -> Iterator[Candidate]:
 
 
 def exhaustive(found: Iterator[Candidate], report: bool = True) -> dict[Overrides, float]:
-    """Return how many times as long a step of each candidate takes as that of the first one."""
+    """Return the step time of each candidate, divided by that of the first candidate."""
     first = next(found)
     assert first.run is not None
     default = Trial(first.run.config, _PATIENCE)
@@ -158,7 +158,7 @@ def main() -> None:
             f"({' '.join(row['best']) or 'as it is'}), {row['tune_seconds']:.0f} s"
         )
         tables = [{"title": f"the choice within {GOAL:.0%} of the best", "rows": rows}]
-        # After each case, which may take half an hour.
+        # Written after each case, because a case may take half an hour.
         write("tune", tables, shlex.join(["python", "-m", "benchmarks.tune", *sys.argv[1:]]))
 
 

@@ -1,8 +1,8 @@
 """`make test-all`: the tests on every supported Python, with the lowest and with the pinned versions of the packages.
 
-Each environment is set up from nothing under `.venv-all/`, tested and removed: it takes about 5 GB. What passed and
-failed, what was skipped and why is added to results/versions.json, and docs/versions.md is written from all of it.
-Needs the standard library only. `make test-all ARGS="--only 3.12-lowest --quick"` runs a selection.
+Each environment is created under `.venv-all/`, tested and removed; it takes about 5 GB. The number of passed tests, the
+failed tests, and the reasons for skipped tests are added to results/versions.json, from which docs/versions.md is
+written. It needs only the standard library. `make test-all ARGS="--only 3.12-lowest --quick"` runs a selection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PACKAGES = {
     "lowest": "the lower bounds in `pyproject.toml`",
     "pinned": "the versions in `constraints.txt`",
 }
-"""The versions of the packages that a Python is tested with."""
+"""The versions of the packages with which each Python is tested."""
 
 QUICK = (
     *("config", "models", "system", "tracking", "parallel/test_ddp.py", "parallel/test_fsdp.py", "test_device.py"),
@@ -47,7 +47,7 @@ QUICK = (
     *("test_optimizer.py", "test_packaging.py", "test_parity.py", "test_precision.py", "test_seeds.py"),
     *("workloads/test_classifier.py", "env"),
 )
-"""Files and folders of tests/ that `--quick` runs: what touches Python and torch where their versions differ."""
+"""Files and folders of tests/ that `--quick` runs: those that depend most on the versions of Python and torch."""
 
 SHOWN = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "gymnasium", "tensorboard", "scikit-learn")
 """The packages whose versions the table shows."""
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tested(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Set up the environment `name`, run the tests in it, and return what came of it as plain values."""
+    """Set up the environment `name`, run the tests in it, and return the results as plain values."""
     version, _, packages = name.partition("-")
     selected = options.tests or (list(QUICK) if options.quick else [])
     row = {"date": time.strftime("%Y-%m-%d"), "tests": selected, "versions": {}, "errors": [], "minutes": 0.0}
@@ -99,7 +99,7 @@ def tested(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def find_python(version: str) -> Path | None:
-    """Return an interpreter of `version`, such as `3.12`, on PATH or of pyenv; None if there is none that runs."""
+    """Return an interpreter of `version`, such as `3.12`, from pyenv or PATH; None if there is none that works."""
     of_pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     on_path = shutil.which(f"python{version}")
     found = [*sorted(of_pyenv.glob(f"{version}.*/bin/python")), *([Path(on_path)] if on_path else [])]
@@ -129,7 +129,7 @@ def lower_bounds() -> list[str]:
 
 
 def set_up(directory: Path, interpreter: Path, constraints: Path) -> str | None:
-    """Create the environment in `directory`, and return what went wrong, or None."""
+    """Create the environment in `directory`, and return an error message, or None on success."""
     shutil.rmtree(directory, ignore_errors=True)
     python = directory / "bin" / "python"
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--prefer-binary"]
@@ -206,7 +206,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     """Return the text of docs/versions.md.
 
     Args:
-        rows: what came of each environment, by its name.
+        rows: the results of each environment, by its name.
     """
     lines = [_HEAD, "", "| Environment | Versions | Passed | Failed | Skipped | Minutes | Date |", f"|{'---|' * 7}"]
     for name in (f"{python}-{packages}" for python in PYTHONS for packages in PACKAGES):
@@ -259,7 +259,7 @@ def _reasons(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _selections(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the lines that say which tests were selected, where it was not all of them."""
+    """Return the lines that list the selected tests of environments in which not all tests were run."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, row in rows.items():
         names.setdefault(tuple(row["tests"]), []).append(name)
