@@ -1,8 +1,9 @@
 """Two processes compared with one, and the runner's parallel modes compared with hand-written loops.
 
 `python -m benchmarks.parallel`: ResNet50 at 128×128, global batch size 48, float32, channels_last (fsdp: contiguous
-weights), one thread per process, on a CPU. The rate is that of the median step; the memory is the peak of rank 0. It
-also measures the time from the command to the first step.
+weights), one thread per process, on a CPU. The rate is that of the median step; the memory is the peak of rank 0. No
+step is logged, as in the hand-written loops: a logged step also computes the gradient norm, which takes 15 ms with fsdp.
+The time from the command to the first step is measured, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from benchmarks.measure import command, interleave, points, print_value, report, result, write
 
 BATCH, SIZE, STEPS, WARMUP = 48, 128, 7, 2
-GOALS = {("ddp", "single"): 1.7, ("ddp", "ddp-by-hand"): 0.97, ("fsdp", "fsdp-by-hand"): 0.9}
+GOALS = {("ddp", "single"): 1.7, ("ddp", "ddp-by-hand"): 0.97, ("fsdp", "fsdp-by-hand"): 0.95}
 FIRST_STEP_GOAL = 8.0
 
 
@@ -30,7 +31,7 @@ def with_runner(mode: str) -> float:
     """Return images per second of a run."""
     options = [f"parallel={mode}", "model=resnet50", "data=synthetic", f"data.size={SIZE}", "data.num_classes=1000"]
     options += [f"data.num_samples={4 * BATCH}", f"batch_size={BATCH}", f"steps={STEPS}", "schedule=constant"]
-    options += ["optimizer.lr=0.01", "log_every=1", "eval_every=0", "save_every=0", "device=cpu", "device.threads=1"]
+    options += ["optimizer.lr=0.01", "log_every=100", "eval_every=0", "save_every=0", "device=cpu", "device.threads=1"]
     with command(options) as directory:
         measured = result(directory)
     print_value("peak MiB of rank 0:", measured["peak_memory_bytes"] / 2**20)

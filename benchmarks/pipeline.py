@@ -116,11 +116,8 @@ def _pipeline(schedule: str, split: int, cuts: str = "auto") -> Callable[[str], 
 CONTENDERS: dict[str, Callable[[str], float]] = {
     "single": with_runner("parallel=single"),
     **{f"gpipe, split {split}": _pipeline("gpipe", split) for split in (6, 8, 12)},
-    **{
-        f"{name}, split {split}": _pipeline(name, split)
-        for name in ("1f1b", "interleaved_1f1b", "zero_bubble")
-        for split in (6, 12)
-    },
+    **{f"{name}, split 6": _pipeline(name, 6) for name in ("1f1b", "interleaved_1f1b")},
+    **{f"zero_bubble, split {split}": _pipeline("zero_bubble", split) for split in (6, 8, 12)},
     **{f"cut at {cut}": _pipeline("gpipe", SPLIT, f"[{cut}]") for cut in ("layer2.3", "layer3.0", CUT)},
     "by hand": by_hand,
 }
