@@ -3,8 +3,8 @@
 The parts are:
 
 - the forward and backward pass of a micro-batch, including the messages between processes;
-- for a pipeline, also the forward and backward pass of each block, from which the times of other schedules and split
-  sizes are predicted;
+- for a pipeline, also the forward and backward pass of each block, and the forward and backward pass with other split
+  sizes, from which the times of other schedules and of all split sizes are predicted;
 - the optimizer's update;
 - the making of a batch.
 
@@ -19,15 +19,16 @@ import json
 import statistics
 import tempfile
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from runner.batching import MicroBatch
+from runner.config.errors import ConfigError
 from runner.device import synchronize
 from runner.optimizer import trainable
 from runner.parallel.base import move
@@ -40,7 +41,7 @@ from runner.training import initial_state
 
 _REPEATS = 3
 _MICRO_BATCHES_PER_STAGE = (1, 2, 4, 8, 16)
-"""The numbers of micro-batches per stage of a pipeline for which the times of its blocks are measured.
+"""The numbers of micro-batches per stage for which a pipeline and its blocks are measured.
 
 The times for numbers in between are interpolated.
 """
@@ -58,7 +59,10 @@ class Parts:
             - `update`: the time of an optimizer step, in which each process updates the parameters that it has;
             - `batch`: the time that the workload takes to make the data of one accumulation step;
             - `blocks`: only for a pipeline: a dict from each measured number of samples, as a string such as `"32"`, to
-              the list of the times of the blocks.
+              the list of the times of the blocks;
+            - `pipelines`: only for a pipeline: a dict from each measured split size, as a string, to the time of the
+              forward and backward pass of an accumulation step with this split size and the schedule of the config. The
+              split size of the config is among them; those that the schedule does not support are left out.
     """
 
     def __init__(self, values: dict[str, Any]):
@@ -71,13 +75,29 @@ class Parts:
         size.
         """
         measured = {int(key): value for key, value in self.values["blocks"].items()}
-        sizes = sorted(measured)
-        if not sizes[0] < size < sizes[-1]:
-            nearest = sizes[0] if size <= sizes[0] else sizes[-1]
-            return [each * size / nearest for each in measured[nearest]]
-        low, high = next((low, high) for low, high in pairwise(sizes) if low <= size <= high)
-        share = (size - low) / (high - low)
+        low, high, share = neighbors(sorted(measured), size)
+        if low == high:
+            return [each * size / low for each in measured[low]]
         return [a + share * (b - a) for a, b in zip(measured[low], measured[high], strict=True)]
+
+
+def neighbors(sizes: Sequence[int], size: int) -> tuple[int, int, float]:
+    """Return the two of `sizes` between which `size` lies, and its distance from the first one.
+
+    Args:
+        sizes: the measured numbers of samples, in increasing order.
+        size: the number of samples to predict a time for.
+
+    Returns:
+        The nearest smaller size, the nearest larger size, and how far `size` lies between them, from 0 to 1. If `size`
+        is one of `sizes`, or lies outside of their range, the nearest size is returned twice, and 0.
+    """
+    index = bisect_left(sizes, size)
+    if index == len(sizes) or index == 0 or sizes[index] == size:
+        nearest = sizes[min(index, len(sizes) - 1)]
+        return nearest, nearest, 0.0
+    low, high = sizes[index - 1], sizes[index]
+    return low, high, (size - low) / (high - low)
 
 
 def measure(run: Run) -> Parts:
@@ -104,6 +124,11 @@ def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> R
         state = initial_state(session, directory)
         state.model.train()
         own |= _passes(session, state.model) | _update(session, state.model, state.optimizer)
+    del state  # each of the following pipelines has a model of its own
+    if isinstance(run.parallel, Pipeline):
+        samples = _samples_per_micro_batch(session)
+        others = [int(size) for size in own["blocks"] if int(size) != samples]
+        own["pipelines"] = {str(samples): own["last_pass"]} | _pipelines(config, others, directory, process)
     gathered = session.collectives.all_gather(own)
     if session.rank == 0:
         (directory / "parts.json").write_text(json.dumps(_mean(gathered)), encoding="utf-8")
@@ -141,6 +166,33 @@ def _passes(session: Session, model: torch.nn.Module) -> dict[str, float]:
     return found | {"batch": _seconds(session, lambda: next(batches))}
 
 
+def _pipelines(config: dict[str, Any], sizes: Sequence[int], directory: Path, process: Process) -> dict[str, float]:
+    """Measure the forward and backward pass of an accumulation step with the split sizes `sizes`.
+
+    Returns:
+        A dict from each split size, as a string, to the time in seconds. Split sizes that the schedule does not support
+        are left out.
+    """
+    seconds = {}
+    for size in sizes:
+        options = config["parallel"] | {"split_size": size, "num_micro_batches": None}
+        try:
+            session = build_run(config | {"parallel": options}).prepare(process)
+        except ConfigError:
+            continue
+        with session.settings():
+            model = initial_state(session, directory).model
+            model.train()
+            seconds[str(size)] = _passes(session, model)["last_pass"]
+    return seconds
+
+
+def _samples_per_micro_batch(session: Session) -> int:
+    """Return the number of samples in a micro-batch of the pipeline."""
+    plan = session.plan
+    return plan.batch_size // plan.accumulation // session.run.parallel.num_microbatches(session.context)
+
+
 def _blocks(session: Session) -> dict[str, list[float]]:
     """Return the times of the network's blocks for several numbers of samples, as in the key `blocks` of `Parts`."""
     run, plan, context = session.run, session.plan, session.context
@@ -149,8 +201,7 @@ def _blocks(session: Session) -> dict[str, list[float]]:
     move(model, session.device, context.channels_last)
     model.train()
     samples, stages = plan.batch_size // plan.accumulation, max(2, context.world_size, len(context.process.devices))
-    own = samples // run.parallel.num_microbatches(context)
-    sizes = measured_sizes(samples, stages, own)
+    sizes = measured_sizes(samples, stages, _samples_per_micro_batch(session))
     inputs = first_inputs(model, context, sizes[0])
     times = {}
     for size in sizes:

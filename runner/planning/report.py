@@ -14,7 +14,7 @@ from runner.parallel.pipelining.bubble_prediction import bubbles
 from runner.parallel.pipelining.partition import positions_of
 from runner.planning.costs import Machine
 from runner.planning.fake_step import RankPlan, trace_blocks
-from runner.planning.measure import Parts, step_seconds
+from runner.planning.measure import Parts, neighbors, step_seconds
 from runner.planning.planned_session import layout_of
 from runner.run import Session
 from runner.storage.saved_run import checkpoints
@@ -182,29 +182,40 @@ def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) 
         rows = bubbles(mode.schedules, num_workers, samples, lambda size: operations, mode.asked_stages, cuts)
     else:
         rows = bubbles(mode.schedules, num_workers, samples, parts.blocks, mode.asked_stages, cuts)
-        own = next(row[mode.schedule] for row in rows if row["num_micro_batches"] == batch["pipeline_micro_batches"])
-        measured = parts.values["last_pass"]
-        for cell in [cell for row in rows for cell in row.values() if isinstance(cell, dict)]:
-            more = _corrected(cell, own, measured) - measured
-            cell["step_seconds"] = step_seconds(session, parts) + session.plan.accumulation * more
+        _add_step_seconds(session, parts, rows, mode.schedule)
     return {"schedule": mode.schedule, "num_micro_batches": batch["pipeline_micro_batches"], "bubbles": rows}
 
 
-def _corrected(cell: dict[str, float], own: dict[str, float], measured: float) -> float:
+def _add_step_seconds(session: Session, parts: Parts, rows: Sequence[dict[str, Any]], schedule: str) -> None:
+    """Add the predicted `step_seconds` to the dict of each schedule in `rows`, the result of `bubbles`.
+
+    Some split sizes were measured with `schedule`, the schedule of the config. The errors of their simulated times are
+    used to correct the simulated times of the other schedules and split sizes.
+    """
+    measured = {int(size): seconds for size, seconds in parts.values["pipelines"].items()}
+    simulated = {row["split_size"]: row[schedule] for row in rows}
+    for row in rows:
+        low, high, share = neighbors(sorted(measured), row["split_size"])
+        for cell in (cell for cell in row.values() if isinstance(cell, dict)):
+            at_low, at_high = (_corrected(cell, simulated[size], measured[size]) for size in (low, high))
+            more = at_low + share * (at_high - at_low) - parts.values["last_pass"]
+            cell["step_seconds"] = step_seconds(session, parts) + session.plan.accumulation * more
+
+
+def _corrected(cell: dict[str, float], simulated: dict[str, float], measured: float) -> float:
     """Return the predicted time of one accumulation step of a pipeline in seconds, corrected by a measurement.
 
-    Only one schedule was measured: that of the config. The error of its simulated time is used to correct `cell`. If
-    the simulated time was too short, the difference divided by the number of rounds is the overhead of a round. This
-    overhead is then added to the time of `cell`, once for each of its rounds. If the simulated time was too long, the
-    time of `cell` is multiplied by the ratio of the measured to the simulated time.
+    If the simulated time was shorter than the measured time, the difference divided by the number of rounds is the
+    overhead of a round. This overhead is then added to the time of `cell`, once for each of its rounds. If the
+    simulated time was longer, the time of `cell` is multiplied by the ratio of the measured to the simulated time.
 
     Args:
         cell: the simulation to correct, as in the result of `bubbles`.
-        own: the simulation of the schedule and the split size in the config.
-        measured: the measured time of an accumulation step with the config, in seconds.
+        simulated: the simulation of the pipeline that was measured.
+        measured: the measured time of its accumulation step, in seconds.
     """
-    overhead = max(0.0, measured - own["time"]) / own["rounds"]
-    return cell["time"] * min(1.0, measured / own["time"]) + cell["rounds"] * overhead
+    overhead = max(0.0, measured - simulated["time"]) / simulated["rounds"]
+    return cell["time"] * min(1.0, measured / simulated["time"]) + cell["rounds"] * overhead
 
 
 def _step(session: Session, parts: Parts, pipeline: dict[str, Any] | None) -> dict[str, Any]:

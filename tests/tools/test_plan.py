@@ -22,7 +22,7 @@ from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.costs import Machine
 from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank
 from runner.planning.formatting import flops
-from runner.planning.measure import Parts
+from runner.planning.measure import Parts, neighbors
 from runner.planning.memory_tracker import KINDS
 from runner.planning.planned_session import prepared
 from runner.planning.report import _corrected
@@ -315,8 +315,22 @@ def test_the_fastest_split_size_of_a_pipeline_is_reported(capsys: pytest.Capture
     fastest = min(cells, key=lambda key: cells[key]["step_seconds"])
     assert (step["fastest"]["split_size"], step["fastest"]["schedule"]) == fastest
     assert step["seconds"] == cells[2, "gpipe"]["step_seconds"]
-    assert step["parts"].keys() == {"blocks", "last_pass", "batch", "update"}
-    assert {len(times) for times in step["parts"]["blocks"].values()} == {4}
+    parts = step["parts"]
+    assert parts.keys() == {"blocks", "pipelines", "last_pass", "batch", "update"}
+    assert {len(times) for times in parts["blocks"].values()} == {4}
+    assert parts["pipelines"].keys() == {"8", "4", "2", "1"}, "1, 2, 4 and 8 micro-batches per stage"
+    for size, seconds in parts["pipelines"].items():
+        predicted = cells[int(size), "gpipe"]["step_seconds"]
+        assert predicted == pytest.approx(seconds + parts["batch"] + parts["update"]), "it was measured itself"
+
+
+def test_split_sizes_that_the_schedule_does_not_support_are_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("batch_size=18", "parallel=pipeline", "parallel.schedule=interleaved_1f1b", "parallel.split_size=3")
+    found = report(capsys, *FAST, *words, "--measure")
+    measured = {int(size) for size in found["step"]["parts"]["pipelines"]}
+    supported = {row["split_size"] for row in found["pipeline"]["bubbles"] if row["interleaved_1f1b"]}
+    assert 3 in measured <= supported
+    assert 2 not in measured, "nine micro-batches on two processes"
 
 
 def test_times_of_other_schedules_are_corrected_by_the_measured_time() -> None:
@@ -325,6 +339,14 @@ def test_times_of_other_schedules_are_corrected_by_the_measured_time() -> None:
     assert slower == pytest.approx([2.9, 1.8 + 5 * 0.1]), "each micro-batch costs more"
     faster = [_corrected(cell, own, 1.5) for cell in (own, other)]
     assert faster == pytest.approx([1.5, 1.8 * 0.75]), "all blocks are faster"
+
+
+def test_a_size_lies_between_its_nearest_measured_neighbors() -> None:
+    assert neighbors([2, 6, 12], 9) == (6, 12, 0.5)
+    assert neighbors([2, 6, 12], 3) == (2, 6, 0.25)
+    assert [neighbors([2, 6, 12], size) for size in (1, 2, 6, 12, 24)] == [
+        (nearest, nearest, 0.0) for nearest in (2, 2, 6, 12, 12)
+    ]
 
 
 def test_times_of_blocks_are_interpolated() -> None:
