@@ -21,7 +21,11 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Rates(dict[str, list[float]]):
-    """The rates of each contender, one per round; `beside` has its other values: {name: {contender: values}}."""
+    """A dict from the name of each contender to its rates, one per round.
+
+    The attribute `beside` has the other values that the contenders print: a dict from the name of a value to a dict
+    from the name of each contender to its values, one per round.
+    """
 
     def __init__(self, contenders: Sequence[str]):
         super().__init__((name, []) for name in contenders)

@@ -39,7 +39,7 @@ def saved_config(source: Path) -> SavedConfig:
     Each checkpoint has a copy of the config of the run that wrote it. If the config of a run directory is damaged, the
     newest intact copy in its checkpoints is read instead; if the copy in a checkpoint is damaged, the config of its run
     directory is read instead. Earlier versions of this project wrote configs without a SHA-256. Such a config is used
-    only if none of these files contains an intact config with a SHA-256.
+    only if neither the run directory nor a checkpoint has an intact config with a SHA-256.
 
     Raises:
         UnreadableConfigError: if no config can be read.
