@@ -88,10 +88,10 @@ class MetricBuffer:
             all_reduce: a function that sums tensors over the ranks.
 
         Raises:
-            DivergedError: if a sum is not finite. The error names the first step with such a sum. If the processes
-                divide the steps among themselves, each row contains the sums of a round of steps, one step on each
-                process. In this case, the error names the step that this process did in the first round with such a
-                sum. The cause may be the step of another process in the same round.
+            DivergedError: if a sum is not finite. The error names the first step whose sums are not finite. If the
+                processes divide the steps among themselves, each row contains the sums of a round of steps, one step on
+                each process. The error then names this process's own step in the first round whose sums are not finite,
+                although the step of another process in that round may be the cause.
         """
         if self._rows:
             self._combine()

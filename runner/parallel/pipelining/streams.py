@@ -1,4 +1,4 @@
-"""The pipeline engine for one process with several CUDA devices, and copies between them on separate streams.
+"""The pipeline engine for one process with several CUDA devices, between which it copies on separate streams.
 
 Huang et al., GPipe (2019), as implemented in torchgpipe (Kim et al., 2020): in clock cycle k, micro-batch k − j is
 queued on stage j. The host does not wait for the devices, so that all devices compute at the same time. Copies between
