@@ -32,6 +32,7 @@ bench: .venv/bench
 	@$(BIN)/python -m benchmarks.overhead --channels-last
 	@$(BIN)/python -m benchmarks.resnet
 	@$(BIN)/python -m benchmarks.parallel
+	@$(BIN)/python -m benchmarks.ddp_overhead
 	@$(BIN)/python -m benchmarks.pipeline
 	@$(BIN)/python -m benchmarks.pipeline --precision bf16
 	@$(BIN)/python -m benchmarks.dqn
