@@ -75,8 +75,8 @@ class _FrozenStatistics:
     tensors are saved for the backward pass. A momentum of zero would still increase `num_batches_tracked`, and would
     make the running statistics NaN if the statistics of the batch are infinite (0·∞).
 
-    If the graph is retained, each backward pass enters the same context manager again. Therefore, it is a class: a
-    context manager made from a generator function can be entered only once.
+    The context manager is a class, because a context manager made from a generator function can be entered only once.
+    If the graph is retained, each backward pass enters the same context manager again.
     """
 
     def __init__(self, block: nn.Module):

@@ -176,10 +176,10 @@ def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
 def _grouped(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[Layers]:
     """Yield groups of layers that stay together, in forward order.
 
-    Each group contains one main layer, which is a convolution, a linear layer, or a module with submodules. Simple
-    layers (normalization, activation, pooling) join the group of the main layer before them. There is one exception:
-    simple layers between a module with submodules and a convolution or linear layer join the group of the convolution
-    or linear layer.
+    Each group contains one main layer: a convolution, a linear layer, or a module with submodules. All other layers are
+    simple layers (normalization, activation, pooling). If the main layer before a simple layer has submodules, and the
+    main layer after it has none, the simple layer joins the group of the main layer after it. Otherwise, it joins the
+    group of the main layer before it.
 
     In the networks of `CHAINS`, no group begins with an in-place activation, which would overwrite the inputs of a
     stage.

@@ -59,8 +59,9 @@ class MicroBatch(NamedTuple):
 class Step(NamedTuple):
     """One iteration of the training loop.
 
-    Usually, an iteration is one optimizer step, and each process computes a part of its batch. If each process computes
-    whole steps by itself (see `Plan.step_shard`), an iteration is a round: several optimizer steps, one per process.
+    Usually, an iteration is one optimizer step, and the processes divide the batch of the step among themselves. If
+    each process computes whole steps by itself (see `Plan.step_shard`), an iteration is a round: several optimizer
+    steps, one per process.
     """
 
     number: int

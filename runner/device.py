@@ -19,15 +19,15 @@ class Device:
 
     Args:
         kind: `cpu`, `cuda`, `mps`, or `auto` for the first available device of `cuda`, `mps` and `cpu`.
-        index: use only the CUDA device with this index, counted among the visible devices (CUDA_VISIBLE_DEVICES); null
-            for the first device or, in a parallel mode with several devices, for the devices in `indices`.
+        index: use only the CUDA device with this index, counted among the visible devices (CUDA_VISIBLE_DEVICES). null
+            chooses the first device; in a parallel mode with several devices, it chooses the devices in `indices`.
         indices: the indices of the CUDA devices that a parallel mode with several devices may use; empty for all
             visible devices.
-        threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`). null
-            for torch's default in a run with one process, and for an equal share of the cores in a run with several
-            processes. In both cases, if the device is the CPU, one core is left free for each data worker, but at most
-            half of the process's cores (rounded up). If the environment variable OMP_NUM_THREADS is set, null always
-            chooses torch's default.
+        threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`). In a run
+            with one process, null chooses torch's default; in a run with several processes, it chooses an equal share
+            of the cores for each process. If the device is the CPU, null also reserves one core for each data worker,
+            but at most half of the process's cores (rounded up); at least one thread remains. If the environment
+            variable OMP_NUM_THREADS is set, null always chooses torch's default and reserves no cores.
     """
 
     kind: str = "auto"
@@ -131,11 +131,12 @@ _AVAILABLE = "device=auto chooses an available device; `python -m runner.tools.d
 def default_threads(device: torch.device, num_data_workers: int) -> int:
     """Return the number of CPU threads that a process uses for an operation if the option `device.threads` is null.
 
-    If `device` is the CPU, one of the process's cores is reserved for each data worker, but at most half of the
-    process's cores (rounded up). No core is reserved if the environment variable OMP_NUM_THREADS is set.
+    If `device` is the CPU, one core is reserved for each data worker, but at most half of the process's cores (rounded
+    up); at least one thread remains. If the environment variable OMP_NUM_THREADS is set, no core is reserved.
 
-    Cores are reserved because a thread that has to wait for a core delays the other threads of its operation: beside a
-    busy data worker, two threads on two cores can take several times as long as one thread.
+    Cores are reserved because a thread that has to wait for a core delays the other threads of its operation. For
+    example, if a data worker keeps one of two cores busy, an operation can take several times as long with two threads
+    as with one thread.
 
     Args:
         device: the device of this process.

@@ -42,9 +42,9 @@ class Optimizer(ABC):
         weight_decay: L2 penalty (sgd, adam, rmsprop) or decoupled weight decay (adamw, muon). For nadam, it is an
             L2 penalty unless `decoupled_weight_decay` is true.
         fused: whether to use torch's fused kernels, which are faster and give the same results up to rounding.
-        groups: a dict from a pattern of parameter names (see `runner.config.name_patterns`) to the `lr`, the
-            `weight_decay`, or both, of the parameters that match the pattern: `{head: {lr: 0.1}}`. If a parameter
-            matches several patterns, only the first of these patterns applies. Null for no patterns.
+        groups: a dict from a pattern of parameter names (see `runner.config.name_patterns`) to a dict with the options
+            of the parameters that match the pattern: `lr`, `weight_decay`, or both. For example, `{head: {lr: 0.1}}`.
+            If a parameter matches several patterns, only the first of these patterns applies. Null for no patterns.
         layer_decay: each block of the network has `layer_decay` times the learning rate of the next block (Clark et
             al., ELECTRA, 2020): the last block has the rate `lr`, the first block `lr·layer_decay^(num_blocks - 1)`. An
             `lr` in `groups` replaces this rate.

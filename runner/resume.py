@@ -353,8 +353,8 @@ def _unfinished(session: Session, parent: Path) -> tuple[Path | None, IO[str] | 
 def _started(session: Session, path: Path) -> tuple[Path | None, IO[str] | None]:
     """Return the run directory `path` and its open lock file if the run in it has the config of `session`.
 
-    Otherwise, return (None, None). If the directory exists, it is renamed first, or deleted if there is neither a
-    config nor a checkpoint in it.
+    If `path` does not exist, return (None, None). If `path` contains neither a config nor checkpoints, delete `path`
+    and return (None, None). If the run in `path` has another config, rename `path` and return (None, None).
 
     Raises:
         ConfigError: if `path` exists and is not a run directory; if it cannot be read or renamed; if the run in it is

@@ -1,8 +1,9 @@
-"""Random number streams, each seeded by the root seed and the name of the stream, and independent of the others.
+"""Independent random number streams, each seeded by the root seed and the name of the stream.
 
-The seed of the initial weights depends only on these two, so that every rank builds the same model. The seeds of
-exploration, dropout and environments also depend on an index that the parallel mode gives to each process. The random
-numbers of augmentation also depend on the epoch and the sample.
+The seed of the initial weights depends only on the root seed and the name of the stream, so that all ranks with the
+same root seed build the same model. (Each member of an ensemble has a different root seed.) The seeds of exploration,
+dropout and environments also depend on an index that the parallel mode gives to each process. The random numbers of
+augmentation also depend on the epoch and the sample.
 """
 
 from __future__ import annotations

@@ -137,9 +137,10 @@ class State:
         """Copy the state, check that it is finite, and begin to write it in the background; called on every rank.
 
         Raises:
-            DivergedError: if a metric since the last log, or a value of the model or of the optimizer state, is not
-                finite; nothing is written, and earlier checkpoints are kept.
-            StorageError: if the previous checkpoint, or the directory of this one, could not be written.
+            DivergedError: if a training metric of a step since the last log is not finite, or if a value of the model
+                or of the optimizer state is not finite. Nothing is then written, and earlier checkpoints are kept.
+            StorageError: if the previous checkpoint could not be written, or if the directory of the new checkpoint
+                cannot be created.
         """
         run, collectives, device = self.session.run, self.session.collectives, self.session.device
         rows = self.metric_buffer.peek(collectives.all_reduce)
@@ -269,7 +270,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a dict from device type to the state of torch's default random number generator on such a device.
+    """Return the states of torch's default random number generators of the CPU and of `device`, keyed by device type.
 
     Dropout, for example, uses these generators.
     """

@@ -1,6 +1,7 @@
-"""The training loop, from the components of a run to its last optimizer step. Read it from top to bottom.
+"""The training loop. It prepares the state of a run, and trains until the last optimizer step.
 
-The loop depends only on the base classes of parallel modes, precisions and workloads, not on any subclass.
+Read this module from top to bottom. The loop depends only on the base classes of parallel modes, precisions and
+workloads, not on any subclass.
 """
 
 from __future__ import annotations

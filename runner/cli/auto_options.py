@@ -55,7 +55,7 @@ def with_choices(job: Job, compose: Compose, directory: Path | None = None, conf
     Args:
         job: the composed config, and the overrides from which it was composed.
         compose: function that composes the config from its overrides.
-        directory: the value of `--run-directory`, with which a sweep starts its jobs; None if the flag is absent.
+        directory: the value of the flag `--run-directory`, which every job of a sweep has; None if the flag is absent.
         config_dir: a directory with the user's own options, for example of `parallel`; None if there is none.
 
     Raises:
@@ -93,8 +93,9 @@ def with_fitting_accumulation(job: Job, compose: Compose) -> Job:
 def with_choice(job: Job, compose: Compose, config_dir: str | None = None) -> Job:
     """Return `job` with `how=auto` replaced by the overrides that are chosen for the config on this machine.
 
-    The option `how` of the returned config is the list of these overrides. If no choice for this config is in the
-    cache, ways to train it are measured, unless the run is short.
+    In the returned config, the value of `how` is the list of these overrides. The overrides are read from the cache of
+    choices. If the cache has no choice for the config, several ways to train the run are measured. If the run is too
+    short for measuring to pay off, or if its steps cannot be measured, the list is empty.
 
     The arguments and the errors are those of `with_choices`.
     """
@@ -231,7 +232,10 @@ def _measured(typed: list[str], compose: Compose, config_dir: str | None) -> Cho
 
 
 def _check_no_external_launch(key: str) -> None:
-    """Raise a `ConfigError` if torchrun or SLURM has started several processes, which could choose differently."""
+    """Raise a `ConfigError` if torchrun or SLURM has started several processes.
+
+    Each process would choose by itself, and the choices could differ.
+    """
     started = external_world_size()
     why = f"torchrun or SLURM has started {started} processes, each of which would choose by itself"
     remedy = (

@@ -189,9 +189,10 @@ class Composer:
 
         Return `error` itself if `config_error` can translate it, or if the cause is not found.
 
-        First, one override at a time is left out. If the config can then be composed, this override is the cause. If
-        this finds no cause, as when several overrides are wrong, the overrides are added one after another. The cause
-        is then the override that makes the same error occur.
+        First, the config is composed several times, each time without one of the overrides. If composing succeeds, the
+        override that was left out is the cause. If composing always fails, for example because several overrides are
+        wrong, the config is composed with the first override, then with the first two, and so on. If composing fails
+        with the same message as `error`, the override that was added last is the cause.
         """
         if config_error(error) is not None:
             return error

@@ -79,11 +79,14 @@ def _no_such_key(error: Exception) -> ConfigError | None:
 
 
 def _other_key(key: str, chosen: Collection[str]) -> str:
-    """Return a remedy for the unknown key `key`: a similar key, another option that has `key`, or all valid keys.
+    """Return a remedy for an unknown key: similar keys, other options that have the key, or all valid keys.
+
+    For a key of Hydra, the remedy is the command that shows all of Hydra's keys.
 
     Args:
         key: the unknown key, such as `optimizer.lrr`.
-        chosen: the keys of the selected option (here, of the selected optimizer), such as `lr`; empty if not known.
+        chosen: the keys of the option that is selected in the config group of `key`, such as `lr` and `momentum` for
+            the group `optimizer`; empty if they are not known.
     """
     group, _, name = key.partition(".")
     if group == "hydra":

@@ -52,12 +52,12 @@ class Planner:
         config_dir: the directory of `--config-dir`; None if the flag was not typed.
 
     Attributes:
-        config: the config of the first job that can run. An error about the value of a swept key is ignored here,
-            because other jobs have other values of this key.
+        config: the config of the first job in `jobs.samples()` that can run. A job counts as able to run even if
+            `build_run` refuses its value of a swept key, because other jobs have other values of the key.
         path: the directory of the sweep. It must be set before `plan` is called.
 
     Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if no job can run.
+        ConfigError, HydraException, OmegaConfBaseException: if no job in `jobs.samples()` can run.
     """
 
     def __init__(self, jobs: SweepJobs, config_dir: str | None):

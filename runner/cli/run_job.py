@@ -41,9 +41,9 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     Args:
         run: the run.
         overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
-        directory: the value of `--run-directory`, with which a sweep starts its jobs. With `resume=auto`, a run that is
-            already in this directory is resumed if it has the same config. If None, the run uses a new directory, or
-            the directory that `resume` names.
+        directory: the value of the flag `--run-directory`, which every job of a sweep has. With `resume=auto`, a run
+            that is already in this directory is resumed if it has the same config. If None, the run uses a new
+            directory in `output_root`, or the directory that `resume` determines.
         report: function that rank 0 calls with (session, directory, result) after `write_result`.
 
     Raises:
@@ -128,7 +128,8 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
 def write_result(session: Session, directory: Path, result: Result) -> None:
     """Write `result.json` to the run directory `directory`; if the run is done and `keep=0`, delete all checkpoints.
 
-    If this fails, print why, and set the status of `result` to `crashed` and its error to the reason.
+    If `result.json` cannot be written, print the reason, set the status of `result` to `crashed`, and set the error of
+    `result` to the reason. If checkpoints cannot be deleted, only log a warning.
     """
     try:
         write_json(directory / run_directory.RESULT, result.as_dict())

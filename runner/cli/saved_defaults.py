@@ -129,15 +129,15 @@ def _store(config: dict[str, Any], overridden: set[str]) -> None:
 
 
 def _default(entry: Any, chosen: dict[str, str | None]) -> Any:
-    """Return `entry`, an entry of a defaults list, changed so that it chooses what a saved config has chosen.
+    """Return `entry`, an entry of a defaults list, with its option replaced by the option in `chosen`.
 
-    The option of an optional group, such as `optional local`, always becomes None, because the values that it sets are
-    part of the saved config.
+    In an entry of an optional group, such as `optional local`, the option is always replaced by None: the saved config
+    already contains the values that the option has set.
 
     Args:
-        entry: a dict `{group: option}`, or a string, which is returned unchanged.
-        chosen: the option that the saved config has for each group; None for no option. A group that is not in `chosen`
-            keeps the option that it has in `entry`.
+        entry: a dict `{group: option}`, or a string. A string is returned unchanged.
+        chosen: a dict from config groups to options, or to None for no option. If the group of `entry` is not in
+            `chosen`, `entry` keeps its option.
     """
     if isinstance(entry, str):
         return entry

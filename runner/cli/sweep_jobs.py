@@ -83,10 +83,11 @@ class SweepJobs:
             yield list(itertools.chain(*words))
 
     def samples(self) -> Iterator[list[str]]:
-        """Yield the overrides of the jobs that the sweep would have if only config groups were swept.
+        """Yield the overrides of one job for each combination of the options of the swept config groups.
 
-        Every other key has its first value. For `model=tiny,resnet18 optimizer.lr=0.1,0.2`, there are two jobs: one for
-        each model, both with the first learning rate. The options of the groups decide which keys exist.
+        Every other key has its first value, unless it is paired with a config group. For example,
+        `model=tiny,resnet18 optimizer.lr=0.1,0.2` gives two jobs: one for each model, both with the first learning
+        rate. The other values are left out, because only the options of the config groups determine which keys exist.
         """
         groups = groups_in_defaults()
         few = [

@@ -1,7 +1,7 @@
 """Config groups that earlier versions did not have.
 
-A config that such a version has saved lacks these groups. For each of them, the component below is added to the saved
-config, so that `resume` finds and accepts the run.
+A config that an earlier version has saved lacks these groups. For each missing group, `with_added_groups` adds the
+component in `ADDED_GROUPS` to the saved config, so that `resume` finds and accepts the run.
 """
 
 from __future__ import annotations

@@ -48,9 +48,11 @@ def matching(
     Args:
         key: the config key of the pattern, for the error message.
         pattern: the pattern.
-        names: the parameters to search: the result of `names_to_match`, or some of its items.
-        others: the remaining items of the result of `names_to_match`. They are used only for the error message.
-        why_not: the reason for the error if the pattern matches parameters in `others`, but none in `names`.
+        names: the parameters that `pattern` may match, for example the trained parameters: the result of
+            `names_to_match`, or some of its items.
+        others: the other items of the result of `names_to_match`, for example the frozen parameters. They are used only
+            for the error message.
+        why_not: if `pattern` matches only parameters in `others`, the reason that the error message gives.
 
     Raises:
         ConfigError: if the pattern matches no parameter in `names`; the error suggests similar names.

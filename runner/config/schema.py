@@ -34,7 +34,7 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
         node: plain values by field name, and `_target_`, the class as `package.module.Class`.
         base: the base class of the config group; `_target_` must name this class or a subclass.
         key: the key of the node in the config, for error messages (`optimizer`).
-        parts: components that have already been built, by the name of the field in which the new component holds them.
+        parts: the components that the new component holds, by field name. They must have been built already.
 
     Raises:
         ConfigError: if the node is invalid; the error names the full key, for example `optimizer.lr`.

@@ -133,8 +133,9 @@ class LabeledSamples(Samples):
     ) -> Iterator[tuple[torch.Tensor, Batch]]:
         """Yield (indices, batch) for each batch of `in_order`.
 
-        The indices are those of the batch's samples in the data set, int64 [n] on `device`. This implementation numbers
-        the samples one after another; a data set whose `in_order` may leave out samples overrides this method.
+        For each sample of the batch, `indices` has the index of the sample in the data set: int64 [n] on `device`. This
+        implementation is for data sets whose `in_order` leaves out no samples. If `in_order` of a subclass may leave
+        out samples, the subclass must override this method.
         """
         import torch
 

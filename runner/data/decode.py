@@ -131,7 +131,8 @@ def random_box(width: int, height: int, draws: list[float], least_area: float) -
 def _pixels(image: Image, orientation: int, box: Box, width: int, size: int) -> torch.Tensor:
     """Decode and return the pixels in `box`.
 
-    A large JPEG is decoded at a lower resolution, at which the box is still at least twice as large as the final size.
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its resolution if this leaves the box at least twice as large as the final
+    size.
 
     Args:
         image: the opened image file.

@@ -2,15 +2,20 @@
 
 A cached listing is used only if it is certain that the directories have not changed. Adding, removing or renaming an
 entry changes the modification time and the change time of its directory. Programs can set the modification time, but
-not the change time (`st_ctime`). Therefore, a listing is cached
+not the change time (`st_ctime`).
 
-- with the times, inode and device of every directory, taken before the directory was listed: a change since then, even
-  while the directory was being listed, makes the listing invalid;
-- only if no directory has changed in the last `_QUIET` seconds: if a directory changed twice within one tick of the
-  file system's clock, the second change would not be visible in the times;
-- only if there are no symbolic links, except links to image files: the target of a link can be changed or replaced
-  without changing the times of the directory that contains the link;
-- with a checksum, by which a damaged cache file is recognized.
+A listing is cached only under these conditions:
+
+- No directory changed in the `_QUIET` seconds before it was listed. If a directory changed twice within one tick of the
+  file system's clock, the second change would not be visible in the times.
+- There are no symbolic links, except links to image files. The target of a link can be changed or replaced without
+  changing the times of the directory that contains the link.
+
+A cached listing contains:
+
+- The times, inode and device of every directory, taken before the directory was listed. If a directory changes later,
+  even while it is being listed, the cached listing becomes invalid.
+- A checksum, by which a damaged cache file is recognized.
 
 The content of image files is not cached. If a file is deleted during a run, the run treats it as unreadable.
 """

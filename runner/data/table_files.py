@@ -55,8 +55,10 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
         delimiter: the character between two cells.
 
     Raises:
-        ConfigError: if the file cannot be read or is not such a table, if a column does not exist or is chosen twice,
-            or if a cell in one of the chosen columns is not a number that is finite in float32.
+        ConfigError: if the file cannot be read or is not a CSV file; if it has fewer than two or more than
+            `_MOST_COLUMNS` columns; if it has no row below the first line, or a row that does not have one cell per
+            column; if a column does not exist or is chosen twice; if no column is left for the inputs; or if a cell in
+            a chosen column is not a number that is finite in float32.
     """
     try:
         rows = csv.reader(io.StringIO(_content(path).decode("utf-8-sig"), newline=""), delimiter=delimiter)

@@ -42,12 +42,12 @@ class Average:
         return {}
 
     def load(self, tensors: Mapping[str, torch.Tensor], load: Callable[[torch.optim.Optimizer, Any], None]) -> None:
-        """Restore the average from `tensors`, which `full_tensors` returned.
+        """Restore the average from `tensors`, which `full_tensors` returned on rank 0; called on every rank.
 
         Args:
             tensors: the tensors; empty if the checkpoint has no average. The average then begins after the next step.
-            load: function `load(optimizer, state)`, which loads `state` into the optimizer. `state` is a dict by
-                parameter name, and contains full tensors. Called on every rank.
+            load: function `load(optimizer, state)`, which loads `state` into `optimizer` with `load_full_state` of the
+                parallel mode. `state` has the form of the optimizer state that `full_state` returns.
         """
 
     def local_state(self, state_of: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> dict[str, Any]:

@@ -26,11 +26,12 @@ def state_of(envs: VectorEnv) -> dict[str, Any] | None:
 
 
 def restore(envs: VectorEnv, state: dict[str, Any]) -> None:
-    """Set the state of `envs` to a state that `state_of` returned for the same kind and number of environments.
+    """Set the state of `envs` to `state`, which `state_of` returned for the same kind and number of environments.
 
     Raises:
-        Exception: one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state` is not the state of such
-            environments. The state of `envs` may then be partly replaced.
+        Exception: one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state` does not fit `envs`: for example,
+            if `state` has another number of wrappers, or an attribute that `envs` does not have. A part of the state
+            of `envs` may have been replaced already.
     """
     _set_attributes(envs, state["vector"])
     if isinstance(envs, SyncVectorEnv):

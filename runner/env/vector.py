@@ -75,11 +75,12 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
 
 
 def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
-    """Make the process of an environment exit on SIGTERM and ignore Ctrl-C; return `env` unchanged.
+    """Return `env` unchanged, and make the process of an environment exit on SIGTERM and ignore Ctrl-C.
 
-    Gymnasium calls this function as a wrapper: in the process of each environment, and also in the process of the run,
-    where it does nothing. The process of an environment is forked from the run. Without this function, it would keep
-    the signal handlers of the run, which do not end the process.
+    On Linux, the process of an environment is forked from the process of the run, and inherits the signal handlers of
+    the run, which do not end the process. This function replaces the inherited handlers. It is passed to gymnasium as a
+    wrapper, which gymnasium calls in the process of each environment, and also in the process of the run. In the
+    process of the run, this function changes nothing.
 
     Args:
         env: the environment.

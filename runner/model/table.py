@@ -42,8 +42,8 @@ def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
 
     Args:
         model: the network, before it is placed on its devices.
-        shape: shape of one input; None if it is not known. In this case, or if the network cannot process such an
-            input, the table lacks the columns for outputs and floating-point operations.
+        shape: shape of one input; None if it is not known. If `shape` is None, or if the network cannot process an
+            input of this shape, the table lacks the columns for outputs and floating-point operations.
     """
     if shape is not None:
         with suppress(Exception):  # whatever is wrong with the network, training says it better

@@ -23,8 +23,8 @@ _VARIANTS = 8
 def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the blocks of `model` that have parameters and are submodules of `model`.
 
-    Blocks that are not submodules are left out. `model.blocks()` may create such blocks in each call, to group several
-    submodules into one block.
+    If `model.blocks()` creates a new block in each call, to group several submodules, this block is not a submodule of
+    `model`, and is left out.
     """
     own = {id(module) for module in model.modules()}
     found = [block for _, block in blocks_of(model)]
@@ -32,9 +32,10 @@ def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_in_place(module: torch.nn.Module, how: bool | str, blocks: Sequence[torch.nn.Module] | None = None) -> None:
-    """Let `module`, or each of its blocks, be compiled at the first call; the names of parameters do not change.
+    """Compile `module`, or each of its blocks, without changing the names of the parameters.
 
-    Blocks of the same class and shapes share their compiled code.
+    The compilation starts when the module or block is called for the first time. Blocks of the same class and shapes
+    share their compiled code.
 
     Args:
         module: the network, or a stage of it.
@@ -42,7 +43,7 @@ def compile_in_place(module: torch.nn.Module, how: bool | str, blocks: Sequence[
         blocks: the blocks of `module`; None for the blocks that `modules_of_blocks` returns.
 
     Raises:
-        ConfigError: if `how` is `blocks`, and `module` has no blocks.
+        ConfigError: if `how` is `blocks`, and there are no blocks to compile.
     """
     if how == BLOCKS:
         found = modules_of_blocks(module) if blocks is None else blocks

@@ -70,8 +70,9 @@ class Context:
         compile: true to compile the model as a whole with `torch.compile`; `blocks` to compile each of its blocks;
             false to compile nothing.
         time_block: function that takes the arguments of `measured_seconds`, and returns the time of the forward and
-            backward pass of a block. Modes that split a network into stages choose the stages from these times.
-            `runner.planning.fake_step` uses tensors without values, so its function counts floating-point operations.
+            backward pass of a block. Modes that split a network into stages choose the stages from these times. In
+            `runner.planning.fake_step`, where tensors have no values, the function returns the number of floating-point
+            operations in place of the time.
     """
 
     process: Process

@@ -68,9 +68,9 @@ class SharedMemoryCollectives(ProcessGroup):
     def any_rank(self, flag: bool) -> bool:
         """Return whether this worker has to stop now, after its latest update.
 
-        After a worker has requested a stop, rank 0 chooses a number of updates that no worker has reached yet. Each
-        worker stops when it has made this number of updates. To make this possible, a worker that is more than
-        `_MAX_LEAD` updates ahead of another one waits for it.
+        When a worker has requested a stop, rank 0 chooses the number of updates after which every worker stops. Rank 0
+        must choose a number that no worker has passed. Therefore, the lead of a worker is limited: in each call, a
+        worker waits until it is at most `_MAX_LEAD` updates ahead of the slowest worker.
 
         Args:
             flag: whether this worker requests that all workers stop.

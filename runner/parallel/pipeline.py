@@ -62,9 +62,9 @@ class Pipeline(Partition, MultiProcess):
     number of stages. If this number is even and at least four, `interleaved_1f1b` has two stages per process instead.
 
     Args:
-        engine: `processes`: several processes with one or more stages each, and `torch.distributed.pipelining`;
-            `streams`: one process with several CUDA devices, and copies between them on separate streams; supports only
-            `schedule=gpipe`.
+        engine: `processes` runs one or more stages in each of several processes, with `torch.distributed.pipelining`.
+            `streams` runs all stages in one process with several CUDA devices, and copies tensors between the devices
+            on separate streams. `streams` supports only `schedule=gpipe`.
         schedule: `gpipe`: all forward passes, then all backward passes; `1f1b`: one forward pass and one backward pass
             in turn, which keeps fewer activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more
             stages per process, which reduces idle time (Narayanan et al., 2021); `zero_bubble`: the gradients of

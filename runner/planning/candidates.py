@@ -189,12 +189,13 @@ class Candidates:
             count //= 2
 
     def _processes(self, chosen: Overrides) -> Iterator[Overrides]:
-        """Yield variants of `chosen`: one for each number of processes and each of the mode's `alternatives`.
+        """Yield variants of `chosen`: one for each number of processes combined with each of the mode's `alternatives`.
 
-        The numbers of processes are powers of two, up to the number of cores or GPUs. No number is added if the user
-        has typed one, or if the mode runs in one process with its present options (`in_processes` is false).
+        The numbers of processes are powers of two, up to the number of cores or GPUs. If the user has typed the number
+        of processes, or if the mode runs in one process with its present options (`in_processes` is false), only the
+        `alternatives` vary.
 
-        If the mode is refused or is not a `MultiProcess`, only `chosen` itself is yielded.
+        If the mode is refused or is not a `MultiProcess`, yield only `chosen` itself.
 
         Args:
             chosen: overrides that choose the mode; empty for the mode of the run as it is.
@@ -293,9 +294,9 @@ class Candidates:
         return sorted({0, 1, max(1, self._cores // 2), self._cores})
 
     def _is_free(self, key: str) -> bool:
-        """Return whether the user has not typed the option `key`.
+        """Return whether candidates may set the option `key`.
 
-        If `key` is a group, such as `parallel`, the result is False also if the user has typed an option of the group.
+        Return False if the user has typed `key` itself or, for a group such as `parallel`, any option of the group.
         """
         return not any(typed == key or typed.startswith(f"{key}.") for typed in self._keys)
 
@@ -327,12 +328,12 @@ def _data(run: Run) -> Any:
 def _normalized_together(run: Run, context: Context) -> Any:
     """Return which samples batch normalization normalizes together, in a form that can be compared between runs.
 
-    Samples that are normalized together form a group. A group is a range (start, stop) of positions in the batch, or a
-    tuple of such ranges if there are gaps between them.
+    Samples that are normalized together form a group. A group without gaps is a range (start, stop) of positions in the
+    stream of samples. A group with gaps is a tuple of ranges.
 
-    Each rank has a list of groups, in the order in which they are normalized. The result is a list of these lists,
-    without duplicates. If the statistics are synchronized over the ranks, the result contains a single list of groups:
-    its first group is the union of the first groups of all ranks, and so on.
+    Each rank has a list of groups, in the order in which the rank normalizes them. If the ranks do not synchronize
+    their statistics, return the lists of all ranks, without duplicates. If the ranks synchronize their statistics,
+    return a single list in a list: group i of this list is the union of group i of every rank.
     """
     synchronized = run.parallel.synchronizes_batch_norm
     parts = run.parallel.num_microbatches(context)

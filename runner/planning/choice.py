@@ -30,16 +30,15 @@ def measured_choice(
     Args:
         compose: function that takes further overrides, and returns the run with them; it may raise ConfigError.
         typed: the overrides of the run. No candidate changes the options that they set.
-        budget: maximum duration of the search in seconds. If `budget_for` is given, `budget` only limits the
-            measurement of the run without further overrides.
+        budget: maximum duration of the search in seconds. If `budget_for` is given, `budget` limits only the
+            measurement of the run as it is, without further overrides.
         allowed: the kinds of effect that the choice may have on the results (see `RESULTS`), in addition to `ALLOWED`.
         report: function that is called with a line about each candidate that has been tried.
         config_dir: a directory with the user's own option files, which may define parallel modes; None if there is
             none.
-        budget_for: function that is called after the run without further overrides has been measured. It takes the
-            session of this run and the measured seconds per step. It returns the number of seconds for all other
-            candidates together, or 0 to measure none of them. If `budget_for` is None, `budget` applies to the whole
-            search.
+        budget_for: function that returns the seconds that all other candidates together may take, or 0 to measure no
+            other candidate. It is called after the measurement of the run as it is, with the session of this run and
+            the measured seconds per step. If `budget_for` is None, `budget` applies to the whole search.
 
     Returns:
         The dict of `runner.planning.tuning.as_plain`, with the additional key `seconds`: how long this call took.

@@ -71,11 +71,13 @@ class RankPlan(NamedTuple):
 def trace(session: Session) -> list[RankPlan]:
     """Return the memory, operations and messages of a step of each rank.
 
-    If the ranks differ only in their samples, only rank 0 is traced, and the result for each rank is that of rank 0.
+    If every rank has different samples or a different seed, only rank 0 is traced, and the result for each rank is that
+    of rank 0.
 
-    If a step has more than three micro-batches, a step with two and a step with three are traced instead, because
-    tracing hundreds would take minutes. The micro-batches are as large as in the run. The memory is that of the step
-    with three; each further micro-batch is assumed to add the same costs as the third.
+    If a step has more than three micro-batches, two shorter steps are traced instead, because tracing hundreds of
+    micro-batches would take minutes. One of these steps has two micro-batches, and the other has three. The
+    micro-batches are as large as in the run. The returned memory is that of the step with three micro-batches. Each
+    further micro-batch is assumed to add the same costs as the third micro-batch.
 
     Raises:
         ConfigError: if the step fails because torch cannot train with this config.
@@ -187,8 +189,8 @@ def _counted(parallel: Parallel, tracker: MemoryTracker) -> Parallel:
 def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
     """Return a copy of `workload` whose batches have no values; the original and its data do not change.
 
-    `tracker` counts the memory of batches under the kind `data`, and also that of the tensors that hold the samples of
-    `workload`.
+    Under the kind `data`, `tracker` counts the memory of the batches and the memory of the tensors that hold the
+    samples of `workload`.
     """
     copied = copy.copy(workload)
     for name, value in vars(copied).items():

@@ -3,10 +3,13 @@
 The parts are:
 
 - the forward and backward pass of a micro-batch, including the messages between processes;
-- for a pipeline, also the forward and backward pass of each block, and the forward and backward pass with other split
-  sizes, from which the times of other schedules and of all split sizes are predicted;
+- only for a pipeline: the forward and backward pass of each block, for several numbers of samples;
+- only for a pipeline: the forward and backward pass of an accumulation step, for several split sizes;
 - the optimizer's update;
 - the making of a batch.
+
+The additional parts for a pipeline serve to predict the times of other schedules, and of split sizes that are not
+measured.
 
 All processes of the parallel mode measure at the same time, so that they share the caches, the memory and the links of
 the machine as in training. Nothing is trained: the update is measured with gradients of zero, and the model is
@@ -82,15 +85,16 @@ class Parts:
 
 
 def neighbors(sizes: Sequence[int], size: int) -> tuple[int, int, float]:
-    """Return the two of `sizes` between which `size` lies, and its distance from the first one.
+    """Return the two of `sizes` between which `size` lies, and the position of `size` between them.
 
     Args:
         sizes: the measured numbers of samples, in increasing order.
         size: the number of samples to predict a time for.
 
     Returns:
-        The nearest smaller size, the nearest larger size, and how far `size` lies between them, from 0 to 1. If `size`
-        is one of `sizes`, or lies outside of their range, the nearest size is returned twice, and 0.
+        A tuple (smaller, larger, position): the nearest smaller and the nearest larger size in `sizes`, and the
+        position of `size` between them, from 0 (smaller) to 1 (larger). If `size` is one of `sizes` or lies outside of
+        their range, the tuple is (nearest, nearest, 0), where `nearest` is the nearest size in `sizes`.
     """
     index = bisect_left(sizes, size)
     if index == len(sizes) or index == 0 or sizes[index] == size:

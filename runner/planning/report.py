@@ -79,7 +79,7 @@ def report_of(
 
 
 def measured(session: Session, result: Mapping[str, Any], directory: Path) -> dict[str, Any] | None:
-    """Return a run's measurements of what a plan predicts; None if the times of its steps were not measured.
+    """Return what a run has measured, for comparison with a plan; None if the times of its steps were not measured.
 
     Args:
         session: the prepared run.
@@ -87,8 +87,9 @@ def measured(session: Session, result: Mapping[str, Any], directory: Path) -> di
         directory: the run directory, whose newest checkpoint is measured, too.
 
     Returns:
-        A dict: `seconds`, the median time of a step; `samples_per_second`; `peak_bytes`, the peak of the memory, and
-        `peak_of`, a text that says what this peak counts; and `checkpoint_bytes`, None if there is no checkpoint.
+        A dict: `seconds`, the median in `Result.step_seconds`; `samples_per_second`; `peak_bytes`, the peak of the
+        memory, and `peak_of`, a text that says what this peak counts; and `checkpoint_bytes`, None if there is no
+        checkpoint.
     """
     if not result.get("step_seconds"):
         return None
@@ -189,8 +190,8 @@ def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) 
 def _add_step_seconds(session: Session, parts: Parts, rows: Sequence[dict[str, Any]], schedule: str) -> None:
     """Add the predicted `step_seconds` to the dict of each schedule in `rows`, the result of `bubbles`.
 
-    Some split sizes were measured with `schedule`, the schedule of the config. The errors of their simulated times are
-    used to correct the simulated times of the other schedules and split sizes.
+    `schedule`, the schedule of the config, was measured with some split sizes. The differences between the measured and
+    the simulated times of `schedule` are used to correct the simulated times of all schedules and split sizes.
     """
     measured = {int(size): seconds for size, seconds in parts.values["pipelines"].items()}
     simulated = {row["split_size"]: row[schedule] for row in rows}

@@ -1,10 +1,10 @@
 """Finds the fastest way to train a run: candidates train in turn, and the slow ones are dropped early.
 
 The search is a successive halving (Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
-optimization", 2016). Every candidate trains in processes of its own and waits while others train. In each round, all
-remaining candidates train for a fraction of a second, one after another, so that a change of the machine's speed
-affects all of them. Two candidates are compared by their times in the rounds in which both trained; if there are none,
-by the medians of all their times.
+optimization", 2016). Every candidate trains in processes of its own and waits while others train. In each round, some
+candidates train for a fraction of a second, one after another, so that a change of the machine's speed affects all of
+them. If there are rounds in which two candidates have both trained, their times in these rounds are compared.
+Otherwise, the medians of all their times are compared.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class Search:
         start: function that starts a trial of a candidate, and returns the trial. It is called with the candidate and
             the number of seconds that the start may take. It raises TrialError if the trial cannot start.
         budget: seconds that the search may take.
-        allowed: keys of `candidates.RESULTS`, the kinds of effect on the results of the run. A candidate is tried only
-            if its effect is in `allowed` or in `candidates.ALLOWED`.
+        allowed: the kinds of effect that a candidate may have on the results of the run, in addition to those in
+            `candidates.ALLOWED`; keys of `candidates.RESULTS`. A candidate with any other effect is not tried.
         has_room: function that returns whether there is enough memory to start a candidate. It is called with the
             candidate, the row of the default, and the rows whose trials are waiting.
         clock: function that returns the time in seconds.
@@ -184,8 +184,9 @@ class Search:
         Args:
             default: the run as it is.
             groups: functions that are called in order. Each is called with the overrides of the fastest candidate so
-                far, and returns further candidates. These have half of the remaining time to start; the candidates of
-                the last function have all of it. Time reserved for the last rounds is not part of the remaining time.
+                far, and returns further candidates. To start the candidates of the last function, all remaining time
+                may be used, except the time that is reserved for the last rounds. To start the candidates of any other
+                function, only half of this time may be used.
             budget_for: function that is called with the row of the default, after the default has been measured. It
                 returns the number of seconds for all other candidates, or 0 to measure none of them. If it returns
                 None, the other candidates have the rest of the budget of the search.
@@ -263,7 +264,12 @@ class Search:
         return max(_RESERVED * self._budget, 2 * self.default.step_seconds * self.default.burst_length)
 
     def _slow_relative(self, candidate: Candidate) -> Row | None:
-        """Return a much slower row with the same parallel mode and processes as `candidate`; None if there is none."""
+        """Return a much slower row whose first two overrides are those of `candidate`; None if there is none.
+
+        A row is much slower if its `is_much_slower` is True. The first two overrides usually set the parallel mode and
+        the number of processes. If the first override of `candidate` does not set the parallel mode or one of its
+        options, the result is None.
+        """
         same = candidate.overrides[:2]
         if not same or not same[0].startswith("parallel"):
             return None

@@ -58,7 +58,7 @@ class Stop:
         check(self.min_delta == 0 or self.patience is not None, "min_delta", self.min_delta, why, remedy)
 
     def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
-        """If `metric` is set, check that evaluations measure it, and that some take place before the end of the run.
+        """If `metric` is set, check that evaluations measure it, and that `eval_every` is not 0.
 
         Args:
             directions: a dict from the name of each evaluation metric of the workload to `min` if smaller values are
@@ -66,7 +66,8 @@ class Stop:
             eval_every: number of steps between evaluations; 0 if there is only one, at the end.
 
         Raises:
-            ConfigError: if evaluations do not measure `metric`, or the only one is at the end (`eval_every=0`).
+            ConfigError: if `metric` is set, but evaluations do not measure it; or if `metric` is set, but `eval_every`
+                is 0.
         """
         if self.metric is None:
             return

@@ -75,17 +75,17 @@ def check_like(value: Any, like: Any, where: str) -> None:
 def check_plain(content: Any, where: str) -> None:
     """Check that `content` consists of plain values and tensors, and is small enough to be examined quickly.
 
-    The size of the file is no limit for the size of its content: a small file can contain nested lists in which the
-    same list occurs many times, or a huge tensor whose elements share memory.
+    Plain values and tensors may be items of dicts, lists, tuples and sets. A small file can have a huge content, for
+    example nested lists in which the same list occurs many times, or a tensor whose elements share memory.
 
     Args:
         content: the values that were loaded from a file.
         where: the name of the content in the error message.
 
     Raises:
-        UnexpectedContentError: if `content` contains an object that is neither a plain value nor a tensor; if it
-            contains an integer of 2**256 or more, or a tensor whose elements share memory; or if it has too many
-            values or is nested too deeply.
+        UnexpectedContentError: if `content` contains an object of any other type; if it contains an integer with an
+            absolute value of 2**256 or more, or a tensor whose elements share memory; or if it has too many values or
+            is nested too deeply.
     """
     remaining, count = [(content, 0)], 0
     while remaining:

@@ -20,8 +20,8 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write `content` to a temporary file, flush it to disk, rename it to `path`, and flush the directory.
 
     Raises:
-        OSError: if the file cannot be written; `path` then keeps its previous content. Also if the directory cannot be
-            flushed; `path` then already has its new content.
+        OSError: if the file cannot be written (`path` then keeps its previous content), or if the directory cannot be
+            flushed (`path` then already has its new content).
     """
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)

@@ -25,8 +25,8 @@ def write_index(root: Path, last_step: int, best: Mapping[str, Any]) -> None:
     Args:
         root: the directory of the checkpoints.
         last_step: the step of the newest checkpoint.
-        best: a dict with the `metric`, the `value` and the `step` of the best evaluation; empty if there is none. If
-            it is empty, or there is no checkpoint of that step, the index contains `"best": null`.
+        best: a dict with the `metric`, the `value` and the `step` of the best evaluation; empty if there was no
+            evaluation. If this dict is empty, or there is no checkpoint of its step, the index contains `"best": null`.
 
     Raises:
         OSError: as in `write_text`.

@@ -55,10 +55,10 @@ def saved_steps(root: Path) -> list[int]:
 
 
 def delete(root: Path, steps: Iterable[int]) -> None:
-    """Delete the checkpoints of `steps` in the directory `root`, and what interrupted saves and deletions have left.
+    """Delete the checkpoints of `steps` in the directory `root`, and the leftovers of interrupted saves and deletions.
 
     Raises:
-        OSError: if a checkpoint cannot be deleted. Others may already have been deleted.
+        OSError: if a checkpoint or a leftover cannot be deleted. Others may already have been deleted.
     """
     for step in steps:  # renamed first, so that an interrupted deletion leaves no partial checkpoint
         path = root / step_name(step)

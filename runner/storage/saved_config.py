@@ -84,11 +84,12 @@ def plain_values(text: str, root: type[yaml.CollectionStartEvent]) -> Any:
     """Return the plain values in a YAML text. Interpolations (`${…}`) are not resolved.
 
     Args:
-        text: the YAML text. Texts that would take unusually long to parse are refused.
+        text: the YAML text.
         root: the type of the outermost collection: `yaml.MappingStartEvent` or `yaml.SequenceStartEvent`.
 
     Raises:
-        UnreadableConfigError: if the text is not such a collection, or contains anything other than plain values.
+        UnreadableConfigError: if the text is not a collection of type `root`, contains anything other than plain
+            values, or would take unusually long to parse.
     """
     try:
         loader = _loader()(text, root)

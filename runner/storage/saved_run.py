@@ -36,10 +36,14 @@ def directory_of(source: Path) -> Path:
 def saved_config(source: Path) -> SavedConfig:
     """Return the config of the run or the checkpoint at `source`.
 
-    Each checkpoint has a copy of the config of the run that wrote it. If the config of a run directory is damaged, the
-    newest intact copy in its checkpoints is read instead; if the copy in a checkpoint is damaged, the config of its run
-    directory is read instead. Earlier versions of this project wrote configs without a SHA-256. Such a config is used
-    only if neither the run directory nor a checkpoint has an intact config with a SHA-256.
+    Each checkpoint has a copy of the config of the run that wrote it. The files are tried in this order until one is
+    intact:
+
+    - for a run directory: its own config, then the copies in its checkpoints, from the newest to the oldest.
+    - for a checkpoint: its copy, then the config of the run directory.
+
+    Configs without a SHA-256, which earlier versions of this project wrote, are used only if none of these files is
+    an intact config with a SHA-256.
 
     Raises:
         UnreadableConfigError: if no config can be read.

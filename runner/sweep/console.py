@@ -20,8 +20,8 @@ def is_running(console: Path) -> bool:
 def is_open_in(pid: int, path: Path) -> bool:
     """Return whether the process `pid` has opened the file `path`; False on systems without /proc.
 
-    The result is also False if the process has opened the same file under another name. Otherwise, if somebody
-    made `path` a hard link to a console file of another sweep, a job of the other sweep would be taken for a job of
+    The result is also False if the process has opened the same file only under another name. Somebody may have made
+    `path` a hard link to a console file of another sweep, and a job of the other sweep must not be taken for a job of
     this sweep.
     """
     name = os.path.realpath(path)

@@ -90,7 +90,7 @@ class JobSource(ABC):
     def unpromising(self, running: Collection[int]) -> list[int]:
         """Return the numbers of the running jobs that should save a checkpoint and stop, because others are better.
 
-        `next` may later return such a job again. The job then continues from its checkpoint.
+        `next` may later return a stopped job again. The job then continues from its checkpoint.
 
         Args:
             running: the numbers of the running jobs that have not been asked to stop yet.
@@ -234,9 +234,11 @@ class Scheduler:
     def _started(self, job: PlannedJob) -> bool:
         """Start `job` if this is necessary and possible; return False if the job has to wait, otherwise True.
 
-        A job is not started if it need not run again (see `Ledger.settled`), is already running, or is refused. A job
-        has to wait while the pool has no room for it. It also has to wait while a job that an earlier command started
-        with the same number, but another config, is still running.
+        A job is not started if it need not run again (see `Ledger.settled`), if it is refused, or if an earlier command
+        started it with the same config and the pool has taken it over.
+
+        A job has to wait while the pool has no room for it. If an earlier command started the job with another config,
+        the earlier job is asked to save a checkpoint and exit, and the new job has to wait until the earlier job ends.
         """
         code = self.ledger.settled(job.number, job.config_hash)
         if code is not None:

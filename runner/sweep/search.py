@@ -44,8 +44,8 @@ class Space:
 
     Args:
         dimensions: the dimensions of the sweep, including dimensions with a single value.
-        exists: a function `exists(overrides, key)`, where `overrides` choose options of config groups. It returns
-            whether the config that is composed with these options has `key`.
+        exists: a function `exists(overrides, key)` that returns whether a config has `key`. The config is composed with
+            `overrides`, which choose the options of config groups.
         groups: the names of all config groups.
     """
 

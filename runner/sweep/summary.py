@@ -34,8 +34,9 @@ class BestJob(NamedTuple):
     Args:
         number: the number of the job.
         name: the name of its run directory.
-        metric: the tag of the metric that selects the best checkpoint.
-        value: the best value of the metric that the job reached.
+        metric: the tag of the metric by which most jobs of the sweep select their best checkpoint.
+        value: the job's best value of `metric`. If the job selects its best checkpoint by another metric, its last
+            value of `metric`.
     """
 
     number: int

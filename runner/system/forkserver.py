@@ -113,9 +113,10 @@ def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
 
 
 def death_of_server() -> str:
-    """Return how the fork server ended, such as `SIGKILL` or `exit code 1`.
+    """Return how the fork server ended, such as `SIGKILL` or `exit code 1`; an empty string if it is still running.
 
-    The result is an empty string if the server still runs after 1 s, or was not started by this process.
+    This function waits for the end of the server, but at most 1 s. If this process has not started the server, the
+    result is an empty string.
 
     The main process receives the exit codes of the children from the server. If the server dies, all children
     therefore seem to have ended at the same time. This function tells whether the server has died.

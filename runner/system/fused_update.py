@@ -3,8 +3,8 @@
 For six small tensors, `Optimizer.step` takes 110 µs with Adam and 47 µs with SGD, of which the kernels take 33 and
 13 µs. The rest is spent on hooks, on a label for the profiler, and on sorting the tensors by device and dtype.
 
-The kernels have no public names in torch, and no torch issue is known that would give them one. If they are renamed,
-callers of `step` can call `optimizer.step()` instead.
+The kernels have no public names in torch, and no torch issue that asks for public names is known. If torch renames the
+kernels, callers of `step` can call `optimizer.step()` instead.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import torch
 def step(optimizer: torch.optim.Optimizer) -> None:
     """Do what `optimizer.step()` does, with the same result bit for bit.
 
-    The kernel is called directly if `optimizer` is torch's SGD, Adam or AdamW with `fused=True`, and all tensors are on
-    the CPU. `optimizer.step()` is called for all other optimizers, and also for the first update, which creates the
-    state, if hooks are registered, and while a profiler runs.
+    The kernel is called directly if all of these conditions are met; otherwise, `optimizer.step()` is called:
+
+    - `optimizer` is torch's SGD, Adam or AdamW with `fused=True`, and without `amsgrad`.
+    - Every parameter has a dense gradient on the CPU, and all gradients of a parameter group have the same dtype.
+    - The optimizer has its state. The first update creates the state; SGD without momentum has no state.
+    - No hooks are registered, and no profiler is running.
     """
     supported = type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
     groups = _groups(optimizer) if supported and not _is_observed(optimizer) else None

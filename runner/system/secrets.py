@@ -130,8 +130,8 @@ def _masked(match: re.Match[str]) -> str:
 def _is_secret(name: str, value: str) -> bool:
     """Return whether `value` is a credential.
 
-    Values such as `null` and `true` are not credentials. A number may be a password. If `name` is `token`, however, a
-    number is the ID of a token of a language model, and not a credential.
+    Values such as `null` and `true` are never credentials. A number is treated as a credential, because it may be a
+    password, unless `name` is `token`: the number is then the ID of a token of a language model.
 
     Args:
         name: the end of the key of `value`, such as `password`; empty if `value` was recognized without a key.

@@ -174,8 +174,8 @@ def exceptions_postponed() -> Iterator[None]:
 def run_main(main: Callable[[], int]) -> int:
     """Install handlers for stop signals, call `main`, and return the exit code of this process.
 
-    `main` does all the work of this process. Once it has returned, stop signals are ignored. Otherwise, they could kill
-    the process while Python exits, which takes a second: during this time, Python restores the default signal handlers.
+    `main` does all the work of this process. Python then takes a second to exit, and while it exits, it restores the
+    default signal handlers, which kill the process. Stop signals are therefore ignored once `main` has returned.
     """
     command = CommandSignals().__enter__()  # never left
     try:

@@ -143,9 +143,9 @@ def as_json(comparison: Comparison) -> str:
         The text of a JSON object, in which numbers that are not finite are null. It has these keys:
 
         - `keys`, `metric` and `direction`: the attributes of `Comparison` with these names.
-        - `rows`: a list with an object for each row. Its keys are `values`; `runs` and `seeds`, which are counts;
-          `directories`, the run directories; and the name of each measure. The value of a measure is an object with
-          the keys `mean` and `std`, or null if the row does not have this measure.
+        - `rows`: a list with an object for each row. Its keys are `values`, `runs` (the number of runs), `seeds` (the
+          number of different seeds), `directories` (the run directories), and the name of each measure. The value of a
+          measure is an object with the keys `mean` and `std`, or null if the row does not have this measure.
         - `failures`: a list with an object for each failure. Its keys are the fields of `Failure`, but `name` is
           called `run`.
     """

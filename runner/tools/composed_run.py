@@ -1,4 +1,4 @@
-"""Functions that check the overrides that were passed to a tool, and build the run that they describe."""
+"""Functions that check the overrides on a tool's command line, and that build a run from overrides."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def compose_run(overrides: Sequence[str], config_dir: str | None = None, name: s
 
 
 def replaced(overrides: Sequence[str], *others: str) -> list[str]:
-    """Return the items of `overrides` that `others` do not replace, followed by `others`.
+    """Return `overrides` without the items that `others` replace, followed by `others`.
 
-    An item such as `parallel=single` in `others` replaces all overrides of its config group or key, for example
-    `parallel=pipeline` and `parallel.stages=4`. An item of `others` whose key contains a dot, such as
-    `parallel.stages=2`, is only appended, and replaces nothing.
+    An item of `others` whose key contains no dot, such as `parallel=single`, replaces all overrides of its config group
+    or key, for example `parallel=pipeline` and `parallel.stages=4`. An item of `others` whose key contains a dot, such
+    as `parallel.stages=2`, replaces nothing.
     """
     groups = {text.partition("=")[0] for text in others}
     kept = [text for text in overrides if re.split(r"[=.@]", text.lstrip("+~"))[0] not in groups]

@@ -166,8 +166,8 @@ def read(source: Path, best: bool = False) -> Weights:
             newest intact checkpoint.
 
     Raises:
-        ConfigError: if `source` does not exist, cannot be read, or has no weights or damaged weights; or if `best` is
-            True, and `source` is not a run directory or has no best checkpoint.
+        ConfigError: if `source` does not exist, cannot be read, contains no weights, or contains damaged weights. Also
+            if `best` is True, but `source` is not a run directory, or is a run directory without a best checkpoint.
     """
     others = "name a run directory, a checkpoint in one, or a file of weights"
     check_readable("SOURCE", source / "checkpoints")

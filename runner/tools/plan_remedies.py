@@ -1,4 +1,4 @@
-"""Changes of how a run is trained that may make it fit into the memory of its devices, the cheapest first."""
+"""Changes to the training of a run, each of which may make the run fit into the memory of its devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNCHANGED = "the same up to rounding"
 
 
 class Change(NamedTuple):
-    """A change of how a run is trained.
+    """A change to the training of a run.
 
     Args:
         overrides: the overrides to add.

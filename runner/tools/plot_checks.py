@@ -1,4 +1,7 @@
-"""Checks of the files of a run before it is plotted or compared: they may be damaged, or written by somebody else."""
+"""Checks of the files of a run before the run is plotted or compared.
+
+The checks are necessary because the files may be damaged, or somebody else may have written them.
+"""
 
 from __future__ import annotations
 

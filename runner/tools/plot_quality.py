@@ -138,9 +138,10 @@ def _line_keys(study: Study) -> tuple[str, str | None] | None:
 def _varies_by_itself(study: Study, key: str) -> bool:
     """Return whether the values of `key` vary enough over the points to show the effect of this key alone.
 
-    If all values are numbers, and there are three or more different ones, then none of them may occur at more than half
-    of the points. In all other cases, there must be 2 to 16 different values, and at least two of them must occur at
-    several points.
+    Only the points that have the key are considered. The condition depends on the values:
+
+    - If there are three or more different values, all of them numbers, no value occurs at more than half of the points.
+    - Otherwise, there are 2 to 16 different values, and at least two of the values occur at several points.
     """
     counts = Counter(_value(point, key) for point in study.points if key in point.values)
     if len(counts) > 2 and all(map(is_number, counts)):
@@ -186,7 +187,8 @@ def _over_one_key(study: Study, caption: str, key: str, other: str | None) -> Fi
         study: the study.
         caption: a line below the title.
         key: the key on the x-axis.
-        other: a second key; None if there is none. Each of its values has its own line, or bars of its own color.
+        other: the key whose values are shown as separate lines, or as bars of different colors; None if `key` is the
+            only key.
     """
     metric, quality = _quality(study)
     panels = {metric: quality} | {_SECONDS: {point: point.seconds for point in study.points}}

@@ -72,9 +72,9 @@ def _cells(study: Study, point: Point) -> dict[str, str]:
 def plus_minus(spread: Spread) -> str:
     """Return `mean ± deviation` as text, both with the same number of decimals.
 
-    The deviation has at most two significant digits, and the mean at most five; there are as many decimals as these
-    limits permit. Digits before the decimal point are always kept, even beyond these limits. If there is only one
-    value, and therefore no deviation, return the value with at most four significant digits.
+    The number of decimals is the largest for which the deviation has at most two significant digits, and the mean at
+    most five. If a number has more digits than that before its decimal point, these digits are all kept. If there is
+    only one value, and therefore no deviation, return the value with at most four significant digits.
     """
     if math.isnan(spread.deviation):
         return f"{spread.mean:.4g}"

@@ -19,7 +19,10 @@ config that cannot be read or a number that is not valid."""
 
 
 def is_locked(directory: Path) -> bool:
-    """Return whether a process is writing to the run or the sweep in `directory`, and therefore holds its lock."""
+    """Return whether a process holds the lock of the run or the sweep in `directory`.
+
+    A process holds the lock as long as it writes to the run or the sweep.
+    """
     return regular_file.is_locked(directory / ".lock")
 
 

@@ -1,6 +1,7 @@
 """Functions that remove runs and sweeps.
 
-If the command is killed, a run that is only partly removed does not look like a complete run.
+A run directory is renamed before its files are removed. If the removal is interrupted, the new name shows that the
+directory contains only the remains of a run.
 """
 
 from __future__ import annotations

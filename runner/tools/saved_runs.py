@@ -42,8 +42,8 @@ class MeasuredRun:
         labels: the values in the run's config by dotted key (`model.depth`), and the chosen options by config group
             (`model`).
         result: the content of `result.json`; empty if the file does not exist or is damaged. If the config cannot be
-            read, or a number in the config or the result is not valid, `result` has only the key `status`, whose value
-            is a description of the problem.
+            read, or if the config or `result.json` contains a number that is not valid, `result` is instead a dict with
+            the single key `status`, whose value is a description of the problem.
         machine: a short description of the machine on which the run was trained.
     """
 
@@ -150,9 +150,9 @@ def _option(group: str, node: dict[str, Any]) -> str:
 
 
 def _own_options(directory: Path, labels: dict[str, Any]) -> dict[str, str]:
-    """Return a dict from config group to the option that the user typed, for options that are not in conf/.
+    """Return the options that the user typed and that are not in conf/, by config group.
 
-    Such options are in the user's `--config-dir`.
+    An option that is not in conf/ comes from the user's `--config-dir`.
     """
     try:
         overrides = read_regular(directory / OVERRIDES, LIMIT_BYTES).decode()

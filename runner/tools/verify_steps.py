@@ -265,8 +265,8 @@ class Recorder:
     def all_losses(self) -> Tensors:
         """Return the losses of all samples of each step, in ascending order. Every rank must call this.
 
-        The losses are sorted because a mode may process the samples of a batch in any order. Several ranks may have the
-        same shard of the data. Those that record losses record the same ones, and these are returned only once.
+        The losses are sorted because a mode may process the samples of a batch in any order. If several ranks with the
+        same shard of the data record losses, they record the same losses, which are returned only once.
 
         Returns:
             A dict with the keys `step 1`, `step 2`, …, whose values are float64 tensors [batch_size]. The dict is empty
@@ -283,8 +283,8 @@ class Recorder:
     def all_samples(self) -> list[list[str]]:
         """Return, for each step, the sorted hashes of the samples of all ranks. Every rank must call this.
 
-        Ranks with the same shard of the data should see the same samples, which are then returned only once. If their
-        samples differ, all of these samples are returned.
+        Ranks with the same shard of the data should see the same samples. The hashes of ranks that have the same shard
+        and see the same samples in all steps are returned only once.
         """
         gathered = self._collectives.all_gather((self._shard, self._samples))
         shards: dict[Any, list[list[list[str]]]] = {}

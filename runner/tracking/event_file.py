@@ -1,10 +1,12 @@
 """Functions that write TensorBoard event files synchronously.
 
-`torch.utils.tensorboard.SummaryWriter` is not used, for two reasons. First, if a resumed session repeats steps,
-TensorBoard shows the values of the file that it reads last. It reads files in the order of their names, but if two
-sessions start in the same second, the names that SummaryWriter chooses are not in the order of the sessions. Second,
-the writer thread of SummaryWriter competes with the training loop for the GIL, and reports a full disk only at the next
-event.
+`torch.utils.tensorboard.SummaryWriter` is not used, for two reasons:
+
+- If a resumed session repeats steps, TensorBoard shows the values in the file that it reads last. TensorBoard reads
+  files in the order of their names. If two sessions start in the same second, SummaryWriter gives their files names
+  that may not be in the order of the sessions.
+- The writer thread of SummaryWriter competes with the training loop for the GIL, and reports a full disk only at the
+  next event.
 """
 
 # pyright: reportAttributeAccessIssue=false

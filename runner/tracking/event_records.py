@@ -38,9 +38,10 @@ class EventRecords(RecordWriter):
 
 
 def masked(checksum: int) -> bytes:
-    """Return the 4 bytes in which event files store a checksum: rotated, and with a constant added.
+    """Return the masked form of `checksum`, as the 4 bytes that event files store.
 
-    Without this mask, checksums of data that itself contains checksums would be weaker.
+    The mask rotates the bits and adds a constant. Event files mask every checksum, because a CRC is less reliable for
+    data that contains unmasked CRCs.
     """
     rotated = checksum >> 15 | checksum << 17
     return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)
@@ -87,11 +88,11 @@ def _checksums(records: Sequence[bytes]) -> list[int]:
 
 
 def _after_zeros(registers: Any, level: int) -> Any:
-    """Return the values that CRC-32C registers (see `_checksums`) have after 2**level further bytes, which are all 0.
+    """Return what CRC-32C registers (see `_checksums`) become after another 2**level bytes of zeros.
 
     Args:
-        registers: the values before these bytes, uint32 [...].
-        level: the base-2 logarithm of the number of bytes.
+        registers: the registers before the zero bytes, uint32 [...].
+        level: the base-2 logarithm of the number of zero bytes.
 
     Returns:
         uint32 [...].

@@ -24,9 +24,9 @@ from torch.utils.tensorboard.summary import Summary
 def row_start(values: dict[str, float | str | bool]) -> Summary:
     """Return the summary that starts a run's row in TensorBoard's HPARAMS tab.
 
-    A run does not write an `Experiment` message, because TensorBoard uses the first such message that it finds to set
-    the columns for all runs. Without such a message, TensorBoard infers the columns from all runs, and shows columns
-    with differing values first.
+    The columns of the tab can be set by an `Experiment` message (see `columns`). TensorBoard applies the first
+    `Experiment` message that it finds to all runs, so a single run does not write one. Without an `Experiment` message,
+    TensorBoard infers the columns from all runs, and shows columns with differing values first.
 
     Args:
         values: the hyperparameters of the run, by name.

@@ -152,7 +152,7 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
 def shades(counts: torch.Tensor) -> torch.Tensor:
     """Return the color of each cell of a confusion matrix.
 
-    The color goes from white to dark blue with the square root of the cell's share of the samples in its row.
+    A cell with a fraction x of the samples in its row has the color white + √x · (dark blue − white).
 
     Args:
         counts: int64 [classes, classes], on the CPU.

@@ -56,10 +56,10 @@ class LoggedPoints:
     def new(self, values: Mapping[str, T], step: int) -> dict[str, T]:
         """Return the entries of `values` that still have to be logged at `step`.
 
-        An entry is left out if, according to the file, an earlier session logged the same value at the same step.
-        Measurements such as times (see `_MEASURED`) are left out even if the values differ. The file contains no points
-        from before the second-last checkpoint. If a run is resumed from an even earlier checkpoint, such points are
-        therefore logged again.
+        An entry is left out if, according to the file, an earlier session logged the same tag and value at the same
+        step. For measurements such as times (see `_MEASURED`), the values are not compared. If a run is resumed from a
+        checkpoint before the second-last one, points before the second-last checkpoint are logged again, because the
+        file no longer contains them.
 
         Args:
             values: scalars or images by tag.

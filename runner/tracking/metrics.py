@@ -172,7 +172,10 @@ class StepTimer:
         return time.perf_counter() - self._began
 
     def steady(self) -> list[float]:
-        """Return the seconds of each step or round, except the first 10 (the first 20 % if there are fewer than 50)."""
+        """Return the seconds of each step or round, without the first ones, which are often slower.
+
+        The first 10 steps or rounds are left out. If there are fewer than 50 in total, the first 20 % are left out.
+        """
         return list(self.seconds[min(10, len(self.seconds) // 5) :])
 
 

@@ -111,7 +111,7 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
     Args:
         config: the nested config.
-        prefix: a prefix for each key, which ends with a dot unless it is empty.
+        prefix: a text to put in front of each key. The text is empty, or ends with a dot.
     """
     leaves: dict[str, Any] = {}
     for key, value in config.items():

@@ -36,8 +36,8 @@ class RemoteTracker(Tracker, ABC):
     """The base class of trackers that call another package, such as wandb, in a separate thread.
 
     Training does not wait for the calls: they are put into a queue, and the thread makes them in order. If a call
-    fails, the queue is full, or `close` has waited for `patience` seconds, a warning is logged and tracking ends. The
-    run goes on, and from then on the thread makes only the call of `finish`. Calls that are still in the queue when the
+    fails, the queue is full, or `close` has waited for `patience` seconds, a warning is logged, and the run goes on
+    without tracking: the thread skips all further calls except `finish`. Calls that are still in the queue when the
     process ends are lost. Animations are not logged.
 
     Two files in the run directory are for resumed runs. The first contains the identifier of the run in the backend, so
@@ -61,7 +61,7 @@ class RemoteTracker(Tracker, ABC):
             values: the options of the tracker in the saved config, without those that the command line overrides.
 
         Returns:
-            The options to change, with their new values. The dict is always empty, because this method only checks.
+            An empty dict, because this method replaces no options.
 
         Raises:
             ConfigError: if an option in `destinations` is in `values` and does not have its default value.

@@ -32,10 +32,11 @@ class Classifier(DataWorkload[LabeledSamples]):
         class_weights: weight of each class in the training loss; null for equal weights. The loss is the weighted sum
             over the samples divided by the number of samples. torch would divide by the sum of the weights in a batch,
             so that the loss of a sample would depend on how the batch is divided. Evaluations are not weighted.
-        balance_classes: use the class weights n / (num_classes · n_c); n_c of the n training samples have class c.
+        balance_classes: give each class c the weight n / (num_classes · n_c), where n is the number of training samples
+            and n_c is the number of training samples of class c.
         mixup: parameter α of mixup; 0 for none (see `Mixing`).
-        cutmix: parameter α of CutMix; 0 for none. With mixup or CutMix, the training accuracy is the fraction of
-            predictions that are the class with the largest share of the mixture.
+        cutmix: parameter α of CutMix; 0 for none. With mixup or CutMix, the training accuracy counts a prediction as
+            correct if it is the class with the largest share of the mixture.
         top5: whether evaluations measure how often the true class is among the five with the largest outputs.
     """
 
@@ -216,9 +217,9 @@ def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tenso
     Args:
         shown: bool [n]; only samples for which it is True are taken.
         targets: the class of each sample, int64 [n].
-        keys: int64 [n]. Samples of a class are taken in descending order of their keys, and the samples of a round are
-            sorted in the same way. If None, samples of a class are taken in their original order, and the samples of a
-            round are sorted by class.
+        keys: the sort key of each sample, int64 [n]. The samples of each class, and the samples of each round, are
+            sorted by descending keys. If `keys` is None, the samples of each class keep their original order, and the
+            samples of each round are sorted by class.
 
     Returns:
         The indices in the order in which they were taken, int64 [m].

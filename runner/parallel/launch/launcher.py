@@ -33,8 +33,8 @@ class Launcher:
         the process joins the process group, and the description is that of its own rank.
 
         Raises:
-            SystemExit: if this process has received a stop signal during an earlier run, so that it must not start
-                another one.
+            SystemExit: if this process received a stop signal during or after an earlier run. After a stop signal, no
+                further run is started.
             RuntimeError: if this process cannot join the process group.
         """
         before_training()

@@ -71,9 +71,9 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         rank_info: rank of this process, and address of the store.
         device: device of this process; tensors on a GPU are sent over NCCL, those in host memory over gloo.
         timeout: seconds that a collective waits for the other ranks.
-        external: whether torchrun or SLURM has started the ranks. If not, and `device` is the CPU, `timeout` is
-            enforced by the supervisor, and gloo's own timeout is set to a much longer time. The reason is that gloo,
-            unlike the supervisor, also counts time during which all processes are suspended.
+        external: whether torchrun or SLURM has started the ranks. If `external` is False and `device` is the CPU, the
+            supervisor enforces `timeout` for collectives, and gloo's own timeout is much longer, because gloo also
+            counts time during which all processes are suspended. The supervisor does not count this time.
 
     Raises:
         RuntimeError: if the store cannot be reached, or the other ranks do not join in time.

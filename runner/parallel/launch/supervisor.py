@@ -126,8 +126,8 @@ def start_heartbeat(
         pipe: connection to the supervisor.
         progress: function that returns a number, which grows when this rank begins to wait for other ranks; the number
             is sent as the heartbeat.
-        give_up: function that makes this rank fail if it waits for other ranks; called when another rank has failed or
-            hangs.
+        give_up: function that is called when any rank has failed, died or hung. If this rank is waiting for other
+            ranks, the function makes the wait fail.
 
     Returns:
         A function that sends a report to the supervisor.

@@ -40,12 +40,14 @@ def bubbles(
 
     Returns:
         A list of dicts with the keys `split_size` and `num_micro_batches`, and one key for each schedule. The value for
-        a schedule is a dict with three keys. `bubble` is the idle share of the workers' time. `time` is the time from
-        the start of the first computation to the end of the last one, in the unit of `times`. `rounds` is v·m + p − 1
-        for p workers with v stages each and m micro-batches: the time of an idealized pipeline, in which each stage
-        takes one unit of time for the forward and backward pass of a micro-batch. This interpretation does not hold for
-        `zero_bubble`. If the schedule does not support this number of micro-batches or stages, the value is None
-        instead of a dict.
+        a schedule is None if the schedule does not support the number of micro-batches or stages, or if there are
+        fewer blocks than stages. Otherwise, the value is a dict with these keys:
+
+        - `bubble`: the idle share of the workers' time;
+        - `time`: the time from the start of the first computation to the end of the last one, in the unit of `times`;
+        - `rounds`: v·m + p − 1 for p workers with v stages each and m micro-batches. For all schedules except
+          `zero_bubble`, this is the time of an idealized pipeline, in which each stage takes one unit of time for the
+          forward and backward pass of a micro-batch.
     """
     return [
         {"split_size": samples // count, "num_micro_batches": count}

@@ -1,4 +1,4 @@
-"""The partition of a network into stages of consecutive blocks, which should all take about the same time."""
+"""The partition of a network into stages of consecutive blocks; by default, all stages take about the same time."""
 
 from __future__ import annotations
 

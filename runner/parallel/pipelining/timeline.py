@@ -147,15 +147,16 @@ def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
 
 
 def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> float:
-    """Return a lower bound on the seconds that any schedule needs, derived from one `worker` alone.
+    """Return a lower bound on the seconds that a step takes under any schedule, from the point of view of `worker`.
 
-    The bound is the sum of two times. The first is the time that the stages before the worker's first stage need for
-    the forward pass of micro-batch 0; the worker waits for it. The second is the longer one of:
+    The stages before the worker's first stage are called the earlier stages here. The worker cannot start before the
+    earlier stages have computed the forward pass of micro-batch 0. The bound is the time of this forward pass, plus the
+    longer of:
 
     - the time of all computations of the worker;
-    - the time of all computations of the worker except the gradients of weights, plus the time that the stages before
-      the worker's first stage need for the backward pass of the last micro-batch. The gradients of weights are left
-      out because no other stage waits for them.
+    - the time of all computations of the worker except those of kind `weights`, plus the time that the earlier stages
+      need for the backward pass of the last micro-batch. The earlier stages do not wait for computations of kind
+      `weights`.
 
     Args:
         spans: the computations of all stages.

@@ -2,8 +2,8 @@
 
 Each job is a process that is forked from a server. The server has already imported torch, so that a job starts in a
 fraction of a second. The server itself runs no jobs, so that no job inherits state from another job. A job starts only
-on CPU cores and GPUs that no other running job uses. On Linux, these other jobs include jobs of an earlier command that
-have been taken over.
+on CPU cores and GPUs that no other running job of the sweep is known to use. The cores and GPUs of jobs that have been
+taken over from an earlier command are known only on Linux.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class LocalPool(Pool):
 
 
 def _signal(process: BaseProcess, number: signal.Signals) -> None:
-    """Send signal `number` to the process of a job. SIGKILL is also sent to all processes that it has started."""
+    """Send the signal `number` to a job's process. If it is SIGKILL, kill the job's whole process group."""
     assert process.pid is not None
     with suppress(ProcessLookupError):
         if number == signal.SIGKILL:
@@ -273,8 +273,8 @@ def _run_command(
 
     Args:
         arguments: the arguments of the command.
-        console: the path of the file to which everything that the command prints is appended. It is locked until this
-            process ends, which shows another scheduler that the job is running.
+        console: the path of the file to which everything that the command prints is appended. This process locks the
+            file until it ends, so that other schedulers can see that the job is running.
         cores: the numbers of the CPU cores that the process may use.
         threads: the number of CPU threads of the process.
         environment: all environment variables of the command; they replace those of this process.

@@ -154,7 +154,10 @@ class RayPool(Pool):
         return Started("Ray, " + ", ".join([f"{cores} core{'s' * (cores > 1)}", *devices]))
 
     def _check_possible(self, number: int, cores: int, gpus: int) -> None:
-        """Raise a `ConfigError` if no machine is large enough for job `number`. Ray would wait for one forever."""
+        """Raise a `ConfigError` if no machine has enough cores and GPUs for job `number`.
+
+        Without this check, Ray would wait forever for a larger machine.
+        """
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         possible = any(node.get("CPU", 0) >= cores and node.get("GPU", 0) >= gpus for node in nodes)
         largest = max(((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes), default=(0, 0))

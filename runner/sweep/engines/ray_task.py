@@ -26,8 +26,8 @@ class RayTask:
 
     Args:
         task: the task to run.
-        variables: the environment variables of the process that schedules the sweep. A variable that the actor's
-            process already has keeps its value.
+        variables: the environment variables of the process that schedules the sweep. They do not replace variables
+            that are already set in the actor's process.
     """
 
     def __init__(self, task: Task, variables: dict[str, str]):

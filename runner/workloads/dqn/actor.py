@@ -71,8 +71,8 @@ class Actor:
 
         Args:
             policy: function that returns greedy actions; None to make all actions random.
-            epsilon: the probability of a random action. If random actions are repeated (see `Repeats`), it is the
-                probability that an environment begins to repeat one.
+            epsilon: the probability of a random action. If random actions are repeated (see `Repeats`), `epsilon` is
+                the probability that an environment that is not repeating an action begins to repeat a random action.
 
         Raises:
             EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.

@@ -82,7 +82,7 @@ def play_one(
     render_mode: str,
     before_step: Callable[[Vector, int], None] = lambda vector, step: None,
 ) -> tuple[float, int]:
-    """Play an episode that is rendered, and return its return and its length in steps.
+    """Play an episode in a rendered environment, and return the sum of the rewards and the number of steps.
 
     Args:
         env: the options of the environment.

@@ -54,8 +54,8 @@ class NStepBuffer:
             next_observations: the observations after the step, [num_envs, observation_size].
             terminated: whether the episode reached a terminal state, bool [num_envs].
             truncated: whether the episode was truncated, bool [num_envs].
-            taken: bool [num_envs]; False where the environment was reset instead of taking a step. Such an environment
-                is ignored.
+            taken: whether the environment took a step, bool [num_envs]. If False, the environment was reset instead,
+                and no step is added for it.
 
         Returns:
             Packed transitions, float32 [m, row_width]; later calls may overwrite this array.

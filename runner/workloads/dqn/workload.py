@@ -53,14 +53,14 @@ class DQN(Workload):
         n_step: number of rewards that are summed before bootstrapping (Hessel et al., Rainbow, 2018).
         double: select the next action with the online network and evaluate it with the target network (van Hasselt et
             al., 2016).
-        clip_targets: clip the value of the next observation to the range of the discounted returns that are possible,
-            given the smallest and the largest reward so far. Andrychowicz et al. (Hindsight Experience Replay, 2017)
-            clip to a range that is known in advance. Without clipping, bootstrapping may raise values above every
-            possible return.
+        clip_targets: clip the value of the next observation to the range of possible discounted returns. Without
+            clipping, bootstrapping may raise values above every possible return. The range is computed from the
+            smallest and the largest reward so far (see `Actor.possible_returns`), whereas Andrychowicz et al.
+            (Hindsight Experience Replay, 2017) know the range in advance.
         td_loss: loss of the temporal difference error, `mse` or `huber`.
         huber_delta: the error above which `huber` is linear (`torch.nn.functional.huber_loss`). `huber_delta=1` clips
-            errors as Mnih et al. (2015) do. If it is far below the errors, the network learns the median of the
-            returns instead of their mean.
+            errors as Mnih et al. (2015) do. If `huber_delta` is far below the errors, the network learns the median of
+            the returns instead of their mean.
         target_every: number of optimizer steps between updates of the target network.
         target_tau: the fraction by which an update moves the target network towards the online network (Lillicrap et
             al., Continuous Control with Deep Reinforcement Learning, 2016); 1 copies the online network (Mnih et al.,
