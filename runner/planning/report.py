@@ -204,23 +204,23 @@ def _add_step_seconds(session: Session, parts: Parts, rows: Sequence[dict[str, A
 
 
 def _corrected(cell: dict[str, float], simulated: dict[str, float], measured: float) -> float:
-    """Return the predicted time of one accumulation step of a pipeline in seconds, corrected by a measurement.
+    """Return the predicted time of one accumulation step of the pipeline `cell`, in seconds.
 
-    If the simulated time was shorter than the measured time, the difference divided by the number of rounds is the
-    overhead of a round. This overhead is then added to the time of `cell`, once for each of its rounds. If the
-    simulated time was longer, the time of `cell` is multiplied by the ratio of the measured to the simulated time.
+    The simulated time of `cell` is corrected by the error of another simulation, that of a pipeline that was measured.
+    If this other pipeline took longer than simulated, the additional time per round is added for each round of `cell`.
+    If it took less time than simulated, the time of `cell` is reduced by the same ratio.
 
     Args:
         cell: the simulation to correct, as in the result of `bubbles`.
         simulated: the simulation of the pipeline that was measured.
-        measured: the measured time of its accumulation step, in seconds.
+        measured: the measured time of that pipeline's accumulation step, in seconds.
     """
     overhead = max(0.0, measured - simulated["time"]) / simulated["rounds"]
     return cell["time"] * min(1.0, measured / simulated["time"]) + cell["rounds"] * overhead
 
 
 def _step(session: Session, parts: Parts, pipeline: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the predicted time of a step and the measured parts; for a pipeline, also the fastest schedule."""
+    """Return the measured parts of a step, its predicted time and, for a pipeline, the fastest schedule."""
     seconds = step_seconds(session, parts)
     return {
         "seconds": seconds,

@@ -215,7 +215,7 @@ class Search:
 
     @property
     def default(self) -> Row:
-        """The row of the run as it is."""
+        """The row of the run with its own options, without any change."""
         return self.rows[0]
 
     @property
