@@ -16,16 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.command import environment
-from helpers.compose import FAST, Trained, built, train_in
-from helpers.ranks import Ranks
+from helpers.command import child_environment
+from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, train_in
+from helpers.ranks import PersistentRanks
 
 from runner.parallel.launch import processes
 
-os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]  # the fork server starts without what pytest adds to sys.path
-processes.PRELOADED = (*processes.PRELOADED, "helpers.frozen")
+os.environ["PYTHONPATH"] = child_environment()[
+    "PYTHONPATH"
+]  # the fork server starts without what pytest adds to sys.path
+processes.PRELOADED = (*processes.PRELOADED, "helpers.preload_and_freeze")
 importlib.import_module("torch._dynamo")  # the first optimizer would import it
-importlib.import_module("helpers.frozen")
+importlib.import_module("helpers.preload_and_freeze")
 torch.set_num_threads(1)  # tests run in several processes, which would have more threads than there are cores
 for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_DFL)  # a parent such as nohup may ignore them, which child processes inherit
@@ -87,20 +89,20 @@ def _collected_tests_are_no_garbage() -> None:
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> Callable[..., Trained]:
+def trained(tmp_path: Path) -> Callable[..., TrainedRun]:
     """Return a function that trains a fast run with overrides, in this process or in those of its mode."""
 
-    def train_it(*overrides: str, directory: str = "run") -> Trained:
-        return train_in(tmp_path / directory, built(*FAST, *overrides))
+    def train_it(*overrides: str, directory: str = "run") -> TrainedRun:
+        return train_in(tmp_path / directory, build_composed_run(*TINY_CPU, *overrides))
 
     return train_it
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
+def ranks() -> Iterator[Callable[[int], PersistentRanks]]:
     """Return a function: `ranks(3)` returns three persistent processes that train one run after another."""
-    started: dict[int, Ranks] = {}
-    yield lambda count: started.setdefault(count, Ranks(count))
+    started: dict[int, PersistentRanks] = {}
+    yield lambda count: started.setdefault(count, PersistentRanks(count))
     for each in started.values():
         each.close()
 

@@ -17,11 +17,11 @@ PARTS = (
     *("runner.device", "runner.seeds", "runner.precision", "runner.optimizer", "runner.schedule", "runner.profiler"),
     *("runner.batching", "runner.ema", "runner.stop"),
 )
-"""Config groups with one module each, which the training loop uses. They form one group of modules in `ROOMS`."""
+"""Config groups with one module each, which the training loop uses. They form one group of modules in `LAYERS`."""
 
 # The layers. Each is a list of groups: a group is a package, a module, or a tuple of them. A module may import from its
 # own group and from the layers above its own in this list. Imports under `TYPE_CHECKING` count, too.
-ROOMS = [
+LAYERS = [
     ["models"],
     ["runner.system"],
     ["runner.config"],
@@ -46,14 +46,14 @@ def modules() -> dict[str, Path]:
     return {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
 
 
-def room_of(module: str) -> tuple[int, object]:
+def layer_of(module: str) -> tuple[int, object]:
     """Return the index of the layer of `module`, and its group of modules."""
-    for level, rooms in enumerate(ROOMS):
-        for room in rooms:
-            names = room if isinstance(room, tuple) else (room,)
+    for level, groups in enumerate(LAYERS):
+        for group in groups:
+            names = group if isinstance(group, tuple) else (group,)
             if any(module == name or (module.startswith(f"{name}.") and name != "runner") for name in names):
-                return level, room
-    raise AssertionError(f"{module} is in no room: give it one")
+                return level, group
+    raise AssertionError(f"{module} is in no layer: add it to LAYERS")
 
 
 @functools.cache
@@ -69,7 +69,7 @@ def imports(path: Path) -> set[str]:
     return {name for name in found if name.partition(".")[0] in ("runner", "models")}
 
 
-def circle_from(module: str, graph: dict[str, set[str]]) -> list[str]:
+def find_import_cycle(module: str, graph: dict[str, set[str]]) -> list[str]:
     """Return the modules of an import cycle through `module`; empty if there is none."""
     paths = [[module, imported] for imported in graph[module]]
     seen: set[str] = set()
@@ -85,20 +85,22 @@ def circle_from(module: str, graph: dict[str, set[str]]) -> list[str]:
 
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_modules_import_only_from_their_group_and_earlier_layers(module: str) -> None:
-    level, room = room_of(module)
+    level, group = layer_of(module)
     for imported in imports(modules()[module]):
-        other_level, other_room = room_of(imported)
-        assert other_level < level or other_room == room, f"{module} imports {imported}, which is beside or above it"
+        other_level, other_group = layer_of(imported)
+        assert other_level < level or other_group == group, (
+            f"{module} imports {imported}, which is in another group of its layer or in a later layer"
+        )
 
 
 def test_there_are_no_import_cycles() -> None:
     graph = {module: imports(path) - {module} for module, path in modules().items()}
-    circles = {module: circle for module in graph if (circle := circle_from(module, graph))}
-    assert circles == {}
+    cycles = {module: cycle for module in graph if (cycle := find_import_cycle(module, graph))}
+    assert cycles == {}
 
 
 def test_the_numbers_of_layers_and_of_top_level_files_stay_small() -> None:
-    assert len(ROOMS) <= 15
+    assert len(LAYERS) <= 15
     at_the_root = sorted(path.name for path in (ROOT / "runner").glob("*.py"))
     assert len(at_the_root) <= 13, at_the_root
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from helpers.compose import option_node
+from helpers.compose import option_content
 
 import runner.device
 from runner.config.errors import ConfigError
@@ -89,7 +89,7 @@ def test_invalid_options_are_refused_by_key(options: dict, key: str) -> None:
 
 @pytest.mark.parametrize("name", ["auto", "cpu", "cuda", "mps"])
 def test_the_option_lists_all_fields(name: str) -> None:
-    node = option_node("device", name)
+    node = option_content("device", name)
     assert set(node) == {"_target_", *option_fields(Device)}
     assert build(node, Device, "device") == Device(kind=name)
 

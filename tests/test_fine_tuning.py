@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from helpers.compose import FAST, built, composed, prepared, train_in
-from helpers.events import curves
-from helpers.plain_loop import COMMON, Plain, Settings, largest_difference, train_plainly, weights_at
-from helpers.rank_work import stop_at
-from helpers.ranks import Ranks
-from helpers.runs import assert_bitwise, weights
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session, train_in
+from helpers.events import scalar_curves
+from helpers.plain_loop import (
+    PLAIN_LOOP_OVERRIDES,
+    PlainResult,
+    PlainSettings,
+    largest_difference,
+    train_plain_from,
+    weights_at,
+)
+from helpers.rank_functions import sigterm_at
+from helpers.ranks import PersistentRanks
+from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors
 
 from runner.config.errors import ConfigError
 from runner.seeds import derive
@@ -27,7 +34,14 @@ BLOCKS = ("stem", *(f"features.{i}" for i in (3, 4, 6, 7, 9, 10, 11, 12)), "head
 GROUPS = "optimizer.groups={head:{lr:0.02},features.9.*:{weight_decay:0.5}}"
 FROZEN = ("model.freeze=[stem,features.3,'*.squeeze']", "model.unfreeze=[features.12]")
 OVERRIDES = (
-    *(*FAST, *COMMON, "model=torchvision", "model.name=squeezenet1_1", "model.options={dropout:0.0}", "data.size=32"),
+    *(
+        *TINY_CPU,
+        *PLAIN_LOOP_OVERRIDES,
+        "model=torchvision",
+        "model.name=squeezenet1_1",
+        "model.options={dropout:0.0}",
+        "data.size=32",
+    ),
     *("data.holdout=0.02", "batch_size=12", f"steps={STEPS}", "precision=64", "model.reset_head=true", *FROZEN),
     *("optimizer.lr=0.005", "optimizer.weight_decay=0.1", GROUPS),
     *("optimizer.layer_decay=0.8", "optimizer.decay_norms=false"),
@@ -46,9 +60,9 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @functools.cache
-def plain(pretrained: str) -> Plain:
+def plain(pretrained: str) -> PlainResult:
     """Train the same in plain PyTorch, starting with torchvision's network."""
-    run = built(*OVERRIDES, pretrained)
+    run = build_composed_run(*OVERRIDES, pretrained)
     run.workload.prepare()
     torch.manual_seed(derive(0, "weights"))
     fresh = run.workload.build_model().get_submodule("classifier.1").state_dict()
@@ -65,8 +79,8 @@ def plain(pretrained: str) -> Plain:
         lr = 0.02 if block == "head" else 0.005 * 0.8 ** (9 - BLOCKS.index(block))
         decay = 0.5 if block == "features.9" else 0.1 * (parameter.dim() > 1)
         groups.append({"params": [parameter], "lr": lr, "weight_decay": decay})
-    settings = Settings(STEPS, torch.float64)
-    return train_plainly(run, model.double(), torch.optim.SGD(groups, momentum=0.9), settings)
+    settings = PlainSettings(STEPS, torch.float64)
+    return train_plain_from(run, model.double(), torch.optim.SGD(groups, momentum=0.9), settings)
 
 
 MODES = {
@@ -80,16 +94,16 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fine_tuning_equals_a_plain_loop(
-    mode: str, pretrained: str, ranks: Callable[[int], Ranks], tmp_path: Path
+    mode: str, pretrained: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     overrides = (*OVERRIDES, pretrained, *MODES[mode])
     if mode in ("single", "hogwild"):
-        train_in(tmp_path / "run", built(*overrides))
+        train_in(tmp_path / "run", build_composed_run(*overrides))
     else:
-        ranks(2).train(composed(*overrides), tmp_path / "run")
+        ranks(2).train(compose_config(*overrides), tmp_path / "run")
     wanted, got = plain(pretrained), weights_at(tmp_path / "run", STEPS)
     assert largest_difference(got, wanted.weights) <= 1e-12
-    logged = curves(tmp_path / "run")
+    logged = scalar_curves(tmp_path / "run")
     assert [value for _, value in logged["train/loss"]] == pytest.approx(wanted.losses, rel=1e-5)
     rates = {tag: values[0][1] for tag, values in logged.items() if tag.partition("/")[0] == "lr"}
     expected = {f"lr/{name}": 0.005 * 0.8 ** (9 - index) for index, name in enumerate(BLOCKS[2:-1], start=2)}
@@ -97,24 +111,26 @@ def test_fine_tuning_equals_a_plain_loop(
 
 
 @pytest.mark.parametrize("mode", ["single", "fsdp", "pipeline"])
-def test_fine_tuning_resumes_bitwise(mode: str, pretrained: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_fine_tuning_resumes_bitwise(
+    mode: str, pretrained: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
     overrides = (*OVERRIDES, pretrained, *MODES[mode], "save_every=0")
 
     def do(name: str, change: Any = None) -> Any:
         if mode == "single":
-            return train_in(tmp_path / name, built(*overrides), change or (lambda session: None)).result
-        return ranks(2).train(composed(*overrides), tmp_path / name, change)
+            return train_in(tmp_path / name, build_composed_run(*overrides), change or (lambda session: None)).result
+        return ranks(2).train(compose_config(*overrides), tmp_path / name, change)
 
     do("whole")
-    assert do("parts", functools.partial(stop_at, 1, -1)).status == "stopped"
+    assert do("parts", functools.partial(sigterm_at, 1, -1)).status == "stopped"
     assert do("parts").status == "done"
-    assert_bitwise(tmp_path / "parts", weights(tmp_path / "whole"))
+    assert_checkpoint_bitwise_equal(tmp_path / "parts", checkpoint_tensors(tmp_path / "whole"))
 
 
 def test_a_reset_head_depends_only_on_the_seed(pretrained: str, tmp_path: Path) -> None:
     heads = []
     for seed in (0, 0, 1):
-        session = prepared(built(*OVERRIDES, pretrained, f"seed={seed}"))
+        session = prepare_session(build_composed_run(*OVERRIDES, pretrained, f"seed={seed}"))
         heads.append(prepare(session, tmp_path).model.get_parameter("classifier.1.weight"))
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
@@ -126,6 +142,6 @@ def test_a_pattern_without_a_parameter_is_refused_with_the_nearest_names(tmp_pat
         ("optimizer.groups={layr4:{lr:0.1}}", "optimizer.groups", "layr4"),
     ):
         with pytest.raises(ConfigError) as refused:
-            prepare(prepared(built(*FAST, "model=resnet18", override)), tmp_path)
+            prepare(prepare_session(build_composed_run(*TINY_CPU, "model=resnet18", override)), tmp_path)
         assert (refused.value.key, refused.value.got) == (key, got)
         assert "layer4" in refused.value.remedy

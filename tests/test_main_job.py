@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.command import run_fresh
-from helpers.compose import FAST
-from helpers.events import curves
+from helpers.command import run_in_new_interpreter
+from helpers.compose import TINY_CPU
+from helpers.events import scalar_curves
 from helpers.runs import only_run
 
 
@@ -16,7 +16,7 @@ from helpers.runs import only_run
 def finished(tmp_path_factory):
     """Return the finished process and its run directory."""
     cwd = tmp_path_factory.mktemp("here")
-    return run_fresh(cwd=cwd), only_run(cwd)
+    return run_in_new_interpreter(cwd=cwd), only_run(cwd)
 
 
 def test_it_learns_the_digits(finished):
@@ -33,7 +33,7 @@ def test_it_writes_the_run_directory(finished):
     _, directory = finished
     names = {path.name for path in directory.iterdir()}
     assert {"config.yaml", "overrides.yaml", "environment.json", "checkpoints", "log.txt", "result.json"} <= names
-    losses = [value for _, value in curves(directory)["train/loss"]]
+    losses = [value for _, value in scalar_curves(directory)["train/loss"]]
     assert len(losses) == 9
     assert losses[-1] < 0.2 < losses[0]
     steps = {path.name for path in (directory / "checkpoints").iterdir()}
@@ -57,6 +57,6 @@ def test_no_process_imports_a_module_of_the_current_directory(words: tuple[str, 
     """This includes ranks and jobs, whose first process is started by `python -c`."""
     for name in ("socket", "selectors", "pickle", "tempfile", "models", "torch"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
-    ended = run_fresh(*FAST, *words, "steps=2", cwd=tmp_path)
+    ended = run_in_new_interpreter(*TINY_CPU, *words, "steps=2", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert not (tmp_path / "imported").exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import option_node
+from helpers.compose import option_content
 
 from runner.config.errors import ConfigError
 from runner.config.schema import build, option_fields
@@ -197,7 +197,7 @@ OPTIONS = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "nadam": NAdam, "rmsprop": 
 
 @pytest.mark.parametrize(("name", "kind"), OPTIONS.items())
 def test_the_option_lists_all_fields(name: str, kind: type) -> None:
-    node = option_node("optimizer", name)
+    node = option_content("optimizer", name)
     optimizer = build(node, Optimizer, "optimizer")
     assert type(optimizer) is kind
     assert set(node) == {"_target_", *option_fields(kind)}

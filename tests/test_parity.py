@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.compose import Trained
-from helpers.events import curves
+from helpers.compose import TrainedRun
+from helpers.events import scalar_curves
 from helpers.plain_loop import (
-    CASES,
-    COMMON,
+    OPTIMIZER_CASES,
+    PLAIN_LOOP_OVERRIDES,
     STEPS,
-    Settings,
+    PlainSettings,
     largest_difference,
     plain_evaluation,
     plain_loop,
@@ -18,19 +18,19 @@ from helpers.plain_loop import (
 )
 
 
-def weights(trained: Trained) -> dict[str, torch.Tensor]:
+def weights(trained: TrainedRun) -> dict[str, torch.Tensor]:
     return weights_at(trained.directory, STEPS)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OPTIMIZER_CASES)
 @pytest.mark.parametrize("seed", [0, 7])
 def test_weights_and_curves_equal_those_of_a_plain_loop(case, seed, trained):
-    overrides, optimizer = CASES[case]
-    run = trained(*COMMON, *overrides, f"seed={seed}")
+    overrides, optimizer = OPTIMIZER_CASES[case]
+    run = trained(*PLAIN_LOOP_OVERRIDES, *overrides, f"seed={seed}")
     wanted, losses, accuracies = plain_loop(run.run, optimizer)
     assert largest_difference(weights(run), wanted) <= 1e-6
 
-    logged = curves(run.directory)
+    logged = scalar_curves(run.directory)
     assert [value for _, value in logged["train/loss"]] == pytest.approx(losses, rel=1e-5)
     assert [value for _, value in logged["train/accuracy"]] == pytest.approx(accuracies)
     assert [step for step, _ in logged["train/loss"]] == list(range(1, STEPS + 1))
@@ -39,59 +39,65 @@ def test_weights_and_curves_equal_those_of_a_plain_loop(case, seed, trained):
 @pytest.mark.parametrize("accumulation", [2, 4, 8])
 @pytest.mark.parametrize("channels_last", ["true", "false"])
 def test_accumulation_changes_nothing(accumulation, channels_last, trained):
-    whole = trained(*COMMON, directory="whole")
+    whole = trained(*PLAIN_LOOP_OVERRIDES, directory="whole")
     parts = trained(
-        *COMMON, f"accumulation={accumulation}", f"channels_last={channels_last}", directory=f"parts{accumulation}"
+        *PLAIN_LOOP_OVERRIDES,
+        f"accumulation={accumulation}",
+        f"channels_last={channels_last}",
+        directory=f"parts{accumulation}",
     )
     assert largest_difference(weights(parts), weights(whole)) <= 1e-6
 
 
 def test_a_batch_may_span_two_epochs(trained):
-    run = trained(*[text for text in COMMON if not text.startswith("batch_size")], "batch_size=200")
-    wanted = plain_loop(run.run, CASES["sgd"][1]).weights
+    run = trained(*[text for text in PLAIN_LOOP_OVERRIDES if not text.startswith("batch_size")], "batch_size=200")
+    wanted = plain_loop(run.run, OPTIMIZER_CASES["sgd"][1]).weights
     assert largest_difference(weights(run), wanted) <= 1e-6
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_whole_batch(trained):
-    run = trained(*COMMON, "accumulation=4", "max_grad_norm=0.1")
-    wanted = plain_loop(run.run, CASES["sgd"][1], Settings(max_norm=0.1)).weights
-    unclipped = plain_loop(run.run, CASES["sgd"][1]).weights
+    run = trained(*PLAIN_LOOP_OVERRIDES, "accumulation=4", "max_grad_norm=0.1")
+    wanted = plain_loop(run.run, OPTIMIZER_CASES["sgd"][1], PlainSettings(max_norm=0.1)).weights
+    unclipped = plain_loop(run.run, OPTIMIZER_CASES["sgd"][1]).weights
     assert largest_difference(weights(run), wanted) <= 1e-6
     assert largest_difference(unclipped, wanted) > 1e-3
 
 
 def test_each_step_has_the_learning_rate_of_the_schedule(trained):
-    run = trained(*COMMON, "schedule=step", "schedule.milestones=[0.4]", "schedule.warmup=0.2")
+    run = trained(*PLAIN_LOOP_OVERRIDES, "schedule=step", "schedule.milestones=[0.4]", "schedule.warmup=0.2")
     rates = [0.025, 0.05] + [0.05] * 4 + [0.005] * 4  # two steps of warm-up, then 0.4 of the other eight, rounded up
-    wanted = plain_loop(run.run, CASES["sgd"][1], Settings(learning_rates=tuple(rates))).weights
+    wanted = plain_loop(run.run, OPTIMIZER_CASES["sgd"][1], PlainSettings(learning_rates=tuple(rates))).weights
     assert largest_difference(weights(run), wanted) <= 1e-6
-    assert [rate for _, rate in curves(run.directory)["lr"]] == pytest.approx(rates)
+    assert [rate for _, rate in scalar_curves(run.directory)["lr"]] == pytest.approx(rates)
 
 
 def test_double_precision_is_used_throughout(trained):
-    run = trained(*COMMON, "precision=64")
-    wanted = plain_loop(run.run, CASES["sgd"][1], Settings(dtype=torch.float64)).weights
+    run = trained(*PLAIN_LOOP_OVERRIDES, "precision=64")
+    wanted = plain_loop(run.run, OPTIMIZER_CASES["sgd"][1], PlainSettings(dtype=torch.float64)).weights
     assert all(tensor.dtype == torch.float64 for tensor in weights(run).values())
     assert largest_difference(weights(run), wanted) <= 1e-13
 
 
 @pytest.mark.parametrize("precision", ["bf16", "16"])
 def test_16_bit_precision_rounds_but_keeps_float32_weights(precision, trained):
-    run = trained(*COMMON, f"precision={precision}")
-    wanted = plain_loop(run.run, CASES["sgd"][1]).weights
+    run = trained(*PLAIN_LOOP_OVERRIDES, f"precision={precision}")
+    wanted = plain_loop(run.run, OPTIMIZER_CASES["sgd"][1]).weights
     assert all(tensor.dtype == torch.float32 for tensor in weights(run).values())
     assert 1e-6 < largest_difference(weights(run), wanted) < 0.05, "rounded to 16 bits, and not more"
 
 
 def test_equal_seeds_give_equal_runs_and_other_seeds_different_ones(trained):
-    runs = [trained(*COMMON, "data.crop=2", f"seed={seed}", directory=f"run{i}") for i, seed in enumerate((3, 3, 4))]
+    runs = [
+        trained(*PLAIN_LOOP_OVERRIDES, "data.crop=2", f"seed={seed}", directory=f"run{i}")
+        for i, seed in enumerate((3, 3, 4))
+    ]
     first, again, other = map(weights, runs)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert largest_difference(first, other) > 0.1
 
 
 def test_evaluation_covers_every_held_out_sample_once(trained):
-    run = trained(*COMMON, "workload.eval_batch_size=50")  # 359 samples: the last batch is short
+    run = trained(*PLAIN_LOOP_OVERRIDES, "workload.eval_batch_size=50")  # 359 samples: the last batch is short
     loss, accuracy = plain_evaluation(run.run, weights(run))
     assert run.result.metrics["eval/accuracy"] == accuracy
     assert run.result.metrics["eval/loss"] == pytest.approx(loss, rel=1e-5)

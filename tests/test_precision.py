@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import option_node
+from helpers.compose import option_content
 
 import runner.precision
 from runner.config.errors import ConfigError
@@ -47,7 +47,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 cross_entropy = torch.nn.functional.cross_entropy
-Poison = Callable[[int, torch.nn.Module], None]
+GradientHook = Callable[[int, torch.nn.Module], None]
 
 
 def train(
@@ -55,7 +55,7 @@ def train(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     max_norm: float | None = None,
-    poison: Poison = lambda step, model: None,
+    gradient_hook: GradientHook = lambda step, model: None,
     device: torch.device = CPU,
 ) -> list[torch.Tensor]:
     """Train five steps as the training loop does, and return the flattened weights after each step."""
@@ -65,7 +65,7 @@ def train(
         with precision.autocast():
             loss = cross_entropy(model(inputs), targets)
         precision.backward(loss)
-        poison(step, model)
+        gradient_hook(step, model)
         precision.step(optimizer, clip)
         assert all(parameter.grad is None for parameter in model.parameters())
         weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
@@ -212,20 +212,20 @@ def scaled(growth_interval: int = 2, device: torch.device = CPU) -> Float16:
     return precision
 
 
-def poisoned(*steps: int) -> Poison:
+def overflow_at(*steps: int) -> GradientHook:
     """Return a function that makes a gradient infinite at `steps`, counted from 0."""
 
-    def poison(step: int, model: torch.nn.Module) -> None:
+    def gradient_hook(step: int, model: torch.nn.Module) -> None:
         if step in steps:
             last = list(model.parameters())[-1]
             assert last.grad is not None
             last.grad[0] = math.inf
 
-    return poison
+    return gradient_hook
 
 
 def scaled_by_hand(
-    poison: Poison, max_norm: float | None, device: torch.device = CPU
+    gradient_hook: GradientHook, max_norm: float | None, device: torch.device = CPU
 ) -> tuple[list[torch.Tensor], torch.amp.GradScaler]:
     """Train five steps by torch's recipe for gradient clipping with automatic mixed precision."""
     model, weights = network(device), []
@@ -236,7 +236,7 @@ def scaled_by_hand(
         with torch.autocast(device.type, torch.float16):
             loss = cross_entropy(model(inputs), targets)
         scaler.scale(loss).backward()
-        poison(step, model)
+        gradient_hook(step, model)
         scaler.unscale_(optimizer)
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -253,8 +253,8 @@ def test_16_equals_torchs_recipe_for_mixed_precision(
     steps: tuple[int, ...], max_norm: float | None, fused: bool
 ) -> None:
     precision, model = scaled(), network()
-    weights = train(precision, model, SGD(lr=0.1, fused=fused).build(model), max_norm, poisoned(*steps))
-    expected, scaler = scaled_by_hand(poisoned(*steps), max_norm)
+    weights = train(precision, model, SGD(lr=0.1, fused=fused).build(model), max_norm, overflow_at(*steps))
+    expected, scaler = scaled_by_hand(overflow_at(*steps), max_norm)
     torch.testing.assert_close(weights, expected, rtol=1e-5 if fused else 0, atol=1e-6 if fused else 0)
     assert precision.num_skipped() == len(steps)
     assert precision.scalars() == {
@@ -265,7 +265,7 @@ def test_16_equals_torchs_recipe_for_mixed_precision(
 def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
     precision, model = scaled(growth_interval=100), network()
     optimizer = sgd(model)
-    first = train(precision, model, optimizer, poison=poisoned(2, 3))
+    first = train(precision, model, optimizer, gradient_hook=overflow_at(2, 3))
     assert not torch.equal(first[1], first[0])
     assert torch.equal(first[2], first[1])
     assert torch.equal(first[3], first[1])
@@ -278,11 +278,11 @@ def test_skips_are_known_before_the_next_step() -> None:
     """The schedule needs their number when the next update is due."""
     precision, model, counts = scaled(), network(), []
 
-    def poison(step: int, model: torch.nn.Module) -> None:
+    def gradient_hook(step: int, model: torch.nn.Module) -> None:
         counts.append(precision.num_skipped())
-        poisoned(1, 3)(step, model)
+        overflow_at(1, 3)(step, model)
 
-    train(precision, model, sgd(model), poison=poison)
+    train(precision, model, sgd(model), gradient_hook=gradient_hook)
     assert [*counts, precision.num_skipped()] == [0, 0, 1, 1, 2, 2]
 
 
@@ -302,20 +302,20 @@ def test_the_norm_is_of_unscaled_gradients() -> None:
 def test_a_resumed_scaler_continues_with_the_same_scale() -> None:
     whole, parts = scaled(growth_interval=3), scaled(growth_interval=3)
     whole_model, parts_model = network(), network()
-    train(whole, whole_model, sgd(whole_model), poison=poisoned(1))
-    train(parts, parts_model, sgd(parts_model), poison=poisoned(1))
+    train(whole, whole_model, sgd(whole_model), gradient_hook=overflow_at(1))
+    train(parts, parts_model, sgd(parts_model), gradient_hook=overflow_at(1))
     resumed = scaled(growth_interval=3)
     resumed.load_state_dict(copy.deepcopy(parts.state_dict()))
     assert resumed.num_skipped() == 1
-    expected = train(whole, whole_model, sgd(whole_model), poison=poisoned(4))
-    assert equal(train(resumed, parts_model, sgd(parts_model), poison=poisoned(4)), expected)
+    expected = train(whole, whole_model, sgd(whole_model), gradient_hook=overflow_at(4))
+    assert equal(train(resumed, parts_model, sgd(parts_model), gradient_hook=overflow_at(4)), expected)
     assert resumed.scalars() == whole.scalars()
 
 
 @pytest.mark.parametrize("kind", [Precision, TF32, Double, BFloat16, Float16])
 def test_any_precision_loads_the_state_of_any_other(kind: type[Precision]) -> None:
     model, half = network(), scaled()
-    train(half, model, sgd(model), poison=poisoned(0))
+    train(half, model, sgd(model), gradient_hook=overflow_at(0))
     for state in (half.state_dict(), Precision().state_dict(), Float16().state_dict()):
         kind().load_state_dict(state)
     fresh = scaled()
@@ -357,7 +357,7 @@ def test_the_flag_is_not_read_before_it_is_copied() -> None:
     ("name", "kind"), [("32", Precision), ("tf32", TF32), ("64", Double), ("bf16", BFloat16), ("16", Float16)]
 )
 def test_the_option_lists_all_fields_with_their_defaults(name: str, kind: type) -> None:
-    node = option_node("precision", name)
+    node = option_content("precision", name)
     precision = build(node, Precision, "precision")
     assert type(precision) is kind
     assert set(node) == {"_target_", *option_fields(kind)}
@@ -382,8 +382,8 @@ def test_16_equals_torchs_recipe_for_mixed_precision_on_cuda(max_norm: float | N
     device = torch.device("cuda")
     torch.backends.cudnn.deterministic = True
     precision, model = scaled(device=device), network(device)
-    weights = train(precision, model, SGD(lr=0.1, fused=fused).build(model), max_norm, poisoned(0, 2, 3), device)
-    expected, scaler = scaled_by_hand(poisoned(0, 2, 3), max_norm, device)
+    weights = train(precision, model, SGD(lr=0.1, fused=fused).build(model), max_norm, overflow_at(0, 2, 3), device)
+    expected, scaler = scaled_by_hand(overflow_at(0, 2, 3), max_norm, device)
     torch.backends.cudnn.deterministic = False
     torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
     assert torch.equal(weights[3], weights[1])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.compose import option_node
+from helpers.compose import option_content
 
 import runner.system.section_timer
 from runner.config.errors import ConfigError
@@ -35,7 +35,7 @@ def train(profiler: Profiler, directory: Path, num_steps: int) -> None:
 
 @pytest.mark.parametrize("name", ["none", "simple", "advanced", "trace"])
 def test_the_option_builds_a_profiler_and_lists_all_its_fields(name: str) -> None:
-    node = option_node("profiler", name)
+    node = option_content("profiler", name)
     profiler = build(node, Profiler, "profiler")
     assert set(node) == {"_target_", *option_fields(type(profiler))}
     assert profiler == type(profiler)()  # the file's values are the defaults
@@ -63,7 +63,7 @@ def test_a_profile_that_cannot_be_written_does_not_hide_the_error_of_the_run(
                 profiler.after_step(step)
             raise RuntimeError("the run's own error")
 
-    profiler = build(option_node("profiler", name), Profiler, "profiler")
+    profiler = build(option_content("profiler", name), Profiler, "profiler")
     monkeypatch.setattr(Path, "write_text", full)
     train(profiler, tmp_path, 30)
     assert "No space left on device" in caplog.text

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers.command import leftovers, run_command, succeed
-from helpers.compose import FAST, Trained, built, composed, prepared, train_in
-from helpers.events import curves
-from helpers.kills import assert_kills_change_nothing
-from helpers.permissions import mode
+from helpers.command import names_left_in, run_command, run_successfully
+from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
+from helpers.events import scalar_curves
+from helpers.permissions import enforced_permissions
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.runs import assert_same, only_run, outcome, write_images
+from helpers.random_kills import assert_resume_after_kills_is_exact
+from helpers.runs import assert_bitwise_equal, only_run, run_outcome, write_images
 from omegaconf import OmegaConf
 
 import runner.resume
@@ -53,7 +53,7 @@ HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32")
 @pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.slow)])
 def test_resume_after_kill_is_bitwise_exact(tmp_path: Path, kills: int) -> None:
     schedule = ["steps=100", "save_every=4", "log_every=3", "eval_every=25", "optimizer=adamw"]
-    assert_kills_change_nothing(tmp_path, [*FAST, *HARD, *schedule], kills)
+    assert_resume_after_kills_is_exact(tmp_path, [*TINY_CPU, *HARD, *schedule], kills)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
@@ -62,7 +62,7 @@ def test_resume_after_kill_is_bitwise_exact_with_data_workers(tmp_path: Path, ki
     data = ["data=imagefolder", f"data.root={tmp_path}/images", "data.size=8", "data.workers=1"]
     schedule = ["steps=60", "save_every=4", "log_every=3", "eval_every=30", "batch_size=8", "accumulation=2"]
     arguments = ["model=tiny", "model.dropout=0.2", "device=cpu", "device.threads=1", *data, *schedule]
-    assert_kills_change_nothing(tmp_path, arguments, kills, kind="ranks")  # its fork server starts the workers
+    assert_resume_after_kills_is_exact(tmp_path, arguments, kills, kind="ranks")  # its fork server starts the workers
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -74,11 +74,11 @@ class CrashError(Exception):
 
 
 @pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trained]:
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainedRun]:
     """Return a function to train in `tmp_path / name` until a SIGTERM at step `signalled`, or an error at `crashed`."""
 
-    def train_it(name: str, *overrides: str, signalled: int = 0, crashed: int = 0) -> Trained:
-        run = built(*FAST, *HARD, *overrides)
+    def train_it(name: str, *overrides: str, signalled: int = 0, crashed: int = 0) -> TrainedRun:
+        run = build_composed_run(*TINY_CPU, *HARD, *overrides)
 
         def after_step(model: torch.nn.Module, step: int) -> None:
             if step == signalled:
@@ -117,55 +117,55 @@ SHORT = (f"steps={STEPS}", "save_every=5", "log_every=3", "eval_every=7")
     ids=lambda value: "-".join(value) if isinstance(value, tuple) and isinstance(value[0], str) else "",
 )
 def test_resume_after_a_stop_is_bitwise_exact(
-    session: Callable[..., Trained], overrides: tuple[str, ...], steps: Any
+    session: Callable[..., TrainedRun], overrides: tuple[str, ...], steps: Any
 ) -> None:
-    wanted = outcome(session("whole", *SHORT, *overrides).directory)
+    wanted = run_outcome(session("whole", *SHORT, *overrides).directory)
     for step in steps:
         stopped = session(f"stopped_{step}", *SHORT, *overrides, signalled=step)
         assert (stopped.result.status, stopped.result.steps) == ("stopped", step)
         resumed = session(f"stopped_{step}", *SHORT, *overrides)
         assert resumed.result.status == "done"
-        assert_same(outcome(resumed.directory), wanted)
+        assert_bitwise_equal(run_outcome(resumed.directory), wanted)
 
 
-def test_resume_after_a_crash_at_any_step_is_bitwise_exact(session: Callable[..., Trained]) -> None:
-    wanted = outcome(session("whole", *SHORT).directory)
+def test_resume_after_a_crash_at_any_step_is_bitwise_exact(session: Callable[..., TrainedRun]) -> None:
+    wanted = run_outcome(session("whole", *SHORT).directory)
     for step in range(1, STEPS + 1):
         with pytest.raises(CrashedError) as crash:
             session(f"crashed_{step}", *SHORT, crashed=step)
         assert isinstance(crash.value.__cause__, CrashError)
         assert crash.value.result.steps == step - 1
         assert crash.value.result.metrics.keys() >= ({"train/loss"} if step > 3 else set())
-        assert_same(outcome(session(f"crashed_{step}", *SHORT).directory), wanted)
+        assert_bitwise_equal(run_outcome(session(f"crashed_{step}", *SHORT).directory), wanted)
 
 
-def test_resume_after_several_crashes_is_bitwise_exact(session: Callable[..., Trained]) -> None:
-    wanted = outcome(session("whole", *SHORT).directory)
+def test_resume_after_several_crashes_is_bitwise_exact(session: Callable[..., TrainedRun]) -> None:
+    wanted = run_outcome(session("whole", *SHORT).directory)
     for step in (4, 4, 6, 9, 13, 11, 14):
         with pytest.raises(CrashedError):
             session("crashed", *SHORT, crashed=step)
-    assert_same(outcome(session("crashed", *SHORT).directory), wanted)
+    assert_bitwise_equal(run_outcome(session("crashed", *SHORT).directory), wanted)
 
 
-def test_resume_after_a_truncated_event_is_bitwise_exact(session: Callable[..., Trained]) -> None:
-    wanted = outcome(session("whole", *SHORT).directory)
+def test_resume_after_a_truncated_event_is_bitwise_exact(session: Callable[..., TrainedRun]) -> None:
+    wanted = run_outcome(session("whole", *SHORT).directory)
     with pytest.raises(CrashedError):
         session("torn", *SHORT, crashed=13)
     path = session("whole", *SHORT).directory.with_name("torn")
     [file] = path.glob("events*")
     os.truncate(file, file.stat().st_size - 7)  # in the last record, the point of step 12, which is computed again
-    assert_same(outcome(session("torn", *SHORT).directory), wanted)
+    assert_bitwise_equal(run_outcome(session("torn", *SHORT).directory), wanted)
 
 
-def test_resume_after_a_damaged_checkpoint_is_bitwise_exact(session: Callable[..., Trained]) -> None:
-    wanted = outcome(session("whole", *SHORT).directory)
+def test_resume_after_a_damaged_checkpoint_is_bitwise_exact(session: Callable[..., TrainedRun]) -> None:
+    wanted = run_outcome(session("whole", *SHORT).directory)
     path = session("damaged", *SHORT, signalled=12).directory
     (path / "checkpoints/step_00000012/state.pt").write_bytes(b"")
-    assert_same(outcome(session("damaged", *SHORT).directory), wanted)
+    assert_bitwise_equal(run_outcome(session("damaged", *SHORT).directory), wanted)
     assert (path / "checkpoints/step_00000012.corrupt").is_dir()
 
 
-def test_random_states_are_restored(session: Callable[..., Trained]) -> None:
+def test_random_states_are_restored(session: Callable[..., TrainedRun]) -> None:
     path = session("whole", *SHORT).directory
     saved = torch.load(path / "checkpoints/step_00000014/rank_0.pt", weights_only=True)["random"]["cpu"]
     torch.manual_seed(123)
@@ -181,13 +181,13 @@ class OneOfTwo(ProcessGroup):
 
 
 def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(
-    session: Callable[..., Trained], caplog: pytest.LogCaptureFixture
+    session: Callable[..., TrainedRun], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next log all-reduces them, so only one rank may have them. A rank without saved state logs this."""
     directory = session("ranks", *SHORT, signalled=5).directory  # steps 4 and 5 are not logged yet
     rows = {}
     for rank in (0, 1):
-        alone = prepared(built(*FAST, *HARD, *SHORT))
+        alone = prepare_session(build_composed_run(*TINY_CPU, *HARD, *SHORT))
         process = Process(RankInfo(rank, 2, rank, 2), [torch.device("cpu")], OneOfTwo(rank))
         with caplog.at_level(logging.INFO, logger="runner"):
             state = prepare(replace(alone, context=replace(alone.context, process=process)), directory)
@@ -203,8 +203,8 @@ def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "nadam", "rmsprop", "muon"])
 def test_optimizer_state_gets_the_memory_format_of_its_parameters(optimizer: str) -> None:
     """If the formats differ, torch's fused CPU kernels combine the wrong elements, without an error."""
-    run = built(*FAST, f"optimizer={optimizer}")
-    context = prepared(run).context
+    run = build_composed_run(*TINY_CPU, f"optimizer={optimizer}")
+    context = prepare_session(run).context
     images = run.workload.held_out.inputs[:16]  # pyright: ignore[reportAttributeAccessIssue]
 
     def placed() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -224,7 +224,7 @@ def test_optimizer_state_gets_the_memory_format_of_its_parameters(optimizer: str
     assert any(not p.is_contiguous() for p in resumed[0].parameters()), "channels_last is another layout here"
     step(*whole)
     step(*resumed)
-    assert_same(resumed[0].state_dict(), whole[0].state_dict())
+    assert_bitwise_equal(resumed[0].state_dict(), whole[0].state_dict())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,15 +240,15 @@ def test_optimizer_state_gets_the_memory_format_of_its_parameters(optimizer: str
     ],
 )
 def test_resume_with_changed_options_stays_within_tolerance(
-    session: Callable[..., Trained], change: str, tolerance: float
+    session: Callable[..., TrainedRun], change: str, tolerance: float
 ) -> None:
     plain = (*SHORT, "model.dropout=0", "optimizer=sgd")  # dropout masks depend on the micro-batches
-    whole = outcome(session("whole", *plain).directory)["weights"]
+    whole = run_outcome(session("whole", *plain).directory)["weights"]
     stopped = session("changed", *plain, signalled=6)
     resumed = session("changed", *plain, change)
     check_resumable(stopped.run.config, resumed.run.config, "PATH")
     assert resumed.result.steps == STEPS
-    for name, tensor in outcome(resumed.directory)["weights"].items():
+    for name, tensor in run_outcome(resumed.directory)["weights"].items():
         difference = (tensor - whole[name]).norm() / whole[name].norm()
         assert difference <= tolerance, (name, difference)
 
@@ -268,7 +268,9 @@ def test_resume_with_changed_options_stays_within_tolerance(
 )
 def test_seed_batch_size_model_data_and_optimizer_cannot_change_on_resume(change: str, shown: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_resumable(composed(*FAST, "data.crop=0"), composed(*FAST, "data.crop=0", change), "PATH")
+        check_resumable(
+            compose_config(*TINY_CPU, "data.crop=0"), compose_config(*TINY_CPU, "data.crop=0", change), "PATH"
+        )
     assert (caught.value.key, caught.value.got) == ("resume", "PATH")
     then, now = shown
     assert now in caught.value.why.partition(then)[2]
@@ -282,20 +284,20 @@ def test_seed_batch_size_model_data_and_optimizer_cannot_change_on_resume(change
     ],
 )
 def test_other_options_may_change_on_resume(change: str) -> None:
-    check_resumable(composed(*FAST), composed(*FAST, change), "PATH")
+    check_resumable(compose_config(*TINY_CPU), compose_config(*TINY_CPU, change), "PATH")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", None, []])
 def test_a_saved_optimizer_that_is_not_a_component_is_refused(optimizer: Any) -> None:
     """The saved config may come from somebody else."""
     with pytest.raises(ConfigError) as caught:
-        check_resumable(composed(*FAST) | {"optimizer": optimizer}, composed(*FAST), "PATH")
+        check_resumable(compose_config(*TINY_CPU) | {"optimizer": optimizer}, compose_config(*TINY_CPU), "PATH")
     assert (caught.value.key, caught.value.got) == ("resume", "PATH")
     assert "optimizer: None then, runner.optimizer.SGD now" in caught.value.why
 
 
 def test_a_config_is_unchanged_by_writing_and_reading_it(tmp_path: Path) -> None:
-    config = composed(*FAST, "optimizer=adam", "optimizer.eps=1e-12", "max_grad_norm=1e4", "name=on")
+    config = compose_config(*TINY_CPU, "optimizer=adam", "optimizer.eps=1e-12", "max_grad_norm=1e4", "name=on")
     run_directory.write_config(tmp_path, config, [])
     saved: Any = OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"))
     assert saved == config
@@ -308,7 +310,7 @@ def test_a_config_is_unchanged_by_writing_and_reading_it(tmp_path: Path) -> None
 
 def claim(cwd: Path, *overrides: str) -> Path:
     """Claim a run directory under `cwd`, end the run before its first step, and return the directory."""
-    session = prepared(built(*FAST, "steps=4", *overrides))
+    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", *overrides))
     with claimed_directory(session, cwd / "test", None, list(overrides)) as path:
         return path
 
@@ -392,7 +394,9 @@ def test_auto_is_refused_if_checkpoints_have_no_readable_config(tmp_path: Path) 
     error = refusal(tmp_path, "resume=auto")
     assert (error.key, error.got) == ("resume", "auto")
     assert str(ours) in error.why
-    (ours / "checkpoints" / "step_00000002" / "config.yaml").write_text(config_text(composed(*FAST, "steps=4")))
+    (ours / "checkpoints" / "step_00000002" / "config.yaml").write_text(
+        config_text(compose_config(*TINY_CPU, "steps=4"))
+    )
     assert claim(tmp_path, "resume=auto") == ours
     assert saved_config(ours).unreadable == [], "it is written again"
 
@@ -404,7 +408,7 @@ def test_a_refused_resume_leaves_all_files_unchanged(tmp_path: Path) -> None:
         make_checkpoint(path, run_directory.step_name(step))
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     for source in (path, path / "checkpoints" / "step_00000001"):
-        session = prepared(built(*FAST, "steps=4", f"resume={source}", "optimizer.lr=0.3"))
+        session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", f"resume={source}", "optimizer.lr=0.3"))
 
         def refused_later(session: Session = session) -> None:
             with claimed_directory(session, tmp_path / "test", None, ["optimizer.lr=0.3"]) as claimed:
@@ -435,7 +439,7 @@ def test_a_stop_while_the_first_files_are_written_undoes_all_changes(
 
 
 def test_credentials_are_in_no_file_of_a_run(tmp_path: Path) -> None:
-    session = prepared(built(*FAST, "steps=4"))
+    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4"))
     session.run.config["model"]["weights"] = "https://me:hunter2@example.org/w.pt"
     with claimed_directory(session, tmp_path / "test", None, ["x.token=hf_abcdefghijklmnopqrstuvwx"]) as path:
         found = b"".join(file.read_bytes() for file in path.rglob("*") if file.is_file())
@@ -447,7 +451,7 @@ def test_credentials_are_in_no_file_of_a_run(tmp_path: Path) -> None:
 
 def test_runs_that_start_at_the_same_time_get_different_directories(tmp_path: Path) -> None:
     claim(tmp_path)
-    sessions = [prepared(built(*FAST, "steps=4", "resume=auto")) for _ in range(3)]
+    sessions = [prepare_session(build_composed_run(*TINY_CPU, "steps=4", "resume=auto")) for _ in range(3)]
     with (
         claimed_directory(sessions[0], tmp_path / "test", None, []) as first,
         claimed_directory(sessions[1], tmp_path / "test", None, []) as second,
@@ -467,7 +471,7 @@ def test_a_new_directory_that_another_process_has_locked_is_refused(
         return path
 
     monkeypatch.setattr(run_directory, "create", created)
-    session = prepared(built(*FAST, "steps=4", "resume=auto"))
+    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", "resume=auto"))
     with pytest.raises(ConfigError) as refused, claimed_directory(session, path.parent, path.name, []):
         pass
     assert (refused.value.key, refused.value.got) == ("--run-directory", str(path))
@@ -488,7 +492,7 @@ def test_a_directory_without_a_run_stays_locked_until_it_is_replaced(
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", replaced)
-    session = prepared(built(*FAST, "steps=4", "resume=auto"))
+    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", "resume=auto"))
     with claimed_directory(session, path.parent, path.name, []) as claimed:
         assert claimed == path
     assert locks == [None]
@@ -522,7 +526,7 @@ def test_a_run_in_use_is_refused_and_not_changed(tmp_path: Path) -> None:
 def test_a_new_run_in_an_unreadable_directory_is_refused(secret: str, resume: str, tmp_path: Path) -> None:
     (tmp_path / secret).mkdir(exist_ok=True)
     before = sorted(tmp_path.rglob("*"))
-    with mode(tmp_path / secret, 0):
+    with enforced_permissions(tmp_path / secret, 0):
         error = refusal(tmp_path, f"resume={resume}")
     assert (error.key, error.got) == ("output_root", str(tmp_path / "test"))
     assert "Permission denied" in error.why
@@ -531,7 +535,7 @@ def test_a_new_run_in_an_unreadable_directory_is_refused(secret: str, resume: st
 
 def test_auto_is_refused_if_a_run_directory_cannot_be_read(tmp_path: Path) -> None:
     """It may be that of this run, which would otherwise begin again in a new directory."""
-    with mode(claim(tmp_path), 0) as ours:
+    with enforced_permissions(claim(tmp_path), 0) as ours:
         error = refusal(tmp_path, "resume=auto")
     assert (error.key, error.got) == ("resume", "auto")
     assert str(ours) in error.why
@@ -540,9 +544,9 @@ def test_auto_is_refused_if_a_run_directory_cannot_be_read(tmp_path: Path) -> No
 
 
 def test_a_named_directory_that_cannot_be_created_is_refused_by_its_own_key(tmp_path: Path) -> None:
-    session = prepared(built(*FAST, "steps=4"))
+    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4"))
     (tmp_path / "ours").mkdir()
-    with mode(tmp_path / "ours", 0o555), pytest.raises(ConfigError) as refused:
+    with enforced_permissions(tmp_path / "ours", 0o555), pytest.raises(ConfigError) as refused:
         with claimed_directory(session, tmp_path / "ours", "here", []):
             raise AssertionError("it must not begin")
     assert (refused.value.key, refused.value.got) == ("--run-directory", str(tmp_path / "ours" / "here"))
@@ -551,9 +555,9 @@ def test_a_named_directory_that_cannot_be_created_is_refused_by_its_own_key(tmp_
 
 @pytest.mark.parametrize("bits", [0, 0o444])
 def test_a_named_directory_that_cannot_be_read_is_refused(bits: int, tmp_path: Path) -> None:
-    session = prepared(built(*FAST, "steps=4", "resume=auto"))
+    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", "resume=auto"))
     claim(tmp_path).rename(tmp_path / "test" / "here")
-    with mode(tmp_path / "test" / "here", bits), pytest.raises(ConfigError) as refused:
+    with enforced_permissions(tmp_path / "test" / "here", bits), pytest.raises(ConfigError) as refused:
         with claimed_directory(session, tmp_path / "test", "here", []):
             raise AssertionError("it must not begin")
     assert refused.value.key == "--run-directory"
@@ -574,9 +578,9 @@ def test_a_file_system_without_locks_is_refused_and_no_directory_is_left(
 
 
 def test_a_named_directory_without_a_run_that_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
-    session = prepared(built(*FAST, "steps=5", "resume=auto"))
+    session = prepare_session(build_composed_run(*TINY_CPU, "steps=5", "resume=auto"))
     (tmp_path / "test" / "here").mkdir(parents=True)
-    with mode(tmp_path / "test", 0o555), pytest.raises(ConfigError) as refused:
+    with enforced_permissions(tmp_path / "test", 0o555), pytest.raises(ConfigError) as refused:
         with claimed_directory(session, tmp_path / "test", "here", []):
             raise AssertionError("it must not begin")
     assert refused.value.key == "--run-directory"
@@ -584,10 +588,10 @@ def test_a_named_directory_without_a_run_that_cannot_be_replaced_is_refused(tmp_
 
 
 def test_a_named_directory_that_cannot_be_renamed_is_refused(tmp_path: Path) -> None:
-    session = prepared(built(*FAST, "steps=5", "seed=1", "resume=auto"))
+    session = prepare_session(build_composed_run(*TINY_CPU, "steps=5", "seed=1", "resume=auto"))
     path = claim(tmp_path).rename(tmp_path / "test" / "here")
     before = content_of(path)
-    with mode(tmp_path / "test", 0o555), pytest.raises(ConfigError) as refused:
+    with enforced_permissions(tmp_path / "test", 0o555), pytest.raises(ConfigError) as refused:
         with claimed_directory(session, tmp_path / "test", "here", []):
             raise AssertionError("it must not begin")
     assert (refused.value.key, refused.value.got) == ("--run-directory", str(path))
@@ -619,7 +623,7 @@ def test_a_run_that_is_not_writable_is_refused_and_not_changed(
     if missing:
         (path / missing).unlink()
     before = content_of(path)
-    with mode(path / protected, 0o555):
+    with enforced_permissions(path / protected, 0o555):
         error = refusal(tmp_path, f"resume={path}/checkpoints/step_00000001", "optimizer.lr=0.3")
     assert (error.key, error.got) == ("resume", str(path))
     assert "Permission denied" in error.why
@@ -652,7 +656,7 @@ def test_files_that_are_not_text_are_restored(tmp_path: Path) -> None:
     path = ended_early(tmp_path)
     (path / "overrides.yaml").write_bytes(b"\xff\xfe")
     before = content_of(path)
-    session = prepared(built(*FAST, "steps=4", f"resume={path}", "optimizer.lr=0.3"))
+    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", f"resume={path}", "optimizer.lr=0.3"))
 
     def refused_later() -> None:
         with claimed_directory(session, tmp_path, None, []):
@@ -677,7 +681,7 @@ def test_an_undo_that_fails_does_not_hide_the_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = ended_early(tmp_path)
-    session = prepared(built(*FAST, "steps=4", f"resume={path}", "optimizer.lr=0.3"))
+    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", f"resume={path}", "optimizer.lr=0.3"))
 
     def failing(*_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -697,7 +701,7 @@ def test_the_result_of_every_session_is_kept(tmp_path: Path) -> None:
     path = claim(tmp_path)
     for steps in (1, 2, 3):
         write_result(path, "stopped", steps)
-        session = prepared(built(*FAST, "steps=4", f"resume={path}"))
+        session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", f"resume={path}"))
         before = content_of(path)
         with pytest.raises(ConfigError), claimed_directory(session, tmp_path, None, []):
             raise ConfigError("resume", str(path), "a rank refused it", "nothing")
@@ -748,27 +752,27 @@ def test_a_directory_that_is_not_a_run_is_refused_and_not_changed(resume: str, t
         path.mkdir()
     (mine / "notes.txt").write_text("mine")
     for path in (".", "..", "../mine", "../mine/notes.txt", *(["../empty"] if resume == "never" else [])):
-        code, told = run_command(*FAST, "steps=1", f"--run-directory={path}", f"resume={resume}", cwd=cwd)
-        assert code == 2, told
-        assert told.startswith("--run-directory: got '/"), told
-        assert "it exists" in told
+        code, output = run_command(*TINY_CPU, "steps=1", f"--run-directory={path}", f"resume={resume}", cwd=cwd)
+        assert code == 2, output
+        assert output.startswith("--run-directory: got '/"), output
+        assert "it exists" in output
         assert [file.name for file in mine.iterdir()] == ["notes.txt"]
-        assert leftovers(cwd) == set()
+        assert names_left_in(cwd) == set()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "here", "mine"]
     assert not list(empty.iterdir())
 
 
 def test_the_run_in_a_named_directory_is_resumed_or_renamed(tmp_path: Path) -> None:
-    words = (*FAST, "steps=4", "--run-directory=here/run", "resume=auto")
+    words = (*TINY_CPU, "steps=4", "--run-directory=here/run", "resume=auto")
     for wanted in ("done after step 4/4", "all 4 steps are done: nothing is left to do"):
-        code, told = run_command(*words, cwd=tmp_path)
-        assert (code, wanted in told) == (0, True), told
-    assert "look: tensorboard --logdir here/run\n" in told
-    code, told = run_command("resume=here/run", "--run-directory=there", cwd=tmp_path)
-    assert (code, told.startswith("--run-directory: got 'there': resume=RUN continues")) == (2, True), told
-    code, told = run_command(*words, "seed=1", cwd=tmp_path)
-    assert code == 0, told
-    assert "here/run has another config: it is now in run.superseded" in told.replace(f"{tmp_path}/", "")
+        code, output = run_command(*words, cwd=tmp_path)
+        assert (code, wanted in output) == (0, True), output
+    assert "look: tensorboard --logdir here/run\n" in output
+    code, output = run_command("resume=here/run", "--run-directory=there", cwd=tmp_path)
+    assert (code, output.startswith("--run-directory: got 'there': resume=RUN continues")) == (2, True), output
+    code, output = run_command(*words, "seed=1", cwd=tmp_path)
+    assert code == 0, output
+    assert "here/run has another config: it is now in run.superseded" in output.replace(f"{tmp_path}/", "")
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["run", "run.superseded"]
     assert saved_config(tmp_path / "here/run").values["seed"] == 1
     assert saved_config(tmp_path / "here/run.superseded").values["seed"] == 0
@@ -780,8 +784,8 @@ def test_a_run_that_was_killed_before_it_wrote_its_config_leaves_nothing(tmp_pat
         directory.mkdir()
         for name in names:
             (directory / name).write_text("[]")
-        code, told = run_command(*FAST, "steps=2", "--run-directory=run", "resume=auto", cwd=tmp_path)
-        assert code == 0, told
+        code, output = run_command(*TINY_CPU, "steps=2", "--run-directory=run", "resume=auto", cwd=tmp_path)
+        assert code == 0, output
         assert [path.name for path in tmp_path.glob("run*")] == ["run"]
         assert not list(directory.glob(".*.part"))
         shutil.rmtree(directory)
@@ -789,15 +793,15 @@ def test_a_run_that_was_killed_before_it_wrote_its_config_leaves_nothing(tmp_pat
 
 def test_a_finished_run_cannot_become_shorter_or_continue_without_checkpoints(tmp_path: Path) -> None:
     for keep in (0, 1):
-        code, told = run_command(*FAST, "steps=4", f"keep={keep}", f"--run-directory=run{keep}", cwd=tmp_path)
-        assert code == 0, told
+        code, output = run_command(*TINY_CPU, "steps=4", f"keep={keep}", f"--run-directory=run{keep}", cwd=tmp_path)
+        assert code == 0, output
     shutil.rmtree(tmp_path / "run1" / "checkpoints")
     for run in (tmp_path / "run0", tmp_path / "run1"):
         before = files(run)
-        code, told = run_command(f"resume={run}", "steps=3", cwd=tmp_path)
-        assert (code, told.startswith("steps: got 3: 4 are done already")) == (2, True), told
-        code, told = run_command(f"resume={run}", "steps=9", cwd=tmp_path)
-        assert (code, "checkpoints to continue from have been deleted" in told) == (2, True), told
+        code, output = run_command(f"resume={run}", "steps=3", cwd=tmp_path)
+        assert (code, output.startswith("steps: got 3: 4 are done already")) == (2, True), output
+        code, output = run_command(f"resume={run}", "steps=9", cwd=tmp_path)
+        assert (code, "checkpoints to continue from have been deleted" in output) == (2, True), output
         assert files(run) == before
 
 
@@ -808,7 +812,7 @@ def files(path: Path) -> dict[str, bytes]:
 
 
 def test_a_finished_run_is_not_changed_and_continues_with_more_epochs(tmp_path: Path) -> None:
-    code, console = run_command(*FAST, "epochs=1", "save_every=10", "eval_every=10", cwd=tmp_path)
+    code, console = run_command(*TINY_CPU, "epochs=1", "save_every=10", "eval_every=10", cwd=tmp_path)
     assert code == 0, console
     path = only_run(tmp_path)
     before = files(path)
@@ -821,14 +825,14 @@ def test_a_finished_run_is_not_changed_and_continues_with_more_epochs(tmp_path: 
     assert "resumed after step 23" in console
     result = json.loads((path / "result.json").read_text())
     assert (result["status"], result["steps"]) == ("done", 45)
-    assert [step for step, _ in curves(path)["eval/loss"]] == [10, 20, 23, 30, 40, 45]
+    assert [step for step, _ in scalar_curves(path)["eval/loss"]] == [10, 20, 23, 30, 40, 45]
 
 
 def test_resuming_an_earlier_checkpoint_renames_later_ones(tmp_path: Path) -> None:
     schedule = ("steps=12", "save_every=3", "log_every=3", "eval_every=0", "keep=9")
-    assert run_command(*FAST, *HARD, *schedule, cwd=tmp_path)[0] == 0
+    assert run_command(*TINY_CPU, *HARD, *schedule, cwd=tmp_path)[0] == 0
     path = only_run(tmp_path)
-    before = outcome(path)
+    before = run_outcome(path)
     code, console = run_command(f"resume={path}/checkpoints/step_00000006", cwd=tmp_path)
     assert code == 0, console
     assert "resumed after step 6" in console
@@ -836,11 +840,11 @@ def test_resuming_an_earlier_checkpoint_renames_later_ones(tmp_path: Path) -> No
     names |= {"index.json"}
     assert {checkpoint.name for checkpoint in (path / "checkpoints").iterdir()} == names
     assert json.loads((path / "result.json.superseded").read_text())["status"] == "done"
-    assert_same(outcome(path), before)
+    assert_bitwise_equal(run_outcome(path), before)
 
 
 def test_another_config_exits_with_2_and_shows_the_difference(tmp_path: Path) -> None:
-    assert run_command(*FAST, "steps=2", cwd=tmp_path)[0] == 0
+    assert run_command(*TINY_CPU, "steps=2", cwd=tmp_path)[0] == 0
     path = only_run(tmp_path)
     before = files(path)
     code, console = run_command(f"resume={path}", "seed=7", "steps=9", "optimizer=adam", cwd=tmp_path)
@@ -851,7 +855,7 @@ def test_another_config_exits_with_2_and_shows_the_difference(tmp_path: Path) ->
 
 
 def test_a_finished_run_with_a_damaged_checkpoint_redoes_its_last_steps(tmp_path: Path) -> None:
-    code, console = run_command(*FAST, "steps=23", "save_every=10", "eval_every=0", cwd=tmp_path)
+    code, console = run_command(*TINY_CPU, "steps=23", "save_every=10", "eval_every=0", cwd=tmp_path)
     assert code == 0, console
     path = only_run(tmp_path)
     weights = path / "checkpoints/step_00000023/model.safetensors"
@@ -891,7 +895,7 @@ def test_a_run_of_an_earlier_version_resumes(
 ) -> None:
     """The classifier trains in two processes with `parallel=ddp`."""
     path = earlier(name)
-    succeed(tmp_path, f"resume={path}", more)
+    run_successfully(tmp_path, f"resume={path}", more)
     assert f"resumed after step {8 if name == 'classifier' else 30}" in (path / "log.txt").read_text()
     wanted = safetensors.torch.load_file(path / f"expected_step_{step}.safetensors")
     assert largest_difference(weights_at(path, step), wanted) <= tolerance
@@ -909,6 +913,6 @@ def test_auto_finds_a_run_of_an_earlier_version(name: str, earlier: Callable[[st
         "classifier": [],
         "dqn": ["schedule=step", "optimizer.lr=0.003", "workload.target_tau=0.01", "workload.huber_delta=1"],
     }
-    succeed(tmp_path, *overrides, *earlier_defaults[name], "resume=auto")
+    run_successfully(tmp_path, *overrides, *earlier_defaults[name], "resume=auto")
     assert only_run(tmp_path) == path
     assert "resumed after step" in (path / "log.txt").read_text()

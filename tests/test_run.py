@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import run_command
-from helpers.compose import FAST, Trained, built, composed, prepared, train_in
+from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
 from helpers.options import changed_options, options_of, train_and_check_options, train_and_log
-from helpers.ranks import Ranks
+from helpers.ranks import PersistentRanks
 
 from runner.config.errors import ConfigError
 from runner.run import Result, Session, build_run, check_used, config_hash, describe_model
@@ -26,7 +26,7 @@ SAMPLES = 1438  # of the 1,797 digits, without the fifth that is held out
 
 def session_of(*overrides: str) -> Session:
     """Return the session of a fast run with `overrides`."""
-    return prepared(built(*FAST, *overrides))
+    return prepare_session(build_composed_run(*TINY_CPU, *overrides))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -58,14 +58,14 @@ def test_steps_follow_from_epochs(overrides: list[str], steps: int) -> None:
 def test_several_options_of_a_group_are_refused(typed: str) -> None:
     """Hydra would merge the options into one."""
     with pytest.raises(ConfigError) as refusal:
-        check_used(built(typed), [typed])
+        check_used(build_composed_run(typed), [typed])
     assert (refusal.value.key, refusal.value.got) == tuple(typed.split("="))
 
 
 def test_rounding_errors_in_epochs_add_no_step() -> None:
     """0.1 · 3 · 10 is 3.0000000000000004 in floating point, and must not be rounded up to 4."""
-    run = dataclasses.replace(built(*FAST), epochs=0.1 * 3, workload=endless(10.0))
-    assert prepared(run).num_steps == 3
+    run = dataclasses.replace(build_composed_run(*TINY_CPU), epochs=0.1 * 3, workload=endless(10.0))
+    assert prepare_session(run).num_steps == 3
 
 
 def endless(epoch: float | None) -> Any:
@@ -80,15 +80,15 @@ def endless(epoch: float | None) -> Any:
 
 
 def test_a_workload_without_epochs_needs_steps() -> None:
-    run = dataclasses.replace(built(*FAST), workload=endless(None))
+    run = dataclasses.replace(build_composed_run(*TINY_CPU), workload=endless(None))
     with pytest.raises(ConfigError) as refusal:
-        prepared(run)
+        prepare_session(run)
     assert (refusal.value.key, refusal.value.got) == ("epochs", run.epochs)
     assert "steps=N" in refusal.value.remedy
-    session = prepared(dataclasses.replace(run, steps=205))
+    session = prepare_session(dataclasses.replace(run, steps=205))
     every = (session.num_steps, session.eval_every, session.save_every)
     assert every == (205, 20, 20), "ten times in a run, in place of epochs"
-    assert prepared(dataclasses.replace(run, steps=5)).eval_every == 1
+    assert prepare_session(dataclasses.replace(run, steps=5)).eval_every == 1
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_evaluations_and_checkpoints_come_once_an_epoch_by_default(overrides: li
 
 
 def test_preparing_twice_changes_nothing() -> None:
-    run = built(*FAST, "epochs=2")
-    for session in (prepared(run), prepared(run)):
+    run = build_composed_run(*TINY_CPU, "epochs=2")
+    for session in (prepare_session(run), prepare_session(run)):
         assert (session.num_steps, session.eval_every) == (45, 23)
 
 
@@ -132,7 +132,7 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 )
 def test_an_option_that_the_workload_does_not_use_is_refused(typed: list[str], key: str) -> None:
     """Otherwise, the option would be ignored without an error."""
-    run = built(*typed)
+    run = build_composed_run(*typed)
     with pytest.raises(ConfigError) as refusal:
         check_used(run, typed)
     assert (refusal.value.key, refusal.value.got) == (key, typed[-1].partition("=")[2])
@@ -142,7 +142,7 @@ def test_an_option_that_the_workload_does_not_use_is_refused(typed: list[str], k
 
 def test_options_that_the_workload_uses_are_accepted() -> None:
     for typed in (["data=synthetic", "data.size=8", "model=tiny"], ["workload=dqn", "env.num_envs=4", "seed=1"], []):
-        check_used(built(*typed), typed)
+        check_used(build_composed_run(*typed), typed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_defaults_are_due_at_the_end_of_a_run_shorter_than_an_epoch() -> None:
         assert [step for step in range(1, 8) if session.is_due(every, step)] == [7]
 
 
-def test_checkpoints_are_saved_when_they_are_due(trained: Callable[..., Trained]) -> None:
+def test_checkpoints_are_saved_when_they_are_due(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=7", "eval_every=3", "save_every=2", "keep=9")
     saved = {int(path.name.removeprefix("step_")) for path in (run.directory / "checkpoints").glob("step_*")}
     assert {2, 4, 6, 7} <= saved <= {2, 3, 4, 6, 7}, "when it is due, and after an evaluation that is the best so far"
@@ -197,7 +197,7 @@ def changed(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def test_the_hash_covers_what_is_computed() -> None:
-    config = composed()
+    config = compose_config()
     before = config_hash(config)
     same = {path[0] for path in leaves(config) if config_hash(changed(config, path)) == before}
     assert same == {"name", "output_root", "resume", "tracking", "how"}
@@ -209,19 +209,21 @@ def test_the_hash_covers_what_is_computed() -> None:
 
 
 def test_the_hash_does_not_depend_on_order_or_spelling() -> None:
-    config = composed()
+    config = compose_config()
     assert config_hash(dict(reversed(config.items()))) == config_hash(config)
-    assert config_hash(composed(f"optimizer.lr={config['optimizer']['lr']:.9f}", "precision=32")) == config_hash(config)
-    assert config_hash(composed("optimizer.lr=0.123")) != config_hash(config)
+    assert config_hash(compose_config(f"optimizer.lr={config['optimizer']['lr']:.9f}", "precision=32")) == config_hash(
+        config
+    )
+    assert config_hash(compose_config("optimizer.lr=0.123")) != config_hash(config)
 
 
 def test_a_run_has_the_chosen_components_and_keeps_its_config() -> None:
-    config = composed("optimizer=adam", "precision=bf16", "accumulation=4", "model=tiny")
+    config = compose_config("optimizer=adam", "precision=bf16", "accumulation=4", "model=tiny")
     run = build_run(config)
     names = [type(part).__name__ for part in (run.optimizer, run.precision, run.schedule, run.workload, run.profiler)]
     assert names == ["Adam", "BFloat16", "OneCycle", "Classifier", "Profiler"]
     assert run.workload.model.hidden == 64
-    plan = prepared(run).plan
+    plan = prepare_session(run).plan
     assert (plan.batch_size, plan.accumulation, plan.data_shard, plan.step_shard) == (64, 4, (0, 1), (0, 1))
     assert run.config == config
     assert run.config is not config
@@ -229,10 +231,12 @@ def test_a_run_has_the_chosen_components_and_keeps_its_config() -> None:
 
 
 def test_building_needs_neither_the_device_nor_the_data() -> None:
-    build_run(composed("device=cuda", "data=mnist"))
+    build_run(compose_config("device=cuda", "data=mnist"))
     with pytest.raises(ConfigError) as refusal:
-        prepared(
-            built("device=cuda" if torch.cuda.is_available() else "device=cpu", "data=mnist", "data.root=/nowhere")
+        prepare_session(
+            build_composed_run(
+                "device=cuda" if torch.cuda.is_available() else "device=cpu", "data=mnist", "data.root=/nowhere"
+            )
         )
     assert (refusal.value.key, refusal.value.got) == ("data.root", "/nowhere")
 
@@ -250,7 +254,7 @@ def test_a_result_is_made_of_plain_values() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Options never change
 
-SHORT = (*FAST, "steps=4", "log_every=2", "save_every=2", "eval_every=2")
+SHORT = (*TINY_CPU, "steps=4", "log_every=2", "save_every=2", "eval_every=2")
 DQN = (
     *("workload=dqn", "workload.env_steps=240", "workload.warm_up=80", "workload.replay_size=400"),
     *("workload.eval_episodes=2", "batch_size=32", "model.hidden=[16]", "device=cpu", "device.threads=1"),
@@ -282,7 +286,7 @@ DQN = (
 )
 def test_options_never_change_during_a_run(overrides: tuple[str, ...], tmp_path: Path) -> None:
     """Values determined at run time never overwrite options, in this process and in those that the mode starts."""
-    run = built(*overrides)
+    run = build_composed_run(*overrides)
     before, config = options_of(run), copy.deepcopy(run.config)
     assert {"seed", "steps", "eval_every", "workload.model", "optimizer.lr"} <= before.keys()
     trained = train_in(tmp_path, run, train_rank=train_and_check_options)
@@ -292,11 +296,11 @@ def test_options_never_change_during_a_run(overrides: tuple[str, ...], tmp_path:
 
 
 def test_the_check_of_options_detects_changes() -> None:
-    run = built(*FAST)
+    run = build_composed_run(*TINY_CPU)
     before = options_of(run)
     run.steps, run.workload.model.channels = 7, (9,)  # pyright: ignore[reportAttributeAccessIssue]
     run.config["optimizer"]["lr"] = 3.0
-    run.optimizer = built("optimizer=adam").optimizer
+    run.optimizer = build_composed_run("optimizer=adam").optimizer
     changed = changed_options(before, run)
     assert {"steps", "workload.model.channels", "config", "optimizer", "optimizer.beta1"} <= changed.keys()
     assert changed["steps"] == (None, 7)
@@ -313,7 +317,7 @@ def first_lines(text: str) -> dict[str, str]:
 
 
 def test_the_first_lines_say_what_is_trained(tmp_path: Path) -> None:
-    code, console = run_command(*FAST, "steps=3", "precision=bf16", "accumulation=4", "name=first", cwd=tmp_path)
+    code, console = run_command(*TINY_CPU, "steps=3", "precision=bf16", "accumulation=4", "name=first", cwd=tmp_path)
     assert code == 0, console
     [directory] = tmp_path.glob("outputs/first/*")
     log = (directory / "log.txt").read_text()
@@ -340,9 +344,11 @@ def test_the_first_lines_say_what_is_trained(tmp_path: Path) -> None:
     assert "optimizer:\n" not in console
 
 
-def test_the_first_lines_count_processes_and_their_shards(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    config = composed(*FAST, "parallel=ddp", "steps=1", "batch_size=48", "accumulation=2")
-    ranks(2).do(train_and_log, config, tmp_path / "logged")
+def test_the_first_lines_count_processes_and_their_shards(
+    ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    config = compose_config(*TINY_CPU, "parallel=ddp", "steps=1", "batch_size=48", "accumulation=2")
+    ranks(2).call_on_all(train_and_log, config, tmp_path / "logged")
     lines = first_lines((tmp_path / "logged" / "log.txt").read_text())
     assert lines.keys() == first_lines((tmp_path / "logged" / "log_rank_1.txt").read_text()).keys()
     assert "DistributedDataParallel" in lines["parallel"]

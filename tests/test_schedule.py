@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.compose import option_node
+from helpers.compose import option_content
 from torch.optim import lr_scheduler
 
 from runner.config.errors import ConfigError
@@ -145,7 +145,7 @@ def test_every_group_keeps_its_own_rate() -> None:
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "onecycle", "step"])
 def test_the_option_lists_all_fields_with_their_defaults(name: str) -> None:
-    node = option_node("schedule", name)
+    node = option_content("schedule", name)
     schedule = build(node, Schedule, "schedule")
     assert set(node) == {"_target_", *option_fields(type(schedule))}
     assert repr(schedule).replace("[", "(").replace("]", ")") == repr(type(schedule)())  # YAML has lists, no tuples

@@ -15,8 +15,8 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.command import run_command
-from helpers.compose import FAST, Trained, built, train_in
-from helpers.events import curves
+from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, train_in
+from helpers.events import scalar_curves
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runner.training
@@ -26,7 +26,7 @@ from runner.state import State, _is_finite
 from runner.storage.checkpoint import Checkpoints
 from runner.tracking.recorder import Recorder
 
-WILD = ("data.crop=0", "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40")
+DIVERGING = ("data.crop=0", "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40")
 NAN, INF = float("nan"), float("inf")
 
 
@@ -70,9 +70,9 @@ def assert_whole_and_finite(directory: Path, steps: list[int]) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_the_first_step_that_diverges_is_named_and_its_batch_saved(
-    trained: Callable[..., Trained], accumulation: int
+    trained: Callable[..., TrainedRun], accumulation: int
 ) -> None:
-    run = trained(*WILD, "log_every=40", "save_every=2", "keep=99", f"accumulation={accumulation}")
+    run = trained(*DIVERGING, "log_every=40", "save_every=2", "keep=99", f"accumulation={accumulation}")
     first, indices = next(
         (step, indices)
         for step, (loss, indices) in enumerate(plain_losses(run.run, 900, 40), start=1)
@@ -90,7 +90,7 @@ def test_the_first_step_that_diverges_is_named_and_its_batch_saved(
     steps = Checkpoints(run.directory, keep=99).steps()
     assert_whole_and_finite(run.directory, steps)
     assert steps[-1] in (first - 1, first - 2), "the last one before it"
-    assert all(value < INF for points in curves(run.directory).values() for _, value in points)
+    assert all(value < INF for points in scalar_curves(run.directory).values() for _, value in points)
     assert all_finite(run.result.as_dict())
 
 
@@ -99,7 +99,7 @@ def test_the_first_step_that_diverges_is_named_and_its_batch_saved(
     ("at", "log_every", "save_every"), [(7, 5, 3), (7, 100, 4), (1, 1, 1), (12, 100, 100), (6, 6, 6)]
 )
 def test_a_loss_that_is_not_finite_is_found_at_the_next_log_or_checkpoint(
-    trained: Callable[..., Trained],
+    trained: Callable[..., TrainedRun],
     monkeypatch: pytest.MonkeyPatch,
     bad: float,
     at: int,
@@ -119,7 +119,7 @@ def test_a_loss_that_is_not_finite_is_found_at_the_next_log_or_checkpoint(
 
 
 def test_the_diverged_batch_is_saved_as_it_was_augmented(
-    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from runner.workloads.classifier import Classifier
 
@@ -140,7 +140,7 @@ def test_the_diverged_batch_is_saved_as_it_was_augmented(
 
 
 def test_a_run_that_diverges_on_a_full_disk_is_reported_as_diverged(
-    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The batch cannot be saved, and no incomplete file is left."""
     from runner.workloads.classifier import Classifier
@@ -166,7 +166,7 @@ def test_a_run_that_diverges_on_a_full_disk_is_reported_as_diverged(
     [("weight", "conv2.conv.weight"), ("moment", "exp_avg_sq of head.fc.bias"), ("metric", "eval/loss")],
 )
 def test_no_checkpoint_holds_a_number_that_is_not_finite(
-    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, part: str, named: str
+    trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch, part: str, named: str
 ) -> None:
     save, evaluate = State.save, runner.training.evaluate
 
@@ -193,7 +193,7 @@ def test_no_checkpoint_holds_a_number_that_is_not_finite(
 
 
 def test_an_overflow_of_adams_moments_is_found_if_gradients_are_finite(
-    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The square of a gradient of 1e20 overflows float32: the weights stay finite, but no longer change."""
     from runner.workloads.classifier import Classifier
@@ -211,7 +211,7 @@ def test_an_overflow_of_adams_moments_is_found_if_gradients_are_finite(
 
 
 def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path: Path) -> None:
-    code, said = run_command(*FAST, *WILD, "log_every=10", "save_every=1", "keep=9", cwd=tmp_path)
+    code, said = run_command(*TINY_CPU, *DIVERGING, "log_every=10", "save_every=1", "keep=9", cwd=tmp_path)
     assert code == 3, said
     [path] = tmp_path.glob("outputs/*/*")
     result = json.loads((path / "result.json").read_text(), parse_constant=pytest.fail)
@@ -226,7 +226,7 @@ def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path: P
     )
     assert code == 0, said
     assert "resumed after step 1" in said
-    read = curves(path)
+    read = scalar_curves(path)
     assert [step for step, _ in read["train/loss"]] == list(range(2, 41))
     assert all(abs(value) < INF for points in read.values() for _, value in points)
 
@@ -247,7 +247,7 @@ def test_finite_tensors_are_recognized_even_if_their_sum_overflows(dtype: torch.
 
 
 def test_points_are_dropped_only_if_the_checkpoint_after_them_is_complete(
-    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At `flush`, a tracker drops the points up to the previous checkpoint, which a resumed run would log again."""
     write, flush, complete = Checkpoints._write, Recorder.flush, []
@@ -266,11 +266,11 @@ def test_points_are_dropped_only_if_the_checkpoint_after_them_is_complete(
     assert complete[:3] == [[], ["step_00000001"], ["step_00000001", "step_00000002"]]
 
 
-def test_the_result_agrees_with_the_curves(trained: Callable[..., Trained]) -> None:
+def test_the_result_agrees_with_the_curves(trained: Callable[..., TrainedRun]) -> None:
     before = time.perf_counter()
     run = trained("steps=30", "log_every=5", "eval_every=10", "optimizer.lr=0.02")
     took = time.perf_counter() - before
-    result, read = run.result.as_dict(), curves(run.directory)
+    result, read = run.result.as_dict(), scalar_curves(run.directory)
     assert (result["status"], result["steps"], result["world_size"], result["error"]) == ("done", 30, 1, "")
     for tag in ("train/loss", "train/accuracy", "eval/loss", "eval/accuracy"):
         assert result["metrics"][tag] == pytest.approx(read[tag][-1][1], rel=1e-6)
@@ -292,8 +292,8 @@ def test_the_result_agrees_with_the_curves(trained: Callable[..., Trained]) -> N
 # No synchronization with the device between two logs
 
 
-WAITING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
-READS = {
+SYNC_METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
+SYNC_OPS = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
     torch.ops.aten.is_nonzero.default,
@@ -303,7 +303,7 @@ READS = {
 }
 
 
-class Watched(TorchDispatchMode):
+class SyncDetector(TorchDispatchMode):
     """Collects the operations that would synchronize with a device."""
 
     def __init__(self) -> None:
@@ -313,7 +313,7 @@ class Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen += 1
-        if func in READS:
+        if func in SYNC_OPS:
             self.found.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -344,25 +344,25 @@ def between_logs(session: Session, monkeypatch: pytest.MonkeyPatch, begin: Calla
     ],
 )
 def test_no_tensor_value_is_read_between_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any) -> None:
-    run = built(*FAST, "steps=12", "log_every=4", "eval_every=0", "save_every=0", *overrides)
-    watched, active = Watched(), []
+    run = build_composed_run(*TINY_CPU, "steps=12", "log_every=4", "eval_every=0", "save_every=0", *overrides)
+    detector, active = SyncDetector(), []
 
     def spied(name: str) -> None:
         method = getattr(torch.Tensor, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if active:
-                watched.found.append(name)
+                detector.found.append(name)
             return method(*args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, call)
 
-    for name in WAITING:
+    for name in SYNC_METHODS:
         spied(name)
 
     def begin() -> None:
         if not active:
-            active.append(watched.__enter__())
+            active.append(detector.__enter__())
 
     def end() -> None:
         if active:
@@ -370,15 +370,15 @@ def test_no_tensor_value_is_read_between_logs(tmp_path: Path, monkeypatch: pytes
 
     change = partial(between_logs, monkeypatch=monkeypatch, begin=begin, end=end)
     assert train_in(tmp_path, run, change).result.status == "done"
-    assert watched.seen > 100
-    assert watched.found == []
+    assert detector.seen > 100
+    assert detector.found == []
 
 
 def test_operations_that_synchronize_are_detected() -> None:
-    with Watched() as watched:
+    with SyncDetector() as detector:
         tensor = torch.ones(1)
         _ = tensor.item(), float(tensor), bool(tensor), torch.equal(tensor, tensor), tensor.nonzero()
-    assert len(watched.found) == 5
+    assert len(detector.found) == 5
 
 
 @pytest.mark.gpu
@@ -394,8 +394,8 @@ def test_operations_that_synchronize_are_detected() -> None:
 def test_no_step_synchronizes_with_cuda_between_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any
 ) -> None:
-    run = built(
-        *FAST, "device=cuda", "data.crop=2", "steps=60", "log_every=20", "eval_every=0", "save_every=0", *overrides
+    run = build_composed_run(
+        *TINY_CPU, "device=cuda", "data.crop=2", "steps=60", "log_every=20", "eval_every=0", "save_every=0", *overrides
     )
     begin, end = (partial(torch.cuda.set_sync_debug_mode, mode) for mode in ("error", "default"))
     change = partial(between_logs, monkeypatch=monkeypatch, begin=begin, end=end)

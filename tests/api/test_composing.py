@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.command import environment
-from helpers.compose import composed
+from helpers.command import child_environment
+from helpers.compose import compose_config
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -25,7 +25,7 @@ WORDS = ["parallel=ddp", "precision=16", "optimizer.lr=0.25"]
 
 def test_a_config_has_the_values_that_the_command_composes() -> None:
     config = runner.compose(WORDS)
-    assert {**config, "name": "test"} == composed(*WORDS)
+    assert {**config, "name": "test"} == compose_config(*WORDS)
     assert config["optimizer"]["lr"] == 0.25
     assert config.overrides == ("parallel=ddp", "precision='16'", "optimizer.lr=0.25")
     assert OmegaConf.create(str(config)) == OmegaConf.create(dict(config))
@@ -85,14 +85,14 @@ def test_mistakes_are_config_errors_that_name_the_key(words: list[str], key: str
 def test_importing_the_package_is_quick_and_imports_neither_torch_nor_hydra() -> None:
     source = "import sys, runner; print({'torch', 'numpy', 'hydra', 'omegaconf'} & {*sys.modules})"
     words = [sys.executable, "-c", source]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
 
 def test_composing_needs_no_torch() -> None:
     source = "import sys, runner; runner.compose(['seed=1']); print('torch' in sys.modules)"
     words = [sys.executable, "-c", source]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 

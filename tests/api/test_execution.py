@@ -16,16 +16,16 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers.command import environment, run_command
-from helpers.compose import FAST
-from helpers.runs import assert_bitwise, only_run, weights
+from helpers.command import child_environment, run_command
+from helpers.compose import TINY_CPU
+from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors, only_run
 
 import runner
 from runner import training
 from runner.api.caller_settings import settings_kept
 from runner.system.forkserver import without_main_module
 
-WORDS = [*FAST, "steps=6", "eval_every=3"]
+WORDS = [*TINY_CPU, "steps=6", "eval_every=3"]
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +35,11 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_training_from_python_ends_with_the_weights_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
-    code, told = run_command(*WORDS, cwd=tmp_path / "there")
-    assert code == 0, told
+    code, output = run_command(*WORDS, cwd=tmp_path / "there")
+    assert code == 0, output
     result = runner.train(["output_root=here", *WORDS])
     assert result.directory is not None
-    assert_bitwise(result.directory, weights(only_run(tmp_path / "there")))
+    assert_checkpoint_bitwise_equal(result.directory, checkpoint_tensors(only_run(tmp_path / "there")))
 
 
 def test_a_result_equals_result_json_and_has_the_run_directory() -> None:
@@ -193,12 +193,12 @@ def test_a_thread_can_train() -> None:
 
 def test_processes_can_be_started_from_a_notebook(tmp_path: Path) -> None:
     words = [sys.executable, "-c", "import helpers.notebook"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told.pop("processes") == [2, 2]
-    assert len(set(told.pop("losses"))) == 1
-    assert told == {"signals": True, "variables": True, "terminated": True}
+    output = json.loads(done.stdout.splitlines()[-1])
+    assert output.pop("processes") == [2, 2]
+    assert len(set(output.pop("losses"))) == 1
+    assert output == {"signals": True, "variables": True, "terminated": True}
 
 
 def test_new_processes_do_not_import_the_program_that_starts_them(recorded_main: Callable[[], object]) -> None:
@@ -230,4 +230,4 @@ def test_automatic_options_are_chosen_before_training(tmp_path: Path) -> None:
     assert result.directory is not None
     config = runner.load(result.directory).config
     assert (config["accumulation"]["steps"], config["how"]) == (1, [])
-    assert_bitwise(result.directory, weights(runner.train(WORDS).directory))  # pyright: ignore[reportArgumentType]
+    assert_checkpoint_bitwise_equal(result.directory, checkpoint_tensors(runner.train(WORDS).directory))  # pyright: ignore[reportArgumentType]

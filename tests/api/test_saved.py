@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, built
-from helpers.events import curves
-from helpers.forged import reseal
-from helpers.permissions import mode
+from helpers.checkpoint_edits import rewrite_manifest
+from helpers.compose import TINY_CPU, build_composed_run
+from helpers.events import scalar_curves
+from helpers.permissions import enforced_permissions
 from helpers.runs import write_images
 from PIL import Image
 from safetensors.torch import load_file
@@ -42,15 +42,15 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(*overrides: str) -> runner.SavedRun:
-    result = runner.train([*FAST, *SHORT, *overrides])
+    result = runner.train([*TINY_CPU, *SHORT, *overrides])
     assert result.directory is not None
     return runner.load(result.directory)
 
 
 def test_a_saved_run_has_its_config_its_result_and_its_checkpoints() -> None:
     run = trained("seed=5")
-    assert dict(run.config) == dict(runner.compose([*FAST, *SHORT, "seed=5"]))
-    assert run.config.overrides == (*FAST, *SHORT, "seed=5")
+    assert dict(run.config) == dict(runner.compose([*TINY_CPU, *SHORT, "seed=5"]))
+    assert run.config.overrides == (*TINY_CPU, *SHORT, "seed=5")
     assert run.result == json.loads((run.directory / "result.json").read_text())
     assert run.steps == [4, 8, 12]
     assert run.checkpoint("last").name == run.checkpoint(12).name == "step_00000012"
@@ -59,7 +59,7 @@ def test_a_saved_run_has_its_config_its_result_and_its_checkpoints() -> None:
 
 def test_curves_and_metrics_equal_the_values_in_tensorboard() -> None:
     run = trained()
-    shown = curves(run.directory)
+    shown = scalar_curves(run.directory)
     assert {tag: list(values.items()) for tag, values in run.curves().items()} == shown
     table = run.metrics()
     assert [row["step"] for row in table] == [4, 8, 12]
@@ -78,7 +78,7 @@ def test_the_model_has_the_weights_of_the_checkpoint_and_is_in_eval_mode() -> No
 
 def test_the_model_needs_neither_the_data_nor_the_initial_weights(tmp_path: Path) -> None:
     write_images(tmp_path / "photos")
-    torch.save(built(*FAST).workload.model.network((3, 8, 8), 2).state_dict(), "initial.pt")
+    torch.save(build_composed_run(*TINY_CPU).workload.model.network((3, 8, 8), 2).state_dict(), "initial.pt")
     options = ("data=imagefolder", "data.root=photos", "data.size=8", "data.workers=0", "batch_size=8")
     run = trained(*options, "model.weights=initial.pt")
     shutil.rmtree("photos")
@@ -99,7 +99,7 @@ def test_a_checkpoint_without_a_signature_has_a_model_but_no_classes() -> None:
     wanted = run.model("last").state_dict()
     for step in run.steps:
         (run.checkpoint(step) / "model.json").unlink()
-        reseal(run.checkpoint(step))
+        rewrite_manifest(run.checkpoint(step))
     assert run.classes == []
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in run.model("last").state_dict().items())
     with pytest.raises(runner.ConfigError, match="does not say how images are read"):
@@ -244,7 +244,7 @@ def photos(tmp_path: Path) -> runner.SavedRun:
 
 def test_predictions_are_those_of_the_evaluation(photos: runner.SavedRun) -> None:
     """The probabilities equal those of the network for the inputs of the evaluation, bit for bit."""
-    workload = built("data=imagefolder", *photos.config.overrides).workload
+    workload = build_composed_run("data=imagefolder", *photos.config.overrides).workload
     workload.prepare()
     [batch] = workload.held_out.in_order(99, (0, 1), torch.device("cpu"))
     with torch.inference_mode():
@@ -296,7 +296,7 @@ def test_nothing_to_predict_is_an_error(files: list[str]) -> None:
 @pytest.mark.parametrize("file", ["", "image.png"])
 def test_files_without_permission_are_an_error(file: str, tmp_path: Path) -> None:
     (tmp_path / "secret").mkdir()
-    with mode(tmp_path / "secret", 0) as secret, pytest.raises(runner.ConfigError) as error:
+    with enforced_permissions(tmp_path / "secret", 0) as secret, pytest.raises(runner.ConfigError) as error:
         image_files([secret / file])
     assert (error.value.key, error.value.got) == ("FILES", str(tmp_path / "secret" / file))
     assert "Permission denied" in error.value.why
@@ -306,7 +306,7 @@ def test_a_subdirectory_that_cannot_be_listed_is_an_error(tmp_path: Path) -> Non
     """Otherwise, its images would be missing from the predictions."""
     (tmp_path / "images" / "secret").mkdir(parents=True)
     (tmp_path / "images" / "image.png").touch()
-    with mode(tmp_path / "images" / "secret", 0) as secret, pytest.raises(runner.ConfigError) as error:
+    with enforced_permissions(tmp_path / "images" / "secret", 0) as secret, pytest.raises(runner.ConfigError) as error:
         image_files([tmp_path / "images"])
     assert error.value.key == "FILES"
     assert str(secret) in error.value.why
@@ -324,7 +324,7 @@ def change_signature(run: runner.SavedRun, **values: Any) -> None:
     path = run.checkpoint("last")
     signature = json.loads((path / "model.json").read_text()) | values
     (path / "model.json").write_text(json.dumps(signature))
-    reseal(path)
+    rewrite_manifest(path)
 
 
 @pytest.mark.parametrize(

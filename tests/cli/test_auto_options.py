@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.compose import FAST, composed, prepared
-from helpers.permissions import mode
+from helpers.compose import TINY_CPU, compose_config, prepare_session
+from helpers.permissions import enforced_permissions
 
 from runner.cli import auto_options
 from runner.cli.composition import Job
@@ -20,7 +20,7 @@ from runner.run import build_run, config_hash
 from runner.storage import run_directory
 
 DDP = ["parallel=ddp", "parallel.processes=2"]
-LONG = (*FAST, "steps=1000000")
+LONG = (*TINY_CPU, "steps=1000000")
 
 
 class Measured:
@@ -48,7 +48,7 @@ class Measured:
     ) -> dict[str, Any]:
         if self.error:
             raise self.error
-        self.budgets.append(budget_for(prepared(compose(())), self.step_seconds))
+        self.budgets.append(budget_for(prepare_session(compose(())), self.step_seconds))
         return {"chosen": self.overrides if self.budgets[-1] else [], "speedup": 1.5}
 
 
@@ -62,7 +62,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
 
 def choose(*typed: str, auto: Sequence[str] = ("how=auto",), directory: Path | None = None) -> Job:
     def compose(words: Sequence[str]) -> Job:
-        return Job(composed(*words), list(words))
+        return Job(compose_config(*words), list(words))
 
     return auto_options.with_choices(compose([*typed, *auto]), compose, directory)
 
@@ -76,7 +76,7 @@ def begun(job: Job, parent: Path) -> Path:
 
 def test_a_long_run_is_measured_once(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
     job = choose(*LONG)
-    assert job.config == composed(*LONG, *DDP) | {"how": DDP}
+    assert job.config == compose_config(*LONG, *DDP) | {"how": DDP}
     assert job.overrides == [*LONG, *DDP]
     assert "1.50 ×" in capsys.readouterr().err
     assert choose(*LONG, "seed=3").config["how"] == DDP
@@ -86,8 +86,8 @@ def test_a_long_run_is_measured_once(measured: Measured, capsys: pytest.CaptureF
 def test_a_short_run_is_trained_with_the_config_as_typed(
     measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = choose(*FAST, "steps=100")
-    assert job.config == composed(*FAST, "steps=100") | {"how": []}
+    job = choose(*TINY_CPU, "steps=100")
+    assert job.config == compose_config(*TINY_CPU, "steps=100") | {"how": []}
     assert measured.budgets == [0]
     assert "too short" in capsys.readouterr().err
     assert choose(*LONG).config["how"] == DDP  # for the short run, no choice was cached
@@ -113,7 +113,7 @@ def test_a_choice_cached_by_another_torch_version_is_measured_again(
     measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
     choose(*LONG)
-    entry = ChoiceCache(composed(*LONG), LONG)
+    entry = ChoiceCache(compose_config(*LONG), LONG)
     entry.path.write_text(entry.path.read_text().replace('"torch": "', '"torch": "0'))
     choose(*LONG)
     assert len(measured.budgets) == 2
@@ -122,7 +122,7 @@ def test_a_choice_cached_by_another_torch_version_is_measured_again(
 
 def test_a_run_that_cannot_be_measured_is_trained_with_the_config_as_typed(measured: Measured) -> None:
     measured.error = TrialError("its process ended: SIGKILL")
-    assert choose(*LONG).config == composed(*LONG) | {"how": []}
+    assert choose(*LONG).config == compose_config(*LONG) | {"how": []}
 
 
 def test_a_config_that_is_refused_during_measuring_is_a_config_error(measured: Measured) -> None:
@@ -136,7 +136,7 @@ OTHER = ["parallel=fsdp"]
 
 
 def other_choice(typed: Sequence[str]) -> None:
-    ChoiceCache(composed(*typed), typed).write(Choice(OTHER, 1.1, "2026-01-31"))
+    ChoiceCache(compose_config(*typed), typed).write(Choice(OTHER, 1.1, "2026-01-31"))
 
 
 def test_a_resumed_run_keeps_its_choice(measured: Measured, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_resumed_run_keeps_its_choice(measured: Measured, tmp_path: Path) -> N
     other_choice(LONG)
     job = choose(*LONG, "resume=auto", directory=directory)
     assert (job.config["how"], job.overrides) == (DDP, [*LONG, "resume=auto", *DDP])
-    assert job.config == composed(*LONG, "resume=auto", *DDP) | {"how": DDP}
+    assert job.config == compose_config(*LONG, "resume=auto", *DDP) | {"how": DDP}
     assert choose(*LONG).config["how"] == OTHER
 
 
@@ -161,7 +161,7 @@ def test_resume_auto_finds_the_unfinished_run_and_reuses_its_choice(measured: Me
 
 def test_resume_auto_is_refused_if_the_runs_cannot_be_listed(measured: Measured, tmp_path: Path) -> None:
     (tmp_path / "runs" / "test").mkdir(parents=True)
-    with mode(tmp_path / "runs", 0), pytest.raises(ConfigError) as refusal:
+    with enforced_permissions(tmp_path / "runs", 0), pytest.raises(ConfigError) as refusal:
         choose(*LONG, f"output_root={tmp_path / 'runs'}", "resume=auto")
     assert refusal.value.key == "output_root"
 
@@ -175,11 +175,11 @@ def test_choices_in_a_run_directory_that_set_other_options_are_ignored(
 
     def compose(words: Sequence[str]) -> Job:
         seen.extend(words)
-        return Job(composed(*words), list(words))
+        return Job(compose_config(*words), list(words))
 
-    directory = begun(Job(composed(*LONG, "seed=5") | {"how": [forged]}, []), tmp_path)
+    directory = begun(Job(compose_config(*LONG, "seed=5") | {"how": [forged]}, []), tmp_path)
     job = auto_options.with_choices(compose([*LONG, "resume=auto", "how=auto"]), compose, directory)
-    assert job.config == composed(*LONG, "resume=auto", *DDP) | {"how": DDP}
+    assert job.config == compose_config(*LONG, "resume=auto", *DDP) | {"how": DDP}
     assert forged not in seen
 
 
@@ -210,7 +210,7 @@ def test_how_auto_is_refused_under_torchrun(measured: Measured, monkeypatch: pyt
 
 
 def test_the_choice_does_not_change_the_config_hash() -> None:
-    typed = composed(*FAST, *DDP)
+    typed = compose_config(*TINY_CPU, *DDP)
     assert config_hash(typed | {"how": DDP}) == config_hash(typed)
     assert build_run(typed | {"how": DDP}).how == DDP
 
@@ -218,4 +218,4 @@ def test_the_choice_does_not_change_the_config_hash() -> None:
 @pytest.mark.parametrize("how", ["fast", "3", "[[a]]", "null"])
 def test_other_values_are_refused(how: str) -> None:
     with pytest.raises(ConfigError, match="how"):
-        build_run(composed(*FAST, f"how={how}"))
+        build_run(compose_config(*TINY_CPU, f"how={how}"))

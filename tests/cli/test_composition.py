@@ -16,7 +16,7 @@ from runner.cli.sweep_jobs import MOST_JOBS, SweepJobs
 from runner.config.errors import ConfigError
 from runner.config.options import groups
 
-FOREIGN = [
+REFUSED_HYDRA_KEYS = [
     *("hydra.run.dir=x", "hydra.sweep.dir=x", "hydra.sweep.subdir=x", "hydra.output_subdir=x", "hydra.mode=MULTIRUN"),
     *("hydra.job.chdir=true", "hydra.job.name=x", "hydra.job.env_copy=[NOPE]", "hydra.sweeper.max_batch_size=0"),
     *(
@@ -39,7 +39,7 @@ def test_shared_files_with_an_underscore_are_not_listed_as_options() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
-@pytest.mark.parametrize("word", [*FOREIGN, *ADDED])
+@pytest.mark.parametrize("word", [*REFUSED_HYDRA_KEYS, *ADDED])
 def test_a_hydra_key_is_refused_with_any_prefix(word: str, prefix: str) -> None:
     key, _, value = f"{prefix}{word}".partition("=")
     for words in ([f"{prefix}{word}"], ["-m", "seed=1", f"{prefix}{word}"]):
@@ -68,9 +68,9 @@ def test_a_flag_that_would_run_or_compose_something_else_is_refused(flag: str) -
     [["--experimental-rerun=x.pickle"], ["hydra/launcher=joblib"], ["-m", "seed=1,2", "+hydra.job.env_set.A=b"]],
 )
 def test_the_command_refuses_hydra_keys_and_flags_and_writes_nothing(words: list[str], tmp_path: Path) -> None:
-    code, told = run_command(*words, cwd=tmp_path, kind="no-torch")
+    code, output = run_command(*words, cwd=tmp_path, kind="no-torch")
     assert code == 2
-    assert len(told.splitlines()) == 2
+    assert len(output.splitlines()) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"console.txt", "code"}
 
 
@@ -83,8 +83,8 @@ def options(directory: Path, name: str, text: str) -> Composer:
 
 
 SECTIONS = {
-    "hydra: {launcher: {_target_: helpers.plugin_component.Mine}}": "hydra.launcher._target_",
-    "hydra: {callbacks: {x: {_target_: helpers.plugin_component.Mine}}}": "hydra.callbacks.x._target_",
+    "hydra: {launcher: {_target_: helpers.plugin_component.PluginSGD}}": "hydra.launcher._target_",
+    "hydra: {callbacks: {x: {_target_: helpers.plugin_component.PluginSGD}}}": "hydra.callbacks.x._target_",
     "hydra: {run: {dir: x}}": "hydra.run.dir",
     "hydra: {sweep: {subdir: x}}": "hydra.sweep.subdir",
     "hydra: {output_subdir: x}": "hydra.output_subdir",

@@ -27,7 +27,7 @@ LINES = [
     ["~model", "+experiment=ten_epochs", "how=[]", "output_root=${oc.env:HOME}"],
     ["hydra.verbose=true", "precision='16'", "device=cpu", "batch_size=1", "batch_size=2"],
 ]
-MISTAKES = [
+INVALID_OVERRIDES = [
     *("optimzer.lr=1", "optimizer.lrr=1", "optimizer=nope", "+seed=1", "~nope", "~seed=5", "a@b=1", "optimizer=5"),
     *("seed=1,2", "seed=range(3)", "++optimizer=adam", "~optimizer=adam", "seed.x=1", "seed=${", "x.y=1"),
 ]
@@ -59,7 +59,7 @@ def hydras_own(loader: ConfigLoader) -> ConfigLoaderImpl:
     return ConfigLoaderImpl(loader.get_search_path())
 
 
-@pytest.mark.parametrize("overrides", [*LINES, *([word] for word in MISTAKES)], ids=" ".join)
+@pytest.mark.parametrize("overrides", [*LINES, *([word] for word in INVALID_OVERRIDES)], ids=" ".join)
 def test_configs_and_errors_are_those_of_hydras_own_loader(overrides: list[str]) -> None:
     loader = Composer()._loader
     wanted = outcome(hydras_own(loader), overrides)

@@ -11,8 +11,8 @@ from runner.config.options import option_keys
 
 
 def test_an_unknown_error_of_hydra_is_cut_to_eight_lines() -> None:
-    told = explain(HydraException("\n".join(f"line {i}" for i in range(50))))
-    assert told.splitlines() == [f"line {i}" for i in range(8)]
+    output = explain(HydraException("\n".join(f"line {i}" for i in range(50))))
+    assert output.splitlines() == [f"line {i}" for i in range(8)]
     assert explain(HydraException("")) == ""
 
 

@@ -13,8 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.command import PATIENCE, Command, environment, glob, leftovers, run_command, run_fresh, start_fresh, until
-from helpers.compose import FAST
+from helpers.command import (
+    TIMEOUT_SECONDS,
+    Command,
+    child_environment,
+    glob,
+    names_left_in,
+    run_command,
+    run_in_new_interpreter,
+    start_in_new_interpreter,
+    wait_until,
+)
+from helpers.compose import TINY_CPU
 
 from runner.config.options import CONF
 
@@ -160,20 +170,20 @@ REFUSED = {
 
 def refusal(arguments: list[str], cwd: Path, kind: str) -> str:
     """Run a command, check what every refusal has in common, and return what the command printed."""
-    code, told = run_command(*arguments, cwd=cwd, kind=kind)
-    assert code == 2, told
-    assert "Traceback" not in told
-    assert len(told.strip().splitlines()) <= 10, told
-    assert leftovers(cwd) == set(), "nothing is left behind"
-    return told
+    code, output = run_command(*arguments, cwd=cwd, kind=kind)
+    assert code == 2, output
+    assert "Traceback" not in output
+    assert len(output.strip().splitlines()) <= 10, output
+    assert names_left_in(cwd) == set(), "nothing is left behind"
+    return output
 
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_a_mistake_is_refused_without_torch_and_leaves_no_files(line: str, tmp_path: Path) -> None:
-    told = refusal(line.split("  "), tmp_path, "no-torch")
-    assert any(text.startswith(REFUSED[line][0]) for text in told.splitlines()), told
+    output = refusal(line.split("  "), tmp_path, "no-torch")
+    assert any(text.startswith(REFUSED[line][0]) for text in output.splitlines()), output
     for words in REFUSED[line]:
-        assert words in told
+        assert words in output
 
 
 # Mistakes that are found only after torch is imported, because it loads the data and lists the devices.
@@ -191,15 +201,15 @@ if not torch.cuda.is_available():
 
 @pytest.mark.parametrize("line", REFUSED_LATER)
 def test_a_mistake_found_in_data_or_device_is_refused_and_leaves_no_files(line: str, tmp_path: Path) -> None:
-    told = refusal(line.split("  "), tmp_path, "ranks")
+    output = refusal(line.split("  "), tmp_path, "ranks")
     for words in REFUSED_LATER[line]:
-        assert words in told
+        assert words in output
 
 
 def test_a_deleted_current_directory_is_refused_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     words = ["sh", "-c", 'rmdir ../gone && exec "$0" -m runner seed=1', sys.executable]
-    done = subprocess.run(words, cwd=tmp_path / "gone", env=environment(), capture_output=True, text=True)
+    done = subprocess.run(words, cwd=tmp_path / "gone", env=child_environment(), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("current directory: it cannot be read")
     assert len(done.stderr.splitlines()) == 2
@@ -226,12 +236,12 @@ def test_a_mistake_in_an_option_file_is_refused_without_torch(content: str, tmp_
     path = tmp_path / "mine" / "local" / "default.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(f"# @package _global_\n{content}\n")
-    code, told = run_command("--config-dir=mine", cwd=tmp_path, kind="no-torch")
-    assert (code, "Traceback" in told) == (2, False), told
-    assert len(told.splitlines()) <= 10, told
-    assert leftovers(tmp_path) == {"mine"}
+    code, output = run_command("--config-dir=mine", cwd=tmp_path, kind="no-torch")
+    assert (code, "Traceback" in output) == (2, False), output
+    assert len(output.splitlines()) <= 10, output
+    assert names_left_in(tmp_path) == {"mine"}
     for words in REFUSED_FILES[content]:
-        assert words in told
+        assert words in output
 
 
 @pytest.mark.parametrize(
@@ -241,29 +251,29 @@ def test_an_option_file_without_its_package_line_is_refused(group: str, content:
     file = tmp_path / "mine" / group / "odd.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(content)
-    code, told = run_command("--config-dir=mine", f"{group}=odd", cwd=tmp_path, kind="no-torch")
+    code, output = run_command("--config-dir=mine", f"{group}=odd", cwd=tmp_path, kind="no-torch")
     assert code == 2
-    assert told.startswith(f"{group}: ")
-    assert "# @package _global_" in told
+    assert output.startswith(f"{group}: ")
+    assert "# @package _global_" in output
 
 
 def test_a_folder_in_the_place_of_an_option_file_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "mine" / "local" / "default.yaml").mkdir(parents=True)
-    code, told = run_command("--config-dir=mine", cwd=tmp_path, kind="no-torch")
+    code, output = run_command("--config-dir=mine", cwd=tmp_path, kind="no-torch")
     assert code == 2
-    assert told.startswith("mine/local/default.yaml: an option is a file, this is a directory\n")
+    assert output.startswith("mine/local/default.yaml: an option is a file, this is a directory\n")
 
 
 def test_a_sweep_prints_the_number_of_jobs_first(tmp_path: Path) -> None:
-    code, told = run_command("-m", "seed=-1,-2", "steps=1,2", cwd=tmp_path, kind="no-torch")
-    assert (code, told.splitlines()[0]) == (2, "4 jobs")
-    assert told.count("seed: got -") == 1
-    assert "seed: 3 more jobs refused for the same reason as job 0" in told
-    assert "0 of 4 jobs done" in told
+    code, output = run_command("-m", "seed=-1,-2", "steps=1,2", cwd=tmp_path, kind="no-torch")
+    assert (code, output.splitlines()[0]) == (2, "4 jobs")
+    assert output.count("seed: got -") == 1
+    assert "seed: 3 more jobs refused for the same reason as job 0" in output
+    assert "0 of 4 jobs done" in output
 
 
 def test_an_error_message_is_the_same_in_a_fresh_interpreter(tmp_path: Path) -> None:
-    process = run_fresh("optimizer.lrr=1", cwd=tmp_path)
+    process = run_in_new_interpreter("optimizer.lrr=1", cwd=tmp_path)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == "optimizer.lrr: there is no such key;\n  did you mean optimizer.lr?\n"
     assert list(tmp_path.iterdir()) == []
@@ -274,49 +284,51 @@ def test_an_error_message_is_the_same_in_a_fresh_interpreter(tmp_path: Path) -> 
 
 
 def test_help_shows_every_option_and_every_key_without_torch(tmp_path: Path) -> None:
-    code, told = run_command("--help", cwd=tmp_path, kind="no-torch")
+    code, output = run_command("--help", cwd=tmp_path, kind="no-torch")
     assert code == 0
-    assert run_command("optimizer=nonsense", "-h", cwd=tmp_path, kind="no-torch") == (0, told)
+    assert run_command("optimizer=nonsense", "-h", cwd=tmp_path, kind="no-torch") == (0, output)
     for option in CONF.glob("*/[!_]*.yaml"):
         sentence = option.read_text(encoding="utf-8").partition("python -m")[2].splitlines()[1].lstrip("# ")
-        assert re.search(rf"^  {option.stem} +{re.escape(sentence)}$", told, re.MULTILINE), option
+        assert re.search(rf"^  {option.stem} +{re.escape(sentence)}$", output, re.MULTILINE), option
     for key in yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8")).keys() - {"defaults", "hydra"}:
-        assert re.search(rf"^  {key}: .*# \w", told, re.MULTILINE), key
-    assert max(map(len, told.splitlines())) <= 160
-    assert leftovers(tmp_path) == set()
+        assert re.search(rf"^  {key}: .*# \w", output, re.MULTILINE), key
+    assert max(map(len, output.splitlines())) <= 160
+    assert names_left_in(tmp_path) == set()
 
 
 def test_cfg_prints_the_composed_config_without_torch_wherever_the_flag_stands(tmp_path: Path) -> None:
-    code, told = run_command("seed=1", "--cfg", "job", "precision=16", "accumulation=4", cwd=tmp_path, kind="no-torch")
-    shown = yaml.safe_load(told)
+    code, output = run_command(
+        "seed=1", "--cfg", "job", "precision=16", "accumulation=4", cwd=tmp_path, kind="no-torch"
+    )
+    shown = yaml.safe_load(output)
     assert code == 0
     assert shown["precision"]["_target_"] == "runner.precision.Float16"
     assert (shown["accumulation"]["steps"], shown["seed"]) == (4, 1)
-    code, told = run_command(
+    code, output = run_command(
         "--cfg", "job", "--resolve", "-p", "optimizer", "optimizer=adam", cwd=tmp_path, kind="no-torch"
     )
-    assert (code, yaml.safe_load(told)["beta1"]) == (0, 0.9)
-    code, told = run_command("--cfg", "job", "--resolve", cwd=tmp_path, kind="no-torch")
-    assert (code, yaml.safe_load(told)["name"]) == (0, "classifier")
+    assert (code, yaml.safe_load(output)["beta1"]) == (0, 0.9)
+    code, output = run_command("--cfg", "job", "--resolve", cwd=tmp_path, kind="no-torch")
+    assert (code, yaml.safe_load(output)["name"]) == (0, "classifier")
 
 
 @pytest.mark.parametrize("flags", ["--version", "--hydra-help", "--info", "--info  defaults", "--cfg  hydra"])
 def test_hydras_own_flags_work_without_torch(flags: str, tmp_path: Path) -> None:
-    code, told = run_command(*flags.split("  "), cwd=tmp_path, kind="no-torch")
-    assert (code, "Traceback" in told) == (0, False)
-    assert len(told) > 10
-    assert leftovers(tmp_path) == set()
+    code, output = run_command(*flags.split("  "), cwd=tmp_path, kind="no-torch")
+    assert (code, "Traceback" in output) == (0, False)
+    assert len(output) > 10
+    assert names_left_in(tmp_path) == set()
 
 
-@pytest.mark.parametrize("line", ["--help", "--cfg  job", " ".join(FAST).replace(" ", "  ") + "  steps=1"])
+@pytest.mark.parametrize("line", ["--help", "--cfg  job", " ".join(TINY_CPU).replace(" ", "  ") + "  steps=1"])
 def test_a_closed_pipe_on_stdout_is_not_an_error(line: str, tmp_path: Path) -> None:
     """For example, with `| head`."""
     reading, writing = os.pipe()
     os.close(reading)
-    process = start_fresh(*line.split("  "), cwd=tmp_path, stdout=writing)
+    process = start_in_new_interpreter(*line.split("  "), cwd=tmp_path, stdout=writing)
     os.close(writing)
-    _, told = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, "Broken" in told, "Traceback" in told) == (0, False, False), told
+    _, output = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert (process.returncode, "Broken" in output, "Traceback" in output) == (0, False, False), output
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,26 +341,26 @@ def results(cwd: Path) -> dict[str, dict]:
 
 
 def test_a_run_has_a_labeled_directory_with_the_composed_config(tmp_path: Path) -> None:
-    code, told = run_command("precision=16", "accumulation=4", "steps=2", *FAST, cwd=tmp_path)
-    assert code == 0, told
+    code, output = run_command("precision=16", "accumulation=4", "steps=2", *TINY_CPU, cwd=tmp_path)
+    assert code == 0, output
     [path] = tmp_path.glob("outputs/classifier/*")
     saved = yaml.safe_load((path / "config.yaml").read_text())
     assert (saved["precision"]["_target_"], saved["accumulation"]["steps"]) == ("runner.precision.Float16", 4)
     typed = "-precision=16+accumulation=4+steps=2"
     assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{{6}}{re.escape(typed)}.*", path.name)
-    assert f"run: outputs/classifier/{path.name}\n" in told
+    assert f"run: outputs/classifier/{path.name}\n" in output
 
 
 def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_path: Path) -> None:
-    code, told = run_command(*FAST, "steps=1", "-m", "precision=16,32,bf16", cwd=tmp_path)
-    assert code == 0, told
+    code, output = run_command(*TINY_CPU, "steps=1", "-m", "precision=16,32,bf16", cwd=tmp_path)
+    assert code == 0, output
     [sweep] = tmp_path.glob("outputs/sweeps/classifier/*")
-    fixed = ",".join((*FAST, "steps=1"))
+    fixed = ",".join((*TINY_CPU, "steps=1"))
     labels = [f"{i:03d}-precision={precision},{fixed}" for i, precision in enumerate(("16", "32", "bf16"))]
     [summary] = sweep.glob("events.out.tfevents.*")
     assert sorted(path.name for path in sweep.iterdir()) == [".lock", *labels, "console", summary.name, "sweep.json"]
-    assert re.search(r"^best eval/accuracy \d\.\d{4}: 00\d-precision=", told, re.MULTILINE)
-    assert f"look: tensorboard --logdir outputs/sweeps/classifier/{sweep.name}\n" in told
+    assert re.search(r"^best eval/accuracy \d\.\d{4}: 00\d-precision=", output, re.MULTILINE)
+    assert f"look: tensorboard --logdir outputs/sweeps/classifier/{sweep.name}\n" in output
     classes = [yaml.safe_load((sweep / label / "config.yaml").read_text())["precision"]["_target_"] for label in labels]
     assert [name.rpartition(".")[2] for name in classes] == ["Float16", "Precision", "BFloat16"]
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["sweeps"]
@@ -356,56 +368,56 @@ def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_pat
 
 def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path: Path) -> None:
     rates = "optimizer.weight_decay=-1,1000,0"
-    code, told = run_command(*FAST, "-m", rates, "steps=30", "log_every=5", cwd=tmp_path)
-    assert code == 2, told
-    assert "optimizer.weight_decay: got -1.0" in told
+    code, output = run_command(*TINY_CPU, "-m", rates, "steps=30", "log_every=5", cwd=tmp_path)
+    assert code == 2, output
+    assert "optimizer.weight_decay: got -1.0" in output
     statuses = {name[:3]: result["status"] for name, result in results(tmp_path).items()}
     assert statuses == {"001": "diverged", "002": "done"}
-    assert "Traceback" not in told
+    assert "Traceback" not in output
 
 
 def test_a_sweep_refuses_only_the_job_whose_options_are_incompatible(tmp_path: Path) -> None:
     words = ("optimizer=sgd,adam", "optimizer.momentum=0.9", "steps=1")
-    code, told = run_command(*FAST, "-m", *words, cwd=tmp_path)
-    assert code == 2, told
-    assert "job 1: optimizer=adam: refused\noptimizer.momentum: " in told
+    code, output = run_command(*TINY_CPU, "-m", *words, cwd=tmp_path)
+    assert code == 2, output
+    assert "job 1: optimizer=adam: refused\noptimizer.momentum: " in output
     assert {name[:3]: result["status"] for name, result in results(tmp_path).items()} == {"000": "done"}
-    assert "1 of 2 jobs done" in told
+    assert "1 of 2 jobs done" in output
 
 
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_job_that_is_killed_does_not_end_the_others(retries: int, tmp_path: Path) -> None:
-    words = (*FAST, "-m", "seed=1,2,3", "steps=60", "save_every=20", "eval_every=0", f"sweep.retries={retries}")
+    words = (*TINY_CPU, "-m", "seed=1,2,3", "steps=60", "save_every=20", "eval_every=0", f"sweep.retries={retries}")
     command = Command(tmp_path, *words, STEP_GATE=f"50:{tmp_path / 'go'}")
-    until(lambda: glob(tmp_path, "outputs/sweeps/*/*/000-*/checkpoints/step_????????"))
+    wait_until(lambda: glob(tmp_path, "outputs/sweeps/*/*/000-*/checkpoints/step_????????"))
     [ledger] = tmp_path.glob("outputs/sweeps/*/*/sweep.json")
-    command.kill(signal.SIGKILL, json.loads(ledger.read_text())["jobs"]["0"]["pid"])
+    command.signal_processes(signal.SIGKILL, json.loads(ledger.read_text())["jobs"]["0"]["pid"])
     (tmp_path / "go").touch()
-    code, told = command.wait()
-    assert code == 1 - retries, told
-    assert "was killed by SIGKILL" in told
+    code, output = command.wait()
+    assert code == 1 - retries, output
+    assert "was killed by SIGKILL" in output
     states = {number: entry["state"] for number, entry in json.loads(ledger.read_text())["jobs"].items()}
     assert states == {"0": "done" if retries else "crashed", "1": "done", "2": "done"}
     if retries:
         log = next(tmp_path.glob("outputs/sweeps/*/*/000-*/log.txt")).read_text()
         assert "resumed" in log or "step_" in log
     else:
-        assert "everything it printed: outputs/sweeps/classifier/" in told
+        assert "everything it printed: outputs/sweeps/classifier/" in output
 
 
 def test_jobs_with_different_names_are_in_one_sweep_directory(tmp_path: Path) -> None:
-    code, told = run_command(*FAST, "-m", "name=a,b c", "output_root=y=z", "steps=1", cwd=tmp_path)
-    assert code == 0, told
+    code, output = run_command(*TINY_CPU, "-m", "name=a,b c", "output_root=y=z", "steps=1", cwd=tmp_path)
+    assert code == 0, output
     found = sorted(tmp_path.glob("y=z/sweeps/a/*/0*/config.yaml"))
     assert [yaml.safe_load(path.read_text())["name"] for path in found] == ["a", "b c"]
-    assert leftovers(tmp_path) == {"y=z"}
+    assert names_left_in(tmp_path) == {"y=z"}
 
 
 def test_saved_overrides_are_those_that_were_typed(tmp_path: Path) -> None:
-    assert run_command(*FAST, "precision=bf16", "steps=1", "name=a b", cwd=tmp_path)[0] == 0
+    assert run_command(*TINY_CPU, "precision=bf16", "steps=1", "name=a b", cwd=tmp_path)[0] == 0
     [path] = tmp_path.glob("outputs/a b/*")
     assert yaml.safe_load((path / "overrides.yaml").read_text()) == [
-        *FAST,
+        *TINY_CPU,
         "precision=bf16",
         "steps=1",
         "name='a b'",

@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers.command import Command, glob, leftovers, run_command, until
-from helpers.compose import FAST
+from helpers.command import Command, glob, names_left_in, run_command, wait_until
+from helpers.compose import TINY_CPU
 
 from runner.storage.run_directory import read_result
 from runner.sweep.console import is_running
@@ -35,28 +35,28 @@ REFUSED = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_invalid_searches_are_refused_and_leave_no_files(line: str, tmp_path: Path) -> None:
-    code, told = run_command("-m", *line.split("  "), cwd=tmp_path)
-    assert code == 2, told
+    code, output = run_command("-m", *line.split("  "), cwd=tmp_path)
+    assert code == 2, output
     for words in REFUSED[line]:
-        assert words in told
-    assert leftovers(tmp_path) == set()
+        assert words in output
+    assert names_left_in(tmp_path) == set()
 
 
 def test_pairs_are_refused_in_a_single_run(tmp_path: Path) -> None:
-    code, told = run_command("p=zip(seed=[1,2],epochs=[1,2])", cwd=tmp_path)
-    assert (code, "add -m" in told) == (2, True)
+    code, output = run_command("p=zip(seed=[1,2],epochs=[1,2])", cwd=tmp_path)
+    assert (code, "add -m" in output) == (2, True)
 
 
 def test_a_search_prints_a_command_that_reproduces_the_best_trial(tmp_path: Path) -> None:
-    words = (*FAST, "-m", LR, "optimizer=sgd,adamw", "steps=3", "sweep.search=random", "sweep.trials=3")
-    code, told = run_command(*words, cwd=tmp_path)
-    assert code == 0, told
+    words = (*TINY_CPU, "-m", LR, "optimizer=sgd,adamw", "steps=3", "sweep.search=random", "sweep.trials=3")
+    code, output = run_command(*words, cwd=tmp_path)
+    assert code == 0, output
     [path] = tmp_path.glob("outputs/sweeps/classifier/*")
     entries = read_ledger(path)["jobs"].values()
     values = {entry["directory"]: read_result(path / entry["directory"])["best"]["value"] for entry in entries}
     assert len(values) == 3
-    assert f"best eval/accuracy {max(values.values()):.4f}: " in told
-    [line] = [line for line in told.splitlines() if line.startswith("run: python -m runner ")]
+    assert f"best eval/accuracy {max(values.values()):.4f}: " in output
+    [line] = [line for line in output.splitlines() if line.startswith("run: python -m runner ")]
     code, again = run_command(*line.removeprefix("run: python -m runner ").split(), cwd=tmp_path)
     assert code == 0, again
     [single] = tmp_path.glob("outputs/classifier/*")
@@ -65,20 +65,20 @@ def test_a_search_prints_a_command_that_reproduces_the_best_trial(tmp_path: Path
 
 def test_a_search_succeeds_although_a_trial_diverges(tmp_path: Path) -> None:
     wild = ("data.crop=0", "schedule=constant", "batch_size=32", "steps=40")
-    words = (*FAST, "-m", "optimizer.lr=0.1,900", *wild, "log_every=10")
+    words = (*TINY_CPU, "-m", "optimizer.lr=0.1,900", *wild, "log_every=10")
     for search, wanted in ((["sweep.search=grid"], 0), ([], 3)):
-        code, told = run_command(*words, *search, f"name=n{wanted}", cwd=tmp_path)
+        code, output = run_command(*words, *search, f"name=n{wanted}", cwd=tmp_path)
         [path] = tmp_path.glob(f"outputs/sweeps/n{wanted}/*")
         states = [entry["state"] for entry in read_ledger(path)["jobs"].values()]
-        assert (code, sorted(states)) == (wanted, ["diverged", "done"]), told
+        assert (code, sorted(states)) == (wanted, ["diverged", "done"]), output
 
 
 def test_a_metric_that_is_not_measured_stops_the_search(tmp_path: Path) -> None:
     options = ("sweep.search=tpe", "sweep.metric=eval/los", "sweep.goal=min", "sweep.slots=1")
-    code, told = run_command(*FAST, "-m", LR, "steps=2", *options, cwd=tmp_path)
+    code, output = run_command(*TINY_CPU, "-m", LR, "steps=2", *options, cwd=tmp_path)
     assert code == 2
-    assert "sweep.metric: got 'eval/los'" in told
-    assert "did you mean eval/loss?" in told
+    assert "sweep.metric: got 'eval/los'" in output
+    assert "did you mean eval/loss?" in output
     assert len(list(tmp_path.glob("outputs/sweeps/*/*/*/result.json"))) == 1
 
 
@@ -107,20 +107,25 @@ def test_a_stopped_sweep_resumes_where_it_was_stopped(
 ) -> None:
     """The jobs of the first command are found by their directories, although it was typed without `resume=auto`."""
     monkeypatch.chdir(tmp_path)
-    words = (*FAST, "-m", *STOPPED[kind], "steps=60", "save_every=20", "eval_every=0", "output_root=runs")
+    words = (*TINY_CPU, "-m", *STOPPED[kind], "steps=60", "save_every=20", "eval_every=0", "output_root=runs")
     command = Command(tmp_path, *words, STEP_GATE=f"50:{tmp_path / 'go'}")
-    until(lambda: command.code is not None or len(glob(tmp_path, "runs/sweeps/*/*/00*/checkpoints/step_????????")) > 1)
-    command.kill(sent)
+    wait_until(
+        lambda: (
+            command.command_exit_code is not None
+            or len(glob(tmp_path, "runs/sweeps/*/*/00*/checkpoints/step_????????")) > 1
+        )
+    )
+    command.signal_processes(sent)
     assert command.wait()[0] == (75 if sent == signal.SIGTERM else -signal.SIGKILL), command.console
     (tmp_path / "go").touch()  # the jobs keep running after the command was killed
     [path] = tmp_path.glob("runs/sweeps/*/*")
     before = sorted(job.name for job in path.glob("0*"))
     if by_tool:
-        until(lambda: not any(map(is_running, (path / "console").iterdir())))
+        wait_until(lambda: not any(map(is_running, (path / "console").iterdir())))
         assert sweep_tool.main([str(path), "--resume"]) == 0
     else:
-        code, told = run_command(*words, "resume=auto", cwd=tmp_path)
-        assert code == 0, told
+        code, output = run_command(*words, "resume=auto", cwd=tmp_path)
+        assert code == 0, output
     assert [path] == list(tmp_path.glob("runs/sweeps/*/*")), "the same sweep"
     jobs = sorted(path.glob("0*"))
     assert set(before) <= {job.name for job in jobs}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.command import run_command, succeed
-from helpers.compose import FAST, composed
+from helpers.command import run_command, run_successfully
+from helpers.compose import TINY_CPU, compose_config
 from omegaconf import OmegaConf
 
 from runner.storage.saved_config import config_text
@@ -23,7 +23,7 @@ STEPS = ("steps=4", "save_every=2", "eval_every=0", "log_every=1")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a run of four steps with options that are not the defaults, and return its directory."""
     cwd = tmp_path_factory.mktemp("trained")
-    succeed(cwd, *FAST, *STEPS, "optimizer=adam", "optimizer.lr=0.002", "name=first")
+    run_successfully(cwd, *TINY_CPU, *STEPS, "optimizer=adam", "optimizer.lr=0.002", "name=first")
     [path] = cwd.glob("outputs/first/*")
     return path
 
@@ -68,7 +68,7 @@ def test_overrides_change_the_saved_values(run: Path, tmp_path: Path) -> None:
     shown = show(tmp_path, f"resume={run}", "optimizer.lr=0.1", "parallel=ddp", "parallel.processes=3", "steps=9")
     before = saved(run)
     assert shown["optimizer"] == before["optimizer"] | {"lr": 0.1}
-    assert shown["parallel"] == composed("parallel=ddp", "parallel.processes=3")["parallel"]
+    assert shown["parallel"] == compose_config("parallel=ddp", "parallel.processes=3")["parallel"]
     for key in ("model", "data", "seed", "schedule", "save_every"):
         assert shown[key] == before[key]
     assert shown["steps"] == 9
@@ -79,12 +79,12 @@ def test_a_group_that_the_saved_config_lacks_has_its_default(run: Path, tmp_path
     config = saved(run)
     del config["tracking"]
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    assert show(tmp_path, f"resume={run}")["tracking"] == composed()["tracking"]
+    assert show(tmp_path, f"resume={run}")["tracking"] == compose_config()["tracking"]
 
 
 def test_saved_overrides_are_appended_to_but_not_applied(run: Path, tmp_path: Path) -> None:
     (run / "overrides.yaml").write_text("- seed=5\n- --experimental-rerun=x\n- steps=4\n- hydra.run.dir=/nowhere\n")
-    succeed(tmp_path, f"resume={run}", "steps=5")
+    run_successfully(tmp_path, f"resume={run}", "steps=5")
     listed = ["seed=5", "--experimental-rerun=x", "hydra.run.dir=/nowhere", f"resume='{run}'", "steps=5"]
     assert yaml.safe_load((run / "overrides.yaml").read_text()) == listed
     assert saved(run)["seed"] == 0
@@ -182,12 +182,12 @@ def test_a_value_from_an_environment_variable_has_to_be_typed_again(run: Path, t
     change(run, optimizer=config["optimizer"] | {"eps": "${oc.env:EPS}"})
     code, console = run_command(f"resume={run}", "steps=5", cwd=tmp_path, EPS="1e-9")
     assert (code, "optimizer.eps" in console) == (2, True)
-    succeed(tmp_path, f"resume={run}", "steps=5", "optimizer.eps=1e-9")
+    run_successfully(tmp_path, f"resume={run}", "steps=5", "optimizer.eps=1e-9")
     assert saved(run)["optimizer"]["eps"] == 1e-9
 
 
 def test_an_environment_variable_is_used_but_its_value_is_not_saved(tmp_path: Path) -> None:
-    typed = (*FAST, *STEPS, "optimizer.weight_decay=${oc.env:DECAY}")
+    typed = (*TINY_CPU, *STEPS, "optimizer.weight_decay=${oc.env:DECAY}")
     code, console = run_command(*typed, cwd=tmp_path, DECAY="0.2516273")
     assert code == 0, console
     [run] = tmp_path.glob("outputs/*/*")
@@ -228,14 +228,14 @@ def pipe_lock(run: Path) -> None:
     os.mkfifo(run / ".lock")
 
 
-SPOILT = [link_checkpoints, link_log, link_part, link_new_directory, pipe_result, pipe_lock]
+UNSAFE_CHANGES = [link_checkpoints, link_log, link_part, link_new_directory, pipe_result, pipe_lock]
 
 
-@pytest.mark.parametrize("spoil", SPOILT)
+@pytest.mark.parametrize("change", UNSAFE_CHANGES)
 def test_a_run_directory_with_symlinks_or_pipes_is_refused(
-    spoil: Callable[[Path], None], run: Path, tmp_path: Path
+    change: Callable[[Path], None], run: Path, tmp_path: Path
 ) -> None:
-    spoil(run)
+    change(run)
     before = tree(tmp_path)
     code, console = run_command(f"resume={run}", "steps=5", cwd=tmp_path / "cwd")
     assert code == 2, console

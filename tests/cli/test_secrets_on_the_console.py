@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import run_command
-from helpers.compose import FAST
+from helpers.compose import TINY_CPU
 
 from runner.cli.messages import report_error
 from runner.config.errors import ConfigError
@@ -30,7 +30,7 @@ def test_secrets_in_errors_are_masked(
 
 def test_secrets_in_the_overrides_of_a_sweep_are_neither_printed_nor_written(tmp_path: Path) -> None:
     secret = ("data=synthetic", "+data.token=s3cret", "seed=1,2", "steps=1")
-    code, console = run_command(*FAST, "-m", *secret, "name=https://ann:s3cret@host", cwd=tmp_path)
+    code, console = run_command(*TINY_CPU, "-m", *secret, "name=https://ann:s3cret@host", cwd=tmp_path)
     assert code == 2, console  # there is no such option
     assert "***" in console
     assert "s3cret" not in console

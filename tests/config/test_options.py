@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from helpers.command import ROOT, run_command
-from helpers.compose import FAST, built, composed, option_node, prepared, train_in
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, option_content, prepare_session, train_in
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import OmegaConf
@@ -140,16 +140,16 @@ def tried(options: Iterable[str], *more: str) -> Run:
     options = list(options)
     chosen = {option.partition("=")[0] for option in options}
     needed = [text for option in options for text in WITH.get(option, []) if text.partition("=")[0] not in chosen]
-    run = built(*options, *needed, *more)
+    run = build_composed_run(*options, *needed, *more)
     for option in options:
         group, _, name = option.partition("=")
-        target = option_node(group, name).get("_target_")
+        target = option_content(group, name).get("_target_")
         if group == "sweep":  # its options are not part of a run
-            assert build(option_node(group, name), Engine, "sweep")
+            assert build(option_content(group, name), Engine, "sweep")
             continue
         assert target is None or run.config[group]["_target_"] == target, f"{option} was not chosen"
     if not ABSENT_HERE.keys() & set(options):
-        prepared(run)
+        prepare_session(run)
         with torch.device("meta"):
             run.workload.build_model()
     return run
@@ -162,7 +162,7 @@ def tried(options: Iterable[str], *more: str) -> Run:
 @pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
 def test_an_option_of_a_package_that_is_not_installed_names_its_extra() -> None:
     with pytest.raises(ConfigError) as refused:
-        built("model=timm")
+        build_composed_run("model=timm")
     assert str(refused.value).startswith("model._target_: got 'timm': it is not installed")
     assert refused.value.remedy == "pip install -e '.[timm]'"
 
@@ -175,7 +175,7 @@ def test_every_option_is_prepared_or_refused_if_it_is_not_available_here(option:
     run = tried([option])
     if option in ABSENT_HERE:
         with pytest.raises(ConfigError) as refusal:
-            prepared(run)
+            prepare_session(run)
         begins, word = ABSENT_HERE[option]
         assert str(refusal.value).startswith(begins)
         assert word in str(refusal.value)
@@ -275,7 +275,7 @@ def test_an_option_file_begins_with_a_command_that_uses_it_and_a_sentence(path: 
     assert len(sentence) <= 150
     for overrides in commands(command[2:]):
         assert f"{path.parent.name}={path.stem}" in overrides
-        composed(*overrides)
+        compose_config(*overrides)
 
 
 @pytest.mark.parametrize("path", [*FILES, *INHERITED, CONF / "config.yaml"], ids=lambda path: path.stem)
@@ -300,7 +300,7 @@ COMPONENTS = [
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=name_of)
 def test_an_option_file_lists_every_field_with_a_value_of_its_type(path: Path) -> None:
-    node = option_node(path.parent.name, path.stem)
+    node = option_content(path.parent.name, path.stem)
     cls = load_class(node.pop("_target_"), object)
     assert sorted(node) == sorted(option_fields(cls)), "every field is listed"
     given = {key: value for key, value in node.items() if value != "???"}
@@ -316,8 +316,8 @@ def assert_typed(node: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def test_resnet50_has_25557032_parameters_and_trains_18_steps_of_120_images() -> None:
-    run = built("workload=resnet50")
-    session, samples = prepared(run), run.workload.train
+    run = build_composed_run("workload=resnet50")
+    session, samples = prepare_session(run), run.workload.train
     assert (run.batch_size, session.num_steps, samples.shape, samples.num_classes) == (120, 18, (3, 128, 128), 1000)
     with torch.device("meta"):
         network = run.workload.build_model()
@@ -334,7 +334,9 @@ def test_resnet50_trains_with_other_options(choices: list[str], tmp_path: Path) 
 
 
 def train_resnet50(directory: Path, *overrides: str) -> Result:
-    return train_in(directory, built("workload=resnet50", "device=cpu", "device.threads=1", *overrides)).result
+    return train_in(
+        directory, build_composed_run("workload=resnet50", "device=cpu", "device.threads=1", *overrides)
+    ).result
 
 
 def test_resnet50_trains_on_real_images(tmp_path: Path) -> None:
@@ -364,7 +366,7 @@ def test_the_root_config_lists_every_scalar_and_every_group() -> None:
 
 
 def test_the_default_run_has_the_values_of_the_root_config() -> None:
-    run, root = built(), yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
+    run, root = build_composed_run(), yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
     assert [type(part).__name__ for part in (run.optimizer, run.schedule, run.precision)] == [
         "SGD",
         "OneCycle",
@@ -382,19 +384,19 @@ def test_every_experiment_is_composed_and_built() -> None:
     for name in groups().get("experiment", []):
         command = lines_of(CONF / "experiment" / f"{name}.yaml")[0][2:]
         for overrides in commands(command):
-            built(*overrides)
+            build_composed_run(*overrides)
 
 
 def test_ten_epochs_has_225_steps_and_a_constant_learning_rate() -> None:
-    run = built("experiment=ten_epochs")
-    assert prepared(run).num_steps == 225  # 10 · 1,438 / 64, rounded up
+    run = build_composed_run("experiment=ten_epochs")
+    assert prepare_session(run).num_steps == 225  # 10 · 1,438 / 64, rounded up
     assert [run.schedule.factor(update, 225) for update in (0, 112, 224)] == [1, 1, 1]
     assert (run.optimizer.lr, run.optimizer.momentum) == (0.02, 0.9)
 
 
 def test_experiment_precisions_sweeps_two_precisions_and_three_seeds(tmp_path: Path) -> None:
-    code, told = run_command("-m", "experiment=precisions", *FAST, "steps=1", cwd=tmp_path)
-    assert code == 0, told
+    code, output = run_command("-m", "experiment=precisions", *TINY_CPU, "steps=1", cwd=tmp_path)
+    assert code == 0, output
     configs = [OmegaConf.load(path) for path in tmp_path.glob("outputs/sweeps/precisions/*/*/config.yaml")]
     swept = sorted((config.precision._target_.rpartition(".")[2], config.seed) for config in configs)
     assert swept == [(precision, seed) for precision in ("BFloat16", "Precision") for seed in (0, 1, 2)]
@@ -408,12 +410,12 @@ def test_experiment_precisions_sweeps_two_precisions_and_three_seeds(tmp_path: P
     ],
 )
 def test_the_resnet50_experiments_sweep_modes_and_split_sizes_on_three_seeds(name: str, swept: dict[str, str]) -> None:
-    node = option_node("experiment", name)
+    node = option_content("experiment", name)
     assert node["hydra"]["sweeper"]["params"] == swept | {"seed": "0,1,2"}
     [(key, values)] = swept.items()
     for value in values.split(","):
-        run = built(f"experiment={name}", f"{key}={value}")
-        session = prepared(run)
+        run = build_composed_run(f"experiment={name}", f"{key}={value}")
+        session = prepare_session(run)
         assert (run.batch_size, session.num_steps, run.workload.train.shape) == (120, 5, (3, 128, 128))
 
 
@@ -442,4 +444,4 @@ def test_every_command_in_the_readme_can_be_composed() -> None:
     assert len(typed) > 10
     for line in typed:
         for overrides in commands(line):
-            composed(*(text for text in overrides if not text.startswith("resume=")))
+            compose_config(*(text for text in overrides if not text.startswith("resume=")))

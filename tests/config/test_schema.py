@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from helpers.command import ROOT, environment
-from helpers.compose import composed
+from helpers.command import ROOT, child_environment
+from helpers.compose import compose_config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 def typed(line: str) -> dict[str, Any]:
     """Return the default config with the overrides in `line`, which two spaces separate, as Hydra parses them."""
-    found = OmegaConf.create(composed())
+    found = OmegaConf.create(compose_config())
     for override in OverridesParser.create().parse_overrides(line.split("  ") if "'  '" not in line else [line]):
         OmegaConf.update(found, override.key_or_group, override.value(), merge=False, force_add=True)
     return OmegaConf.to_container(found)
@@ -193,7 +193,7 @@ def test_a_valid_value_is_converted_to_its_type(line: str, where: str, value: ob
 
 
 def test_a_missing_value_and_a_missing_group_are_refused_by_key() -> None:
-    node = composed()
+    node = compose_config()
     del node["optimizer"]["lr"]
     with pytest.raises(ConfigError) as refusal:
         build_run(node)
@@ -346,8 +346,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_package_without_an_entry_point_is_not_even_imported(plugin: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
-        build_run(typed("optimizer._target_=plugin.Mine"))
-    assert (refusal.value.key, refusal.value.got) == ("optimizer._target_", "plugin.Mine")
+        build_run(typed("optimizer._target_=plugin.PluginSGD"))
+    assert (refusal.value.key, refusal.value.got) == ("optimizer._target_", "plugin.PluginSGD")
     assert "runner.components" in refusal.value.remedy
     assert not (plugin / "ran").exists()
 
@@ -355,7 +355,7 @@ def test_a_package_without_an_entry_point_is_not_even_imported(plugin: Path) -> 
 def test_the_remedy_for_a_missing_package_is_to_install_it() -> None:
     """For example, a run is resumed in an environment without the package of its workload."""
     with pytest.raises(ConfigError, match="no package absent is installed here") as refusal:
-        build_run(typed("optimizer._target_=absent.module.Mine"))
+        build_run(typed("optimizer._target_=absent.module.PluginSGD"))
     assert "install it" in refusal.value.remedy
 
 
@@ -390,13 +390,13 @@ def test_a_package_is_trusted_through_its_entry_point(plugin: Path) -> None:
     (plugin / "plugin-1.dist-info").mkdir()
     (plugin / "plugin-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
     (plugin / "plugin-1.dist-info" / "entry_points.txt").write_text("[runner.components]\nplugin = plugin\n")
-    run = build_run(typed("optimizer._target_=plugin.Mine  +optimizer.extra=8"))
-    assert (type(run.optimizer).__name__, run.optimizer.extra) == ("Mine", 8)
+    run = build_run(typed("optimizer._target_=plugin.PluginSGD  +optimizer.extra=8"))
+    assert (type(run.optimizer).__name__, run.optimizer.extra) == ("PluginSGD", 8)
 
 
 def test_the_config_package_imports_neither_torch_nor_hydra() -> None:
     words = [sys.executable, "-m", "helpers.imported_by", "runner.config.schema", "runner.config.options"]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
     imported = set(done.stdout.split())
     assert {"runner.config.schema", "omegaconf"} <= imported
     assert not imported & {"torch", "hydra", "numpy"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, built
+from helpers.compose import TINY_CPU, build_composed_run
 from helpers.runs import write_images
 from torchvision.transforms import v2
 
@@ -21,7 +21,7 @@ IMAGES = torch.randint(256, (6, 3, 16, 16), generator=torch.Generator().manual_s
 
 
 def workload(*overrides: str) -> Any:
-    built_workload = built("model=tiny", "device=cpu", "device.threads=1", *overrides).workload
+    built_workload = build_composed_run("model=tiny", "device=cpu", "device.threads=1", *overrides).workload
     built_workload.prepare()
     return built_workload
 
@@ -89,7 +89,7 @@ def test_a_batch_does_not_depend_on_how_it_is_divided(kind: str, tmp_path: Path)
 
 def test_held_out_images_are_not_augmented() -> None:
     policies = ("data.auto_augment=randaugment", "data.random_erase=1")
-    augmented, plain = workload(*FAST, *policies), workload(*FAST)
+    augmented, plain = workload(*TINY_CPU, *policies), workload(*TINY_CPU)
     got, wanted = (next(each.held_out.in_order(50, (0, 1), CPU)).inputs for each in (augmented, plain))
     assert got.equal(wanted)
 
@@ -106,5 +106,5 @@ def test_grayscale_images_keep_one_channel_and_the_default_does_nothing() -> Non
 def test_other_values_are_refused(data: str, option: str, got: Any) -> None:
     more = ["data.root=photos"] if data == "imagefolder" else []
     with pytest.raises(ConfigError) as refusal:
-        built(f"data={data}", *more, f"data.{option}")
+        build_composed_run(f"data={data}", *more, f"data.{option}")
     assert (refusal.value.key, refusal.value.got) == (f"data.{option.partition('=')[0]}", got)

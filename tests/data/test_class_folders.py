@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers.deep import nested
+from helpers.nested_directories import nested
 
 from runner.config.errors import ConfigError
 from runner.data.class_folders import Files, training_and_held_out

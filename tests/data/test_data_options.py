@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers.command import environment
-from helpers.compose import option_node
+from helpers.command import child_environment
+from helpers.compose import option_content
 
 from runner.config.options import CONF
 from runner.config.schema import build, load_class
@@ -20,7 +20,7 @@ FILES = sorted((CONF / "data").glob("[!_]*.yaml"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_option_file_can_be_built_and_lists_every_field(path):
-    node = option_node("data", path.stem)
+    node = option_content("data", path.stem)
     cls = load_class(node["_target_"], Data)
     assert sorted(node) == sorted(["_target_", *(field.name for field in dataclasses.fields(cls))])
     required = {"root": "anywhere"} if node.get("root") == "???" else {}
@@ -39,8 +39,8 @@ def test_every_option_is_explained(path):
 def test_options_are_checked_without_torch():
     done = subprocess.run(
         [sys.executable, "-m", "helpers.data_options"],
-        input=json.dumps({path.stem: option_node("data", path.stem) for path in FILES}),
-        env=environment(),
+        input=json.dumps({path.stem: option_content("data", path.stem) for path in FILES}),
+        env=child_environment(),
         capture_output=True,
         text=True,
         check=False,

@@ -15,7 +15,7 @@ from PIL import Image
 
 from runner.data.decode import LIMIT_BYTES, ImageReader, central_box, random_box
 
-TURNS = {
+STORED_TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -93,7 +93,7 @@ def test_floating_point_pixels_are_refused(tmp_path):
 def test_the_exif_orientation_is_applied(tmp_path, orientation):
     """The stored image is transposed; reading it must undo the transposition that its EXIF orientation states."""
     upright = picture(48, 32)
-    stored = upright if orientation == 1 else upright.transpose(TURNS[orientation])
+    stored = upright if orientation == 1 else upright.transpose(STORED_TRANSPOSE[orientation])
     exif = Image.Exif()
     exif[0x0112] = orientation
     stored.save(tmp_path / "x.png", exif=exif)
@@ -116,7 +116,7 @@ def eps(path: Path) -> None:
     picture(64, 64).save(path, "EPS")
 
 
-def bomb(width: int, height: int) -> Callable[[Path], object]:
+def decompression_bomb(width: int, height: int) -> Callable[[Path], object]:
     """Return a function that writes a file of a few bytes whose header states width×height pixels."""
     return lambda path: path.write_bytes(b"P6 %d %d 255\n" % (width, height))
 
@@ -148,8 +148,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a link to nothing": (link("nowhere"), "No such file"),
     "a directory": (Path.mkdir, "not a regular file"),
     "a file that is too large": (sparse, "more than 268,435,456"),
-    "a few more pixels than allowed": (bomb(9460, 9460), "exceeds limit of 89478485 pixels"),
-    "a decompression bomb": (bomb(2**31 - 1, 2**31 - 1), "exceeds limit of"),
+    "a few more pixels than allowed": (decompression_bomb(9460, 9460), "exceeds limit of 89478485 pixels"),
+    "a decompression bomb": (decompression_bomb(2**31 - 1, 2**31 - 1), "exceeds limit of"),
 }  # fmt: skip
 """For each kind of file: a function that creates it, and a text in the error message."""
 

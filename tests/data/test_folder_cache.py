@@ -54,7 +54,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return walked
 
 
-def fresh(root: Path) -> tuple[Files, Files]:
+def list_without_cache(root: Path) -> tuple[Files, Files]:
     """List the images without the cache."""
     train, held_out, _ = class_folders._listed(root, 0.2).values
     return class_folders._joined(root, train), class_folders._joined(root, held_out)
@@ -65,14 +65,14 @@ def test_a_cached_listing_is_used_and_is_the_same(
 ) -> None:
     caplog.set_level("INFO")
     first = training_and_held_out(images, 0.2)
-    told = caplog.text
+    logged = caplog.text
     assert sorted(walks) == ["a", "b"]
     walks.clear()
     caplog.clear()
     assert training_and_held_out(images, 0.2) == first
     assert walks == []
-    assert "1 .txt" in told
-    assert caplog.text == told
+    assert "1 .txt" in logged
+    assert caplog.text == logged
     monkeypatch.chdir(images.parent)
     train, _ = training_and_held_out(Path("images"), 0.2)  # by a relative path
     assert walks == []
@@ -109,7 +109,7 @@ def test_a_change_in_any_directory_invalidates_the_cached_listing(
             if path.exists():
                 os.utime(path, ns=(time, time))
     found = training_and_held_out(images, 0.2)
-    assert found == fresh(images)
+    assert found == list_without_cache(images)
     assert found != before
 
 
@@ -126,7 +126,7 @@ def test_a_change_during_the_listing_invalidates_the_cached_listing(
     with monkeypatch.context() as patched:
         patched.setattr(class_folders, "_listed", late)
         training_and_held_out(images, 0.2)
-    assert training_and_held_out(images, 0.2) == fresh(images)
+    assert training_and_held_out(images, 0.2) == list_without_cache(images)
 
 
 @pytest.mark.parametrize("link", ["directory", "file"])
@@ -138,7 +138,7 @@ def test_listings_with_symlinks_are_not_cached(images: Path, cache: Path, tmp_pa
     training_and_held_out(images, 0.2)
     assert list(cache.glob("*")) == []
     (tmp_path / "elsewhere/9.png").touch()
-    assert training_and_held_out(images, 0.2) == fresh(images)
+    assert training_and_held_out(images, 0.2) == list_without_cache(images)
 
 
 def test_listings_of_directories_that_have_just_changed_are_not_cached(
@@ -174,4 +174,4 @@ def _of_another_key(text: str) -> str:
 def test_a_cache_that_cannot_be_written_to_is_not_an_error(images: Path, cache: Path) -> None:
     cache.parent.parent.mkdir(parents=True)
     cache.parent.touch()  # a file in place of the directory
-    assert training_and_held_out(images, 0.2) == training_and_held_out(images, 0.2) == fresh(images)
+    assert training_and_held_out(images, 0.2) == training_and_held_out(images, 0.2) == list_without_cache(images)

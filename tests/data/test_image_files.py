@@ -24,7 +24,7 @@ MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # tests may use more workers than cores
 
 
-class Flat:
+class ConstantColorReader:
     """A reader without files: it returns an image of one color, whose channels are the file's number and the draws."""
 
     num_draws = 2
@@ -43,7 +43,7 @@ def made_up(count: int = 20, damaged: tuple[int, ...] = (), skip: bool = True, u
     paths, targets = [str(i) for i in range(count)], [i % 4 for i in range(count)]
     unreadable = unreadable or Unreadable(skip)
     return FileSamples(
-        paths, targets, list("abcd"), (3, 2, 2), Flat(*damaged), MEAN, STD, Workers(0), None, unreadable
+        paths, targets, list("abcd"), (3, 2, 2), ConstantColorReader(*damaged), MEAN, STD, Workers(0), None, unreadable
     )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def test_a_name_that_is_not_utf_8_is_escaped_in_the_result_and_the_log(caplog):
 
 
 def test_a_name_that_is_not_utf_8_is_escaped_in_the_error_of_a_reader():
-    class Failing(Flat):
+    class Failing(ConstantColorReader):
         def __call__(self, path, draws):
             raise OSError(f"cannot read {path}")
 

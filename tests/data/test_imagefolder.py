@@ -122,8 +122,8 @@ def damaged(root: Path) -> Path:
 def test_the_command_trains_with_workers_and_skips_a_damaged_file(tmp_path):
     bad = damaged(tmp_path / "colours")
     words = (*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=2", "data.on_error=skip")
-    code, told = run_command(*words, cwd=tmp_path)
-    assert code == 0, told
+    code, output = run_command(*words, cwd=tmp_path)
+    assert code == 0, output
     (path,) = (tmp_path / "outputs").rglob("result.json")
     result = json.loads(path.read_text())
     assert result["metrics"]["eval/accuracy"] > 0.9
@@ -134,11 +134,11 @@ def test_the_command_trains_with_workers_and_skips_a_damaged_file(tmp_path):
 
 def test_the_command_ends_at_a_damaged_file_without_a_traceback(tmp_path):
     bad = damaged(tmp_path / "colours")
-    code, told = run_command(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=1", cwd=tmp_path)
+    code, output = run_command(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=1", cwd=tmp_path)
     assert code == 1
-    assert f"{bad}: it cannot be read" in told
-    assert "data.on_error=skip" in told
-    assert "Traceback" not in told
+    assert f"{bad}: it cannot be read" in output
+    assert "data.on_error=skip" in output
+    assert "Traceback" not in output
 
 
 # ---------------------------------------------------------------------------------------------------------------------

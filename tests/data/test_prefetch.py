@@ -24,7 +24,7 @@ def copied(number: int) -> list[tuple[Any, ...]]:
 
 def handed_out(number: int) -> list[tuple[Any, ...]]:
     names = f"x{number} on the device", f"y{number} on the device"
-    return [("wait", "compute", number), *(("belongs", "compute", name) for name in names), ("compute", number)]
+    return [("wait", "compute", number), *(("record_stream", "compute", name) for name in names), ("compute", number)]
 
 
 def test_the_next_copy_is_queued_before_a_batch_is_yielded():
@@ -49,7 +49,7 @@ def test_a_batch_is_synchronized_with_the_stream_that_is_current_at_next():
     cuda.current[CUDA] = FakeStream(cuda, "another")
     next(batches)
     assert ("wait", "another", 1) in cuda.calls
-    assert ("belongs", "another", "x1 on the device") in cuda.calls
+    assert ("record_stream", "another", "x1 on the device") in cuda.calls
 
 
 def test_host_memory_is_kept_until_its_copy_is_done():

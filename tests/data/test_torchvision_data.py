@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 import torchvision
-from helpers.permissions import mode
+from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
 from runner.data import torchvision_data
@@ -214,7 +214,7 @@ def test_a_damaged_idx_file_is_named(tmp_path, name, content):
 @pytest.mark.parametrize("folder", ["", "MNIST", "MNIST/raw"])
 def test_a_directory_that_may_not_be_searched_is_refused(tmp_path, folder):
     write_mnist(tmp_path)
-    with mode(tmp_path / folder, 0), pytest.raises(ConfigError, match="Permission denied") as refused:
+    with enforced_permissions(tmp_path / folder, 0), pytest.raises(ConfigError, match="Permission denied") as refused:
         Mnist(root=str(tmp_path)).load()
     assert refused.value.key == "root"
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.command import PATIENCE, environment
+from helpers.command import TIMEOUT_SECONDS, child_environment
 
 from runner.data import worker_watchdog
 from runner.data.base import DataError
@@ -101,7 +101,7 @@ def read_to_the_end(results, first: int = 0) -> tuple[DataError, float]:
 
 @pytest.mark.parametrize("fate", ["SIGKILL", "SIGBUS"])
 def test_a_killed_worker_raises_an_error_at_once(fate, others):
-    error, _ = read_to_the_end(Workers(2, timeout=2 * PATIENCE).read(Squares(), jobs(1000, 0.01, {20: fate})))
+    error, _ = read_to_the_end(Workers(2, timeout=2 * TIMEOUT_SECONDS).read(Squares(), jobs(1000, 0.01, {20: fate})))
     assert fate in error.why
     assert "data.workers=0" in error.remedy, "not the timeout's"
     assert set(multiprocessing.active_children()) <= others
@@ -148,7 +148,7 @@ def test_workers_suspended_while_they_send_batches_raise_an_error(others, monkey
 
 
 def test_a_slow_worker_is_waited_for():
-    results = list(Workers(2, timeout=PATIENCE).read(Squares(), jobs(2, 0.8)))  # longer than `POLL`
+    results = list(Workers(2, timeout=TIMEOUT_SECONDS).read(Squares(), jobs(2, 0.8)))  # longer than `POLL`
     assert [int(result[0]) for result in results] == [0, 1]
 
 
@@ -201,7 +201,10 @@ def program():
 
     def start(what: str) -> tuple[subprocess.Popen[str], list[int]]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "helpers.reading", what], env=environment(), stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "helpers.read_with_workers", what],
+            env=child_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
@@ -252,11 +255,11 @@ def test_workers_ignore_signals_and_end_when_their_run_is_killed(program):
     assert process.poll() is None
     assert left_after(pids, 0.1) == pids
     process.kill()
-    assert left_after(pids, PATIENCE) == []
+    assert left_after(pids, TIMEOUT_SECONDS) == []
 
 
 @on_linux
 def test_a_run_exits_with_its_workers_although_the_generator_is_open(program):
     process, pids = program("exit")
-    assert process.wait(PATIENCE) == 0
-    assert left_after(pids, PATIENCE) == []
+    assert process.wait(TIMEOUT_SECONDS) == 0
+    assert left_after(pids, TIMEOUT_SECONDS) == []

@@ -16,7 +16,7 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
-from helpers.command import environment, succeed
+from helpers.command import child_environment, run_successfully
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
@@ -55,7 +55,7 @@ def train_in(cwd: Path, site: Path, *overrides: str, fresh: bool = False) -> dic
         done = run_python("-m", "runner", *words, cwd=cwd, path=(ROOT, site))
         assert done.returncode == 0, done.stderr
     else:
-        succeed(cwd, *words, PYTHONPATH=os.pathsep.join([environment()["PYTHONPATH"], str(site)]))
+        run_successfully(cwd, *words, PYTHONPATH=os.pathsep.join([child_environment()["PYTHONPATH"], str(site)]))
     file = max(cwd.rglob("result.json"), key=lambda path: path.stat().st_mtime_ns)
     result = json.loads(file.read_text())
     assert result["status"] == "done"

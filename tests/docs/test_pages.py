@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from helpers.compose import composed
+from helpers.compose import compose_config
 
 from runner.cli.arguments import quoted
 from runner.cli.composition import Composer
@@ -48,7 +48,7 @@ def test_commands_are_runs_that_can_be_built(line: str) -> None:
         jobs = SweepJobs(Composer(), [quoted(word, sweep=True) for word in words[1:]])
         build_run(jobs.compose(0, next(jobs.samples())).config)
     else:
-        build_run(composed(*words))
+        build_run(compose_config(*words))
 
 
 def test_there_are_commands() -> None:

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers.compose import FAST, built, composed, prepared, train_in
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session, train_in
 from helpers.plain_loop import (
-    CASES,
-    COMMON,
+    OPTIMIZER_CASES,
+    PLAIN_LOOP_OVERRIDES,
     STEPS,
-    Settings,
+    PlainSettings,
     largest_difference,
     plain_evaluation,
     plain_loop,
     weights_at,
 )
-from helpers.rank_work import stop_at
-from helpers.ranks import Ranks
-from helpers.runs import assert_same, outcome
+from helpers.rank_functions import sigterm_at
+from helpers.ranks import PersistentRanks
+from helpers.runs import assert_bitwise_equal, run_outcome
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from runner.config.errors import ConfigError
@@ -44,11 +44,11 @@ def average_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
 @functools.cache
 def plain_average() -> dict[str, torch.Tensor]:
     """The average in plain PyTorch: a = w after the first step, then a = decay·a + (1 − decay)·w after each step."""
-    run = built(*FAST, *COMMON)
+    run = build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES)
     averages: dict[int, torch.Tensor] = {}
 
     def averaged(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = CASES["sgd"][1](parameters)
+        optimizer = OPTIMIZER_CASES["sgd"][1](parameters)
 
         def average(*_: object) -> None:
             for number, parameter in enumerate(parameters):
@@ -58,7 +58,7 @@ def plain_average() -> dict[str, torch.Tensor]:
         optimizer.register_step_post_hook(average)
         return optimizer
 
-    names = list(plain_loop(run, averaged, Settings()).weights)
+    names = list(plain_loop(run, averaged, PlainSettings()).weights)
     return {name: averages[number] for number, name in enumerate(names)}  # this network has no buffers
 
 
@@ -74,72 +74,74 @@ MODES = {
 
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
 def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
-    processes: int, mode: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+    processes: int, mode: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (*FAST, *COMMON, *CASES["sgd"][0], *mode, EMA)
+    overrides = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES["sgd"][0], *mode, EMA)
     if processes == 1:
-        result = train_in(tmp_path, built(*overrides)).result
+        result = train_in(tmp_path, build_composed_run(*overrides)).result
     else:
-        result = ranks(processes).train(composed(*overrides), tmp_path)
+        result = ranks(processes).train(compose_config(*overrides), tmp_path)
     average = average_at(tmp_path, STEPS)
     assert largest_difference(average, plain_average()) <= 1e-6
     assert largest_difference(weights_at(tmp_path, STEPS), average) > 0.01
-    loss, accuracy = plain_evaluation(built(*FAST, *COMMON), average)
+    loss, accuracy = plain_evaluation(build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES), average)
     assert result.metrics["eval/accuracy"] == accuracy
     assert result.metrics["eval/loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_averaging_does_not_change_the_training(tmp_path: Path) -> None:
-    with_average = outcome(train_in(tmp_path / "with", built(*FAST, *HARD, EMA)).directory)
-    without = outcome(train_in(tmp_path / "without", built(*FAST, *HARD)).directory)
-    assert_same(with_average["weights"], without["weights"])
-    assert_same(with_average["curves"]["train/loss"], without["curves"]["train/loss"])
+    with_average = run_outcome(train_in(tmp_path / "with", build_composed_run(*TINY_CPU, *HARD, EMA)).directory)
+    without = run_outcome(train_in(tmp_path / "without", build_composed_run(*TINY_CPU, *HARD)).directory)
+    assert_bitwise_equal(with_average["weights"], without["weights"])
+    assert_bitwise_equal(with_average["curves"]["train/loss"], without["curves"]["train/loss"])
     assert with_average["curves"]["eval/loss"] != without["curves"]["eval/loss"]
     assert not list((tmp_path / "without").rglob("ema.safetensors")), "no average, no file"
 
 
 @pytest.mark.parametrize("options", [(), ("parallel=ddp",), ("parallel=fsdp",), ("parallel=ensemble",)], ids=str)
-def test_resume_is_bitwise_exact(options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    overrides = (*FAST, *HARD, EMA, *options)
+def test_resume_is_bitwise_exact(
+    options: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    overrides = (*TINY_CPU, *HARD, EMA, *options)
 
     def train(name: str, change: Callable[[Any], None] | None = None) -> Path:
         if options:
-            ranks(2).train(composed(*overrides), tmp_path / name, change)
+            ranks(2).train(compose_config(*overrides), tmp_path / name, change)
         else:
-            train_in(tmp_path / name, built(*overrides), change or (lambda session: None))
+            train_in(tmp_path / name, build_composed_run(*overrides), change or (lambda session: None))
         return tmp_path / name
 
     wanted = train("whole")
-    stopped = train("stopped", partial(stop_at, 6, 0))
+    stopped = train("stopped", partial(sigterm_at, 6, 0))
     assert not (stopped / "checkpoints/step_00000012").exists()
     train("stopped")
-    assert_same(average_at(stopped, 12), average_at(wanted, 12))
-    assert_same(outcome(stopped), outcome(wanted))
+    assert_bitwise_equal(average_at(stopped, 12), average_at(wanted, 12))
+    assert_bitwise_equal(run_outcome(stopped), run_outcome(wanted))
     if "parallel=ensemble" in options:
         files = (path / "checkpoints/step_00000012/rank_1.pt" for path in (stopped, wanted))
         got, of_whole = (torch.load(file, weights_only=True)["ema"] for file in files)
         assert got["moments"], "the second member has its own average"
-        assert_same(got, of_whole)
+        assert_bitwise_equal(got, of_whole)
 
 
 def test_the_average_continues_when_a_run_resumes_in_another_mode(
-    ranks: Callable[[int], Ranks], tmp_path: Path
+    ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (*FAST, *COMMON, *CASES["sgd"][0], EMA)
-    train_in(tmp_path, built(*overrides), partial(stop_at, 4, 0))
-    ranks(2).train(composed(*overrides, "parallel=fsdp"), tmp_path, partial(stop_at, 7, 0))
-    ranks(2).train(composed(*overrides, "parallel=pipeline", "parallel.split_size=12"), tmp_path)
+    overrides = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES["sgd"][0], EMA)
+    train_in(tmp_path, build_composed_run(*overrides), partial(sigterm_at, 4, 0))
+    ranks(2).train(compose_config(*overrides, "parallel=fsdp"), tmp_path, partial(sigterm_at, 7, 0))
+    ranks(2).train(compose_config(*overrides, "parallel=pipeline", "parallel.split_size=12"), tmp_path)
     assert largest_difference(average_at(tmp_path, STEPS), plain_average()) <= 1e-6
 
 
 def test_the_average_begins_after_resume_if_the_checkpoint_has_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train_in(tmp_path, built(*FAST, *COMMON), partial(stop_at, STEPS - 1, 0))
+    train_in(tmp_path, build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES), partial(sigterm_at, STEPS - 1, 0))
     with caplog.at_level("INFO", logger="runner"):
-        train_in(tmp_path, built(*FAST, *COMMON, EMA))
+        train_in(tmp_path, build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, EMA))
     assert "the checkpoint has no average of the weights" in caplog.text
-    assert_same(average_at(tmp_path, STEPS), weights_at(tmp_path, STEPS))
+    assert_bitwise_equal(average_at(tmp_path, STEPS), weights_at(tmp_path, STEPS))
 
 
 def test_the_average_equals_that_of_torchs_averaged_model() -> None:
@@ -154,9 +156,9 @@ def test_the_average_equals_that_of_torchs_averaged_model() -> None:
         theirs.update_parameters(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with average.applied():
-        assert_same(dict(model.state_dict()), dict(theirs.module.state_dict()))
+        assert_bitwise_equal(dict(model.state_dict()), dict(theirs.module.state_dict()))
         assert not model[0].weight.equal(before["0.weight"])
-    assert_same(dict(model.state_dict()), before)
+    assert_bitwise_equal(dict(model.state_dict()), before)
 
 
 def test_without_a_decay_there_is_no_average() -> None:
@@ -182,7 +184,9 @@ def test_weights_are_restored_after_an_error_in_the_evaluation() -> None:
 
 def test_the_weights_of_agents_are_averaged_too(tmp_path: Path) -> None:
     sizes = ("workload.warm_up=48", "workload.replay_size=100", "workload.eval_episodes=2", "batch_size=8", "steps=4")
-    result = train_in(tmp_path, built("workload=dqn", "device=cpu", "device.threads=1", *sizes, EMA)).result
+    result = train_in(
+        tmp_path, build_composed_run("workload=dqn", "device=cpu", "device.threads=1", *sizes, EMA)
+    ).result
     assert result.status == "done"
     trained, average = weights_at(tmp_path, 4), average_at(tmp_path, 4)
     differ = {name for name in trained if not trained[name].equal(average[name])}
@@ -192,7 +196,7 @@ def test_the_weights_of_agents_are_averaged_too(tmp_path: Path) -> None:
 
 def test_hogwild_with_an_average_is_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
-        prepared(built(*FAST, EMA, "parallel=hogwild"))
+        prepare_session(build_composed_run(*TINY_CPU, EMA, "parallel=hogwild"))
     assert (refusal.value.key, refusal.value.got) == ("ema.decay", DECAY)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.envs.registration import EnvSpec
-from helpers.command import PATIENCE
-from helpers.compose import composed
+from helpers.command import TIMEOUT_SECONDS
+from helpers.compose import compose_config
 
 from runner.config.errors import ConfigError
 from runner.env.base import Env, envs_per_process
@@ -51,7 +51,7 @@ def test_each_option_makes_the_environment_that_it_names() -> None:
     names = {"cartpole": "CartPole-v1", "acrobot": "Acrobot-v1", "mountaincar": "MountainCar-v0"}
     names["lunarlander"] = "LunarLander-v3"
     for option, id in names.items():
-        assert composed(f"env={option}")["env"]["id"] == id
+        assert compose_config(f"env={option}")["env"]["id"] == id
         assert id in gymnasium.registry
 
 
@@ -108,7 +108,7 @@ def test_environment_processes_do_not_keep_the_signal_handlers_of_the_run() -> N
             vector.reset(0)
             for process in vector.envs.processes:  # pyright: ignore[reportAttributeAccessIssue]
                 process.terminate()
-                process.join(PATIENCE)
+                process.join(TIMEOUT_SECONDS)
                 assert process.exitcode == -signal.SIGTERM
             vector.envs.close(terminate=True)
     finally:
@@ -190,7 +190,7 @@ def test_all_environment_processes_end_if_one_of_them_dies(first_seed: int, monk
     assert not any(process.is_alive() for process in processes)
 
 
-class Huge(Broken):
+class OverflowsFloat32(Broken):
     """An environment whose observations are finite in float64, but not in float32."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -199,7 +199,7 @@ class Huge(Broken):
         return np.full(2, -1e39), 1.0, False, False, {}
 
 
-class Unlicensed(Broken):
+class FailsOnReset(Broken):
     """An environment that raises an error in `reset`."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
@@ -219,10 +219,10 @@ def test_a_broken_environment_is_reported_with_seed_episode_and_step(broken: str
         vector.reset(42)
         for _ in range(14):  # two whole episodes with their resets, and two steps
             vector.step(np.zeros(1, np.int64))
-        with pytest.raises(EnvironmentBrokenError) as told:
+        with pytest.raises(EnvironmentBrokenError) as caught:
             vector.step(np.zeros(1, np.int64))
     what = "raised ZeroDivisionError: no gravity" if broken == "raises" else "returned a value that is not finite"
-    assert str(told.value) == f"Broken-v0 {what}; environment 0 (seed 42), episode 2, step 3"
+    assert str(caught.value) == f"Broken-v0 {what}; environment 0 (seed 42), episode 2, step 3"
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, environment: type[gymnasium.Env]) -> str:
@@ -238,25 +238,25 @@ def test_each_environment_is_reported_with_the_seed_that_gymnasium_gave_it(monke
         vector.reset(42)
         for _ in range(14):
             vector.step(np.zeros(2, np.int64))
-        with pytest.raises(EnvironmentBrokenError) as told:
+        with pytest.raises(EnvironmentBrokenError) as caught:
             vector.step(np.zeros(2, np.int64))
     places = [f"environment {i} (seed {42 + i}), episode 2, step 3" for i in range(2)]
-    assert str(told.value).endswith(f"; one of: {'; '.join(places)}")
+    assert str(caught.value).endswith(f"; one of: {'; '.join(places)}")
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_an_observation_that_is_infinite_in_float32_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    with prepared(registered(monkeypatch, Huge)).vector(1) as vector:
+    with prepared(registered(monkeypatch, OverflowsFloat32)).vector(1) as vector:
         vector.reset(0)
-        with pytest.raises(EnvironmentBrokenError, match="Huge-v0 returned a value that is not finite"):
+        with pytest.raises(EnvironmentBrokenError, match="OverflowsFloat32-v0 returned a value that is not finite"):
             vector.step(np.zeros(1, np.int64))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # gymnasium logs what happened as warnings
 def test_an_environment_whose_process_cannot_reset_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as refusal:
-        prepared(registered(monkeypatch, Unlicensed), num_envs=2, vectorization="async")
-    assert (refusal.value.key, refusal.value.got) == ("id", "Unlicensed-v0")
+        prepared(registered(monkeypatch, FailsOnReset), num_envs=2, vectorization="async")
+    assert (refusal.value.key, refusal.value.got) == ("id", "FailsOnReset-v0")
     assert "raised OSError: no license" in refusal.value.why
 
 
@@ -271,7 +271,7 @@ def test_a_module_that_cannot_be_imported_is_named(module: str, why: str) -> Non
     assert why in refusal.value.why
 
 
-class Counting(Broken):
+class DiscreteObservations(Broken):
     """An environment with discrete observations."""
 
     observation_space = gymnasium.spaces.Discrete(5)  # pyright: ignore[reportAssignmentType]
@@ -281,7 +281,7 @@ class Counting(Broken):
 
 
 def together(num_envs: int, **_: Any) -> gymnasium.vector.VectorEnv:
-    return gymnasium.vector.SyncVectorEnv([Counting] * num_envs)
+    return gymnasium.vector.SyncVectorEnv([DiscreteObservations] * num_envs)
 
 
 def never_together(num_envs: int, **_: Any) -> gymnasium.vector.VectorEnv:
@@ -291,9 +291,11 @@ def never_together(num_envs: int, **_: Any) -> gymnasium.vector.VectorEnv:
 def test_a_vectorized_implementation_is_not_used_for_observations_that_are_flattened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = EnvSpec("Counting-v0", Counting, vector_entry_point=together, disable_env_checker=True)
-    monkeypatch.setitem(gymnasium.registry, "Counting-v0", spec)
-    env = prepared("Counting-v0")
+    spec = EnvSpec(
+        "DiscreteObservations-v0", DiscreteObservations, vector_entry_point=together, disable_env_checker=True
+    )
+    monkeypatch.setitem(gymnasium.registry, "DiscreteObservations-v0", spec)
+    env = prepared("DiscreteObservations-v0")
     assert env.shape == (5,)
     with env.vector(2) as vector:
         vector.reset(0)

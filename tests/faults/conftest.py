@@ -2,7 +2,7 @@
 
 `make test` runs a fixed selection; `make faults` (RUNNER_FAULTS=all) runs everything, with faults at random times drawn
 from RUNNER_FAULTS_SEED, which is printed. See tests/helpers/faults.py for how a scenario is declared, and
-tests/helpers/oracle.py for what is checked after a fault.
+tests/helpers/fault_checks.py for what is checked after a fault.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.faults import ALL, Reference, Tally, undisturbed
+from helpers.faults import RUN_ALL_FAULTS, FaultCounter, ReferenceRun, train_without_faults
 
-SEED = int(os.environ.get("RUNNER_FAULTS_SEED") or (random.randrange(10**6) if ALL else 0))
+SEED = int(os.environ.get("RUNNER_FAULTS_SEED") or (random.randrange(10**6) if RUN_ALL_FAULTS else 0))
 TABLE = Path(__file__).parent.parent.parent / "outputs" / "faults.md"
 
 
@@ -33,21 +33,21 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReferenceRun]:
     """Return a function that trains the run `helpers.faults.RUNS[name]` without faults, at its first call per name."""
-    done: dict[str, Reference] = {}
+    done: dict[str, ReferenceRun] = {}
 
-    def get(run: str) -> Reference:
+    def get(run: str) -> ReferenceRun:
         if run not in done:
-            done[run] = undisturbed(tmp_path_factory.mktemp(run.replace(" ", "_")), run)
+            done[run] = train_without_faults(tmp_path_factory.mktemp(run.replace(" ", "_")), run)
         return done[run]
 
     return get
 
 
 @pytest.fixture
-def tally(request: pytest.FixtureRequest) -> Tally:
-    """Count faults: `with tally("a killed rank"): …` counts one fault of that kind, as passed if nothing is raised.
+def count_fault(request: pytest.FixtureRequest) -> FaultCounter:
+    """Count faults: `with count_fault("a killed rank"): …` counts one fault of that kind, passed if nothing is raised.
 
     The context manager yields a function to call if the fault did not happen, so that it is not counted.
     """
@@ -87,6 +87,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line(f"seed {SEED}: RUNNER_FAULTS=all RUNNER_FAULTS_SEED={SEED} draws the same moments")
     for line in lines:
         terminalreporter.write_line(line)
-    if ALL:
+    if RUN_ALL_FAULTS:
         TABLE.parent.mkdir(exist_ok=True)
         TABLE.write_text("\n".join([f"Seed {SEED}.", "", *lines, ""]))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent.parent
 TABLE = Path(__file__).with_name("MUTATIONS.md")
 COPIED = ("runner", "models", "conf", "tests", "pyproject.toml", "constraints.txt", "Makefile")
-PATIENCE = 900.0
+TIMEOUT_SECONDS = 900.0
 """Timeout of a test run in seconds. A bug that makes the tests hang counts as noticed."""
 
 POWER = "tests/faults/test_power_loss.py"
@@ -323,13 +323,13 @@ class Outcome(NamedTuple):
         bug: its description.
         file: the file in which it was planted.
         test: the first test that failed; empty if none did.
-        rare: whether only `make faults` notices it.
+        only_in_make_faults: whether only `make faults` notices it.
     """
 
     bug: str
     file: str
     test: str
-    rare: bool
+    only_in_make_faults: bool
 
 
 def copy_of_project(to: Path) -> Path:
@@ -356,7 +356,7 @@ def first_failure(project: Path, test: str, faults: str) -> str:
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", test]
     try:
         done = subprocess.run(
-            words, cwd=project, env=variables, capture_output=True, text=True, timeout=PATIENCE, check=False
+            words, cwd=project, env=variables, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return f"{test}, which hangs"
@@ -393,8 +393,8 @@ def table(outcomes: list[Outcome]) -> str:
         "| bug | in | noticed by |",
         "|---|---|---|",
     ]
-    for bug, file, test, rare in outcomes:
-        shown = test.replace("|", "\\|") + ", in `make faults`" * rare
+    for bug, file, test, only_in_make_faults in outcomes:
+        shown = test.replace("|", "\\|") + ", in `make faults`" * only_in_make_faults
         lines.append(f"| {bug} | `{file}` | {shown or '**nothing**'} |")
     return "\n".join([*lines, ""])
 

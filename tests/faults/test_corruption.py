@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.compose import FAST, built
-from helpers.events import curves
-from helpers.faults import Tally
-from helpers.forged import reseal
-from helpers.probe import probe
-from helpers.runs import assert_same, outcome
+from helpers.checkpoint_edits import rewrite_manifest
+from helpers.compose import TINY_CPU, build_composed_run
+from helpers.dry_run import run_up_to_training
+from helpers.events import scalar_curves
+from helpers.faults import FaultCounter
+from helpers.runs import assert_bitwise_equal, run_outcome
 
 from runner.cli.run_job import run_one
 from runner.config.errors import ConfigError
@@ -31,7 +31,7 @@ from runner.sweep.ledger_reader import read_ledger
 from runner.tools.saved_runs import find_runs
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
-OPTIONS = (*FAST, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=4")
+OPTIONS = (*TINY_CPU, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=4")
 OPTIONS += ("log_every=3", "keep=9", "name=a")
 TOP = ("config.yaml", "overrides.yaml", "environment.json", "result.json", "log.txt", ".lock", "events")
 CHECKPOINT = ("config.yaml", "manifest.json", "model.safetensors", "state.pt", "rank_0.pt", "rank_1.pt")
@@ -70,7 +70,7 @@ DAMAGE: dict[str, Damage] = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that is done."""
     root = tmp_path_factory.mktemp("whole")
-    run_one(built(*OPTIONS, f"output_root={root}/outputs"), ["steps=8"])
+    run_one(build_composed_run(*OPTIONS, f"output_root={root}/outputs"), ["steps=8"])
     [path] = root.glob("outputs/a/*")
     return path
 
@@ -87,7 +87,7 @@ def copied(whole: Path, to: Path, until: int = 4) -> Path:
         shutil.rmtree(path / f"checkpoints/step_0000000{step}")
     for checkpoint in path.glob("checkpoints/step_*"):
         shutil.copy(checkpoint / "rank_0.pt", checkpoint / "rank_1.pt")
-        reseal(checkpoint, world_size=2)
+        rewrite_manifest(checkpoint, world_size=2)
     if until < 8:
         result = json.loads((path / "result.json").read_text())
         (path / "result.json").write_text(json.dumps(result | {"status": "crashed", "steps": until}))
@@ -101,7 +101,7 @@ def file_of(path: Path, name: str) -> Path:
 def assert_resumed_or_refused(path: Path, cwd: Path, wanted: dict[int, Checkpoint], auto: bool) -> str:
     """Resume the run, check the error or the checkpoint, and return `refused`, `done` or `from step N`."""
     typed = [*OPTIONS, f"output_root={cwd}/outputs", "resume=auto"] if auto else [f"resume={path}"]
-    found = probe(*typed, cwd=cwd)
+    found = run_up_to_training(*typed, cwd=cwd)
     assert "Traceback" not in found.console, found.console
     if found.code == 2:
         lines = found.console.splitlines()
@@ -115,7 +115,7 @@ def assert_resumed_or_refused(path: Path, cwd: Path, wanted: dict[int, Checkpoin
     assert found.checkpoint is not None, "it begins anew"
     assert found.checkpoint.step in (2, 4), found.console
     for part in ("tensors", "state", "local"):
-        assert_same(getattr(found.checkpoint, part), getattr(wanted[found.checkpoint.step], part), part)
+        assert_bitwise_equal(getattr(found.checkpoint, part), getattr(wanted[found.checkpoint.step], part), part)
     return f"from step {found.checkpoint.step}"
 
 
@@ -127,12 +127,12 @@ def damages() -> Iterator[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_damage_to_one_file_changes_no_value(
-    file: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path, tally: Tally
+    file: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path, count_fault: FaultCounter
 ) -> None:
     every = [each for each in damages() if each[0] == file]
     kept = every if ALL else random.Random(file).sample(every, 3)
     for _, kind, number in kept:
-        with tally(f"damaged {Path(file).name.replace('_0.', '_*.').replace('_1.', '_*.')}"):
+        with count_fault(f"damaged {Path(file).name.replace('_0.', '_*.').replace('_1.', '_*.')}"):
             cwd = tmp_path / str(number)
             path = copied(whole, cwd)
             damaged = file_of(path, file)
@@ -157,8 +157,8 @@ def test_resume_with_a_damaged_event_file_adds_no_duplicate_or_wrong_points(
     events.write_bytes(DAMAGE[kind](events.read_bytes(), random.Random(kind)))
     values = saved_config(path).values | {"resume": str(path)}
     assert run_one(build_run(values), [f"resume={path}"]).steps == 8
-    wanted = curves(whole)
-    for tag, points in curves(path).items():
+    wanted = scalar_curves(whole)
+    for tag, points in scalar_curves(path).items():
         steps = [step for step, _ in points]
         assert steps == sorted(set(steps)), tag
         if not tag.startswith(("time/", "memory/")):
@@ -168,11 +168,11 @@ def test_resume_with_a_damaged_event_file_adds_no_duplicate_or_wrong_points(
 
 @pytest.mark.parametrize("auto", [False, True])
 def test_a_config_that_ends_after_any_line_is_not_that_of_another_run(
-    auto: bool, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path, tally: Tally
+    auto: bool, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path, count_fault: FaultCounter
 ) -> None:
     lines = (whole / "config.yaml").read_text().splitlines(keepends=True)
     for number in range(1, len(lines)) if ALL else (5, len(lines) - 20, len(lines) - 1):
-        with tally("damaged config.yaml"):
+        with count_fault("damaged config.yaml"):
             path = copied(whole, tmp_path / str(number))
             (path / "config.yaml").write_text("".join(lines[:number]))
             assert assert_resumed_or_refused(path, tmp_path / str(number), wanted, auto) == "from step 4"
@@ -211,15 +211,15 @@ def test_swapped_files_are_noticed(
 def test_the_config_of_another_run_is_noticed(whole: Path, tmp_path: Path) -> None:
     """An intact config or checkpoint that belongs to another run is refused, and the error names the differing key."""
     root = tmp_path / "other"
-    run_one(built(*OPTIONS, "seed=1", f"output_root={root}/outputs"), ["seed=1"])
+    run_one(build_composed_run(*OPTIONS, "seed=1", f"output_root={root}/outputs"), ["seed=1"])
     [other] = root.glob("outputs/a/*")
     path = copied(whole, tmp_path)
     shutil.copy(other / "config.yaml", path)
-    found = probe(f"resume={path}", cwd=tmp_path)
+    found = run_up_to_training(f"resume={path}", cwd=tmp_path)
     assert (found.code, "seed" in found.console) == (2, True), found.console
     shutil.copytree(other / "checkpoints/step_00000006", path / "checkpoints/step_00000006")
     shutil.copy(whole / "config.yaml", path)
-    found = probe(f"resume={path}", cwd=tmp_path)
+    found = run_up_to_training(f"resume={path}", cwd=tmp_path)
     assert (found.code, "seed" in found.console) == (2, True), found.console
 
 
@@ -231,7 +231,7 @@ def test_a_damaged_completed_run_stays_done_or_repeats_its_last_steps(
     path = copied(whole, tmp_path, until=8)
     damaged = path / file
     damaged.write_bytes(DAMAGE[kind](damaged.read_bytes(), random.Random(kind)))
-    found = probe(f"resume={path}", cwd=tmp_path)
+    found = run_up_to_training(f"resume={path}", cwd=tmp_path)
     assert "Traceback" not in found.console, found.console
     if found.code == 2:
         return
@@ -239,15 +239,15 @@ def test_a_damaged_completed_run_stays_done_or_repeats_its_last_steps(
         assert found.checkpoint is not None
         step = 8 if file == "result.json" else 6
         assert found.checkpoint.step == step
-        assert_same(found.checkpoint.tensors, wanted[step].tensors)
+        assert_bitwise_equal(found.checkpoint.tensors, wanted[step].tensors)
 
 
 @pytest.mark.parametrize("kind", DAMAGE if ALL else ["bit flip 1", "bit flip 7", "emptied", "truncated 3", "twice"])
-def test_a_damaged_sweep_ledger_is_ignored_or_refused(kind: str, tmp_path: Path, tally: Tally) -> None:
+def test_a_damaged_sweep_ledger_is_ignored_or_refused(kind: str, tmp_path: Path, count_fault: FaultCounter) -> None:
     ledger = {"typed": ["seed=0,1"], "complete": False, "jobs": {"0": {"code": 0, "config_hash": "a" * 12}}}
     data = json.dumps(ledger, indent=2).encode()
     for number in range(10):
-        with tally("damaged sweep.json"):
+        with count_fault("damaged sweep.json"):
             (tmp_path / "sweep.json").write_bytes(DAMAGE[kind](data, random.Random(f"{kind} {number}")))
             with contextlib.suppress(ConfigError):
                 found = read_ledger(tmp_path, ["seed=0,1"])
@@ -262,4 +262,4 @@ def test_a_damaged_run_that_is_resumed_ends_like_the_undisturbed_one(file: str, 
         file_of(path, file).write_bytes(data[: len(data) // 2])
     values = saved_config(path).values | {"resume": str(path)}
     assert run_one(build_run(values), [f"resume={path}"]).status == "done"
-    assert_same(outcome(path), outcome(whole))
+    assert_bitwise_equal(run_outcome(path), run_outcome(whole))

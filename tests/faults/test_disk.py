@@ -15,17 +15,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from helpers.compose import FAST
-from helpers.disk_faults import DiskFault, failing
-from helpers.faults import Tally
-from helpers.oracle import assert_no_scraps, assert_one_value_a_step, assert_whole_checkpoint
-from helpers.probe import in_process
-from helpers.runs import assert_same, outcome
+from helpers.compose import TINY_CPU
+from helpers.disk_faults import DiskFault, inject_disk_fault
+from helpers.dry_run import run_in_this_process
+from helpers.fault_checks import assert_newest_checkpoint_valid, assert_no_temporary_files, assert_one_value_per_step
+from helpers.faults import FaultCounter
+from helpers.runs import assert_bitwise_equal, run_outcome
 
 import runner.training
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
-OPTIONS = (*FAST, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=3")
+OPTIONS = (*TINY_CPU, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=3")
 OPTIONS += ("log_every=1", "name=a", "resume=auto")
 
 FULL, LIMITED, BROKEN, READ_ONLY, TOO_MANY = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE
@@ -55,9 +55,9 @@ CRASHED = [
     *(DiskFault("mkdir", "tmp.step_00000004", number) for number in (FULL, READ_ONLY)),
     *(DiskFault("rename", "/step_00000004", number) for number in (FULL, READ_ONLY, BROKEN)),
     *(DiskFault("fsync", "tmp.step_00000004", number) for number in (FULL, BROKEN)),
-    *(DiskFault("fsync", "/checkpoints", number, count=2) for number in (FULL, BROKEN)),
-    *(DiskFault("write", EVENTS, number, count=count) for number in (FULL, BROKEN) for count in (1, 9)),
-    *(DiskFault("fsync", EVENTS, number, count=2) for number in (FULL, BROKEN)),
+    *(DiskFault("fsync", "/checkpoints", number, first_failing_call=2) for number in (FULL, BROKEN)),
+    *(DiskFault("write", EVENTS, number, first_failing_call=count) for number in (FULL, BROKEN) for count in (1, 9)),
+    *(DiskFault("fsync", EVENTS, number, first_failing_call=2) for number in (FULL, BROKEN)),
     *(DiskFault("open", EVENTS, number) for number in (READ_ONLY, TOO_MANY)),
 ]
 
@@ -82,71 +82,71 @@ def some(faults: list[DiskFault]) -> list[DiskFault]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cwd = tmp_path_factory.mktemp("undisturbed")
-    code, console = in_process(list(OPTIONS), cwd)
+    code, console = run_in_this_process(list(OPTIONS), cwd)
     assert code == 0, console
     [path] = cwd.glob("outputs/a/*")
-    return outcome(path)
+    return run_outcome(path)
 
 
 def run(cwd: Path, fault: DiskFault, *arguments: str) -> tuple[int, str]:
     """Run the command while the calls of `fault` fail; return its exit code and console output."""
-    with failing(fault) as failed:
-        code, console = in_process([*OPTIONS, *arguments], cwd)
+    with inject_disk_fault(fault) as failed:
+        code, console = run_in_this_process([*OPTIONS, *arguments], cwd)
         assert failed(), "it was not come to"
     assert "Traceback" not in console, console
     return code, console
 
 
 def assert_resumes_to_the_same_end(cwd: Path, undisturbed: dict[str, Any]) -> None:
-    code, console = in_process(list(OPTIONS), cwd)
+    code, console = run_in_this_process(list(OPTIONS), cwd)
     assert code == 0, console
     paths = list(cwd.glob("outputs/a/*"))
     assert len(paths) == 1, "it begins anew"
-    assert_same(outcome(paths[0]), undisturbed)
-    assert_no_scraps(paths[0])
-    assert_one_value_a_step(paths[0])
+    assert_bitwise_equal(run_outcome(paths[0]), undisturbed)
+    assert_no_temporary_files(paths[0])
+    assert_one_value_per_step(paths[0])
 
 
 @pytest.mark.parametrize("fault", some(REFUSED), ids=str)
 def test_a_run_that_cannot_begin_is_refused_and_leaves_nothing(
-    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
+    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
 ) -> None:
-    with tally("disk: a run does not begin"):
+    with count_fault("disk: a run does not begin"):
         code, console = run(tmp_path, fault)
         assert code == 2, console
         assert console.startswith("output_root: got "), console
-        assert os.strerror(fault.number) in " ".join(console.split())
+        assert os.strerror(fault.errno_code) in " ".join(console.split())
         assert list(tmp_path.iterdir()) == [], "something is left behind"
         assert_resumes_to_the_same_end(tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize("fault", some(CRASHED), ids=str)
 def test_a_run_that_cannot_save_ends_with_what_it_has_saved(
-    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
+    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
 ) -> None:
-    with tally("disk: a run cannot save"):
+    with count_fault("disk: a run cannot save"):
         code, console = run(tmp_path, fault)
         assert code == 1, console
-        assert os.strerror(fault.number) in " ".join(console.split())
+        assert os.strerror(fault.errno_code) in " ".join(console.split())
         assert "earlier checkpoints are intact: make room" in console, "what to do is said"
         [path] = tmp_path.glob("outputs/a/*")
-        assert_whole_checkpoint(path, 0 if fault.file == EVENTS else 3)
+        assert_newest_checkpoint_valid(path, 0 if fault.file == EVENTS else 3)
         assert_resumes_to_the_same_end(tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize("fault", some(UNTOLD + DONE), ids=str)
 def test_disk_errors_outside_of_checkpoints_are_reported_and_lose_no_checkpoint(
-    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
+    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
 ) -> None:
-    with tally("disk: a run goes on"):
+    with count_fault("disk: a run goes on"):
         code, console = run(tmp_path, fault)
         assert code == (fault in UNTOLD), console
-        assert os.strerror(fault.number) in " ".join(console.split())
+        assert os.strerror(fault.errno_code) in " ".join(console.split())
         [path] = tmp_path.glob("outputs/a/*")
-        assert assert_whole_checkpoint(path, 8) == 8
-        code, console = in_process([*OPTIONS[:-1], f"resume={path}"], tmp_path)
+        assert assert_newest_checkpoint_valid(path, 8) == 8
+        code, console = run_in_this_process([*OPTIONS[:-1], f"resume={path}"], tmp_path)
         assert code == 0, console
-        assert_same({**outcome(path), "curves": undisturbed["curves"]}, undisturbed)
+        assert_bitwise_equal({**run_outcome(path), "curves": undisturbed["curves"]}, undisturbed)
 
 
 def disturbed_at(step: int, act: Callable[[Path], None]) -> Any:
@@ -164,24 +164,24 @@ def disturbed_at(step: int, act: Callable[[Path], None]) -> Any:
 @pytest.mark.parametrize("what", ["", "checkpoints"])
 @pytest.mark.parametrize("step", [1, 4, 8] if ALL else [4])
 def test_a_directory_removed_during_training_is_recreated_or_reported(
-    what: str, step: int, tmp_path: Path, tally: Tally
+    what: str, step: int, tmp_path: Path, count_fault: FaultCounter
 ) -> None:
     def remove(path: Path) -> None:
         shutil.rmtree(path / what, ignore_errors=True)
 
-    with tally("disk: a directory is removed"), disturbed_at(step, remove):
-        code, console = in_process(list(OPTIONS), tmp_path)
+    with count_fault("disk: a directory is removed"), disturbed_at(step, remove):
+        code, console = run_in_this_process(list(OPTIONS), tmp_path)
         assert "Traceback" not in console, console
         if code == 0:
             [path] = tmp_path.glob("outputs/a/*")
-            assert assert_whole_checkpoint(path, 8) == 8
+            assert assert_newest_checkpoint_valid(path, 8) == 8
         else:
             assert (code, "No such file or directory" in console) == (1, True), console
 
 
 @pytest.mark.parametrize("what", ["", "checkpoints"])
 def test_a_directory_that_becomes_read_only_ends_the_run_with_an_error(
-    what: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
+    what: str, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
 ) -> None:
     made: list[Path] = []
 
@@ -193,8 +193,8 @@ def test_a_directory_that_becomes_read_only_ends_the_run_with_an_error(
             pytest.skip("this file system has no immutable directories, and root may write to any other")
 
     try:
-        with tally("disk: a directory becomes read-only"), disturbed_at(4, protect):
-            code, console = in_process(list(OPTIONS), tmp_path)
+        with count_fault("disk: a directory becomes read-only"), disturbed_at(4, protect):
+            code, console = run_in_this_process(list(OPTIONS), tmp_path)
             assert (code, "Traceback" in console) == (1, False), console
             assert "not permitted" in console or "denied" in console, console
     finally:
@@ -215,7 +215,7 @@ def read_only_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_read_only_disk_is_refused(read_only_disk: Path, tmp_path: Path) -> None:
-    code, console = in_process([*OPTIONS, f"output_root={read_only_disk}/outputs"], tmp_path)
+    code, console = run_in_this_process([*OPTIONS, f"output_root={read_only_disk}/outputs"], tmp_path)
     assert code == 2, console
     assert console.startswith("output_root: got ")
     assert "Read-only file system" in console

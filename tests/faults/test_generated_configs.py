@@ -21,7 +21,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from helpers.faults import Tally
+from helpers.faults import FaultCounter
 from hydra.core.hydra_config import HydraConfig
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
@@ -64,14 +64,14 @@ class Outcome(NamedTuple):
     left: set[str]
 
 
-TALLY: list[Tally] = []
-"""The fixture `tally` of the current test."""
+TALLY: list[FaultCounter] = []
+"""The fixture `count_fault` of the current test."""
 
 
 @pytest.fixture(autouse=True)
-def counted(tally: Tally) -> None:
+def counted(count_fault: FaultCounter) -> None:
     """Count each generated command line in the table of faults, instead of each test."""
-    TALLY[:] = [tally]
+    TALLY[:] = [count_fault]
 
 
 def outcome(words: list[str], files: dict[str, bytes] | None = None) -> Outcome:
@@ -200,7 +200,7 @@ NUMBERS = st.one_of(
         ["016", "12:30", "1_000", "0x10", "1e3", "1.10", "+5", "-0", ".5", "5.", "1e400", "9" * 310, "0b1"]
     ),
 )
-CURIOUS = [
+UNUSUAL_VALUES = [
     *("", "null", "None", "true", "'5'", '"5"', "???", "~nouser/x", "../x", "/", "x" * 300, "/x/" + "y" * 300),
     *("${seed}", "${nope}", "${oc.env:HOME}", "${oc.env:NOPE}", "${now:%Y}", "${hydra:job.name}", "${a", "${}", "${.}"),
     *("[]", "{}", "[16]", "[[1]]", "{a:1}", "{a: {b: 1}}", "[1,a,null]", "[" * 30, "[" * 15 + "]" * 15, "()", "a()"),
@@ -235,12 +235,12 @@ CURIOUS = [
     ),
     *("os.system", "runner.optimizer.SGD", "torch.load", "__import__('os')", "y" * 5000),
 ]
-VALUES = st.one_of(TEXTS, NUMBERS, st.sampled_from(CURIOUS))
+VALUES = st.one_of(TEXTS, NUMBERS, st.sampled_from(UNUSUAL_VALUES))
 PREFIXES = st.sampled_from(["", "", "", "", "+", "++", "~"])
 
 
 @st.composite
-def misspelt(draw: st.DrawFn) -> str:
+def misspelled_keys(draw: st.DrawFn) -> str:
     """Draw a key with one character inserted, deleted or replaced."""
     key = draw(st.sampled_from([*KEYS, *ROOT_KEYS]))
     place, character = draw(st.integers(0, len(key))), draw(st.sampled_from("xX_.@/0é"))
@@ -265,7 +265,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
             values = st.one_of(st.sampled_from(groups()[group]), VALUES)
             words.append(f"{draw(PREFIXES)}{group}={draw(values)}")
         elif kind == 7:
-            words.append(f"{draw(PREFIXES)}{draw(misspelt())}={draw(VALUES)}")
+            words.append(f"{draw(PREFIXES)}{draw(misspelled_keys())}={draw(VALUES)}")
         elif kind == 8:
             words.append(f"{draw(PREFIXES)}{draw(st.sampled_from(HYDRA))}={draw(VALUES)}")
         elif kind == 9:

@@ -28,11 +28,11 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
-from helpers.compose import FAST, built, prepared
-from helpers.faults import Tally
-from helpers.forged import read, reseal
-from helpers.forged import write as forge
-from helpers.probe import in_process, probe
+from helpers.checkpoint_edits import read_checkpoint_file, rewrite_manifest
+from helpers.checkpoint_edits import write_checkpoint_file as forge
+from helpers.compose import TINY_CPU, build_composed_run, prepare_session
+from helpers.dry_run import run_in_this_process, run_up_to_training
+from helpers.faults import FaultCounter
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -43,10 +43,10 @@ from runner.system.exit_codes import STOPPED
 SECRET = "hidden treasure"
 REFUSED, RESUMED, CRASHED = (2,), (STOPPED,), (1,)
 HARMLESS = (0, 2, STOPPED)
-OPTIONS = (*FAST, "steps=4", "save_every=2", "eval_every=0", "log_every=1", "name=first")
+OPTIONS = (*TINY_CPU, "steps=4", "save_every=2", "eval_every=0", "log_every=1", "name=first")
 
 
-class World(NamedTuple):
+class Sandbox(NamedTuple):
     """The malicious run directory or file `path`, and the directory `outside`, which must not be read or changed."""
 
     path: Path
@@ -69,7 +69,7 @@ class World(NamedTuple):
         (self.path / "config.yaml").write_text(text)
         for checkpoint in self.path.glob("checkpoints/step_*"):
             (checkpoint / "config.yaml").write_text(text)
-            reseal(checkpoint)
+            rewrite_manifest(checkpoint)
 
     def text(self, content: str | bytes) -> None:
         """Replace the saved config and its copies by `content`, and update the hashes of the checkpoints."""
@@ -77,7 +77,7 @@ class World(NamedTuple):
         (self.path / "config.yaml").write_bytes(data)
         for checkpoint in self.path.glob("checkpoints/step_*"):
             (checkpoint / "config.yaml").write_bytes(data)
-            reseal(checkpoint)
+            rewrite_manifest(checkpoint)
 
     def link(self, name: str, target: Path) -> None:
         """Replace the file `name` in the run directory by a symbolic link."""
@@ -102,8 +102,8 @@ class Runs:
         return self.call[0], self.call[1:]
 
 
-def touch(world: World) -> Runs:
-    return Runs(os.system, f"touch '{world.canary}'")
+def touch(sandbox: Sandbox) -> Runs:
+    return Runs(os.system, f"touch '{sandbox.canary}'")
 
 
 def snapshot(root: Path) -> dict[str, tuple]:
@@ -117,9 +117,9 @@ def snapshot(root: Path) -> dict[str, tuple]:
     return found
 
 
-def assert_no_harm(world: World, before: dict[str, tuple], console: str, *written: Path) -> None:
-    assert not world.canary.exists(), "something was executed"
-    assert snapshot(world.outside) == before, "something was written elsewhere"
+def assert_no_harm(sandbox: Sandbox, before: dict[str, tuple], console: str, *written: Path) -> None:
+    assert not sandbox.canary.exists(), "something was executed"
+    assert snapshot(sandbox.outside) == before, "something was written elsewhere"
     assert SECRET not in console
     for root in written:
         for file in root.rglob("*"):
@@ -133,7 +133,7 @@ def assert_no_harm(world: World, before: dict[str, tuple], console: str, *writte
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of four steps that was killed after two."""
     root = tmp_path_factory.mktemp("original")
-    run_one(built(*OPTIONS, f"output_root={root}/outputs"), ["seed=0"])
+    run_one(build_composed_run(*OPTIONS, f"output_root={root}/outputs"), ["seed=0"])
     [path] = root.glob("outputs/first/*")
     shutil.rmtree(path / "checkpoints/step_00000004")
     (path / "result.json").unlink()
@@ -141,113 +141,113 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     monkeypatch.setenv("MY_SECRET", SECRET)
     outside = tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)
     (outside / "secret.txt").write_text(f"{SECRET}\n")
     (outside / "folder/victim.txt").write_text("mine")
-    return World(tmp_path / "theirs", outside)
+    return Sandbox(tmp_path / "theirs", outside)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Run directories
 
-Spoil = Callable[[World], object]
+Tamper = Callable[[Sandbox], object]
 
 
-def classes(target: str, **values: Any) -> Spoil:
-    return lambda world: world.config(tracking={"_target_": target, **values})
+def classes(target: str, **values: Any) -> Tamper:
+    return lambda sandbox: sandbox.config(tracking={"_target_": target, **values})
 
 
-def payload_of_yaml(text: str) -> Spoil:
-    return lambda world: world.text(text.replace("CANARY", str(world.canary)))
+def payload_of_yaml(text: str) -> Tamper:
+    return lambda sandbox: sandbox.text(text.replace("CANARY", str(sandbox.canary)))
 
 
-def forged_state(file: str, content: Callable[[World], Any]) -> Spoil:
-    return lambda world: forge(world.checkpoint / file, content(world))
+def forged_state(file: str, content: Callable[[Sandbox], Any]) -> Tamper:
+    return lambda sandbox: forge(sandbox.checkpoint / file, content(sandbox))
 
 
-def forged_bytes(file: str, content: Callable[[World], bytes]) -> Spoil:
-    def spoil(world: World) -> None:
-        (world.checkpoint / file).write_bytes(content(world))
-        reseal(world.checkpoint)
+def forged_bytes(file: str, content: Callable[[Sandbox], bytes]) -> Tamper:
+    def tamper(sandbox: Sandbox) -> None:
+        (sandbox.checkpoint / file).write_bytes(content(sandbox))
+        rewrite_manifest(sandbox.checkpoint)
 
-    return spoil
-
-
-def inserted(file: str, **values: Callable[[World], Any]) -> Spoil:
-    def spoil(world: World) -> None:
-        content = read(world.checkpoint / file)
-        forge(world.checkpoint / file, content | {key: value(world) for key, value in values.items()})
-
-    return spoil
+    return tamper
 
 
-def result(**values: Any) -> Spoil:
-    return lambda world: (world.path / "result.json").write_text(json.dumps(values))
+def inserted(file: str, **values: Callable[[Sandbox], Any]) -> Tamper:
+    def tamper(sandbox: Sandbox) -> None:
+        content = read_checkpoint_file(sandbox.checkpoint / file)
+        forge(sandbox.checkpoint / file, content | {key: value(sandbox) for key, value in values.items()})
+
+    return tamper
 
 
-def module_in_the_current_directory(world: World) -> None:
-    cwd = world.path.parent / "cwd"
+def result(**values: Any) -> Tamper:
+    return lambda sandbox: (sandbox.path / "result.json").write_text(json.dumps(values))
+
+
+def module_in_the_current_directory(sandbox: Sandbox) -> None:
+    cwd = sandbox.path.parent / "cwd"
     cwd.mkdir()
-    (cwd / "evil.py").write_text(f"open({str(world.canary)!r}, 'w')\nclass Thing: pass\n")
-    world.config(tracking={"_target_": "evil.Thing"})
+    (cwd / "evil.py").write_text(f"open({str(sandbox.canary)!r}, 'w')\nclass Thing: pass\n")
+    sandbox.config(tracking={"_target_": "evil.Thing"})
 
 
-def module_in_the_run_directory(world: World) -> None:
+def module_in_the_run_directory(sandbox: Sandbox) -> None:
     for name in ("conf.py", "sitecustomize.py", "torch.py", "runner.py", "models.py"):
-        (world.path / name).write_text(f"open({str(world.canary)!r}, 'w')\n")
+        (sandbox.path / name).write_text(f"open({str(sandbox.canary)!r}, 'w')\n")
 
 
-def socket_in_it(world: World) -> None:
-    short = Path(f"/proc/self/fd/{os.open(world.path, os.O_RDONLY | os.O_DIRECTORY)}")
+def socket_in_it(sandbox: Sandbox) -> None:
+    short = Path(f"/proc/self/fd/{os.open(sandbox.path, os.O_RDONLY | os.O_DIRECTORY)}")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(short / "log"))
     os.close(int(short.name))
 
 
-def linked_checkpoint(world: World) -> None:
-    shutil.move(world.checkpoint, world.path / "aside")
-    world.checkpoint.symlink_to(world.path / "aside")
+def linked_checkpoint(sandbox: Sandbox) -> None:
+    shutil.move(sandbox.checkpoint, sandbox.path / "aside")
+    sandbox.checkpoint.symlink_to(sandbox.path / "aside")
 
 
-def linked_run(world: World) -> None:
-    shutil.move(world.path, world.path.with_name("aside"))
-    world.path.symlink_to(world.path.with_name("aside"))
+def linked_run(sandbox: Sandbox) -> None:
+    shutil.move(sandbox.path, sandbox.path.with_name("aside"))
+    sandbox.path.symlink_to(sandbox.path.with_name("aside"))
 
 
-def huge(name: str) -> Spoil:
-    def spoil(world: World) -> None:
-        os.truncate(world.path / name, 10**11)  # a sparse file, which takes no space on the disk
+def huge(name: str) -> Tamper:
+    def tamper(sandbox: Sandbox) -> None:
+        os.truncate(sandbox.path / name, 10**11)  # a sparse file, which takes no space on the disk
 
-    return spoil
+    return tamper
 
 
-def deflated(file: str) -> Spoil:
+def deflated(file: str) -> Tamper:
     """Compress the entries of a `torch.save` file, and add an entry with 100 MB of zeros."""
 
-    def spoil(world: World) -> None:
-        stored = world.checkpoint / file
+    def tamper(sandbox: Sandbox) -> None:
+        stored = sandbox.checkpoint / file
         content = io.BytesIO(stored.read_bytes())
         with zipfile.ZipFile(content) as old, zipfile.ZipFile(stored, "w", zipfile.ZIP_DEFLATED) as new:
             for entry in old.infolist():
                 new.writestr(entry.filename, old.read(entry))
             new.writestr("archive/bomb", bytes(10**8))
-        reseal(world.checkpoint)
+        rewrite_manifest(sandbox.checkpoint)
 
-    return spoil
+    return tamper
 
 
-def zip_with_absolute_names(world: World) -> bytes:
+def zip_with_absolute_names(sandbox: Sandbox) -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
-        archive.writestr(f"..{world.canary}", "x")
-        archive.writestr(str(world.canary), "x")
+        archive.writestr(f"..{sandbox.canary}", "x")
+        archive.writestr(str(sandbox.canary), "x")
     return content.getvalue()
 
 
-def script(world: World) -> bytes:
+def script(sandbox: Sandbox) -> bytes:
     """A TorchScript archive."""
     content = io.BytesIO()
     with warnings.catch_warnings():
@@ -260,15 +260,15 @@ def header(text: bytes, length: int | None = None) -> bytes:
     return (len(text) if length is None else length).to_bytes(8, "little") + text
 
 
-def more_checkpoints(name: str) -> Spoil:
-    return lambda world: shutil.copytree(world.checkpoint, world.path / "checkpoints" / name)
+def more_checkpoints(name: str) -> Tamper:
+    return lambda sandbox: shutil.copytree(sandbox.checkpoint, sandbox.path / "checkpoints" / name)
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
-RUNS: dict[str, tuple[Spoil, tuple[int, ...]]] = {
+RUNS: dict[str, tuple[Tamper, tuple[int, ...]]] = {
     # YAML
     "yaml: a call": (payload_of_yaml("name: !!python/object/apply:os.system ['touch CANARY']"), REFUSED),
     "yaml: a new object": (payload_of_yaml("name: !!python/object/new:os.system ['touch CANARY']"), REFUSED),
@@ -286,8 +286,8 @@ RUNS: dict[str, tuple[Spoil, tuple[int, ...]]] = {
     "yaml: a long number": (payload_of_yaml("seed: " + "9" * 100_000), REFUSED),
     "yaml: sixty": (payload_of_yaml("seed: " + ":".join(["59"] * 20_000)), REFUSED),
     "yaml: binary": (payload_of_yaml("name: !!binary aGk="), REFUSED),
-    "yaml: NUL": (lambda world: world.text(b"name: a\0b"), REFUSED),
-    "yaml: UTF-16": (lambda world: world.text("name: a".encode("utf-16")), REFUSED),
+    "yaml: NUL": (lambda sandbox: sandbox.text(b"name: a\0b"), REFUSED),
+    "yaml: UTF-16": (lambda sandbox: sandbox.text("name: a".encode("utf-16")), REFUSED),
     "yaml: a directive": (payload_of_yaml("%TAG ! tag:yaml.org,2002:python/\n---\nname: !name:os.system"), REFUSED),
     "yaml: 100 GB": (huge("config.yaml"), HARMLESS),
     # classes
@@ -301,84 +301,84 @@ RUNS: dict[str, tuple[Spoil, tuple[int, ...]]] = {
     "class: imported there": (classes("runner.training.json.loads"), REFUSED),
     "class: a function": (classes("runner.storage.retention.delete_all"), REFUSED),
     "class: with a call in it": (classes("runner.tracking.base.Tracker", hook={"_target_": "os.system"}), REFUSED),
-    "class: a number": (lambda world: world.config(tracking={"_target_": 3}), REFUSED),
-    "class: a list": (lambda world: world.config(tracking={"_target_": ["os", "system"]}), REFUSED),
+    "class: a number": (lambda sandbox: sandbox.config(tracking={"_target_": 3}), REFUSED),
+    "class: a list": (lambda sandbox: sandbox.config(tracking={"_target_": ["os", "system"]}), REFUSED),
     "class: _args_": (classes("runner.tracking.base.Tracker", _args_=["x"]), REFUSED),
     "class: _recursive_": (classes("runner.tracking.base.Tracker", _recursive_=True), REFUSED),
     "class: the command itself": (classes("runner.__main__.main"), REFUSED),
     "class: a module here": (module_in_the_current_directory, REFUSED),
     "modules in the run directory": (module_in_the_run_directory, RESUMED),
     # interpolations
-    "reference: a secret": (lambda world: world.config(name="${oc.env:MY_SECRET}"), REFUSED),
-    "reference: in a path": (lambda world: world.config(output_root="x/${oc.env:MY_SECRET}"), REFUSED),
-    "reference: nested": (lambda world: world.config(name="${oc.env:${oc.decode:MY_SECRET}}"), REFUSED),
+    "reference: a secret": (lambda sandbox: sandbox.config(name="${oc.env:MY_SECRET}"), REFUSED),
+    "reference: in a path": (lambda sandbox: sandbox.config(output_root="x/${oc.env:MY_SECRET}"), REFUSED),
+    "reference: nested": (lambda sandbox: sandbox.config(name="${oc.env:${oc.decode:MY_SECRET}}"), REFUSED),
     "reference: in a list": (
-        lambda world: world.config(data={"_target_": "runner.data.digits.Digits", "size": ["${oc.env:MY_SECRET}"]}),
+        lambda sandbox: sandbox.config(data={"_target_": "runner.data.digits.Digits", "size": ["${oc.env:MY_SECRET}"]}),
         REFUSED,
     ),
-    "reference: of Hydra": (lambda world: world.config(name="${hydra:runtime.cwd}"), REFUSED),
-    "reference: created": (lambda world: world.config(name="${oc.create:{a: 1}}"), REFUSED),
-    "reference: escaped": (lambda world: world.config(name="\\${oc.env:MY_SECRET}"), REFUSED),
-    "reference: as a key": (lambda world: world.config(**{"${oc.env:MY_SECRET}": 1}), REFUSED),
+    "reference: of Hydra": (lambda sandbox: sandbox.config(name="${hydra:runtime.cwd}"), REFUSED),
+    "reference: created": (lambda sandbox: sandbox.config(name="${oc.create:{a: 1}}"), REFUSED),
+    "reference: escaped": (lambda sandbox: sandbox.config(name="\\${oc.env:MY_SECRET}"), REFUSED),
+    "reference: as a key": (lambda sandbox: sandbox.config(**{"${oc.env:MY_SECRET}": 1}), REFUSED),
     # values
-    "name: upwards": (lambda world: world.config(name="../../outside"), REFUSED),
-    "name: escape codes": (lambda world: world.config(name="\x1b]0;title\x07"), REFUSED),
-    "name: right to left": (lambda world: world.config(name="\u202egnp.exe"), REFUSED),
-    "name: line break": (lambda world: world.config(name="a\nresume: ok"), REFUSED),
-    "output_root: elsewhere": (lambda world: world.config(output_root=str(world.outside)), RESUMED),
-    "output_root: a link": (lambda world: world.config(output_root="/proc/self/cwd/x"), RESUMED),
-    "weights: a secret": (lambda world: world.config(model=weights_in(world, world.secret)), REFUSED),
-    "weights: a device": (lambda world: world.config(model=weights_in(world, Path("/dev/zero"))), REFUSED),
+    "name: upwards": (lambda sandbox: sandbox.config(name="../../outside"), REFUSED),
+    "name: escape codes": (lambda sandbox: sandbox.config(name="\x1b]0;title\x07"), REFUSED),
+    "name: right to left": (lambda sandbox: sandbox.config(name="\u202egnp.exe"), REFUSED),
+    "name: line break": (lambda sandbox: sandbox.config(name="a\nresume: ok"), REFUSED),
+    "output_root: elsewhere": (lambda sandbox: sandbox.config(output_root=str(sandbox.outside)), RESUMED),
+    "output_root: a link": (lambda sandbox: sandbox.config(output_root="/proc/self/cwd/x"), RESUMED),
+    "weights: a secret": (lambda sandbox: sandbox.config(model=weights_in(sandbox, sandbox.secret)), REFUSED),
+    "weights: a device": (lambda sandbox: sandbox.config(model=weights_in(sandbox, Path("/dev/zero"))), REFUSED),
     "data: a secret": (
-        lambda world: world.config(
-            data={"_target_": "runner.data.imagefolder.ImageFolder", "root": str(world.secret), "size": 8}
+        lambda sandbox: sandbox.config(
+            data={"_target_": "runner.data.imagefolder.ImageFolder", "root": str(sandbox.secret), "size": 8}
         ),
         REFUSED,
     ),
-    "steps: a huge integer": (lambda world: world.config(steps=10**400), REFUSED),
-    "batch_size: a boolean": (lambda world: world.config(batch_size=True), REFUSED),
-    "a key of Hydra": (lambda world: world.config(hydra={"job": {"chdir": True}}), REFUSED),
-    "a search path": (lambda world: world.config(hydra={"searchpath": ["file:///tmp"]}), REFUSED),
-    "a long key": (lambda world: world.config(**{"k" * 100_000: 1}), REFUSED),
+    "steps: a huge integer": (lambda sandbox: sandbox.config(steps=10**400), REFUSED),
+    "batch_size: a boolean": (lambda sandbox: sandbox.config(batch_size=True), REFUSED),
+    "a key of Hydra": (lambda sandbox: sandbox.config(hydra={"job": {"chdir": True}}), REFUSED),
+    "a search path": (lambda sandbox: sandbox.config(hydra={"searchpath": ["file:///tmp"]}), REFUSED),
+    "a long key": (lambda sandbox: sandbox.config(**{"k" * 100_000: 1}), REFUSED),
     # files
-    "config: a link to a secret": (lambda world: world.link("config.yaml", world.secret), REFUSED),
-    "log: a link": (lambda world: world.link("log.txt", world.outside / "folder/victim.txt"), REFUSED),
-    "lock: a link": (lambda world: world.link(".lock", world.outside / "folder/new"), REFUSED),
-    "result: a link": (lambda world: world.link("result.json", world.secret), REFUSED),
-    "overrides: a link": (lambda world: world.link("overrides.yaml", world.secret), REFUSED),
-    "environment: a link": (lambda world: world.link("environment.json", world.secret), REFUSED),
+    "config: a link to a secret": (lambda sandbox: sandbox.link("config.yaml", sandbox.secret), REFUSED),
+    "log: a link": (lambda sandbox: sandbox.link("log.txt", sandbox.outside / "folder/victim.txt"), REFUSED),
+    "lock: a link": (lambda sandbox: sandbox.link(".lock", sandbox.outside / "folder/new"), REFUSED),
+    "result: a link": (lambda sandbox: sandbox.link("result.json", sandbox.secret), REFUSED),
+    "overrides: a link": (lambda sandbox: sandbox.link("overrides.yaml", sandbox.secret), REFUSED),
+    "environment: a link": (lambda sandbox: sandbox.link("environment.json", sandbox.secret), REFUSED),
     "events: a link": (
-        lambda world: world.link("events.out.tfevents.9999999999", world.outside / "folder/victim.txt"),
+        lambda sandbox: sandbox.link("events.out.tfevents.9999999999", sandbox.outside / "folder/victim.txt"),
         REFUSED,
     ),
-    "a picture: a link": (lambda world: world.link("pipeline.png", world.outside / "folder/new"), REFUSED),
+    "a picture: a link": (lambda sandbox: sandbox.link("pipeline.png", sandbox.outside / "folder/new"), REFUSED),
     "checkpoint: a link": (linked_checkpoint, REFUSED),
     "the run: a link": (linked_run, HARMLESS),
-    "a pipe": (lambda world: os.mkfifo(world.path / "log_rank_1.txt"), REFUSED),
+    "a pipe": (lambda sandbox: os.mkfifo(sandbox.path / "log_rank_1.txt"), REFUSED),
     "a socket": (socket_in_it, REFUSED),
     "a temporary checkpoint: a link": (
-        lambda world: (world.path / "checkpoints/tmp.step_00000004").symlink_to(world.outside / "folder"),
+        lambda sandbox: (sandbox.path / "checkpoints/tmp.step_00000004").symlink_to(sandbox.outside / "folder"),
         REFUSED,
     ),
     "a deleted checkpoint: a link": (
-        lambda world: (world.path / "checkpoints/step_00000001.pruned").symlink_to(world.outside / "folder"),
+        lambda sandbox: (sandbox.path / "checkpoints/step_00000001.pruned").symlink_to(sandbox.outside / "folder"),
         REFUSED,
     ),
-    "a file name with escape codes": (lambda world: (world.path / "\x1b[31mred\nx").touch(), HARMLESS),
+    "a file name with escape codes": (lambda sandbox: (sandbox.path / "\x1b[31mred\nx").touch(), HARMLESS),
     "overrides: a call": (
-        lambda world: (world.path / "overrides.yaml").write_text(
-            f"- !!python/object/apply:os.system ['touch {world.canary}']"
+        lambda sandbox: (sandbox.path / "overrides.yaml").write_text(
+            f"- !!python/object/apply:os.system ['touch {sandbox.canary}']"
         ),
         RESUMED,
     ),
     "overrides: 100 GB": (huge("overrides.yaml"), HARMLESS),
     "overrides: escape codes": (
-        lambda world: (world.path / "overrides.yaml").write_text('- "seed=\\e[31m"\n- a: {b: c}\n- [1]\n'),
+        lambda sandbox: (sandbox.path / "overrides.yaml").write_text('- "seed=\\e[31m"\n- a: {b: c}\n- [1]\n'),
         RESUMED,
     ),
     # results
     "result: done long ago": (result(status="done", steps=10**30), HARMLESS),
-    "result: deep": (lambda world: (world.path / "result.json").write_text("[" * 100_000), RESUMED),
+    "result: deep": (lambda sandbox: (sandbox.path / "result.json").write_text("[" * 100_000), RESUMED),
     "result: not a number": (result(status="done", steps=float("nan")), RESUMED),
     "result: a best that is none": (result(status="done", steps=4, best={"metric": 3}), HARMLESS),
     "result: seconds as text": (result(status="done", steps=4, seconds="\x1b[31m"), HARMLESS),
@@ -388,55 +388,66 @@ RUNS: dict[str, tuple[Spoil, tuple[int, ...]]] = {
         HARMLESS,
     ),
     # checkpoints
-    "state: a call": (forged_state("state.pt", lambda world: {"optimizer": touch(world)}), REFUSED),
-    "rank: a call": (forged_state("rank_0.pt", lambda world: {"random": touch(world)}), REFUSED),
+    "state: a call": (forged_state("state.pt", lambda sandbox: {"optimizer": touch(sandbox)}), REFUSED),
+    "rank: a call": (forged_state("rank_0.pt", lambda sandbox: {"random": touch(sandbox)}), REFUSED),
     "state: a call in it": (inserted("state.pt", metrics=touch), REFUSED),
     "rank: a call in it": (inserted("rank_0.pt", workload=touch), REFUSED),
-    "state: eval": (inserted("state.pt", best=lambda world: Runs(eval, f"open({str(world.canary)!r}, 'w')")), REFUSED),
-    "state: a plain pickle": (forged_bytes("state.pt", lambda world: pickle.dumps(touch(world))), REFUSED),
-    "state: memory of a call": (inserted("state.pt", best=lambda world: Runs(bytearray, 10**12)), REFUSED),
-    "state: a module": (inserted("state.pt", best=lambda world: torch.nn.Linear(1, 1)), REFUSED),
-    "state: an array": (inserted("state.pt", best=lambda world: np.zeros(2)), REFUSED),
+    "state: eval": (
+        inserted("state.pt", best=lambda sandbox: Runs(eval, f"open({str(sandbox.canary)!r}, 'w')")),
+        REFUSED,
+    ),
+    "state: a plain pickle": (forged_bytes("state.pt", lambda sandbox: pickle.dumps(touch(sandbox))), REFUSED),
+    "state: memory of a call": (inserted("state.pt", best=lambda sandbox: Runs(bytearray, 10**12)), REFUSED),
+    "state: a module": (inserted("state.pt", best=lambda sandbox: torch.nn.Linear(1, 1)), REFUSED),
+    "state: an array": (inserted("state.pt", best=lambda sandbox: np.zeros(2)), REFUSED),
     "state: TorchScript": (forged_bytes("state.pt", script), REFUSED),
     "state: compressed": (deflated("state.pt"), REFUSED),
     "rank: compressed": (deflated("rank_0.pt"), REFUSED),
     "state: absolute names": (forged_bytes("state.pt", zip_with_absolute_names), REFUSED),
-    "model: a pickle": (forged_bytes("model.safetensors", lambda world: pickle.dumps(touch(world))), REFUSED),
-    "model: a large header": (forged_bytes("model.safetensors", lambda world: header(b"{}", 2**62)), REFUSED),
-    "model: a deep header": (forged_bytes("model.safetensors", lambda world: header(b"[" * 10_000)), REFUSED),
+    "model: a pickle": (forged_bytes("model.safetensors", lambda sandbox: pickle.dumps(touch(sandbox))), REFUSED),
+    "model: a large header": (forged_bytes("model.safetensors", lambda sandbox: header(b"{}", 2**62)), REFUSED),
+    "model: a deep header": (forged_bytes("model.safetensors", lambda sandbox: header(b"[" * 10_000)), REFUSED),
     "model: a large shape": (
         forged_bytes(
             "model.safetensors",
-            lambda world: header(b'{"w":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}'),
+            lambda sandbox: header(b'{"w":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}'),
         ),
         REFUSED,
     ),
-    "manifest: a path": (lambda world: reseal(world.checkpoint, files={str(world.secret): "0" * 64}), REFUSED),
-    "manifest: a path up": (lambda world: reseal(world.checkpoint, files={"../../../outside/secret.txt": ""}), REFUSED),
-    "manifest: escape codes": (lambda world: reseal(world.checkpoint, schema="\x1b[31m"), REFUSED),
+    "manifest: a path": (
+        lambda sandbox: rewrite_manifest(sandbox.checkpoint, files={str(sandbox.secret): "0" * 64}),
+        REFUSED,
+    ),
+    "manifest: a path up": (
+        lambda sandbox: rewrite_manifest(sandbox.checkpoint, files={"../../../outside/secret.txt": ""}),
+        REFUSED,
+    ),
+    "manifest: escape codes": (lambda sandbox: rewrite_manifest(sandbox.checkpoint, schema="\x1b[31m"), REFUSED),
     "a step of a thousand digits": (more_checkpoints("step_" + "9" * 200), HARMLESS),
     "a step in other digits": (more_checkpoints("step_٠٠٠٠٠٠٠٤"), RESUMED),
-    "a step of a file": (lambda world: (world.path / "checkpoints/step_00000003").write_text("x"), HARMLESS),
+    "a step of a file": (lambda sandbox: (sandbox.path / "checkpoints/step_00000003").write_text("x"), HARMLESS),
     "another checkpoint under a later step": (more_checkpoints("step_00000003"), REFUSED),
 }
 
 
-def weights_in(world: World, path: Path) -> dict[str, Any]:
-    return yaml.safe_load((world.path / "config.yaml").read_text())["model"] | {"weights": str(path)}
+def weights_in(sandbox: Sandbox, path: Path) -> dict[str, Any]:
+    return yaml.safe_load((sandbox.path / "config.yaml").read_text())["model"] | {"weights": str(path)}
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_hostile_run_directory_does_no_harm(kind: str, original: Path, world: World, tally: Tally) -> None:
-    spoil, codes = RUNS[kind]
-    with tally("hostile run directory"):
-        shutil.copytree(original, world.path)
-        spoil(world)
-        cwd = world.path.parent / "cwd"
+def test_a_hostile_run_directory_does_no_harm(
+    kind: str, original: Path, sandbox: Sandbox, count_fault: FaultCounter
+) -> None:
+    tamper, codes = RUNS[kind]
+    with count_fault("hostile run directory"):
+        shutil.copytree(original, sandbox.path)
+        tamper(sandbox)
+        cwd = sandbox.path.parent / "cwd"
         cwd.mkdir(exist_ok=True)
-        here, before = snapshot(cwd), snapshot(world.outside)
-        found = probe(f"resume={world.path}", cwd=cwd, deep=True)
+        here, before = snapshot(cwd), snapshot(sandbox.outside)
+        found = run_up_to_training(f"resume={sandbox.path}", cwd=cwd, train_one_step=True)
         assert found.code in codes, found.console
-        assert_no_harm(world, before, found.console, world.path, cwd)
+        assert_no_harm(sandbox, before, found.console, sandbox.path, cwd)
         assert snapshot(cwd) == here
         if found.code == 2:
             assert 1 < len(found.console.splitlines()) <= 10, found.console
@@ -446,67 +457,69 @@ def test_a_hostile_run_directory_does_no_harm(kind: str, original: Path, world: 
 # Files of weights
 
 
-def saved_by_torch(content: Callable[[World], Any], **options: Any) -> Callable[[World], bytes]:
-    def data(world: World) -> bytes:
+def saved_by_torch(content: Callable[[Sandbox], Any], **options: Any) -> Callable[[Sandbox], bytes]:
+    def data(sandbox: Sandbox) -> bytes:
         file = io.BytesIO()
-        torch.save(content(world), file, **options)
+        torch.save(content(sandbox), file, **options)
         return file.getvalue()
 
     return data
 
 
-def tar(world: World) -> bytes:
+def tar(sandbox: Sandbox) -> bytes:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo(str(world.canary)), io.BytesIO())
+        archive.addfile(tarfile.TarInfo(str(sandbox.canary)), io.BytesIO())
     return content.getvalue()
 
 
-WEIGHTS: dict[str, Callable[[World], bytes]] = {
-    "a call": saved_by_torch(lambda world: {"w": touch(world)}),
-    "a call, old format": saved_by_torch(lambda world: touch(world), _use_new_zipfile_serialization=False),
-    "a plain pickle": lambda world: pickle.dumps(touch(world)),
-    "a pickle of protocol 0": lambda world: f"cos\nsystem\n(S'touch {world.canary}'\ntR.".encode(),
-    "a module": saved_by_torch(lambda world: torch.nn.Linear(2, 2)),
+WEIGHTS: dict[str, Callable[[Sandbox], bytes]] = {
+    "a call": saved_by_torch(lambda sandbox: {"w": touch(sandbox)}),
+    "a call, old format": saved_by_torch(lambda sandbox: touch(sandbox), _use_new_zipfile_serialization=False),
+    "a plain pickle": lambda sandbox: pickle.dumps(touch(sandbox)),
+    "a pickle of protocol 0": lambda sandbox: f"cos\nsystem\n(S'touch {sandbox.canary}'\ntR.".encode(),
+    "a module": saved_by_torch(lambda sandbox: torch.nn.Linear(2, 2)),
     "TorchScript": script,
-    "an array": saved_by_torch(lambda world: {"w": np.zeros(3)}),
-    "objects of NumPy": lambda world: pickle.dumps(np.array([touch(world)], dtype=object)),
-    "a gigabyte": saved_by_torch(lambda world: {"w": Runs(bytearray, 10**12)}),
-    "no dictionary": saved_by_torch(lambda world: [torch.zeros(1)]),
-    "no tensors": saved_by_torch(lambda world: {"w": {"w": {"w": 1}}}),
-    "other names": saved_by_torch(lambda world: {"../../w": torch.zeros(1), "\x1b[31m": torch.zeros(1)}),
-    "the text of a secret": lambda world: world.secret.read_bytes(),
+    "an array": saved_by_torch(lambda sandbox: {"w": np.zeros(3)}),
+    "objects of NumPy": lambda sandbox: pickle.dumps(np.array([touch(sandbox)], dtype=object)),
+    "a gigabyte": saved_by_torch(lambda sandbox: {"w": Runs(bytearray, 10**12)}),
+    "no dictionary": saved_by_torch(lambda sandbox: [torch.zeros(1)]),
+    "no tensors": saved_by_torch(lambda sandbox: {"w": {"w": {"w": 1}}}),
+    "other names": saved_by_torch(lambda sandbox: {"../../w": torch.zeros(1), "\x1b[31m": torch.zeros(1)}),
+    "the text of a secret": lambda sandbox: sandbox.secret.read_bytes(),
     "a tar archive": tar,
     "a zip archive": zip_with_absolute_names,
-    "gzip": lambda world: gzip.compress(bytes(10**7)),
-    "HTML": lambda world: b"<html><script>alert(1)</script></html>",
-    "Python": lambda world: f"import os; os.system('touch {world.canary}')".encode(),
-    "zeros": lambda world: bytes(1000),
+    "gzip": lambda sandbox: gzip.compress(bytes(10**7)),
+    "HTML": lambda sandbox: b"<html><script>alert(1)</script></html>",
+    "Python": lambda sandbox: f"import os; os.system('touch {sandbox.canary}')".encode(),
+    "zeros": lambda sandbox: bytes(1000),
 }
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_a_hostile_file_of_weights_is_refused(kind: str, suffix: str, world: World, tally: Tally) -> None:
-    with tally("hostile weights"):
-        cwd, path = world.path.parent / "cwd", world.path.with_suffix(f".{suffix}")
+def test_a_hostile_file_of_weights_is_refused(
+    kind: str, suffix: str, sandbox: Sandbox, count_fault: FaultCounter
+) -> None:
+    with count_fault("hostile weights"):
+        cwd, path = sandbox.path.parent / "cwd", sandbox.path.with_suffix(f".{suffix}")
         cwd.mkdir()
-        path.write_bytes(WEIGHTS[kind](world))
-        before = snapshot(world.outside)
-        code, console = in_process([*FAST, "steps=1", f"model.weights={path}"], cwd)
+        path.write_bytes(WEIGHTS[kind](sandbox))
+        before = snapshot(sandbox.outside)
+        code, console = run_in_this_process([*TINY_CPU, "steps=1", f"model.weights={path}"], cwd)
         assert code == 2, console
         assert console.startswith("model.weights: got "), console
-        assert_no_harm(world, before, console, cwd)
+        assert_no_harm(sandbox, before, console, cwd)
 
 
-def test_the_payloads_work(world: World) -> None:
+def test_the_payloads_work(sandbox: Sandbox) -> None:
     """The payloads are executed if they are loaded without checks, so the tests above are meaningful."""
     for kind in ("a plain pickle", "a pickle of protocol 0", "objects of NumPy"):
-        pickle.loads(WEIGHTS[kind](world))
-        assert world.canary.exists(), kind
-        world.canary.unlink()
-    torch.load(io.BytesIO(WEIGHTS["a call"](world)), weights_only=False)
-    assert world.canary.exists()
+        pickle.loads(WEIGHTS[kind](sandbox))
+        assert sandbox.canary.exists(), kind
+        sandbox.canary.unlink()
+    torch.load(io.BytesIO(WEIGHTS["a call"](sandbox)), weights_only=False)
+    assert sandbox.canary.exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -534,46 +547,48 @@ def encoded(kind: str, size: tuple[int, int] = (8, 8), **options: Any) -> bytes:
     return content.getvalue()
 
 
-IMAGES: dict[str, Callable[[World, Path], object]] = {
-    "EPS": lambda world, path: path.write_bytes(
-        f"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n({world.canary}) (w) file closefile\nshowpage\n".encode()
+IMAGES: dict[str, Callable[[Sandbox, Path], object]] = {
+    "EPS": lambda sandbox, path: path.write_bytes(
+        f"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n({sandbox.canary}) (w) file closefile\nshowpage\n".encode()
     ),
-    "EPS by Pillow": lambda world, path: path.write_bytes(encoded("EPS")),
-    "PDF": lambda world, path: path.write_bytes(encoded("PDF")),
-    "SVG": lambda world, path: path.write_text(f"<svg><image href='file://{world.secret}'/></svg>"),
-    "a secret": lambda world, path: path.symlink_to(world.secret),
-    "a script": lambda world, path: path.write_text(f"#!/bin/sh\ntouch {world.canary}\n"),
-    "a pickle": lambda world, path: path.write_bytes(pickle.dumps(touch(world))),
-    "ImageMagick": lambda world, path: path.write_text(f"push graphic-context\nimage over 0,0 0,0 '{world.secret}'\n"),
-    "a device": lambda world, path: path.symlink_to("/dev/zero"),
-    "a terminal": lambda world, path: path.symlink_to("/dev/tty"),
-    "a pipe": lambda world, path: os.mkfifo(path),
-    "a link to nothing": lambda world, path: path.symlink_to(world.outside / "nothing"),
-    "a link to itself": lambda world, path: path.symlink_to(path.name),
-    "a directory": lambda world, path: path.mkdir(),
-    "100 GB": lambda world, path: path.write_bytes(b"\x89PNG\r\n\x1a\n") and os.truncate(path, 10**11),
-    "PNG of a billion pixels": lambda world, path: path.write_bytes(png(30_000, 40_000)),
-    "PNG of no pixel": lambda world, path: path.write_bytes(png(0, 8)),
-    "PNG whose text is a gigabyte": lambda world, path: path.write_bytes(
+    "EPS by Pillow": lambda sandbox, path: path.write_bytes(encoded("EPS")),
+    "PDF": lambda sandbox, path: path.write_bytes(encoded("PDF")),
+    "SVG": lambda sandbox, path: path.write_text(f"<svg><image href='file://{sandbox.secret}'/></svg>"),
+    "a secret": lambda sandbox, path: path.symlink_to(sandbox.secret),
+    "a script": lambda sandbox, path: path.write_text(f"#!/bin/sh\ntouch {sandbox.canary}\n"),
+    "a pickle": lambda sandbox, path: path.write_bytes(pickle.dumps(touch(sandbox))),
+    "ImageMagick": lambda sandbox, path: path.write_text(
+        f"push graphic-context\nimage over 0,0 0,0 '{sandbox.secret}'\n"
+    ),
+    "a device": lambda sandbox, path: path.symlink_to("/dev/zero"),
+    "a terminal": lambda sandbox, path: path.symlink_to("/dev/tty"),
+    "a pipe": lambda sandbox, path: os.mkfifo(path),
+    "a link to nothing": lambda sandbox, path: path.symlink_to(sandbox.outside / "nothing"),
+    "a link to itself": lambda sandbox, path: path.symlink_to(path.name),
+    "a directory": lambda sandbox, path: path.mkdir(),
+    "100 GB": lambda sandbox, path: path.write_bytes(b"\x89PNG\r\n\x1a\n") and os.truncate(path, 10**11),
+    "PNG of a billion pixels": lambda sandbox, path: path.write_bytes(png(30_000, 40_000)),
+    "PNG of no pixel": lambda sandbox, path: path.write_bytes(png(0, 8)),
+    "PNG whose text is a gigabyte": lambda sandbox, path: path.write_bytes(
         png(8, 8, bytes(8 * 25), text_chunk(10**8) * 3)
     ),
-    "PNG without pixels": lambda world, path: path.write_bytes(png(8, 8)),
-    "half a PNG": lambda world, path: path.write_bytes(png(64, 64, os.urandom(64 * 193))[:5000]),
-    "half a JPEG": lambda world, path: path.write_bytes(encoded("JPEG", (64, 64))[:300]),
-    "half a GIF": lambda world, path: path.write_bytes(encoded("GIF", (64, 64))[:40]),
-    "half a TIFF": lambda world, path: path.write_bytes(encoded("TIFF", (64, 64))[:100]),
-    "GIF of a billion pixels": lambda world, path: path.write_bytes(
+    "PNG without pixels": lambda sandbox, path: path.write_bytes(png(8, 8)),
+    "half a PNG": lambda sandbox, path: path.write_bytes(png(64, 64, os.urandom(64 * 193))[:5000]),
+    "half a JPEG": lambda sandbox, path: path.write_bytes(encoded("JPEG", (64, 64))[:300]),
+    "half a GIF": lambda sandbox, path: path.write_bytes(encoded("GIF", (64, 64))[:40]),
+    "half a TIFF": lambda sandbox, path: path.write_bytes(encoded("TIFF", (64, 64))[:100]),
+    "GIF of a billion pixels": lambda sandbox, path: path.write_bytes(
         b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 0, 0, 0) + b";"
     ),
-    "BMP of a billion pixels": lambda world, path: path.write_bytes(
+    "BMP of a billion pixels": lambda sandbox, path: path.write_bytes(
         b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + struct.pack("<IiiHHIIiiII", 40, 60_000, 60_000, 1, 24, *[0] * 6)
     ),
-    "PPM of a billion pixels": lambda world, path: path.write_bytes(b"P6 99999 99999 255\n"),
-    "TIFF whose directory is itself": lambda world, path: path.write_bytes(
+    "PPM of a billion pixels": lambda sandbox, path: path.write_bytes(b"P6 99999 99999 255\n"),
+    "TIFF whose directory is itself": lambda sandbox, path: path.write_bytes(
         b"II*\0" + struct.pack("<IHI", 8, 0, 8) + bytes(50)
     ),
-    "nothing": lambda world, path: path.touch(),
-    "zeros": lambda world, path: path.write_bytes(bytes(10_000)),
+    "nothing": lambda sandbox, path: path.touch(),
+    "zeros": lambda sandbox, path: path.write_bytes(bytes(10_000)),
 }
 
 
@@ -585,45 +600,45 @@ def folder_of_images(root: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", IMAGES)
-def test_a_hostile_image_does_no_harm(kind: str, world: World, tally: Tally) -> None:
-    with tally("hostile image"):
-        cwd, root = world.path.parent / "cwd", world.path
+def test_a_hostile_image_does_no_harm(kind: str, sandbox: Sandbox, count_fault: FaultCounter) -> None:
+    with count_fault("hostile image"):
+        cwd, root = sandbox.path.parent / "cwd", sandbox.path
         cwd.mkdir()
         folder_of_images(root)
         (root / "dog/2.png").unlink()
-        IMAGES[kind](world, root / "dog/2.png")
-        before = snapshot(world.outside)
+        IMAGES[kind](sandbox, root / "dog/2.png")
+        before = snapshot(sandbox.outside)
         data = ("data=imagefolder", f"data.root={root}", "data.size=8", "data.workers=0", "data.augment=none")
         rest = ("steps=2", "batch_size=4", "eval_every=2", "device=cpu", "device.threads=1", "model=tiny")
-        code, console = in_process([*data, *rest], cwd)
+        code, console = run_in_this_process([*data, *rest], cwd)
         assert code in (1, 2) or kind == "a directory", console
         assert "2.png" in console or kind == "a directory", console
         assert "Fatal" not in console
-        assert_no_harm(world, before, console.replace("\r", "\n"), cwd)
-        code, console = in_process([*data, "data.on_error=skip", *rest], cwd)
+        assert_no_harm(sandbox, before, console.replace("\r", "\n"), cwd)
+        code, console = run_in_this_process([*data, "data.on_error=skip", *rest], cwd)
         assert code in (0, 2), console
-        assert_no_harm(world, before, console.replace("\r", "\n"), cwd)
+        assert_no_harm(sandbox, before, console.replace("\r", "\n"), cwd)
 
 
-MNIST: dict[str, Callable[[World], bytes]] = {
-    "a pickle": lambda world: pickle.dumps(touch(world)),
-    "more than it has": lambda world: struct.pack(">IIII", 0x803, 2**31 - 1, 28, 28),
-    "negative": lambda world: struct.pack(">Iiii", 0x803, -1, 28, 28),
-    "another type": lambda world: struct.pack(">IIII", 0xD03, 1, 28, 28) + bytes(28 * 28),
-    "other sizes": lambda world: struct.pack(">IIII", 0x803, 1, 4096, 4096) + bytes(4096**2),
-    "nothing": lambda world: b"",
+MNIST: dict[str, Callable[[Sandbox], bytes]] = {
+    "a pickle": lambda sandbox: pickle.dumps(touch(sandbox)),
+    "more than it has": lambda sandbox: struct.pack(">IIII", 0x803, 2**31 - 1, 28, 28),
+    "negative": lambda sandbox: struct.pack(">Iiii", 0x803, -1, 28, 28),
+    "another type": lambda sandbox: struct.pack(">IIII", 0xD03, 1, 28, 28) + bytes(28 * 28),
+    "other sizes": lambda sandbox: struct.pack(">IIII", 0x803, 1, 4096, 4096) + bytes(4096**2),
+    "nothing": lambda sandbox: b"",
 }
 
 
 @pytest.mark.parametrize("kind", [*MNIST, "gzip of a gigabyte", "cifar: a pickle"])
-def test_a_hostile_data_set_is_refused(kind: str, world: World, tally: Tally) -> None:
-    with tally("hostile data set"):
-        cwd, root = world.path.parent / "cwd", world.path
+def test_a_hostile_data_set_is_refused(kind: str, sandbox: Sandbox, count_fault: FaultCounter) -> None:
+    with count_fault("hostile data set"):
+        cwd, root = sandbox.path.parent / "cwd", sandbox.path
         cwd.mkdir()
         if kind.startswith("cifar"):
             (root / "cifar-10-batches-py").mkdir(parents=True)
             for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
-                (root / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(touch(world)))
+                (root / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(touch(sandbox)))
         else:
             raw = root / "MNIST/raw"
             raw.mkdir(parents=True)
@@ -631,20 +646,20 @@ def test_a_hostile_data_set_is_refused(kind: str, world: World, tally: Tally) ->
                 if kind.startswith("gzip"):
                     (raw / f"{name}-ubyte.gz").write_bytes(gzip.compress(bytes(10**8)))
                 else:
-                    (raw / f"{name}-ubyte").write_bytes(MNIST[kind](world))
-        before = snapshot(world.outside)
+                    (raw / f"{name}-ubyte").write_bytes(MNIST[kind](sandbox))
+        before = snapshot(sandbox.outside)
         data = "cifar10" if kind.startswith("cifar") else "mnist"
-        code, console = in_process([f"data={data}", f"data.root={root}", "steps=1", "device=cpu"], cwd)
+        code, console = run_in_this_process([f"data={data}", f"data.root={root}", "steps=1", "device=cpu"], cwd)
         assert code == 2, console
         assert console.startswith("data.root: got "), console
-        assert_no_harm(world, before, console, cwd)
+        assert_no_harm(sandbox, before, console, cwd)
 
 
-def test_valid_weights_at_the_same_path_are_loaded(world: World) -> None:
+def test_valid_weights_at_the_same_path_are_loaded(sandbox: Sandbox) -> None:
     """Valid weights at the same path are accepted: the files above are refused because of their content."""
-    model = prepared(built(*FAST)).run.workload.build_model()
-    cwd, path = world.path.parent / "cwd", world.path.with_suffix(".safetensors")
+    model = prepare_session(build_composed_run(*TINY_CPU)).run.workload.build_model()
+    cwd, path = sandbox.path.parent / "cwd", sandbox.path.with_suffix(".safetensors")
     cwd.mkdir()
     safetensors.torch.save_file(model.state_dict(), path)
-    code, console = in_process([*FAST, "steps=1", f"model.weights={path}"], cwd)
+    code, console = run_in_this_process([*TINY_CPU, "steps=1", f"model.weights={path}"], cwd)
     assert code == 0, console

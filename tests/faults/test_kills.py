@@ -7,43 +7,43 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.faults import ALL, RUNS, Fault, Reference, Tally, Trial, strike_all
+from helpers.faults import RUN_ALL_FAULTS, RUNS, Fault, FaultCounter, FaultTrial, ReferenceRun, run_all_faults
 
 DELETED = 9
 """Number of checkpoints that an undisturbed run deletes. No checkpoint is saved after the last deletion."""
 
 SELECTED = {
     "single": [
-        Fault(at="before rename config.yaml"),
-        Fault(at="after fsync model.safetensors", count=2),
-        Fault(at="before rename step_N"),
-        Fault(at="after rename step_N", count=2),
-        Fault(at="in evaluation", count=2),
-        Fault(at="after event", count=4),
-        Fault(at="before rename result.json"),
+        Fault(at_point="before rename config.yaml"),
+        Fault(at_point="after fsync model.safetensors", visit_number=2),
+        Fault(at_point="before rename step_N"),
+        Fault(at_point="after rename step_N", visit_number=2),
+        Fault(at_point="in evaluation", visit_number=2),
+        Fault(at_point="after event", visit_number=4),
+        Fault(at_point="before rename result.json"),
     ],
-    "dp": [Fault(at="after rename step_N.pruned", count=DELETED)],
+    "dp": [Fault(at_point="after rename step_N.pruned", visit_number=DELETED)],
     "ddp": [
-        Fault(at="after rename step_N", count=2, process="rank 0"),
-        Fault(at="before rename rank_1.pt", process="rank 1"),
+        Fault(at_point="after rename step_N", visit_number=2, process="rank 0"),
+        Fault(at_point="before rename rank_1.pt", process="rank 1"),
     ],
-    "streams": [Fault(at="before fsync manifest.json", count=2)],
-    "dqn": [Fault(at="after fsync state.pt", count=2), Fault(at="after step", count=9)],
+    "streams": [Fault(at_point="before fsync manifest.json", visit_number=2)],
+    "dqn": [Fault(at_point="after fsync state.pt", visit_number=2), Fault(at_point="after step", visit_number=9)],
 }
 """The faults of `make test`: a few kinds of runs, each killed at points that have little in common."""
 
 
 @pytest.mark.parametrize("run", SELECTED)
 def test_runs_killed_at_selected_points_resume_bitwise(
-    run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+    run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
-    trial = Trial(tmp_path, run, reference(run), tally, "killed at a named point")
+    trial = FaultTrial(tmp_path, run, reference(run), count_fault, "killed at a named point")
     for fault in SELECTED[run]:
-        assert trial.strike(fault), f"{fault}: the run was done before"
+        assert trial.run_with_fault(fault), f"{fault}: the run was done before"
     trial.finish()
 
 
-everything = pytest.mark.skipif(not ALL, reason="part of `make faults`")
+only_in_make_faults = pytest.mark.skipif(not RUN_ALL_FAULTS, reason="part of `make faults`")
 
 
 def faults_at_each_point(points: list[str]) -> list[Fault]:
@@ -51,31 +51,31 @@ def faults_at_each_point(points: list[str]) -> list[Fault]:
     faults = []
     for line in dict.fromkeys(points):
         process, _, point = line.partition(": ")
-        faults.append(Fault(at=point, process=process, count=min(2, points.count(line))))
+        faults.append(Fault(at_point=point, process=process, visit_number=min(2, points.count(line))))
     return faults
 
 
-@everything
+@only_in_make_faults
 @pytest.mark.parametrize("run", RUNS)
 def test_runs_killed_at_each_point_resume_bitwise(
-    run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+    run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
-    def begin(number: int) -> Trial:
-        return Trial(tmp_path / str(number), run, reference(run), tally, "killed at a named point")
+    def begin(number: int) -> FaultTrial:
+        return FaultTrial(tmp_path / str(number), run, reference(run), count_fault, "killed at a named point")
 
-    strike_all(faults_at_each_point(reference(run).points), begin)
+    run_all_faults(faults_at_each_point(reference(run).points), begin)
 
 
-@everything
+@only_in_make_faults
 @pytest.mark.parametrize("run", RUNS)
 def test_runs_killed_at_random_moments_resume_bitwise(
-    run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally, rng: random.Random
+    run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter, rng: random.Random
 ) -> None:
     """The time of a kill is drawn between the start of a command and the duration of an undisturbed run."""
     kills, number = 15, 0
     while kills > 0:
         number += 1
-        trial = Trial(tmp_path / str(number), run, reference(run), tally, "killed at a random moment")
-        while kills > 0 and trial.strike(Fault(after=rng.uniform(0, reference(run).seconds))):
+        trial = FaultTrial(tmp_path / str(number), run, reference(run), count_fault, "killed at a random moment")
+        while kills > 0 and trial.run_with_fault(Fault(after=rng.uniform(0, reference(run).seconds))):
             kills -= 1
         trial.assert_done() if trial.done else trial.finish()

@@ -8,21 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.command import Command, processes_in, until
-from helpers.fault_points import planted
-from helpers.faults import ALL, RUNS, SAMPLES, SAVE_EVERY, Fault, Reference, Tally, Trial
-from helpers.oracle import (
-    Leftovers,
+from helpers.command import Command, processes_in, wait_until
+from helpers.fault_checks import (
+    ExternalResources,
     assert_each_sample_once,
-    assert_no_scraps,
-    assert_one_value_a_step,
+    assert_newest_checkpoint_valid,
+    assert_no_temporary_files,
+    assert_one_value_per_step,
     assert_same_trace,
-    assert_whole_checkpoint,
     steps_saved,
 )
+from helpers.fault_points import plant_fault
+from helpers.faults import RUN_ALL_FAULTS, RUNS, SAMPLES, SAVE_EVERY, Fault, FaultCounter, FaultTrial, ReferenceRun
 from helpers.runs import free_port
 
-everything = pytest.mark.skipif(not ALL, reason="part of `make faults`")
+only_in_make_faults = pytest.mark.skipif(not RUN_ALL_FAULTS, reason="part of `make faults`")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data workers
@@ -38,9 +38,9 @@ def strike_a_worker(cwd: Path, number: signal.Signals, steps: int) -> Callable[[
     before = read()
 
     def strike(command: Command) -> None:
-        until(lambda: command.code is not None or read() >= before + steps)
+        wait_until(lambda: command.command_exit_code is not None or read() >= before + steps)
         others = [pid for pid in processes_in(cwd) if pid != command.pid]
-        command.kill(number, *others)
+        command.signal_processes(number, *others)
 
     return strike
 
@@ -52,14 +52,14 @@ WORKER = {
 }
 
 
-@pytest.mark.parametrize("number", [*WORKER] if ALL else [signal.SIGKILL])
+@pytest.mark.parametrize("number", [*WORKER] if RUN_ALL_FAULTS else [signal.SIGKILL])
 def test_a_run_resumes_after_its_data_worker_died(
-    number: signal.Signals, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+    number: signal.Signals, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
-    trial = Trial(tmp_path, "workers", reference("workers"), tally, "a data worker killed or stopped")
-    for steps in (3, 12, 9) if ALL else (3,):
-        fault = Fault(number.name, codes=(1,), says=WORKER[number], traceback=True)
-        assert trial.strike(fault, strike_a_worker(tmp_path, number, steps)), "the run was done before"
+    trial = FaultTrial(tmp_path, "workers", reference("workers"), count_fault, "a data worker killed or stopped")
+    for steps in (3, 12, 9) if RUN_ALL_FAULTS else (3,):
+        fault = Fault(number.name, codes=(1,), console_pattern=WORKER[number], traceback=True)
+        assert trial.run_with_fault(fault, strike_a_worker(tmp_path, number, steps)), "the run was done before"
     trial.finish()
 
 
@@ -70,13 +70,13 @@ def test_a_run_resumes_after_its_data_worker_died(
 class Launched:
     """Two ranks of one run, each of which is a separate command, as `torchrun` starts them."""
 
-    def __init__(self, cwd: Path, tally: Tally):
+    def __init__(self, cwd: Path, count_fault: FaultCounter):
         cwd.mkdir(exist_ok=True)
-        self.cwd, self.tally = cwd, tally
+        self.cwd, self.count_fault = cwd, count_fault
         self.hosts = [cwd / f"host_{rank}" for rank in (0, 1)]
         for host in self.hosts:
             host.mkdir()
-        self.leftovers = [Leftovers(host) for host in self.hosts]
+        self.external_resources = [ExternalResources(host) for host in self.hosts]
 
     @property
     def directory(self) -> Path:
@@ -94,22 +94,22 @@ class Launched:
             Command(host, *words, *arguments, kind="faults", **common, **variables)
             for host, variables in zip(self.hosts, own, strict=True)
         ]
-        ended = [command.ended() for command in commands]
-        for each in self.leftovers:
-            each.assert_none()
+        ended = [command.wait_for_all_processes() for command in commands]
+        for each in self.external_resources:
+            each.assert_released()
         return ended
 
     def strike(self, do: str, rank: int, at: str, count: int) -> list[tuple[int, str]]:
-        with self.tally("a rank of torchrun killed or failing"):
-            with planted(self.hosts[rank], {"at": at, "process": f"rank {rank}", "count": count, "do": do}):
+        with self.count_fault("a rank of torchrun killed or failing"):
+            with plant_fault(self.hosts[rank], {"at": at, "process": f"rank {rank}", "count": count, "do": do}):
                 ended = self.session()
             assert (self.hosts[rank] / "fired").exists(), ended
             for config in self.cwd.glob("outputs/*/*/config.yaml"):
-                assert_whole_checkpoint(config.parent, steps_saved(self.hosts[0]))
+                assert_newest_checkpoint_valid(config.parent, steps_saved(self.hosts[0]))
         return ended
 
 
-STRUCK = [
+FAULTS = [
     ("kill", 1, "after step", 12),
     ("raise", 0, "before log", 1),
     ("kill", 0, "after fsync model.safetensors", 1),
@@ -120,22 +120,22 @@ STRUCK = [
 
 
 def test_a_torchrun_run_resumes_after_its_ranks_died(
-    tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+    tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
     """The other rank also ends, with exit code 1, as soon as it waits for the dead rank."""
-    launched = Launched(tmp_path, tally)
-    for do, rank, at, count in STRUCK if ALL else STRUCK[:2]:
+    launched = Launched(tmp_path, count_fault)
+    for do, rank, at, count in FAULTS if RUN_ALL_FAULTS else FAULTS[:2]:
         ended = launched.strike(do, rank, at, count)
         assert ended[rank][0] == (-signal.SIGKILL if do == "kill" else 1), ended
         assert ended[1 - rank][0] == 1, ended
         if do == "raise" and rank == 0:
-            assert re.search(r"^PlantedError: planted by a test", ended[0][1], re.MULTILINE), ended
+            assert re.search(r"^InjectedError: planted by a test", ended[0][1], re.MULTILINE), ended
     ended = launched.session()
     assert [code for code, _ in ended] == [0, 0], ended
     run = launched.directory
-    assert_whole_checkpoint(run, steps_saved(launched.hosts[0]))
-    assert_one_value_a_step(run)
-    assert_no_scraps(run)
+    assert_newest_checkpoint_valid(run, steps_saved(launched.hosts[0]))
+    assert_one_value_per_step(run)
+    assert_no_temporary_files(run)
     (tmp_path / "seen.txt").write_text("".join((host / "seen.txt").read_text() for host in launched.hosts))
     assert_each_sample_once(tmp_path, "ddp", SAMPLES["ddp"], 2 * SAVE_EVERY)
     assert_same_trace(run, reference("ddp").trace)

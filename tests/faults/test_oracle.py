@@ -1,4 +1,4 @@
-"""Tests of `helpers.oracle`: each check of the fault-injection tests detects the errors that it is meant for."""
+"""Tests of `helpers.fault_checks`: each check of the fault-injection tests detects the errors that it is meant for."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import oracle
-from helpers.oracle import (
-    Leftovers,
+from helpers import fault_checks
+from helpers.fault_checks import (
+    ExternalResources,
     assert_each_sample_once,
-    assert_ended,
-    assert_no_scraps,
-    assert_one_value_a_step,
+    assert_exit,
+    assert_newest_checkpoint_valid,
+    assert_no_temporary_files,
+    assert_one_value_per_step,
     assert_same_trace,
-    assert_whole_checkpoint,
-    trace,
+    run_results,
 )
-from helpers.saved import save_now
+from helpers.handmade_runs import save_and_wait
 
 from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.storage.manifest import DamagedError
@@ -59,40 +59,40 @@ def test_samples_that_are_read_twice_or_not_at_all_are_detected(change: dict[int
 
 
 def test_a_damaged_old_or_missing_checkpoint_is_detected(tmp_path: Path) -> None:
-    assert assert_whole_checkpoint(tmp_path) == 0
+    assert assert_newest_checkpoint_valid(tmp_path) == 0
     with pytest.raises(ValueError):  # there is none
-        assert_whole_checkpoint(tmp_path, saved=3)
-    path = save_now(Checkpoints(tmp_path, keep=2), Checkpoint(3, {"a": torch.zeros(2)}, {}, {}))
-    assert assert_whole_checkpoint(tmp_path, saved=3) == 3
+        assert_newest_checkpoint_valid(tmp_path, saved=3)
+    path = save_and_wait(Checkpoints(tmp_path, keep=2), Checkpoint(3, {"a": torch.zeros(2)}, {}, {}))
+    assert assert_newest_checkpoint_valid(tmp_path, saved=3) == 3
     with pytest.raises(AssertionError):  # it is older
-        assert_whole_checkpoint(tmp_path, saved=4)
+        assert_newest_checkpoint_valid(tmp_path, saved=4)
     os.truncate(path / "model.safetensors", 10)
     with pytest.raises(DamagedError):
-        assert_whole_checkpoint(tmp_path, saved=3)
+        assert_newest_checkpoint_valid(tmp_path, saved=3)
 
 
 def test_a_leftover_temporary_file_is_detected(tmp_path: Path) -> None:
-    assert_no_scraps(tmp_path)
+    assert_no_temporary_files(tmp_path)
     (tmp_path / ".result.json.part").touch()
     with pytest.raises(AssertionError):
-        assert_no_scraps(tmp_path)
+        assert_no_temporary_files(tmp_path)
 
 
 def test_two_values_for_one_step_are_detected(tmp_path: Path) -> None:
     file = EventFile(tmp_path, 1)
     for step in (1, 2):
         file.add(points({"a": 1.0}), step)
-    assert_one_value_a_step(tmp_path)
+    assert_one_value_per_step(tmp_path)
     file.add(points({"a": 1.0}), 2)
     file.close()
     with pytest.raises(AssertionError):
-        assert_one_value_a_step(tmp_path)
+        assert_one_value_per_step(tmp_path)
 
 
 def test_a_weight_that_differs_in_one_bit_is_detected(trained: Callable[..., Any]) -> None:
     run = trained("steps=2", "batch_size=8").directory
     (run / "result.json").write_text('{"status": "done", "steps": 2, "metrics": {}, "best": {}}')
-    reference = trace(run)
+    reference = run_results(run)
     assert_same_trace(run, reference)
     weights = reference["weights"]
     name = next(iter(weights))
@@ -107,32 +107,32 @@ def test_leftover_processes_ports_and_temporary_files_are_detected(
     def now(condition: Callable[[], Any], what: str = "") -> None:
         assert condition(), what
 
-    monkeypatch.setattr(oracle, "until", now)
-    leftovers = Leftovers(tmp_path)
+    monkeypatch.setattr(fault_checks, "wait_until", now)
+    resources = ExternalResources(tmp_path)
     listen = "import socket; server = socket.create_server(('127.0.0.1', 0)); print(flush=True); input()"
     command = [sys.executable, "-c", listen]
     with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        leftovers.sample()
+        resources.sample()
         with pytest.raises(AssertionError, match="a process is left behind"):
-            leftovers.assert_none()
-        monkeypatch.setattr(oracle, "processes_in", lambda cwd: {})
+            resources.assert_released()
+        monkeypatch.setattr(fault_checks, "processes_in", lambda cwd: {})
         with pytest.raises(AssertionError, match="a port is left open"):
-            leftovers.assert_none()
+            resources.assert_released()
         process.kill()
-    leftovers.assert_none()
-    leftovers.temporary = tmp_path
+    resources.assert_released()
+    resources.temporary = tmp_path
     (tmp_path / "file").touch()
     with pytest.raises(AssertionError, match=r"left .*\['file'\]"):
-        leftovers.assert_none()
+        resources.assert_released()
 
 
 @pytest.mark.parametrize(("code", "console"), [(1, "done"), (0, "finished"), (0, "done\nTraceback (most recent call")])
 def test_a_wrong_exit_code_or_console_output_is_detected(code: int, console: str) -> None:
-    assert_ended(0, "it is\ndone", 0, "^done$")
+    assert_exit(0, "it is\ndone", 0, "^done$")
     with pytest.raises(AssertionError):
-        assert_ended(code, console, 0, "^done$")
+        assert_exit(code, console, 0, "^done$")
 
 
 def test_every_mutation_can_be_applied() -> None:

@@ -18,10 +18,10 @@ from unittest import mock
 
 import pytest
 import safetensors.torch
-from helpers.compose import FAST, built, prepared
-from helpers.faults import Tally
-from helpers.probe import in_process
-from helpers.runs import assert_same, only_run, outcome, write_images
+from helpers.compose import TINY_CPU, build_composed_run, prepare_session
+from helpers.dry_run import run_in_this_process
+from helpers.faults import FaultCounter
+from helpers.runs import assert_bitwise_equal, only_run, run_outcome, write_images
 
 import runner.training
 from runner.tools import plot
@@ -30,7 +30,7 @@ from runner.tools.plot_tables import render, write_points, write_runs
 from runner.tools.saved_runs import find_runs
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
-OPTIONS = (*FAST, "steps=4", "save_every=1", "eval_every=2", "log_every=1")
+OPTIONS = (*TINY_CPU, "steps=4", "save_every=1", "eval_every=2", "log_every=1")
 
 NAMES: dict[str, str] = {
     "space": "my runs",
@@ -76,9 +76,9 @@ REFUSED = ("newline", "tab", "escape code", "not UTF-8")
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cwd = tmp_path_factory.mktemp("undisturbed")
-    code, console = in_process(list(OPTIONS), cwd)
+    code, console = run_in_this_process(list(OPTIONS), cwd)
     assert code == 0, console
-    return outcome(only_run(cwd))
+    return run_outcome(only_run(cwd))
 
 
 def crashed(cwd: Path, *arguments: str) -> str:
@@ -91,7 +91,7 @@ def crashed(cwd: Path, *arguments: str) -> str:
         return original(state, batches, step, log_due)
 
     with mock.patch("runner.training.train_step", train_step):
-        code, console = in_process([*OPTIONS, *arguments], cwd)
+        code, console = run_in_this_process([*OPTIONS, *arguments], cwd)
     assert code == 1, console
     return console
 
@@ -105,12 +105,12 @@ def said(console: str, what: str) -> list[str]:
 def assert_resumes_as_said(console: str, cwd: Path, undisturbed: dict[str, Any], plots: bool = False) -> None:
     python, flag, module, *arguments = said(console, "resume")
     assert (python, flag, module) == ("python", "-m", "runner")
-    code, console = in_process(arguments, cwd)
+    code, console = run_in_this_process(arguments, cwd)
     assert code == 0, console
     assert "Traceback" not in console
     [found] = said(console, "run")
     run = cwd / os.fsdecode(os.fsencode(found))
-    assert_same(outcome_of(run), undisturbed)
+    assert_bitwise_equal(outcome_of(run), undisturbed)
     assert json.loads((run / "result.json").read_text())["status"] == "done"
     if plots:
         assert_plots(run.parent)
@@ -119,7 +119,7 @@ def assert_resumes_as_said(console: str, cwd: Path, undisturbed: dict[str, Any],
 def outcome_of(run: Path) -> dict[str, Any]:
     """Return the outcome of a run, read from a copy: TensorBoard cannot read directories whose name is not UTF-8."""
     with tempfile.TemporaryDirectory() as copy:
-        return outcome(Path(shutil.copytree(run, Path(copy, "run"))))
+        return run_outcome(Path(shutil.copytree(run, Path(copy, "run"))))
 
 
 def assert_plots(path: Path) -> None:
@@ -143,9 +143,9 @@ def assert_refused(code: int, console: str, key: str, then: str = ": got ") -> N
 
 @pytest.mark.parametrize("kind", ODD)
 def test_a_run_in_a_directory_with_an_unusual_name_resumes_and_is_plotted(
-    kind: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
+    kind: str, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
 ) -> None:
-    with tally("odd path"):
+    with count_fault("odd path"):
         cwd = tmp_path / NAMES[kind]
         cwd.mkdir()
         assert_resumes_as_said(crashed(cwd), cwd, undisturbed, plots=True)
@@ -154,14 +154,14 @@ def test_a_run_in_a_directory_with_an_unusual_name_resumes_and_is_plotted(
 @pytest.mark.parametrize("place", ["{}", "./{}/runs", "{absolute}"] if ALL else ["{}"])
 @pytest.mark.parametrize("kind", ODD)
 def test_an_unusual_output_root_is_used_or_refused(
-    kind: str, place: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
+    kind: str, place: str, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
 ) -> None:
-    with tally("odd path"):
+    with count_fault("odd path"):
         name = NAMES[kind]
         path = str(tmp_path / name) if place == "{absolute}" else place.replace("{}", name)
         unparsed = (*UNPARSED, "tilde") if place == "{}" else ()
         if kind in (*REFUSED, *unparsed, "reference"):
-            code, console = in_process([*OPTIONS, f"output_root={path}"], tmp_path)
+            code, console = run_in_this_process([*OPTIONS, f"output_root={path}"], tmp_path)
             if kind == "reference":  # an interpolation, which is replaced by the seed
                 assert code == 0, console
                 return
@@ -169,7 +169,7 @@ def test_an_unusual_output_root_is_used_or_refused(
             assert list(tmp_path.iterdir()) == []
             return
         if kind == "nothing" and place == "{}":
-            code, console = in_process([*OPTIONS, f"output_root={path}"], tmp_path)
+            code, console = run_in_this_process([*OPTIONS, f"output_root={path}"], tmp_path)
             assert code in (0, 2), console
             return
         console = crashed(tmp_path, f"output_root={path}")
@@ -179,11 +179,11 @@ def test_an_unusual_output_root_is_used_or_refused(
 
 @pytest.mark.parametrize("kind", ODD)
 def test_an_unusual_run_name_is_used_or_refused(
-    kind: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
+    kind: str, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
 ) -> None:
-    with tally("odd path"):
+    with count_fault("odd path"):
         if kind in (*REFUSED, *UNPARSED, "backslash", "reference", "nothing"):
-            code, console = in_process([*OPTIONS, f"name={NAMES[kind]}"], tmp_path)
+            code, console = run_in_this_process([*OPTIONS, f"name={NAMES[kind]}"], tmp_path)
             if kind in ("reference", "nothing"):
                 assert code in (0, 2), console
                 return
@@ -194,13 +194,13 @@ def test_an_unusual_run_name_is_used_or_refused(
 
 @pytest.mark.parametrize("kind", FEW)
 def test_a_run_moved_to_an_unusual_path_is_resumed_or_refused(
-    kind: str, undisturbed: dict[str, Any], tmp_path: Path, tally: Tally
+    kind: str, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
 ) -> None:
-    with tally("odd path"):
+    with count_fault("odd path"):
         crashed(tmp_path)
         moved = tmp_path / NAMES[kind]
         shutil.move(only_run(tmp_path), moved)
-        code, console = in_process([f"resume={moved}"], tmp_path)
+        code, console = run_in_this_process([f"resume={moved}"], tmp_path)
         if kind in REFUSED and code == 2:
             assert_refused(code, console, "resume")
             return
@@ -208,20 +208,20 @@ def test_a_run_moved_to_an_unusual_path_is_resumed_or_refused(
             assert code in (0, 2), console
             return
         assert code == 0, console
-        assert_same(outcome_of(moved), undisturbed)
-        code, console = in_process([f"resume={moved}/checkpoints/step_00000002"], tmp_path)
+        assert_bitwise_equal(outcome_of(moved), undisturbed)
+        code, console = run_in_this_process([f"resume={moved}/checkpoints/step_00000002"], tmp_path)
         assert code == 0, console
-        assert_same(outcome_of(moved), undisturbed)
+        assert_bitwise_equal(outcome_of(moved), undisturbed)
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_weights_at_an_unusual_path_are_loaded_or_refused(kind: str, tmp_path: Path, tally: Tally) -> None:
-    with tally("odd path"):
+def test_weights_at_an_unusual_path_are_loaded_or_refused(kind: str, tmp_path: Path, count_fault: FaultCounter) -> None:
+    with count_fault("odd path"):
         folder = tmp_path / NAMES[kind]
         folder.mkdir()
-        model = prepared(built(*FAST)).run.workload.build_model()
+        model = prepare_session(build_composed_run(*TINY_CPU)).run.workload.build_model()
         safetensors.torch.save_file(model.state_dict(), folder / "w.safetensors")
-        code, console = in_process([*OPTIONS, f"model.weights={folder}/w.safetensors"], tmp_path)
+        code, console = run_in_this_process([*OPTIONS, f"model.weights={folder}/w.safetensors"], tmp_path)
         if kind in REFUSED and code == 2:
             assert_refused(code, console, "model.weights")
             return
@@ -232,13 +232,13 @@ def test_weights_at_an_unusual_path_are_loaded_or_refused(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_images_at_an_unusual_path_are_loaded_or_refused(kind: str, tmp_path: Path, tally: Tally) -> None:
-    with tally("odd path"):
+def test_images_at_an_unusual_path_are_loaded_or_refused(kind: str, tmp_path: Path, count_fault: FaultCounter) -> None:
+    with count_fault("odd path"):
         folder = tmp_path / NAMES[kind]
         write_images(folder / NAMES[kind])
         shutil.move(folder / NAMES[kind] / "train/cat/1.png", folder / NAMES[kind] / f"train/cat/{NAMES[kind]}.png")
         data = ("data=imagefolder", f"data.root={folder / NAMES[kind]}", "data.size=8", "data.workers=0")
-        code, console = in_process([*data, "model=tiny", "device=cpu", "steps=2", "batch_size=8"], tmp_path)
+        code, console = run_in_this_process([*data, "model=tiny", "device=cpu", "steps=2", "batch_size=8"], tmp_path)
         if kind in REFUSED and code == 2:
             assert_refused(code, console, "data.root")
             return

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from helpers.compose import FAST, built, prepared
-from helpers.events import curves
-from helpers.faults import Tally
-from helpers.power import Instant, Recorder, least_states, states, write
-from helpers.runs import assert_same, outcome
+from helpers.compose import TINY_CPU, build_composed_run, prepare_session
+from helpers.events import scalar_curves
+from helpers.faults import FaultCounter
+from helpers.power_loss import DiskRecorder, DiskState, minimal_states, possible_states, write_state
+from helpers.runs import assert_bitwise_equal, run_outcome
 
 from runner.cli.run_job import run_one
 from runner.config.errors import ConfigError
@@ -34,7 +34,7 @@ from runner.tracking.event_file import EventFile
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
 STATES, RESUMES = (600, 20) if ALL else (45, 2)
-OPTIONS = (*FAST, "save_every=2", "eval_every=3", "log_every=1", "name=a")
+OPTIONS = (*TINY_CPU, "save_every=2", "eval_every=3", "log_every=1", "name=a")
 
 
 class Mark(NamedTuple):
@@ -54,7 +54,7 @@ class Reference(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    instants: list[Instant]
+    instants: list[DiskState]
     references: dict[str, Reference]
 
 
@@ -62,12 +62,12 @@ class Sessions:
     """Runs sessions one after another below `root`, and records their file system changes and results."""
 
     def __init__(self, root: Path):
-        self.root, self.recorder = root, Recorder(root)
+        self.root, self.recorder = root, DiskRecorder(root)
         self.references: dict[str, Reference] = {}
 
     def run(self, *overrides: str, earlier: dict[int, Checkpoint] | None = None) -> Path:
         """Run a session, and return the run directory; `earlier` has the checkpoints that exist when it begins."""
-        run = built(*OPTIONS, f"output_root={self.root}/outputs", *overrides)
+        run = build_composed_run(*OPTIONS, f"output_root={self.root}/outputs", *overrides)
         found, session = dict(earlier or {}), config_hash(run.config)
         self.recorder.mark = Mark(session, max(found, default=0))
         save = Checkpoints.save
@@ -81,7 +81,7 @@ class Sessions:
         with mock.patch.object(Checkpoints, "save", saved):
             assert run_one(run, list(overrides)).status == "done"
         [path] = self.root.glob("outputs/a/*")
-        whole = outcome(path) if run.keep else {}
+        whole = run_outcome(path) if run.keep else {}
         self.references[session] = Reference(run, found, compared(path), whole)
         return path
 
@@ -92,7 +92,7 @@ class Sessions:
 
 def compared(path: Path) -> dict[str, list[tuple[int, float]]]:
     """The curves of a run, without times and memory."""
-    return {tag: points for tag, points in curves(path).items() if not tag.startswith(("time/", "memory/"))}
+    return {tag: points for tag, points in scalar_curves(path).items() if not tag.startswith(("time/", "memory/"))}
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +116,11 @@ def keeping_none(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return Recorded(sessions.recorder.instants, sessions.references)
 
 
-def chosen(recorded: Recorded, count: int) -> list[tuple[int, Instant, dict[str, bytes | None]]]:
+def chosen(recorded: Recorded, count: int) -> list[tuple[int, DiskState, dict[str, bytes | None]]]:
     """Sample `count` states with their numbers; states in which all unsynced data is lost come first."""
     instants = recorded.instants if ALL else recorded.instants[::3]
-    every = [(number, *state) for number, state in enumerate(states(instants))]
-    least = [(-number, *state) for number, state in enumerate(least_states(recorded.instants), start=1)]
+    every = [(number, *state) for number, state in enumerate(possible_states(instants))]
+    least = [(-number, *state) for number, state in enumerate(minimal_states(recorded.instants), start=1)]
     draw = random.Random(count)
     if len(least) > count // 2:
         least = draw.sample(least, count // 2)
@@ -135,7 +135,7 @@ class Found:
         number: the number of the state; if it is odd, the run is resumed with `resume=auto`, otherwise by its path.
     """
 
-    def __init__(self, recorded: Recorded, instant: Instant, root: Path, number: int):
+    def __init__(self, recorded: Recorded, instant: DiskState, root: Path, number: int):
         self.recorded, self.mark, self.root, self.number = recorded, instant.mark or Mark("", 0), root, number
         self.runs = list(root.glob("outputs/a/*"))
 
@@ -194,7 +194,7 @@ def assert_content(found: Checkpoint | None, reference: Reference) -> None:
     assert found is not None
     wanted = reference.checkpoints[found.step]
     for part in ("tensors", "state", "local"):
-        assert_same(getattr(found, part), getattr(wanted, part), part)
+        assert_bitwise_equal(getattr(found, part), getattr(wanted, part), part)
 
 
 _PREPARED: dict[str, Session] = {}
@@ -204,7 +204,7 @@ def session_of(values: dict[str, Any], resume: str) -> Session:
     """Return the session of a saved config, with another `resume`; the data of each config is loaded only once."""
     key = config_hash(values)
     if key not in _PREPARED:
-        _PREPARED[key] = prepared(build_run(values))
+        _PREPARED[key] = prepare_session(build_run(values))
     run = copy.copy(_PREPARED[key].run)
     run.resume = resume
     return replace(_PREPARED[key], run=run)
@@ -212,15 +212,15 @@ def session_of(values: dict[str, Any], resume: str) -> Session:
 
 @pytest.mark.parametrize("kind", ["resumed", "keeping_none"])
 def test_whatever_a_power_loss_leaves_the_run_goes_on_from_it(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, tally: Tally
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, count_fault: FaultCounter
 ) -> None:
     recorded: Recorded = request.getfixturevalue(kind)
     tried = 0
     for number, instant, state in chosen(recorded, STATES if kind == "resumed" else STATES // 3):
         root = tmp_path / str(number)
         root.mkdir()
-        write(state, root)
-        with tally("power loss: a state of the run directory"):
+        write_state(state, root)
+        with count_fault("power loss: a state of the run directory"):
             try:
                 Found(recorded, instant, root, number).check()
             except (AssertionError, ConfigError) as error:
@@ -244,7 +244,7 @@ def test_a_run_resumed_after_a_power_loss_has_the_same_results(resumed: Recorded
     for number, _, state in chosen(resumed, RESUMES):
         root = tmp_path / str(number)
         root.mkdir()
-        write(state, root)
+        write_state(state, root)
         try:
             [path] = root.glob("outputs/a/*")
             values = saved_config(path).values
@@ -253,6 +253,6 @@ def test_a_run_resumed_after_a_power_loss_has_the_same_results(resumed: Recorded
         reference = resumed.references[config_hash(values)]
         run = build_run(values | {"resume": str(path), "output_root": f"{root}/outputs"})
         assert run_one(run, [f"resume={path}"]).status == "done"
-        assert_same(outcome(path), reference.outcome)
+        assert_bitwise_equal(run_outcome(path), reference.outcome)
         tried += 1
     assert tried >= RESUMES // 2

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.faults import ALL, Fault, Reference, Tally, Trial, strike_all
+from helpers.faults import RUN_ALL_FAULTS, Fault, FaultCounter, FaultTrial, ReferenceRun, run_all_faults
 
 TIMEOUT = 15
 """`parallel.timeout` in seconds. It also limits the start of a rank, which may be slow on a busy machine."""
@@ -28,7 +28,7 @@ MOMENTS = {
 
 SAYS = {
     "kill": r"^rank {rank} was killed by SIGKILL \(the kernel does that where memory runs out\)$",
-    "raise": r"^rank {rank} failed: PlantedError: planted by a test$",
+    "raise": r"^rank {rank} failed: InjectedError: planted by a test$",
     "stop": r"^rank {rank} did not reach the collective that the others waited in: it is stopped, or hangs "
     rf"\(parallel\.timeout={TIMEOUT}\)$",
 }
@@ -43,11 +43,11 @@ def fault(do: str, rank: int, moment: str) -> Fault:
     at, count = MOMENTS[moment]
     at = at.replace("rank_N", f"rank_{rank}")
     says = SAYS[do].format(rank=rank)
-    return Fault(do, at, count, f"rank {rank}", codes=(1,), says=says, traceback=do == "raise")
+    return Fault(do, at, count, f"rank {rank}", codes=(1,), console_pattern=says, traceback=do == "raise")
 
 
-def comes_to(reference: Reference, each: Fault) -> bool:
-    return f"{each.process}: {each.at}" in reference.points
+def reaches(reference: ReferenceRun, each: Fault) -> bool:
+    return f"{each.process}: {each.at_point}" in reference.points
 
 
 def assert_named_once(console: str) -> None:
@@ -65,41 +65,43 @@ SELECTED = {
 
 @pytest.mark.parametrize("mode", SELECTED)
 def test_a_run_resumes_after_ranks_that_died(
-    mode: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+    mode: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
-    trial = Trial(tmp_path, mode, reference(mode), tally, "a rank killed or failing")
+    trial = FaultTrial(tmp_path, mode, reference(mode), count_fault, "a rank killed or failing")
     for do, rank, moment in SELECTED[mode]:
-        assert trial.strike(fault(do, rank, moment)), "the run was done before"
+        assert trial.run_with_fault(fault(do, rank, moment)), "the run was done before"
         assert_named_once(trial.console)
     trial.finish()
 
 
-everything = pytest.mark.skipif(not ALL, reason="part of `make faults`")
+only_in_make_faults = pytest.mark.skipif(not RUN_ALL_FAULTS, reason="part of `make faults`")
 
 
-@everything
+@only_in_make_faults
 @pytest.mark.parametrize("do", ["kill", "raise"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_resumes_after_ranks_that_died_at_any_point(
-    do: str, mode: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+    do: str, mode: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
     left = [fault(do, rank, moment) for moment in MOMENTS for rank in (0, 1)]
 
-    def begin(number: int) -> Trial:
-        return Trial(tmp_path / str(number), mode, reference(mode), tally, f"a rank {KINDS[do]}")
+    def begin(number: int) -> FaultTrial:
+        return FaultTrial(tmp_path / str(number), mode, reference(mode), count_fault, f"a rank {KINDS[do]}")
 
-    strike_all([each for each in left if comes_to(reference(mode), each)], begin, assert_named_once)
+    run_all_faults([each for each in left if reaches(reference(mode), each)], begin, assert_named_once)
 
 
-@everything
+@only_in_make_faults
 @pytest.mark.parametrize("do", ["stop", "hang"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_resumes_after_ranks_that_stopped(
-    do: str, mode: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+    do: str, mode: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
-    trial = Trial(tmp_path, mode, reference(mode), tally, f"a rank {KINDS[do]}", (f"parallel.timeout={TIMEOUT}",))
+    trial = FaultTrial(
+        tmp_path, mode, reference(mode), count_fault, f"a rank {KINDS[do]}", (f"parallel.timeout={TIMEOUT}",)
+    )
     for rank, moment in ((1, "training"), (0, "training"), (1, "about to save"), (0, "committing")):
-        assert trial.strike(fault(do, rank, moment)), "the run was done before"
+        assert trial.run_with_fault(fault(do, rank, moment)), "the run was done before"
         assert_named_once(trial.console)
     trial.finish()
 
@@ -107,14 +109,20 @@ def test_a_run_resumes_after_ranks_that_stopped(
 RESTARTED = [("kill", 1, "training"), ("raise", 0, "evaluating"), ("kill", 0, "committing"), ("raise", 1, "starting")]
 
 
-@pytest.mark.parametrize("mode", MODES if ALL else ("ddp",))
-@pytest.mark.parametrize(("do", "rank", "moment"), RESTARTED if ALL else RESTARTED[:1])
+@pytest.mark.parametrize("mode", MODES if RUN_ALL_FAULTS else ("ddp",))
+@pytest.mark.parametrize(("do", "rank", "moment"), RESTARTED if RUN_ALL_FAULTS else RESTARTED[:1])
 def test_all_ranks_restart_from_the_last_checkpoint(
-    do: str, rank: int, moment: str, mode: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+    do: str,
+    rank: int,
+    moment: str,
+    mode: str,
+    tmp_path: Path,
+    reference: Callable[[str], ReferenceRun],
+    count_fault: FaultCounter,
 ) -> None:
     """The ranks restart within the same command, which has the same results as an undisturbed run."""
-    trial = Trial(tmp_path, mode, reference(mode), tally, "a rank restarted", ("parallel.max_restarts=1",))
+    trial = FaultTrial(tmp_path, mode, reference(mode), count_fault, "a rank restarted", ("parallel.max_restarts=1",))
     one = fault(do, rank, moment)
-    says = rf"{one.says[:-1]}\n(?:.*\n)*all ranks restart from the last checkpoint \(restart 1 of 1\)"
-    assert trial.strike(replace(one, codes=(0,), says=says))
+    says = rf"{one.console_pattern[:-1]}\n(?:.*\n)*all ranks restart from the last checkpoint \(restart 1 of 1\)"
+    assert trial.run_with_fault(replace(one, codes=(0,), console_pattern=says))
     trial.assert_done()

@@ -18,8 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import Command, processes_in, start_fresh, until
-from helpers.faults import ALL, Fault, Reference, Tally, Trial, strike_all, trainer
+from helpers.command import Command, processes_in, start_in_new_interpreter, wait_until
+from helpers.faults import (
+    RUN_ALL_FAULTS,
+    Fault,
+    FaultCounter,
+    FaultTrial,
+    ReferenceRun,
+    run_all_faults,
+    training_process,
+)
 
 from runner.system.signals import run_main
 
@@ -30,20 +38,20 @@ SAVED = r"^{name}: finishing the step, then saving; press Ctrl-C to stop at once
 
 def during_training(name: str, run: str, at: str = "after step", count: int = 3) -> Fault:
     """Return a signal during training, after which the run saves a checkpoint and ends."""
-    return Fault(name, at, count, trainer(run), codes=(STOPPED,), says=SAVED.format(name=name))
+    return Fault(name, at, count, training_process(run), codes=(STOPPED,), console_pattern=SAVED.format(name=name))
 
 
 def twice(names: str, run: str) -> Fault:
     """Return two signals: if the second is SIGINT (Ctrl-C), the command exits at once; otherwise it has no effect."""
     first, second = names.split()
     code, says = (INTERRUPTED, "^interrupted$") if second == "SIGINT" else (STOPPED, SAVED.format(name=first))
-    return Fault(names, "after step", 3, trainer(run), codes=(code,), says=says)
+    return Fault(names, "after step", 3, training_process(run), codes=(code,), console_pattern=says)
 
 
 def before_training(name: str, at: str) -> Fault:
     """Return a signal to a command that has not yet started to train."""
     code, says = (INTERRUPTED, "interrupted") if name == "SIGINT" else (STOPPED, f"{name}: stopped before the first")
-    return Fault(name, at, 1, "main", codes=(code,), says=f"^{says}")
+    return Fault(name, at, 1, "main", codes=(code,), console_pattern=f"^{says}")
 
 
 SELECTED = {
@@ -59,57 +67,57 @@ SELECTED = {
 
 @pytest.mark.parametrize("run", SELECTED)
 def test_a_run_resumes_after_signals(
-    run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+    run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
-    trial = Trial(tmp_path, run, reference(run), tally, "a signal at a named point")
+    trial = FaultTrial(tmp_path, run, reference(run), count_fault, "a signal at a named point")
     for fault in SELECTED[run]:
-        assert trial.strike(fault), f"{fault}: the run was done before"
+        assert trial.run_with_fault(fault), f"{fault}: the run was done before"
     trial.finish()
 
 
-everything = pytest.mark.skipif(not ALL, reason="part of `make faults`")
+only_in_make_faults = pytest.mark.skipif(not RUN_ALL_FAULTS, reason="part of `make faults`")
 POINTS = (("after step", 2), ("before save", 1), ("before rename step_N", 1), ("before log", 1), ("in evaluation", 1))
 SIGNALLED = ("single", "ddp", "fsdp", "pipeline", "hogwild", "ensemble", "workers", "dqn")
 
 
-@everything
+@only_in_make_faults
 @pytest.mark.parametrize("run", SIGNALLED)
 def test_a_run_resumes_after_any_signal_at_any_point(
-    run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+    run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
     left = [during_training(name, run, *point) for name, point in zip(STOP_SIGNALS, (*POINTS, POINTS[0]), strict=True)]
     left += [twice(names, run) for names in ("SIGINT SIGINT", "SIGTERM SIGINT", "SIGINT SIGTERM", "SIGHUP SIGUSR1")]
 
-    def begin(number: int) -> Trial:
-        return Trial(tmp_path / str(number), run, reference(run), tally, "a signal at a named point")
+    def begin(number: int) -> FaultTrial:
+        return FaultTrial(tmp_path / str(number), run, reference(run), count_fault, "a signal at a named point")
 
-    strike_all([each for each in left if f"{each.process}: {each.at}" in reference(run).points], begin)
+    run_all_faults([each for each in left if f"{each.process}: {each.at_point}" in reference(run).points], begin)
 
 
-@everything
+@only_in_make_faults
 @pytest.mark.parametrize("name", STOP_SIGNALS)
 def test_a_run_resumes_after_signals_before_training(
-    name: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+    name: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
-    trial = Trial(tmp_path, "single", reference("single"), tally, "a signal at the start")
+    trial = FaultTrial(tmp_path, "single", reference("single"), count_fault, "a signal at the start")
     for at in ("before rename overrides.yaml", "after rename config.yaml", "after rename environment.json"):
-        assert trial.strike(before_training(name, at)), at
+        assert trial.run_with_fault(before_training(name, at)), at
     trial.finish()
 
 
-@everything
+@only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp", "hogwild", "dqn"])
 def test_a_run_resumes_after_signals_at_random_moments(
-    run: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally, rng: random.Random
+    run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter, rng: random.Random
 ) -> None:
     """A signal may also come after the last step, where it has no effect."""
     signals, number = 15, 0
     while signals > 0:
         number += 1
-        trial = Trial(tmp_path / str(number), run, reference(run), tally, "a signal at a random moment")
+        trial = FaultTrial(tmp_path / str(number), run, reference(run), count_fault, "a signal at a random moment")
         while signals > 0 and not trial.done:
             name, after = rng.choice(STOP_SIGNALS), rng.uniform(0.05, reference(run).seconds)
-            trial.strike(Fault(name, after=after, codes=(0, STOPPED, INTERRUPTED)))
+            trial.run_with_fault(Fault(name, after=after, codes=(0, STOPPED, INTERRUPTED)))
             assert trial.code != INTERRUPTED or name == "SIGINT", trial.console
             if trial.code == STOPPED:
                 said = "finishing the step, then saving|stopped before the first step"
@@ -124,21 +132,23 @@ def test_a_run_resumes_after_signals_at_random_moments(
 TIMEOUT = 8
 
 
-@everything
+@only_in_make_faults
 @pytest.mark.parametrize("at", ["after step", "before fsync model.safetensors"])
 @pytest.mark.parametrize("run", ["ddp", "fsdp", "pipeline", "hogwild", "ensemble", "workers"])
 def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(
-    run: str, at: str, tmp_path: Path, reference: Callable[[str], Reference], tally: Tally
+    run: str, at: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
     def go_on(command: Command) -> None:
-        until(lambda: (tmp_path / "fired").exists() or command.code is not None)
+        wait_until(lambda: (tmp_path / "fired").exists() or command.command_exit_code is not None)
         time.sleep(TIMEOUT + 4)
         for pid in processes_in(tmp_path):
             os.kill(pid, signal.SIGCONT)
 
     limit = () if run == "workers" else (f"parallel.timeout={TIMEOUT}",)
-    trial = Trial(tmp_path, run, reference(run), tally, "a pause of all processes", limit)
-    assert trial.strike(Fault("stop all", at, 3, trainer(run), codes=(0,), says="^done after step"), go_on)
+    trial = FaultTrial(tmp_path, run, reference(run), count_fault, "a pause of all processes", limit)
+    assert trial.run_with_fault(
+        Fault("stop all", at, 3, training_process(run), codes=(0,), console_pattern="^done after step"), go_on
+    )
     trial.assert_done()
 
 
@@ -171,13 +181,13 @@ def test_an_exception_that_replaces_a_stop_does_not_change_the_exit_code(number:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
 
 
-def end_of(process: subprocess.Popen[str], trial: Trial) -> None:
+def end_of(process: subprocess.Popen[str], trial: FaultTrial) -> None:
     """Wait until a command ends, and check that it leaves no process, port, shared memory or temporary file."""
     trial.watched = False
     while process.poll() is None:
-        trial.leftovers.sample()
+        trial.external_resources.sample()
         time.sleep(0.2)
-    trial.leftovers.assert_none()
+    trial.external_resources.assert_released()
 
 
 @pytest.fixture
@@ -186,32 +196,32 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subp
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
 
-    def start(trial: Trial, **options: Any) -> subprocess.Popen[str]:
-        trial.leftovers.temporary = tmp_path / "t"
+    def start(trial: FaultTrial, **options: Any) -> subprocess.Popen[str]:
+        trial.external_resources.temporary = tmp_path / "t"
         with (trial.cwd / "console.txt").open("w") as console:
             streams = dict.fromkeys(("stdout", "stderr"), console)
-            return start_fresh(*trial.words(), cwd=trial.cwd, **(streams | options))
+            return start_in_new_interpreter(*trial.words(), cwd=trial.cwd, **(streams | options))
 
     return start
 
 
-@everything
+@only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp"])
 @pytest.mark.parametrize("name", STOP_SIGNALS)
 def test_a_command_can_be_stopped_from_its_first_moment(
     name: str,
     run: str,
     tmp_path: Path,
-    reference: Callable[[str], Reference],
-    tally: Tally,
+    reference: Callable[[str], ReferenceRun],
+    count_fault: FaultCounter,
     rng: random.Random,
     typed: Callable[..., subprocess.Popen[str]],
 ) -> None:
-    trial = Trial(tmp_path / "run", run, reference(run))
+    trial = FaultTrial(tmp_path / "run", run, reference(run))
     for _ in range(2):
-        with tally("a signal at the start"):
+        with count_fault("a signal at the start"):
             process = typed(trial)
-            until(lambda process=process: handles_signals(process.pid))
+            wait_until(lambda process=process: handles_signals(process.pid))
             time.sleep(rng.uniform(0, 4))
             process.send_signal(signal.Signals[name])
             end_of(process, trial)
@@ -221,26 +231,26 @@ def test_a_command_can_be_stopped_from_its_first_moment(
     trial.finish()
 
 
-@everything
+@only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp", "hogwild"])
 def test_a_run_resumes_after_its_terminal_was_closed(
     run: str,
     tmp_path: Path,
-    reference: Callable[[str], Reference],
-    tally: Tally,
+    reference: Callable[[str], ReferenceRun],
+    count_fault: FaultCounter,
     rng: random.Random,
     typed: Callable[..., subprocess.Popen[str]],
 ) -> None:
-    trial = Trial(tmp_path / "run", run, reference(run))
+    trial = FaultTrial(tmp_path / "run", run, reference(run))
     for _ in range(3):
-        with tally("a closed terminal"):
+        with count_fault("a closed terminal"):
             ours, terminal = pty.openpty()
             own = partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0)
             streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
             process = typed(trial, **streams, start_new_session=True, preexec_fn=own)
             os.close(terminal)
             os.set_blocking(ours, False)
-            until(lambda process=process: process.poll() is not None or handles_signals(process.pid))
+            wait_until(lambda process=process: process.poll() is not None or handles_signals(process.pid))
             end = time.monotonic() + rng.uniform(0, 5)
             while time.monotonic() < end and process.poll() is None:
                 with suppress(OSError):
@@ -252,21 +262,21 @@ def test_a_run_resumes_after_its_terminal_was_closed(
     trial.finish()
 
 
-@everything
+@only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp"])
 def test_nohup_ignores_a_closed_terminal_and_nothing_else(
     run: str,
     tmp_path: Path,
-    reference: Callable[[str], Reference],
-    tally: Tally,
+    reference: Callable[[str], ReferenceRun],
+    count_fault: FaultCounter,
     rng: random.Random,
     typed: Callable[..., subprocess.Popen[str]],
 ) -> None:
-    trial = Trial(tmp_path / "run", run, reference(run))
+    trial = FaultTrial(tmp_path / "run", run, reference(run))
     for name, codes in (("SIGTERM", (0, STOPPED)), ("SIGHUP", (0,))):
-        with tally("nohup"):
+        with count_fault("nohup"):
             process = typed(trial, preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN))
-            until(lambda process=process: handles_signals(process.pid, "SIGHUP"))
+            wait_until(lambda process=process: handles_signals(process.pid, "SIGHUP"))
             time.sleep(rng.uniform(0, 4))
             process.send_signal(signal.Signals[name])
             end_of(process, trial)

@@ -15,15 +15,15 @@ import torch
 Keys = tuple[Any, ...]
 """The keys and indices that lead to a value in nested dicts, lists and tuples."""
 
-ABSENT = object()
+REMOVE_KEY = object()
 """As a new value, it removes the key."""
 
 
-def reseal(path: Path, **changes: Any) -> None:
+def rewrite_manifest(path: Path, **changes: Any) -> None:
     """Rewrite the manifest of the checkpoint at `path` with `changes` and the correct hashes of all files."""
     manifest = json.loads((path / "manifest.json").read_text())
     files = {file.name: sha256(file) for file in sorted(path.iterdir()) if file.name != "manifest.json"}
-    manifest = {key: value for key, value in (manifest | {"files": files} | changes).items() if value is not ABSENT}
+    manifest = {key: value for key, value in (manifest | {"files": files} | changes).items() if value is not REMOVE_KEY}
     manifest.pop("sha256")
     seal = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": seal}))
@@ -34,38 +34,38 @@ def sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() and not file.is_symlink() else "0" * 64
 
 
-def read(file: Path) -> Any:
+def read_checkpoint_file(file: Path) -> Any:
     """The content of a file of a checkpoint."""
     if file.suffix == ".safetensors":
         return safetensors.torch.load_file(file)
     return torch.load(file, weights_only=True)
 
 
-def write(file: Path, content: Any) -> None:
+def write_checkpoint_file(file: Path, content: Any) -> None:
     """Replace the content of a file of a checkpoint, and update the manifest."""
     if file.suffix == ".safetensors":
         safetensors.torch.save_file(content, file)
     else:
         torch.save(content, file)
-    reseal(file.parent)
+    rewrite_manifest(file.parent)
 
 
-def places(content: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def nested_values(content: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """Yield every nested value of `content` with its keys."""
     if keys:
         yield keys, content
     if isinstance(content, dict | list | tuple):
         for key, value in content.items() if isinstance(content, dict) else enumerate(content):
-            yield from places(value, (*keys, key))
+            yield from nested_values(value, (*keys, key))
 
 
-def changed(content: Any, keys: Keys, change: Callable[[Any], Any]) -> Any:
+def with_value_changed(content: Any, keys: Keys, change: Callable[[Any], Any]) -> Any:
     """A copy of `content`, with `change` applied to the value at `keys`."""
     if not keys:
         return change(content)
     container = list(content) if isinstance(content, list | tuple) else copy.copy(content)
-    value = changed(container[keys[0]], keys[1:], change)
-    if value is ABSENT:
+    value = with_value_changed(container[keys[0]], keys[1:], change)
+    if value is REMOVE_KEY:
         del container[keys[0]]
     else:
         container[keys[0]] = value

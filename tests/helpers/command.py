@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-GATED = str(ROOT / "tests" / "helpers" / "gated")
+STEP_GATE_PYTHONPATH = str(ROOT / "tests" / "helpers" / "gated")
 """A directory that, on PYTHONPATH, installs the gate of `step_gate` in a fresh `python -m runner` and its ranks."""
-PATIENCE = 300.0
+TIMEOUT_SECONDS = 300.0
 """Timeout in seconds for events that a test waits for; generous, because machines may be busy."""
 
 
-def environment(**variables: str) -> dict[str, str]:
+def child_environment(**variables: str) -> dict[str, str]:
     """Return the environment of a child process: this checkout, one thread, and no variables that change the output."""
     drop = ("CI", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "HYDRA_FULL_ERROR")
     kept = {name: value for name, value in os.environ.items() if name not in drop}
@@ -32,26 +32,28 @@ def environment(**variables: str) -> dict[str, str]:
     return kept | own | variables
 
 
-def start_fresh(*arguments: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
+def start_in_new_interpreter(*arguments: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
     """Start `python -m runner ARGUMENTS` in a fresh interpreter in `cwd`, in the background."""
-    usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
+    usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": child_environment()}
     words = [sys.executable, "-m", "runner", *arguments]
     return subprocess.Popen(words, cwd=cwd, **(usual | options))
 
 
-def run_fresh(*arguments: str, cwd: Path, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+def run_in_new_interpreter(
+    *arguments: str, cwd: Path, timeout: float = TIMEOUT_SECONDS
+) -> subprocess.CompletedProcess[str]:
     """Run `python -m runner ARGUMENTS` in a fresh interpreter in `cwd` to its end."""
-    process = start_fresh(*arguments, cwd=cwd)
+    process = start_in_new_interpreter(*arguments, cwd=cwd)
     out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 @functools.cache
-def _server(kind: str) -> subprocess.Popen[str]:
+def _command_server(kind: str) -> subprocess.Popen[str]:
     """Return the command server of a kind (see `command_server`), which the first call starts."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     words = [sys.executable, "-m", "helpers.command_server", kind]
-    server = subprocess.Popen(words, env=environment(), cwd="/", **pipes)
+    server = subprocess.Popen(words, env=child_environment(), cwd="/", **pipes)
     atexit.register(server.communicate)
     return server
 
@@ -69,14 +71,14 @@ class Command:
         cwd.mkdir(exist_ok=True)
         (cwd / "code").unlink(missing_ok=True)
         self._logged = {path: path.stat().st_size for path in glob(cwd, "outputs/**/log.txt")}
-        server = _server(kind)
+        server = _command_server(kind)
         assert server.stdin is not None
         assert server.stdout is not None
         print(json.dumps([str(cwd), variables, *arguments]), file=server.stdin, flush=True)
         self.pid = int(server.stdout.readline())
 
     @property
-    def directory(self) -> Path:
+    def single_run_directory(self) -> Path:
         """The run directory of its only run."""
         [path] = self.cwd.glob("outputs/*/*/")
         return path
@@ -88,7 +90,7 @@ class Command:
         return found[0].read_text()[self._logged.get(found[0], 0) :] if found else ""
 
     @property
-    def code(self) -> int | None:
+    def command_exit_code(self) -> int | None:
         """The exit code; the negative signal number if a signal killed the command; None while it runs."""
         return int((self.cwd / "code").read_text()) if (self.cwd / "code").exists() else None
 
@@ -97,26 +99,26 @@ class Command:
         """What the command has printed so far."""
         return (self.cwd / "console.txt").read_text()
 
-    def ranks(self, start: int = 1) -> list[int]:
+    def wait_for_rank_pids(self, start: int = 1) -> list[int]:
         """Wait until the command has started its ranks for the `start`-th time, and return their process ids."""
 
         def started() -> list[str]:
-            assert self.code is None, self.console
+            assert self.command_exit_code is None, self.console
             return re.findall(r"the ranks' processes: ([\d ]+)\n", self.log)[start - 1 :]
 
-        return [int(pid) for pid in until(started)[0].split()]
+        return [int(pid) for pid in wait_until(started)[0].split()]
 
-    def saved(self, step: int = 1) -> Command:
+    def wait_for_checkpoint(self, step: int = 1) -> Command:
         """Wait until there is a checkpoint of `step` or later, and return this command."""
 
         def there() -> bool:
-            assert self.code is None, self.console
+            assert self.command_exit_code is None, self.console
             return any(int(path.name[5:]) >= step for path in glob(self.cwd, "outputs/**/checkpoints/step_????????"))
 
-        until(there)
+        wait_until(there)
         return self
 
-    def kill(self, number: signal.Signals, *pids: int) -> float:
+    def signal_processes(self, number: signal.Signals, *pids: int) -> float:
         """Send a signal to `pids`, or to the command itself if none are given, and return the time."""
         for pid in pids or [self.pid]:
             with suppress(ProcessLookupError):
@@ -125,14 +127,14 @@ class Command:
 
     def wait(self) -> tuple[int, str]:
         """Wait until the command has ended; return its exit code and what it printed."""
-        until(lambda: self.code is not None, what="it does not end")
-        assert self.code is not None
-        return self.code, self.console
+        wait_until(lambda: self.command_exit_code is not None, what="it does not end")
+        assert self.command_exit_code is not None
+        return self.command_exit_code, self.console
 
-    def ended(self) -> tuple[int, str]:
+    def wait_for_all_processes(self) -> tuple[int, str]:
         """Wait until the command and all of its processes have ended; return its exit code and what it printed."""
         code, console = self.wait()
-        until(lambda: not processes_in(self.cwd), what=f"left behind: {processes_in(self.cwd)}")
+        wait_until(lambda: not processes_in(self.cwd), what=f"left behind: {processes_in(self.cwd)}")
         return code, console
 
 
@@ -141,19 +143,19 @@ def run_command(*arguments: str, cwd: Path, kind: str = "ranks", **variables: st
     return Command(cwd, *arguments, kind=kind, **variables).wait()
 
 
-def succeed(cwd: Path, *arguments: str, **variables: str) -> str:
+def run_successfully(cwd: Path, *arguments: str, **variables: str) -> str:
     """Run a command, which must succeed and leave no process behind; return what it printed."""
-    code, console = Command(cwd, *arguments, **variables).ended()
+    code, console = Command(cwd, *arguments, **variables).wait_for_all_processes()
     assert code == 0, console
     return console
 
 
-def leftovers(cwd: Path) -> set[str]:
+def names_left_in(cwd: Path) -> set[str]:
     """Return the names in `cwd`, without the files that the command server writes."""
     return {path.name for path in cwd.iterdir()} - {"console.txt", "code"}
 
 
-def until(condition: Callable[[], Any], seconds: float = PATIENCE, what: str = "it never happened") -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = TIMEOUT_SECONDS, what: str = "it never happened") -> Any:
     """Call `condition` until it returns a true value, and return that value; fail with `what` after `seconds`."""
     end = time.monotonic() + seconds
     while not (found := condition()):

@@ -31,7 +31,7 @@ from unittest import mock
 from runner.system.garbage_collection import collection_postponed
 
 FAULT_POINTS, STEP_GATE = "helpers.fault_points_installed", "helpers.step_gate"
-FROZEN, COMPOSED = "helpers.frozen", "helpers.composed"
+PRELOAD_AND_FREEZE, WARM_OPTION_CACHE = "helpers.preload_and_freeze", "helpers.warm_option_cache"
 
 
 def main() -> None:
@@ -39,20 +39,20 @@ def main() -> None:
     kind = sys.argv[1]
     if kind == "no-torch":
         sys.modules |= dict.fromkeys(("torch._C", "numpy"))  # type: ignore[arg-type]  # importing them fails
-        importlib.import_module(COMPOSED)
+        importlib.import_module(WARM_OPTION_CACHE)
     else:
         with collection_postponed():
             import_everything()
-    answers, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    answer_fd, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # discards what rank 0 prints in the children of the fork server
     if kind == "faults":
         importlib.import_module(FAULT_POINTS)
     if kind != "no-torch":
         share_fork_server(*[FAULT_POINTS] * (kind == "faults"))
-    serve(answers)
+    serve(answer_fd)
 
 
-def serve(answers: int) -> None:
+def serve(answer_fd: int) -> None:
     """Run each command in a child process; a test sends a command only after the previous one was answered."""
     selector = selectors.PollSelector()
     selector.register(0, selectors.EVENT_READ)
@@ -70,7 +70,7 @@ def serve(answers: int) -> None:
             if (child := os.fork()) == 0:
                 run(cwd, variables, arguments)
             selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, cwd))
-            os.write(answers, b"%d\n" % child)
+            os.write(answer_fd, b"%d\n" % child)
 
 
 def import_everything() -> None:
@@ -78,7 +78,7 @@ def import_everything() -> None:
 
     torch.use_deterministic_algorithms(False)  # imports torch's compiler, as every optimizer does; takes two seconds
     importlib.import_module(STEP_GATE)
-    importlib.import_module(FROZEN)
+    importlib.import_module(PRELOAD_AND_FREEZE)
 
 
 def compose_options(arguments: list[str]) -> None:
@@ -104,31 +104,31 @@ def share_fork_server(*modules: str) -> None:
     from runner.parallel.launch.processes import PRELOADED
     from runner.system.forkserver import start_server
 
-    with fork_server_forked():
-        start_server(*PRELOADED, STEP_GATE, *modules, FROZEN)
+    with fork_server_from_fork():
+        start_server(*PRELOADED, STEP_GATE, *modules, PRELOAD_AND_FREEZE)
     nothing: Any = lambda: None  # noqa: E731
     forkserver.ensure_running = forkserver._forkserver.ensure_running = nothing  # type: ignore[attr-defined]
 
 
 @contextmanager
-def fork_server_forked() -> Iterator[None]:
+def fork_server_from_fork() -> Iterator[None]:
     """A context in which a fork server is started by forking this process, so that it does not repeat its imports."""
     resource_tracker.ensure_running()
-    usual = util.spawnv_passfds
-    with mock.patch.object(util, "spawnv_passfds", partial(fork_instead, usual)):
+    original_spawn = util.spawnv_passfds
+    with mock.patch.object(util, "spawnv_passfds", partial(fork_instead_of_spawn, original_spawn)):
         yield
 
 
-def fork_instead(usual: Any, path: bytes, words: list[str], descriptors: list[int]) -> int:
+def fork_instead_of_spawn(original_spawn: Any, path: bytes, words: list[str], descriptors: list[int]) -> int:
     """Fork this process, which has imported everything, where multiprocessing would start a new interpreter.
 
     Args:
-        usual: the replaced function of multiprocessing, restored in the child for jobs that start their own server.
+        original_spawn: the replaced function of multiprocessing, restored in the child for jobs that start a server.
     """
     if (child := os.fork()) != 0:
         return child
     try:
-        util.spawnv_passfds = usual
+        util.spawnv_passfds = original_spawn
         forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # it was forked while held
         kept = sorted({0, 1, 2, *descriptors})
         for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):

@@ -18,11 +18,11 @@ from runner.parallel.context import Process
 from runner.run import Result, Run, Session, build_run
 from runner.training import train, train_rank
 
-FAST = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1")
+TINY_CPU = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1")
 """Overrides with which a step takes a millisecond."""
 
 
-def composed(*overrides: str) -> dict[str, Any]:
+def compose_config(*overrides: str) -> dict[str, Any]:
     """The resolved config of a command line, as the command composes it."""
     return copy.deepcopy(_composed(overrides))
 
@@ -32,18 +32,18 @@ def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
     return Composer().run([quoted(text, sweep=False) for text in ("name=test", *overrides)]).config
 
 
-def built(*overrides: str) -> Run:
+def build_composed_run(*overrides: str) -> Run:
     """The run that the command builds from these overrides."""
-    return build_run(composed(*overrides))
+    return build_run(compose_config(*overrides))
 
 
-def prepared(run: Run) -> Session:
+def prepare_session(run: Run) -> Session:
     """The session of a run in this process: that of rank 0, even if its mode would start other processes."""
     with run.parallel.launcher(run.device).connect() as process:
         return run.prepare(process)
 
 
-class Trained(NamedTuple):
+class TrainedRun(NamedTuple):
     """A run that was trained, with its run directory and its result."""
 
     run: Run
@@ -56,7 +56,7 @@ def train_in(
     run: Run,
     change: Callable[[Session], Any] = lambda session: None,
     train_rank: Callable[[dict[str, Any], Path, Process], Result] = train_rank,
-) -> Trained:
+) -> TrainedRun:
     """Train `run` in this process or in the processes of its mode, as the command does.
 
     Args:
@@ -69,12 +69,12 @@ def train_in(
         session = run.prepare(process)
         change(session)
         here, there = partial(train, session, directory), partial(train_rank, run.config, directory)
-        return Trained(run, directory, launcher.launch(here, there, session.context, directory))
+        return TrainedRun(run, directory, launcher.launch(here, there, session.context, directory))
 
 
-def option_node(group: str, option: str) -> dict[str, Any]:
+def option_content(group: str, option: str) -> dict[str, Any]:
     """The content of an option file, merged with what it inherits from the files in its defaults list."""
     content = yaml.safe_load((CONF / group / f"{option}.yaml").read_text(encoding="utf-8"))
     defaults = [name for name in content.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
     inherited = [name for name in defaults if "@" not in name]  # "@" puts a file elsewhere in the config
-    return {key: value for name in inherited for key, value in option_node(group, name).items()} | content
+    return {key: value for name in inherited for key, value in option_content(group, name).items()} | content

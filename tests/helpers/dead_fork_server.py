@@ -11,17 +11,17 @@ import time
 from multiprocessing import forkserver
 from pathlib import Path
 
-from helpers.command_server import fork_server_forked
-from helpers.supervisor_work import LONG, WELL, does, hang
+from helpers.command_server import fork_server_from_fork
+from helpers.supervisor_functions import RETURN_ONE, SLEEP_SECONDS, report_result_of, sleep_until_killed
 from runner.parallel.launch.supervisor import RankError, Supervisor
 from runner.system.forkserver import start_server
 from runner.system.signals import StopRequest
 
 
 def main() -> None:
-    with fork_server_forked():
+    with fork_server_from_fork():
         start_server("runner.parallel.launch.supervisor")
-    with Supervisor(does, [(hang,)] * 2, LONG) as ranks:
+    with Supervisor(report_result_of, [(sleep_until_killed,)] * 2, SLEEP_SECONDS) as ranks:
         pids = [process.pid for process in ranks.processes]
         os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
         try:
@@ -30,9 +30,9 @@ def main() -> None:
             print(error)
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.01)
-    with fork_server_forked():
+    with fork_server_from_fork():
         start_server("runner.parallel.launch.supervisor")
-    with Supervisor(does, [(WELL,)] * 2, LONG) as ranks:
+    with Supervisor(report_result_of, [(RETURN_ONE,)] * 2, SLEEP_SECONDS) as ranks:
         print(ranks.wait(StopRequest()))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import runner.storage.checkpoint
 
 
-class Late:
+class DeferredFuture:
     """A future that calls its function when `result` is called."""
 
     def __init__(self, function: Callable[[], None]):
@@ -21,12 +21,12 @@ class Late:
         self.function()
 
 
-def write_late(_: Any = None) -> None:
-    """Delay the checkpoints of this process until `write_normally` is called."""
-    setattr(runner.storage.checkpoint, _IN_THREAD, Late)
+def delay_checkpoint_writes(_: Any = None) -> None:
+    """Delay the checkpoints of this process until `restore_checkpoint_writes` is called."""
+    setattr(runner.storage.checkpoint, _IN_THREAD, DeferredFuture)
 
 
-def write_normally(_: Any = None) -> None:
+def restore_checkpoint_writes(_: Any = None) -> None:
     setattr(runner.storage.checkpoint, _IN_THREAD, _original)
 
 

@@ -25,22 +25,22 @@ class DiskFault:
     Args:
         call: `open`, `write`, `fsync`, `rename` or `mkdir`.
         file: pattern that the end of its path matches; for `rename`, of the new path.
-        number: the errno of the error.
-        count: number of the first such call that fails, from 1.
-        once: whether later calls succeed.
+        errno_code: the errno of the error.
+        first_failing_call: number of the first such call that fails, from 1.
+        fails_once: whether later calls succeed.
     """
 
     call: str
     file: str
-    number: int
-    count: int = 1
-    once: bool = False
+    errno_code: int
+    first_failing_call: int = 1
+    fails_once: bool = False
 
     def __str__(self) -> str:
-        return f"{errno.errorcode[self.number]} at {self.call} {self.count} of {self.file}"
+        return f"{errno.errorcode[self.errno_code]} at {self.call} {self.first_failing_call} of {self.file}"
 
 
-class _File:
+class _FailingFile:
     """A wrapper of a file that calls `fail`, which may raise an error, before each write."""
 
     def __init__(self, file: Any, fail: Callable[[], None]):
@@ -53,7 +53,7 @@ class _File:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
-    def __enter__(self) -> _File:
+    def __enter__(self) -> _FailingFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -63,7 +63,7 @@ class _File:
         return iter(self._file)
 
 
-class _Faulty:
+class _FaultyCalls:
     def __init__(self, fault: DiskFault):
         self.fault, self.calls = fault, 0
 
@@ -77,8 +77,10 @@ class _Faulty:
 
     def fail(self, path: object) -> None:
         self.calls += 1
-        if self.calls == self.fault.count or (self.calls > self.fault.count and not self.fault.once):
-            raise OSError(self.fault.number, os.strerror(self.fault.number), str(path))
+        if self.calls == self.fault.first_failing_call or (
+            self.calls > self.fault.first_failing_call and not self.fault.fails_once
+        ):
+            raise OSError(self.fault.errno_code, os.strerror(self.fault.errno_code), str(path))
 
     def open(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def opened(path: Any, mode: Any = "r", *rest: Any, **options: Any) -> Any:
@@ -89,7 +91,7 @@ class _Faulty:
                 self.fail(path)
             file = original(path, mode, *rest, **options)
             is_file = self.fault.call == "write" and not isinstance(file, int)
-            return _File(file, lambda: self.fail(path)) if is_file else file
+            return _FailingFile(file, lambda: self.fail(path)) if is_file else file
 
         return opened
 
@@ -133,9 +135,9 @@ class _Faulty:
 
 
 @contextmanager
-def failing(fault: DiskFault) -> Iterator[Callable[[], bool]]:
+def inject_disk_fault(fault: DiskFault) -> Iterator[Callable[[], bool]]:
     """A context in which the calls of `fault` fail; yields a function that returns whether one has failed."""
-    faulty = _Faulty(fault)
+    faulty = _FaultyCalls(fault)
     patches = [
         (io, "open", faulty.open),
         (builtins, "open", faulty.open),
@@ -148,4 +150,4 @@ def failing(fault: DiskFault) -> Iterator[Callable[[], bool]]:
     with ExitStack() as stack:
         for owner, name, wrapped in patches:
             stack.enter_context(mock.patch.object(owner, name, wrapped(getattr(owner, name))))
-        yield lambda: faulty.calls >= fault.count
+        yield lambda: faulty.calls >= fault.first_failing_call

@@ -23,7 +23,7 @@ from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.training import prepare, train_step
 
 
-class Probed(NamedTuple):
+class CommandOutcome(NamedTuple):
     """What a command did.
 
     Args:
@@ -32,7 +32,7 @@ class Probed(NamedTuple):
         directory: the run directory in which it would train; None if it refused the config.
         checkpoint: the checkpoint from which it would resume; None if there is none.
         result: the result of the run, if it is already done.
-        state: the state from which it would resume; only with `deep`.
+        state: the state from which it would resume; only with `train_one_step`.
     """
 
     code: int
@@ -43,11 +43,11 @@ class Probed(NamedTuple):
     state: State | None
 
 
-def probe(*arguments: str, cwd: Path, deep: bool = False) -> Probed:
+def run_up_to_training(*arguments: str, cwd: Path, train_one_step: bool = False) -> CommandOutcome:
     """Run the command with `arguments` in `cwd`, without training.
 
     Args:
-        deep: also build the model, load the state into it, and train one step.
+        train_one_step: also build the model, load the state into it, and train one step.
     """
     seen: dict[str, Any] = {}
 
@@ -56,7 +56,7 @@ def probe(*arguments: str, cwd: Path, deep: bool = False) -> Probed:
         return seen["result"]
 
     def instead(session: Session, _: object, directory: Path) -> Result:
-        if deep:
+        if train_one_step:
             seen["state"] = state = prepare(session, directory)
             if state.step < session.num_steps:
                 batches = session.run.workload.batches(state.model, session.plan, state.step, session.device)
@@ -66,22 +66,27 @@ def probe(*arguments: str, cwd: Path, deep: bool = False) -> Probed:
         return Result("stopped")
 
     with mock.patch("runner.cli.run_job.finished", looked_up):
-        code, console = in_process(list(arguments), cwd, instead)
+        code, console = run_in_this_process(list(arguments), cwd, instead)
     found = (seen.get(key) for key in ("directory", "checkpoint", "result", "state"))
-    return Probed(code, console, *found)
+    return CommandOutcome(code, console, *found)
 
 
-def in_process(arguments: list[str], cwd: Path, trained: Callable[..., Result] = trained) -> tuple[int, str]:
+def run_in_this_process(arguments: list[str], cwd: Path, trained: Callable[..., Result] = trained) -> tuple[int, str]:
     """Run the command in this process, training with `trained`; return its exit code and what it printed."""
     console = io.StringIO()
-    with unchanged(), contextlib.chdir(cwd), contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
+    with (
+        globals_restored(),
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(console),
+        contextlib.redirect_stderr(console),
+    ):
         with mock.patch("runner.cli.run_job.trained", trained), mock.patch.object(sys, "argv", ["runner"]):
             code = run_command(arguments)
     return code, console.getvalue()
 
 
 @contextlib.contextmanager
-def unchanged() -> Iterator[None]:
+def globals_restored() -> Iterator[None]:
     """A context that restores logging and Hydra's global objects at its end."""
     root, config = logging.getLogger(), HydraConfig.instance().cfg
     handlers, level = list(root.handlers), root.level

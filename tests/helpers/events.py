@@ -17,16 +17,16 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment
 from runner.tracking.event_records import crc32c
 
 
-def events(directory: Path) -> EventAccumulator:
+def load_events(directory: Path) -> EventAccumulator:
     """All events of a run directory."""
     sizes = dict.fromkeys(("scalars", "images", "tensors"), 0)
     with mock.patch.object(pywrap_tensorflow, "crc32c", crc32c):  # the original takes 10 ms for the images of a run
         return EventAccumulator(str(directory), size_guidance=sizes).Reload()
 
 
-def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
+def scalar_curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """The points (step, value) of every scalar in a run directory, by tag."""
-    read = events(directory)
+    read = load_events(directory)
     return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
 
 

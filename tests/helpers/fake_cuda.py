@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 
 CUDA = torch.device("cuda")
-PEER = torch.device("cuda", 1)
+SECOND_CUDA = torch.device("cuda", 1)
 
 
 class FakeCuda:
     """The part of `torch.cuda` that copy streams use; `calls` records what was called.
 
-    Each device has a compute stream: `compute` is that of `CUDA`, and `compute on cuda:1` is that of `PEER`.
+    Each device has a compute stream: `compute` is that of `CUDA`, and `compute on cuda:1` is that of `SECOND_CUDA`.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class FakeTensor:
         return FakeTensor(self.cuda, f"{self.name} on the device")
 
     def record_stream(self, stream: FakeStream) -> None:
-        self.cuda.calls.append(("belongs", stream.name, self.name))
+        self.cuda.calls.append(("record_stream", stream.name, self.name))
 
 
 def _suffix(device: torch.device) -> str:

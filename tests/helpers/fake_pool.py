@@ -15,8 +15,8 @@ class FakePool(Pool):
         slots: number of jobs that can run at once.
 
     Attributes:
-        alive: the jobs of an earlier command that are still running.
-        unreachable: jobs that cannot be stopped, and do not end.
+        surviving_jobs: the jobs of an earlier command that are still running.
+        unstoppable_jobs: jobs that cannot be stopped, and do not end.
     """
 
     def __init__(self, codes: dict[int, list[int | None]], slots: int = 2):
@@ -24,8 +24,8 @@ class FakePool(Pool):
         self.running: list[int] = []
         self.started: list[int] = []
         self.stopped: set[int] = set()
-        self.alive: set[int] = set()
-        self.unreachable: set[int] = set()
+        self.surviving_jobs: set[int] = set()
+        self.unstoppable_jobs: set[int] = set()
         self.on_wait: Callable[[], None] = lambda: None
 
     def submit(self, job: Job) -> Started | None:
@@ -40,7 +40,7 @@ class FakePool(Pool):
 
     def wait(self, seconds: float) -> list[Ended]:
         self.on_wait()
-        ending = [number for number in self.running if number not in self.unreachable]
+        ending = [number for number in self.running if number not in self.unstoppable_jobs]
         if not ending:
             return []
         number = ending[0]
@@ -48,13 +48,13 @@ class FakePool(Pool):
         return [Ended(number, 75 if number in self.stopped else (self.codes.get(number) or [0]).pop(0))]
 
     def adopt(self, job: Job, started: Started) -> bool:
-        if job.number in self.alive:
+        if job.number in self.surviving_jobs:
             self.running.append(job.number)
-        return job.number in self.alive
+        return job.number in self.surviving_jobs
 
     def stop(self, numbers: list[int]) -> list[int]:
-        self.stopped |= set(numbers) - self.unreachable
-        self.running = [number for number in self.running if number not in self.unreachable]
-        return sorted(self.unreachable & set(numbers))
+        self.stopped |= set(numbers) - self.unstoppable_jobs
+        self.running = [number for number in self.running if number not in self.unstoppable_jobs]
+        return sorted(self.unstoppable_jobs & set(numbers))
 
     def kill(self) -> None: ...

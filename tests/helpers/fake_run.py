@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-SEEN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+REPORTED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, save)
     child = subprocess.Popen(["sleep", "600"]) if "with_child" in words else None
-    seen = {name: os.environ.get(name) for name in SEEN} | {"cwd": os.getcwd(), "resumed": is_resumed}
+    seen = {name: os.environ.get(name) for name in REPORTED_VARIABLES} | {"cwd": os.getcwd(), "resumed": is_resumed}
     processes = {"pid": os.getpid(), "parent": os.getppid(), "child": child and child.pid}
     print(json.dumps(seen | processes), flush=True)
     while "until" in words and not is_resumed and not Path(words["until"]).exists():

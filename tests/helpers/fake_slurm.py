@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 PROGRAMS = ("sbatch", "srun", "squeue", "sacct", "scancel", "scontrol")
-LIVE = ("PENDING", "RUNNING")
+ACTIVE_STATES = ("PENDING", "RUNNING")
 KILL_WAIT = 0.5
 """Seconds between SIGTERM and SIGKILL when a job is canceled; 30 in SLURM."""
 
 
 @contextmanager
-def state(directory: Path) -> Iterator[dict[str, Any]]:
+def locked_state(directory: Path) -> Iterator[dict[str, Any]]:
     """A context that locks the state of the cluster, yields it, and saves changes."""
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -64,22 +64,22 @@ class FakeSlurm:
     @property
     def jobs(self) -> dict[str, dict[str, Any]]:
         """All jobs that were ever submitted, by id."""
-        with state(self.directory) as known:
+        with locked_state(self.directory) as known:
             return known["jobs"]
 
     def calls(self, program: str) -> list[list[str]]:
         """The arguments of each call of a program."""
-        with state(self.directory) as known:
+        with locked_state(self.directory) as known:
             return [words for name, *words in known["calls"] if name == program]
 
     def fail(self, program: str, times: int, out: str = "", err: str = "", code: int = 1) -> None:
         """Make the next `times` calls of a program only print `out` and `err`, and exit with `code`."""
-        with state(self.directory) as known:
+        with locked_state(self.directory) as known:
             known["faults"][program] = [times, out, err, code]
 
     def hold(self, held: bool = True) -> None:
         """Keep pending jobs from starting, or let them start again."""
-        with state(self.directory) as known:
+        with locked_state(self.directory) as known:
             known["held"] = held
 
     def signal(self, job: str, *numbers: signal.Signals) -> None:
@@ -89,7 +89,7 @@ class FakeSlurm:
 
     def end(self, job: str, final: str) -> None:
         """Kill the processes of a job that SLURM tracks, so that the job ends in the state `final`."""
-        with state(self.directory) as known:
+        with locked_state(self.directory) as known:
             known["jobs"][job]["final"] = final
             batch = known["jobs"][job]["batch"]
         os.killpg(batch, signal.SIGKILL)
@@ -111,7 +111,7 @@ def sbatch(directory: Path, words: list[str]) -> None:
     lines = [shlex.split(line[len("#SBATCH ") :])[0] for line in script.splitlines() if line.startswith("#SBATCH ")]
     options = {flag[2:]: value for flag, _, value in (line.partition("=") for line in lines)}
     array = re.fullmatch(r"0-(\d+)%(\d+)", options.get("array", ""))
-    with state(directory) as known:
+    with locked_state(directory) as known:
         known["last"] += 1
         main = str(known["last"])
         indices = range(int(array[1]) + 1) if array else [None]
@@ -127,7 +127,7 @@ def sbatch(directory: Path, words: list[str]) -> None:
         start = [sys.executable, "-S", "-m", "helpers.fake_slurm", "slurmd", job]
         nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         process = subprocess.Popen(start, start_new_session=True, **nowhere)
-        with state(directory) as known:
+        with locked_state(directory) as known:
             known["jobs"][job]["slurmd"] = process.pid
     print(f"Submitted batch job {main}")
 
@@ -137,7 +137,7 @@ def slurmd(directory: Path, words: list[str]) -> None:
     name = words[0]
     while may_start(directory, name):
         code = run_script(directory, name)
-        with state(directory) as known:
+        with locked_state(directory) as known:
             job = known["jobs"][name]
             if job.pop("requeue", False):
                 job["state"] = "PENDING"
@@ -150,7 +150,7 @@ def slurmd(directory: Path, words: list[str]) -> None:
 def may_start(directory: Path, name: str) -> bool:
     """Wait until a job may run, and return True; return False if it was canceled."""
     while True:
-        with state(directory) as known:
+        with locked_state(directory) as known:
             job = known["jobs"][name]
             if job["state"] != "PENDING":
                 return False
@@ -166,7 +166,7 @@ def may_start(directory: Path, name: str) -> bool:
 
 def run_script(directory: Path, name: str) -> int:
     """Run the script of a job to its end, and return its exit code."""
-    with state(directory) as known:
+    with locked_state(directory) as known:
         job = known["jobs"][name]
     script = directory / f"{name}.sh"
     script.write_text(job["script"])
@@ -181,11 +181,11 @@ def run_script(directory: Path, name: str) -> int:
         batch = subprocess.Popen(
             ["/bin/bash", script], env=job["env"] | more, stdout=out, stderr=out, start_new_session=True
         )
-        with state(directory) as known:
+        with locked_state(directory) as known:
             known["jobs"][name]["batch"] = batch.pid
         asked = None
         while batch.poll() is None:
-            with state(directory) as known:
+            with locked_state(directory) as known:
                 job = known["jobs"][name]
                 if asked is None and (job.get("cancelled") or job.get("requeue")):
                     asked = time.monotonic()
@@ -209,7 +209,7 @@ def srun(directory: Path, words: list[str]) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    with state(directory) as known:
+    with locked_state(directory) as known:
         known["jobs"][name]["step"] = os.getpid()
     program = words[0]
     os.execv(program, words)
@@ -217,16 +217,16 @@ def srun(directory: Path, words: list[str]) -> None:
 
 def squeue(directory: Path, words: list[str]) -> None:
     [form] = [word.partition("=")[2] for word in words if word.startswith("--format=")]
-    with state(directory) as known:
+    with locked_state(directory) as known:
         for name, job in known["jobs"].items():
-            if job["state"] in LIVE:
+            if job["state"] in ACTIVE_STATES:
                 print(form.replace("%i", name).replace("%j", job["options"]["job-name"]))
 
 
 def sacct(directory: Path, words: list[str]) -> None:
     [wanted] = [word.partition("=")[2].split(",") for word in words if word.startswith("--jobs=")]
     print("JobID|State")
-    with state(directory) as known:
+    with locked_state(directory) as known:
         for name, job in known["jobs"].items():
             if job["main"] in wanted:
                 print(f"{name}|{job['state']}\n{name}.batch|{job['state']}")
@@ -236,7 +236,7 @@ def scancel(directory: Path, words: list[str]) -> None:
     flags = {flag: value for flag, _, value in (word[2:].partition("=") for word in words if word.startswith("--"))}
     names = [word for word in words if not word.startswith("--")]
     code = 0
-    with state(directory) as known:
+    with locked_state(directory) as known:
         if "name" in flags:
             names = [name for name, job in known["jobs"].items() if job["options"]["job-name"] == flags["name"]]
         for name in names:
@@ -259,7 +259,7 @@ def scancel(directory: Path, words: list[str]) -> None:
 def scontrol(directory: Path, words: list[str]) -> None:
     action, name = words
     assert action == "requeue", words
-    with state(directory) as known:
+    with locked_state(directory) as known:
         known["jobs"][name]["requeue"] = True
 
 
@@ -267,7 +267,7 @@ def main() -> None:
     program, *words = sys.argv[1:]
     directory = Path(os.environ["FAKE_SLURM"])
     if program in PROGRAMS:
-        with state(directory) as known:
+        with locked_state(directory) as known:
             known["calls"].append([program, *words])
             times, out, err, code = known["faults"].get(program, [0, "", "", 0])
             if times:

@@ -1,12 +1,12 @@
 """Checks that must pass after any fault; all scenarios in tests/faults use them.
 
-assert_same_trace(run, reference)          equal weights, optimizer and random state, curves, images, result: bitwise
-assert_one_value_a_step(run)               each curve has one value per logged step, in order
-assert_each_sample_once(cwd, mode, ...)    each epoch reads each sample once; at most `limit` steps are redone
-assert_whole_checkpoint(run, saved)        the newest checkpoint is valid, and not older than the last one saved
-assert_no_scraps(run)                      no temporary or damaged file is left in the run directory
-Leftovers(cwd)                             no process, port, shared memory or temporary file is left outside of it
-assert_ended(code, console, wanted, says)  the expected exit code and console output, without a traceback
+assert_same_trace(run, reference)               equal weights, optimizer, random state, curves, images, result: bitwise
+assert_one_value_per_step(run)                  each curve has one value per logged step, in order
+assert_each_sample_once(cwd, mode, ...)         each epoch reads each sample once; at most `limit` steps are redone
+assert_newest_checkpoint_valid(run, saved)      the newest checkpoint is valid, and not older than the last one saved
+assert_no_temporary_files(run)                  no temporary or damaged file is left in the run directory
+ExternalResources(cwd)                          no process, port, shared memory or temporary file is left outside of it
+assert_exit(code, console, expected_code, ...)  the expected exit code and console output, without a traceback
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from helpers.command import processes_in, until
-from helpers.events import curves
-from helpers.runs import assert_same, held_in, listening, newest_checkpoint, outcome
+from helpers.command import processes_in, wait_until
+from helpers.events import scalar_curves
+from helpers.runs import assert_bitwise_equal, held_resources, listening_inodes, newest_checkpoint, run_outcome
 from runner.storage.checkpoint import load
 
-RESULTS = ("status", "steps", "metrics", "best")
+COMPUTED_RESULT_KEYS = ("status", "steps", "metrics", "best")
 """The entries of `result.json` that a run computes; the others are times, memory, and how it was started."""
 
-MEASURED = "pipeline/"
+MEASURED_TAG_PREFIX = "pipeline/"
 """Prefix of tags of measured times, in addition to `time/` and `memory/`."""
 
 
@@ -36,25 +36,25 @@ MEASURED = "pipeline/"
 # Results
 
 
-def trace(run: Path) -> dict[str, Any]:
+def run_results(run: Path) -> dict[str, Any]:
     """All computed results that the run directory `run` contains, without times and memory."""
     result = json.loads((run / "result.json").read_text())
     newest = newest_checkpoint(run)
     ranks = {path.name: torch.load(path, weights_only=True) for path in sorted(newest.glob("rank_*.pt"))}
-    computed = outcome(run)
+    computed = run_outcome(run)
     for kind in ("curves", "images"):
-        computed[kind] = {tag: of for tag, of in computed[kind].items() if not tag.startswith(MEASURED)}
-    return computed | {"ranks": ranks, "result": {key: result[key] for key in RESULTS}}
+        computed[kind] = {tag: of for tag, of in computed[kind].items() if not tag.startswith(MEASURED_TAG_PREFIX)}
+    return computed | {"ranks": ranks, "result": {key: result[key] for key in COMPUTED_RESULT_KEYS}}
 
 
 def assert_same_trace(run: Path, reference: dict[str, Any]) -> None:
-    """Fail unless `trace(run)` equals `reference`, the trace of a run without faults."""
-    assert_same(trace(run), reference)
+    """Fail unless `run_results(run)` equals `reference`, the results of a run without faults."""
+    assert_bitwise_equal(run_results(run), reference)
 
 
-def assert_one_value_a_step(run: Path) -> None:
+def assert_one_value_per_step(run: Path) -> None:
     """Fail unless each curve, as TensorBoard shows it, has one value for each step at which it was logged."""
-    for tag, points in curves(run).items():
+    for tag, points in scalar_curves(run).items():
         steps = [step for step, _ in points]
         assert steps == sorted(set(steps)), (tag, steps)
 
@@ -63,25 +63,25 @@ def assert_one_value_a_step(run: Path) -> None:
 # Training samples
 
 
-class Seen(NamedTuple):
+class RecordedStep(NamedTuple):
     """A training step of one process, with the samples that it read (see `fault_points`)."""
 
     process: str
     pid: int
     step: int
-    own: int
+    own_step: int
     samples: list[str]
 
 
-def read_seen(cwd: Path) -> list[Seen]:
+def read_recorded_steps(cwd: Path) -> list[RecordedStep]:
     """All training steps of the commands in `cwd`, in the order in which they were executed."""
     steps = []
     for line in (cwd / "seen.txt").read_text().splitlines():
         if not line.startswith("saved "):
             found = re.fullmatch(r"(\S+(?: \d+)?) (\d+) (\d+) (\d+) (\S+)", line)
             assert found, line
-            name, pid, step, own, samples = found.groups()
-            steps.append(Seen(name, int(pid), int(step), int(own), samples.split(",")))
+            name, pid, step, own_step, samples = found.groups()
+            steps.append(RecordedStep(name, int(pid), int(step), int(own_step), samples.split(",")))
     return steps
 
 
@@ -100,11 +100,13 @@ def assert_each_sample_once(cwd: Path, mode: str, num_samples: int, limit: int) 
         num_samples: number of samples in an epoch.
         limit: the largest number of steps that may be redone after a fault: those between two checkpoints.
     """
-    seen = read_seen(cwd)
+    seen = read_recorded_steps(cwd)
     streams: dict[str, dict[int, list[str]]] = {}
     for each in seen:
         own = streams.setdefault(each.process, {})
-        assert own.setdefault(each.own, each.samples) == each.samples, f"step {each.own} was redone with other samples"
+        assert own.setdefault(each.own_step, each.samples) == each.samples, (
+            f"step {each.own_step} was redone with other samples"
+        )
     for process, own in _divided(streams, mode).items():
         assert sorted(own) == list(range(1, len(own) + 1)), f"steps of {process}: {sorted(own)}"
         stream = [sample for step in sorted(own) for sample in own[step]]
@@ -129,7 +131,7 @@ def _divided(streams: dict[str, dict[int, list[str]]], mode: str) -> dict[str, d
     return streams
 
 
-def steps_redone(seen: Iterable[Seen]) -> int:
+def steps_redone(seen: Iterable[RecordedStep]) -> int:
     """The largest number of steps that a process repeated after a resume."""
     most, last, pid = 0, 0, 0
     for each in seen:
@@ -143,7 +145,7 @@ def steps_redone(seen: Iterable[Seen]) -> int:
 # Files in the run directory
 
 
-def assert_whole_checkpoint(run: Path, saved: int = 0) -> int:
+def assert_newest_checkpoint_valid(run: Path, saved: int = 0) -> int:
     """Fail unless the newest checkpoint is complete and valid; return its step, or 0 if there is none.
 
     Args:
@@ -159,11 +161,15 @@ def assert_whole_checkpoint(run: Path, saved: int = 0) -> int:
     return loaded.step
 
 
-def whole_checkpoint_now(run: Path) -> bool:
-    """Like `assert_whole_checkpoint`, during a run; return False if there is no checkpoint or it was just replaced."""
+def newest_checkpoint_is_valid(run: Path) -> bool:
+    """Like `assert_newest_checkpoint_valid`, during a run.
+
+    Returns:
+        False if there is no checkpoint, or it was just replaced.
+    """
     before = set(run.glob("checkpoints/step_????????"))
     try:
-        assert_whole_checkpoint(run)
+        assert_newest_checkpoint_valid(run)
     except Exception:
         if before == set(run.glob("checkpoints/step_????????")):
             raise
@@ -171,12 +177,12 @@ def whole_checkpoint_now(run: Path) -> bool:
     return bool(before)
 
 
-SCRAPS = ("**/*.part", "**/.*.part", "checkpoints/tmp.*", "checkpoints/*.pruned*", "checkpoints/*.corrupt*")
+TEMPORARY_PATTERNS = ("**/*.part", "**/.*.part", "checkpoints/tmp.*", "checkpoints/*.pruned*", "checkpoints/*.corrupt*")
 
 
-def assert_no_scraps(run: Path) -> None:
+def assert_no_temporary_files(run: Path) -> None:
     """Fail if a temporary or a damaged file is left in the directory of a finished run."""
-    found = [path.name for pattern in SCRAPS for path in run.glob(pattern)]
+    found = [path.name for pattern in TEMPORARY_PATTERNS for path in run.glob(pattern)]
     assert not found, found
 
 
@@ -184,7 +190,7 @@ def assert_no_scraps(run: Path) -> None:
 # Resources outside of the run directory
 
 
-class Leftovers:
+class ExternalResources:
     """Resources outside of `cwd` that its commands hold. Create this before they start; call `sample` while they run.
 
     Args:
@@ -200,17 +206,17 @@ class Leftovers:
 
     def sample(self) -> None:
         """Record what the commands hold now."""
-        sockets, shared = held_in(self.cwd)
+        sockets, shared = held_resources(self.cwd)
         self.sockets |= sockets
         self.shared |= shared
         self.pids |= set(processes_in(self.cwd))
 
-    def assert_none(self) -> None:
+    def assert_released(self) -> None:
         """Fail unless everything is released soon; the kernel closes a socket shortly after its process has ended."""
-        until(lambda: not processes_in(self.cwd), what="a process is left behind")
-        until(lambda: not self.sockets & listening(), what="a port is left open")
+        wait_until(lambda: not processes_in(self.cwd), what="a process is left behind")
+        wait_until(lambda: not self.sockets & listening_inodes(), what="a port is left open")
         try:
-            until(lambda: not self._files())
+            wait_until(lambda: not self._files())
         except AssertionError:
             raise AssertionError(f"left in shared memory or among the temporary files: {self._files()}") from None
 
@@ -232,13 +238,15 @@ class Leftovers:
 # Exit code and console output
 
 
-def assert_ended(code: int | None, console: str, wanted: int, says: str = "", traceback: bool = False) -> None:
-    """Fail unless a command ended with the exit code `wanted`, printed `says`, and printed no traceback.
+def assert_exit(
+    code: int | None, console: str, expected_code: int, console_pattern: str = "", traceback: bool = False
+) -> None:
+    """Fail unless a command ended with `expected_code`, printed `console_pattern`, and printed no traceback.
 
     Args:
-        says: a regular expression that is searched in the console output.
+        console_pattern: a regular expression that is searched in the console output.
         traceback: whether the output may contain the traceback of an unexpected error.
     """
-    assert code == wanted, f"exit code {code} instead of {wanted}:\n{console}"
-    assert re.search(says, console, re.MULTILINE), f"it does not say {says!r}:\n{console}"
+    assert code == expected_code, f"exit code {code} instead of {expected_code}:\n{console}"
+    assert re.search(console_pattern, console, re.MULTILINE), f"it does not say {console_pattern!r}:\n{console}"
     assert traceback or "Traceback" not in console, console

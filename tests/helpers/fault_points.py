@@ -3,11 +3,12 @@
 `install` wraps the file operations of a run and the parts of its training loop. A process that reaches a point, such as
 `before fsync state.pt` or `after step`, uses these files in its working directory:
 
-- `fault.json`: {"at": a point, "process": `main` or `rank 1`, "count": at which visit, from 1, "do": see `act`};
+- `fault.json`: {"at": a point, "process": `main` or `rank 1`, "count": at which visit, from 1,
+  "do": see `trigger_fault`};
 - `trace.txt`: if it exists, a line is added for each point.
 
-A fault happens once; the file `fired` marks that it has happened. The samples of each step (see `read_seen`) and the
-steps whose checkpoints are committed are appended to `seen.txt`. The package does not know about any of this.
+A fault happens once; the file `fired` marks that it has happened. The samples of each step (see `read_recorded_steps`)
+and the steps whose checkpoints are committed are appended to `seen.txt`. The package does not know about any of this.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-INDEXED = 1000
-"""Until the training step, the training targets are `class + INDEXED * (1 + index of the sample)`."""
+INDEX_STRIDE = 1000
+"""Until the training step, the training targets are `class + INDEX_STRIDE * (1 + index of the sample)`."""
 
 
-class PlantedError(RuntimeError):
+class InjectedError(RuntimeError):
     """The error that a test plants in a process."""
 
 
@@ -40,7 +41,7 @@ class PlantedError(RuntimeError):
 _counts: dict[str, int] = {}
 
 
-def role() -> str:
+def process_role() -> str:
     """The role of this process in its run: `main` (the command), `rank 1`, or `worker`."""
     name = multiprocessing.current_process().name
     if name.startswith("rank "):
@@ -50,14 +51,18 @@ def role() -> str:
     return f"rank {os.environ['RANK']}" if "RANK" in os.environ else "main"
 
 
-def reach(point: str) -> None:
+def reach_point(point: str) -> None:
     """Record that this process has reached `point`, and trigger the fault if one is planted there."""
     if os.path.exists("trace.txt"):
-        _append("trace.txt", f"{role()}: {point}")
+        _append("trace.txt", f"{process_role()}: {point}")
     _counts[point] = _counts.get(point, 0) + 1
     plan = _plan()
-    if (plan.get("at"), plan.get("process"), plan.get("count")) == (point, role(), _counts[point]) and _first():
-        act(plan["do"])
+    if (plan.get("at"), plan.get("process"), plan.get("count")) == (
+        point,
+        process_role(),
+        _counts[point],
+    ) and _claim_fault():
+        trigger_fault(plan["do"])
 
 
 @functools.cache
@@ -66,7 +71,7 @@ def _plan() -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _first() -> bool:
+def _claim_fault() -> bool:
     try:
         os.close(os.open("fired", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -79,7 +84,7 @@ def _new_process() -> None:
     _plan.cache_clear()
 
 
-def act(what: str) -> None:
+def trigger_fault(what: str) -> None:
     """Trigger a fault in this process, or in all processes of its run.
 
     Args:
@@ -97,7 +102,7 @@ def act(what: str) -> None:
     elif what == "hang":
         time.sleep(3600)
     elif what == "raise":
-        raise PlantedError("planted by a test")
+        raise InjectedError("planted by a test")
     else:
         command = multiprocessing.parent_process()
         for number, name in enumerate(what.split()):
@@ -126,8 +131,8 @@ def install() -> None:
     from runner.tracking.event_file import EventFile
 
     os.register_at_fork(after_in_child=_new_process)
-    os.fsync = _wrapped(os.fsync, lambda file: f"fsync {_name(os.readlink(f'/proc/self/fd/{file}'))}")
-    os.replace = _wrapped(_noting_commits(os.replace), lambda _, target, **__: f"rename {_name(os.fspath(target))}")
+    os.fsync = _with_points(os.fsync, lambda file: f"fsync {_name(os.readlink(f'/proc/self/fd/{file}'))}")
+    os.replace = _with_points(_record_commits(os.replace), lambda _, target, **__: f"rename {_name(os.fspath(target))}")
     for owner, name, point in (
         (runner.training, "prepare", "preparation"),
         (runner.training, "loop", "training"),
@@ -136,29 +141,29 @@ def install() -> None:
         (runner.state.State, "save", "save"),
         (EventFile, "add", "event"),
     ):
-        setattr(owner, name, _wrapped(getattr(owner, name), lambda *_, point=point, **__: point))
-    runner.training.train_step = _noting_samples(runner.training.train_step)
+        setattr(owner, name, _with_points(getattr(owner, name), lambda *_, point=point, **__: point))
+    runner.training.train_step = _record_samples(runner.training.train_step)
     Digits.load = _with_indices(Digits.load)
-    TensorSamples.in_order = _reaching(TensorSamples.in_order, "in evaluation")
+    TensorSamples.in_order = _with_point_per_item(TensorSamples.in_order, "in evaluation")
 
 
-def _wrapped(function: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
+def _with_points(function: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*arguments: Any, **options: Any) -> Any:
         point = name(*arguments, **options)
-        reach(f"before {point}")
+        reach_point(f"before {point}")
         result = function(*arguments, **options)
-        reach(f"after {point}")
+        reach_point(f"after {point}")
         return result
 
     return wrapper
 
 
-def _reaching(generate: Callable[..., Iterator[Any]], point: str) -> Callable[..., Iterator[Any]]:
+def _with_point_per_item(generate: Callable[..., Iterator[Any]], point: str) -> Callable[..., Iterator[Any]]:
     @functools.wraps(generate)
     def wrapper(*arguments: Any, **options: Any) -> Iterator[Any]:
         for item in generate(*arguments, **options):
-            reach(point)
+            reach_point(point)
             yield item
 
     return wrapper
@@ -172,7 +177,7 @@ def _name(path: str) -> str:
     return "run" if re.match(r"\d{4}-\d\d-\d\d_", name) else re.sub(r"\d{4,}", "N", name)
 
 
-def _noting_commits(replace: Callable[..., None]) -> Callable[..., None]:
+def _record_commits(replace: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(replace)
     def renamed(source: Any, target: Any, **options: Any) -> None:
         replace(source, target, **options)
@@ -182,20 +187,20 @@ def _noting_commits(replace: Callable[..., None]) -> Callable[..., None]:
     return renamed
 
 
-def _noting_samples(train_step: Callable[..., Any]) -> Callable[..., Any]:
+def _record_samples(train_step: Callable[..., Any]) -> Callable[..., Any]:
     def noted(state: Any, batches: Any, step: Any, log_due: bool) -> Any:
-        reach("before step")
+        reach_point("before step")
         samples: list[str] = []
-        result = train_step(state, _identified(batches, samples), step, log_due)
+        result = train_step(state, _with_sample_ids(batches, samples), step, log_due)
         if samples:
-            _append("seen.txt", f"{role()} {os.getpid()} {step.number} {step.own} {','.join(samples)}")
-        reach("after step")
+            _append("seen.txt", f"{process_role()} {os.getpid()} {step.number} {step.own} {','.join(samples)}")
+        reach_point("after step")
         return result
 
     return noted
 
 
-def _identified(batches: Iterator[Any], samples: list[str]) -> Iterator[Any]:
+def _with_sample_ids(batches: Iterator[Any], samples: list[str]) -> Iterator[Any]:
     """Yield the batches as the training step expects them, and append an identifier of each sample to `samples`.
 
     The identifier is the index of the sample or, if its target has none, a hash of its pixels (without augmentation).
@@ -204,9 +209,9 @@ def _identified(batches: Iterator[Any], samples: list[str]) -> Iterator[Any]:
         targets = getattr(batch, "targets", None)
         if targets is None:
             yield batch
-        elif int(targets.max()) >= INDEXED or int(targets.min()) >= INDEXED:
-            samples += [str(int(target) // INDEXED - 1) for target in targets]
-            yield batch._replace(targets=targets % INDEXED)
+        elif int(targets.max()) >= INDEX_STRIDE or int(targets.min()) >= INDEX_STRIDE:
+            samples += [str(int(target) // INDEX_STRIDE - 1) for target in targets]
+            yield batch._replace(targets=targets % INDEX_STRIDE)
         else:
             samples += [hashlib.sha1(image.contiguous().numpy().tobytes()).hexdigest()[:12] for image in batch.inputs]
             yield batch
@@ -217,14 +222,14 @@ def _with_indices(load: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         train, held_out = load(data)
-        train.targets = train.targets + INDEXED * (torch.arange(len(train)) + 1)
+        train.targets = train.targets + INDEX_STRIDE * (torch.arange(len(train)) + 1)
         return train, held_out
 
     return loaded
 
 
 @contextmanager
-def planted(cwd: Path, plan: dict[str, Any]) -> Iterator[None]:
+def plant_fault(cwd: Path, plan: dict[str, Any]) -> Iterator[None]:
     """A context in which a fault is planted for the commands in `cwd`."""
     (cwd / "fired").unlink(missing_ok=True)
     (cwd / "fault.json").write_text(json.dumps(plan))

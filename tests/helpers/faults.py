@@ -3,13 +3,14 @@
 A scenario is data: the name of a run in `RUNS`, and a sequence of `Fault`s. Each fault interrupts one session of the
 run, which is then resumed; after the last fault, it is resumed to its end:
 
-    trial = Trial(tmp_path, "ddp", reference("ddp"), tally, "killed at a named point")
-    for fault in [Fault("kill all", at="before fsync manifest.json", process="rank 0", count=2), ...]:
-        trial.strike(fault)
+    trial = FaultTrial(tmp_path, "ddp", reference("ddp"), count_fault, "killed at a named point")
+    for fault in [Fault("kill all", at_point="before fsync manifest.json", process="rank 0", visit_number=2), ...]:
+        trial.run_with_fault(fault)
     trial.finish()
 
-`strike` and `finish` check the run with the functions of `oracle`. The fixtures `reference` (the run of that name
-without faults) and `tally` (counts faults for the summary table) are defined in tests/faults/conftest.py.
+`run_with_fault` and `finish` check the run with the functions of `fault_checks`. The fixtures `reference` (the run of
+that name without faults) and `count_fault` (counts faults for the summary table) are defined in
+tests/faults/conftest.py.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from pathlib import Path
 from typing import Any
 
 from helpers.command import Command, processes_in
-from helpers.compose import FAST
-from helpers.fault_points import planted
-from helpers.oracle import (
-    Leftovers,
+from helpers.compose import TINY_CPU
+from helpers.fault_checks import (
+    ExternalResources,
     assert_each_sample_once,
-    assert_ended,
-    assert_no_scraps,
-    assert_one_value_a_step,
+    assert_exit,
+    assert_newest_checkpoint_valid,
+    assert_no_temporary_files,
+    assert_one_value_per_step,
     assert_same_trace,
-    assert_whole_checkpoint,
+    newest_checkpoint_is_valid,
+    run_results,
     steps_saved,
-    trace,
-    whole_checkpoint_now,
 )
+from helpers.fault_points import plant_fault
 from helpers.runs import write_images
 
-ALL = os.environ.get("RUNNER_FAULTS") == "all"
+RUN_ALL_FAULTS = os.environ.get("RUNNER_FAULTS") == "all"
 """Whether all faults are tried, as `make faults` does, or a fixed selection."""
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -49,8 +50,8 @@ ALL = os.environ.get("RUNNER_FAULTS") == "all"
 STEPS, SAVE_EVERY = 60, 7
 SCHEDULE = (f"steps={STEPS}", f"save_every={SAVE_EVERY}", "log_every=5", "eval_every=20")
 TRAINING = (*SCHEDULE, "model.dropout=0.2", "optimizer=adamw", "accumulation=2")
-DIGITS = (*FAST, *TRAINING, "data.crop=2", "batch_size=48")
-FILES = ("data=imagefolder", "data.root=images", "data.size=8", "data.workers=1", "data.timeout=5")
+DIGITS = (*TINY_CPU, *TRAINING, "data.crop=2", "batch_size=48")
+IMAGE_FOLDER = ("data=imagefolder", "data.root=images", "data.size=8", "data.workers=1", "data.timeout=5")
 AGENT = ("env.num_envs=4", "workload.warm_up=64", "workload.eval_episodes=2", "batch_size=16", "model.hidden=[16]")
 
 RUNS: dict[str, tuple[str, ...]] = {
@@ -64,7 +65,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "pipeline": (*DIGITS, "parallel=pipeline", "parallel.cuts=[conv2]", "parallel.num_micro_batches=2"),
     "ensemble": (*DIGITS, "parallel=ensemble"),
     "hogwild": (*DIGITS, "parallel=hogwild"),
-    "workers": (*TRAINING, *FILES, "model=tiny", "device=cpu", "device.threads=1", "batch_size=8"),
+    "workers": (*TRAINING, *IMAGE_FOLDER, "model=tiny", "device=cpu", "device.threads=1", "batch_size=8"),
     "dqn": (*SCHEDULE, *AGENT, "workload=dqn", "device=cpu", "device.threads=1"),
     "dqn ddp": (*SCHEDULE, *AGENT, "workload=dqn", "device=cpu", "device.threads=1", "parallel=ddp"),
 }
@@ -73,24 +74,24 @@ RUNS: dict[str, tuple[str, ...]] = {
 SAMPLES = dict.fromkeys(RUNS, 1438) | {"workers": 40, "dqn": 0, "dqn ddp": 0}
 """Number of training samples of each run; 0 for an agent, which samples from its replay buffer."""
 
-ASYNCHRONOUS = ("hogwild",)
+NONDETERMINISTIC_RUNS = ("hogwild",)
 """Runs whose results are not reproducible, and therefore not compared."""
 
-SEVERAL = ("ddp", "fsdp", "pipeline", "ensemble", "hogwild", "dqn ddp")
+MULTI_RANK_RUNS = ("ddp", "fsdp", "pipeline", "ensemble", "hogwild", "dqn ddp")
 """Runs that are trained by ranks; the others are trained by the process of the command."""
 
 
-def trainer(run: str, rank: int = 0) -> str:
+def training_process(run: str, rank: int = 0) -> str:
     """The process that trains a run, as named in `Fault.process`."""
-    return f"rank {rank}" if run in SEVERAL else "main"
+    return f"rank {rank}" if run in MULTI_RANK_RUNS else "main"
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceRun:
     """A run without faults.
 
     Args:
-        trace: what it computed; see `helpers.oracle.trace`.
+        trace: what it computed; see `helpers.fault_checks.run_results`.
         points: all points that it reached, as `process: point`, in order.
         seconds: its duration.
     """
@@ -100,23 +101,23 @@ class Reference:
     seconds: float
 
 
-def undisturbed(cwd: Path, run: str) -> Reference:
+def train_without_faults(cwd: Path, run: str) -> ReferenceRun:
     """Train the run `RUNS[run]` in `cwd` from start to end, without faults."""
-    trial = Trial(cwd, run, None)
+    trial = FaultTrial(cwd, run, None)
     (cwd / "trace.txt").touch()
     command = trial.start()  # the first command also waits for its server to start, which is not timed
     since = time.monotonic()
-    trial.watch(command)
+    trial.wait_and_monitor(command)
     seconds = time.monotonic() - since
-    assert_ended(trial.code, trial.console, 0, "^done after step")
+    assert_exit(trial.code, trial.console, 0, "^done after step")
     trial.assert_done()
-    return Reference(trace(trial.directory), (cwd / "trace.txt").read_text().splitlines(), seconds)
+    return ReferenceRun(run_results(trial.directory), (cwd / "trace.txt").read_text().splitlines(), seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Faults
 
-KILLED = (-signal.SIGKILL,)
+SIGKILL_EXIT_CODES = (-signal.SIGKILL,)
 """The expected exit codes of a command that is killed by SIGKILL."""
 
 
@@ -125,42 +126,44 @@ class Fault:
     """A fault in one session of a run.
 
     Args:
-        do: what happens; see `helpers.fault_points.act`.
-        at: the point at which it happens; if empty, it happens to the command `after` seconds from its start.
-        count: at which visit of the point in the session it happens, from 1.
+        fault_action: what happens; see `helpers.fault_points.trigger_fault`.
+        at_point: the point at which it happens; if empty, it happens to the command `after` seconds from its start.
+        visit_number: at which visit of the point in the session it happens, from 1.
         process: the process that reaches the point.
         codes: the exit codes that the command may have. If they do not include 0, a command that ends with 0 finished
             the run before the fault happened.
-        says: a regular expression that the console output must match.
+        console_pattern: a regular expression that the console output must match.
         traceback: whether the console output may contain a traceback.
         arguments: overrides of this session only.
     """
 
-    do: str = "kill all"
-    at: str = ""
-    count: int = 1
+    fault_action: str = "kill all"
+    at_point: str = ""
+    visit_number: int = 1
     process: str = "main"
     after: float = 0.0
-    codes: tuple[int, ...] = KILLED
-    says: str = ""
+    codes: tuple[int, ...] = SIGKILL_EXIT_CODES
+    console_pattern: str = ""
     traceback: bool = False
     arguments: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.do}: " + (f"{self.process} {self.at} ({self.count})" if self.at else f"{self.after:.2f} s")
+        return f"{self.fault_action}: " + (
+            f"{self.process} {self.at_point} ({self.visit_number})" if self.at_point else f"{self.after:.2f} s"
+        )
 
 
-Tally = Callable[[str], AbstractContextManager[Callable[[], None]]]
+FaultCounter = Callable[[str], AbstractContextManager[Callable[[], None]]]
 
 
-class Trial:
+class FaultTrial:
     """One run, from its first session to its end, with a fault in each session but the last.
 
     Args:
         cwd: working directory of its commands.
         run: its name in `RUNS`.
         reference: the same run without faults; None if the results are not compared.
-        tally: counts the faults.
+        count_fault: counts the faults.
         kind: name of the faults in the summary table.
         extra: overrides of all sessions.
     """
@@ -169,8 +172,8 @@ class Trial:
         self,
         cwd: Path,
         run: str,
-        reference: Reference | None,
-        tally: Tally | None = None,
+        reference: ReferenceRun | None,
+        count_fault: FaultCounter | None = None,
         kind: str = "",
         extra: tuple[str, ...] = (),
     ):
@@ -178,8 +181,8 @@ class Trial:
         if run == "workers":
             write_images(cwd / "images")
         self.cwd, self.run, self.reference = cwd, run, reference
-        self.tally, self.kind, self.extra = tally, kind, extra
-        self.leftovers = Leftovers(cwd)
+        self.count_fault, self.kind, self.extra = count_fault, kind, extra
+        self.external_resources = ExternalResources(cwd)
         self.code, self.console = -1, ""
         self.watched = True  # set to False for sessions that are not started by `start`: their samples are unknown
 
@@ -203,73 +206,78 @@ class Trial:
         """Start a session, in which faults may be planted."""
         return Command(self.cwd, *self.words(), *arguments, kind="faults")
 
-    def watch(self, command: Command) -> None:
+    def wait_and_monitor(self, command: Command) -> None:
         """Wait for the end of a session; meanwhile, record its resources and check its newest checkpoint."""
         look = 0.0
-        while command.code is None:
+        while command.command_exit_code is None:
             if (now := time.monotonic()) > look:
                 look = now + 0.25
-                self.leftovers.sample()
+                self.external_resources.sample()
                 for config in self.cwd.glob("outputs/*/*/config.yaml"):
-                    whole_checkpoint_now(config.parent)
+                    newest_checkpoint_is_valid(config.parent)
             time.sleep(0.01)
         self.code, self.console = command.wait()
-        self.leftovers.assert_none()
+        self.external_resources.assert_released()
 
-    def strike(self, fault: Fault, meanwhile: Callable[[Command], None] | None = None) -> bool:
+    def run_with_fault(self, fault: Fault, cause_fault: Callable[[Command], None] | None = None) -> bool:
         """Run a session with `fault`; return False if the run finished before the fault happened.
 
         Args:
-            meanwhile: causes the fault while the command runs, if it is one that a `Fault` cannot describe.
+            cause_fault: causes the fault while the command runs, if it is one that a `Fault` cannot describe.
         """
         with ExitStack() as stack:
-            not_counted = stack.enter_context(self.tally(self.kind)) if self.tally else lambda: None
-            plan = {"at": fault.at, "process": fault.process, "count": fault.count, "do": fault.do}
-            with planted(self.cwd, plan):
+            not_counted = stack.enter_context(self.count_fault(self.kind)) if self.count_fault else lambda: None
+            plan = {
+                "at": fault.at_point,
+                "process": fault.process,
+                "count": fault.visit_number,
+                "do": fault.fault_action,
+            }
+            with plant_fault(self.cwd, plan):
                 command = self.start(*fault.arguments)
-                if meanwhile is not None:
-                    meanwhile(command)
-                elif not fault.at:
+                if cause_fault is not None:
+                    cause_fault(command)
+                elif not fault.at_point:
                     time.sleep(fault.after)
-                    if fault.do == "kill all":
-                        command.kill(signal.SIGKILL, command.pid, *processes_in(self.cwd))
+                    if fault.fault_action == "kill all":
+                        command.signal_processes(signal.SIGKILL, command.pid, *processes_in(self.cwd))
                     else:
-                        command.kill(signal.Signals[fault.do])
-                self.watch(command)
-            happened = not fault.at or (self.cwd / "fired").exists()
+                        command.signal_processes(signal.Signals[fault.fault_action])
+                self.wait_and_monitor(command)
+            happened = not fault.at_point or (self.cwd / "fired").exists()
             if self.done and not (happened and 0 in fault.codes):
                 not_counted()
                 return False
             assert happened, f"{fault}: not come to\n{self.console}"
             assert self.code in fault.codes, f"{fault}: exit code {self.code}\n{self.console}"
-            assert_ended(self.code, self.console, self.code, fault.says, fault.traceback)
+            assert_exit(self.code, self.console, self.code, fault.console_pattern, fault.traceback)
             for config in self.cwd.glob("outputs/*/*/config.yaml"):
-                assert_whole_checkpoint(config.parent, steps_saved(self.cwd))
+                assert_newest_checkpoint_valid(config.parent, steps_saved(self.cwd))
         return True
 
     def finish(self) -> None:
         """Resume the run to its end, and fail unless its result is that of a run without faults."""
-        self.watch(self.start())
-        assert_ended(self.code, self.console, 0, "^done after step|nothing is left to do")
+        self.wait_and_monitor(self.start())
+        assert_exit(self.code, self.console, 0, "^done after step|nothing is left to do")
         self.assert_done()
 
     def assert_done(self) -> None:
         """Fail unless the run is complete, and its result is that of a run without faults."""
-        run, asynchronous = self.directory, self.run in ASYNCHRONOUS
-        assert_whole_checkpoint(run, steps_saved(self.cwd))
-        assert_one_value_a_step(run)
-        assert_no_scraps(run)
+        run, asynchronous = self.directory, self.run in NONDETERMINISTIC_RUNS
+        assert_newest_checkpoint_valid(run, steps_saved(self.cwd))
+        assert_one_value_per_step(run)
+        assert_no_temporary_files(run)
         if SAMPLES[self.run] and self.watched:
             # A checkpoint may be incomplete until the next one is due. An iteration of hogwild's loop takes two steps.
             assert_each_sample_once(self.cwd, self.run, SAMPLES[self.run], 2 * SAVE_EVERY + asynchronous)
         if self.reference and asynchronous:
-            assert trace(run)["result"]["steps"] == self.reference.trace["result"]["steps"]
+            assert run_results(run)["result"]["steps"] == self.reference.trace["result"]["steps"]
         elif self.reference:
             assert_same_trace(run, self.reference.trace)
 
 
-def strike_all(
-    faults: list[Fault], begin: Callable[[int], Trial], check: Callable[[str], object] = lambda console: None
+def run_all_faults(
+    faults: list[Fault], new_trial: Callable[[int], FaultTrial], check: Callable[[str], object] = lambda console: None
 ) -> None:
     """Run all faults, one per session, in as many runs as they need.
 
@@ -278,14 +286,14 @@ def strike_all(
 
     Args:
         faults: the faults; a new run must be able to reach each of them.
-        begin: returns the trial of a new run, given its number from 1.
+        new_trial: returns the trial of a new run, given its number from 1.
         check: called with the console output of each session in which a fault happened.
     """
     left, number = list(faults), 0
     while left:
         number += 1
-        trial, before = begin(number), len(left)
-        while left and trial.strike(left[0]):
+        trial, before = new_trial(number), len(left)
+        while left and trial.run_with_fault(left[0]):
             check(trial.console)
             left.pop(0)
         assert len(left) < before, f"{left[0]}: never come to"

@@ -8,28 +8,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-from helpers.compose import composed
+from helpers.compose import compose_config
 from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.storage.run_directory import step_name, write_config
 
 
-def save_run(path: Path, *overrides: str, **result: Any) -> Path:
+def write_run_directory(path: Path, *overrides: str, **result: Any) -> Path:
     """Write a run directory like those of the command; `result` is the content of `result.json`, omitted if empty."""
     (path / "checkpoints" / "step_00000007").mkdir(parents=True)
     (path / "checkpoints" / "step_00000007" / "model.safetensors").write_bytes(bytes(10_000))
-    write_config(path, composed(*overrides), list(overrides))
+    write_config(path, compose_config(*overrides), list(overrides))
     (path / ".lock").touch()
     if result:
         (path / "result.json").write_text(json.dumps({"status": "done", "steps": 7, **result}))
     return path
 
 
-def evaluated(best: float, last: float, metric: str = "eval/accuracy", **more: Any) -> dict[str, Any]:
+def evaluation_entries(best: float, last: float, metric: str = "eval/accuracy", **more: Any) -> dict[str, Any]:
     """The entries of `result.json` for a run that was evaluated."""
     return {"best": {"metric": metric, "value": best, "step": 5}, "metrics": {metric: last}, **more}
 
 
-def save_now(checkpoints: Checkpoints, content: Checkpoint, best_step: int | None = None) -> Path:
+def save_and_wait(checkpoints: Checkpoints, content: Checkpoint, best_step: int | None = None) -> Path:
     """Save a checkpoint, wait until it is written, and return its path."""
     checkpoints.save(content, best_step)
     checkpoints.wait()
@@ -47,7 +47,7 @@ def save_ledger(sweep: Path, *jobs: dict[str, Any], complete: bool = False) -> P
     return sweep
 
 
-def make_older(path: Path, days: float) -> Path:
+def set_age_days(path: Path, days: float) -> Path:
     """Set the modification times of a run directory and its files to `days` ago."""
     then = time.time() - days * 86400
     for file in (*path.rglob("*"), path):

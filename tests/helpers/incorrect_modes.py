@@ -60,7 +60,7 @@ class NoAllReduce(Replicas):
 
 
 @dataclass
-class SumsMeans(Replicas):
+class SumsShardMeans(Replicas):
     """The gradients of the mean losses of the shards are summed instead of averaged."""
 
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
@@ -95,7 +95,7 @@ class ClipsLocally(Replicas):
 
 
 @dataclass
-class OwnWeights(Replicas):
+class InitializesOwnWeights(Replicas):
     """Each process initializes its weights from a seed of its own."""
 
     def _place(self, model: nn.Module, context: Context) -> nn.Module:
@@ -117,7 +117,7 @@ class RoundsGradients(Replicas):
 
 
 @dataclass
-class ForgetsBuffers(Replicas):
+class SavesRankZeroBuffers(Replicas):
     """A checkpoint contains the buffers of rank 0 instead of their averages over the processes."""
 
     def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
@@ -222,7 +222,7 @@ class SameShard(Classifier):
 
 
 @dataclass
-class OwnSeed(Classifier):
+class ShufflesWithOwnSeed(Classifier):
     """Each process shuffles the samples with a seed of its own."""
 
     def batches(self, model: nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
@@ -278,7 +278,7 @@ class Attention(nn.Module):
 
 
 @dataclass
-class Float32(Classifier):
+class Float32Attention(Classifier):
     """Correct, but its network computes in float32 in every precision."""
 
     scale: float = 1.0
@@ -288,11 +288,11 @@ class Float32(Classifier):
 
 
 @dataclass
-class Float32OwnSeed(Float32, OwnSeed):
+class Float32OwnSeed(Float32Attention, ShufflesWithOwnSeed):
     """The network computes in float32, and each process shuffles the samples with a seed of its own."""
 
 
-class Chaotic(nn.Module):
+class ChaoticNet(nn.Module):
     """A network that amplifies differences in the last bit of float32 to the size of its outputs."""
 
     def __init__(self, size: int, num_classes: int):
@@ -304,15 +304,15 @@ class Chaotic(nn.Module):
 
 
 @dataclass
-class Amplifies(Classifier):
+class AmplifiesRounding(Classifier):
     """Correct, but rounding errors of a single device are too large for a comparison in float32."""
 
     def build_model(self) -> nn.Module:
         channels, height, width = self.train.shape
-        return Chaotic(channels * height * width, self.train.num_classes)
+        return ChaoticNet(channels * height * width, self.train.num_classes)
 
 
-class Sealed:
+class OpaqueBatch:
     """A batch whose content only its workload can access."""
 
     __slots__ = ("batch",)
@@ -322,11 +322,11 @@ class Sealed:
 
 
 @dataclass
-class SealedOwnSeed(OwnSeed):
-    """Like `OwnSeed`, but neither the batches nor the losses per sample can be observed."""
+class OpaqueOwnSeed(ShufflesWithOwnSeed):
+    """Like `ShufflesWithOwnSeed`, but neither the batches nor the losses per sample can be observed."""
 
     def batches(self, model: nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:
-        return map(Sealed, super().batches(model, plan, after_step, device))
+        return map(OpaqueBatch, super().batches(model, plan, after_step, device))
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, targets = model(batch.batch.inputs), batch.batch.targets

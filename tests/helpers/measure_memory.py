@@ -15,7 +15,7 @@ import torch
 from runner.system import memory
 
 
-def fresh(size: int) -> mmap.mmap:
+def map_new_pages(size: int) -> mmap.mmap:
     """Map new pages and write to them; memory of the heap could be reused without the process growing."""
     block = mmap.mmap(-1, size)
     for _ in range(0, size, mmap.PAGESIZE):  # one page at a time, because the written bytes take memory, too
@@ -23,25 +23,25 @@ def fresh(size: int) -> mmap.mmap:
     return block
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     """Resident memory of this process in bytes, from a file that `runner.system.memory` does not read."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measured() -> dict[str, Any]:
-    return {"usage": memory.usage(torch.device("cpu")), "resident": resident()}
+def measure_usage() -> dict[str, Any]:
+    return {"usage": memory.usage(torch.device("cpu")), "resident": resident_bytes()}
 
 
 def main() -> None:
     size = int(sys.argv[1])
     gc.disable()
-    fresh(size).close()  # allocates beforehand what writing and the first call allocate
-    measured()
+    map_new_pages(size).close()  # allocates beforehand what writing and the first call allocate
+    measure_usage()
     memory.reset_peak(torch.device("cpu"))
-    before = measured()
-    with fresh(size):
-        during = measured()
-    print(json.dumps({"before": before, "during": during, "after": measured()}))
+    before = measure_usage()
+    with map_new_pages(size):
+        during = measure_usage()
+    print(json.dumps({"before": before, "during": during, "after": measure_usage()}))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ class NarrowResNet(ResNet):
         return super()._make_layer(block, planes // 2, *arguments, **options)
 
 
-def narrowed(run: Run) -> Run:
+def use_narrow_resnet(run: Run) -> Run:
     """Return `run`, changed to train the narrow network if its model is a residual network."""
     options: Any = run.workload.model  # pyright: ignore[reportAttributeAccessIssue]
     if hasattr(options, "depth"):
@@ -33,14 +33,14 @@ def narrowed(run: Run) -> Run:
     return run
 
 
-def narrow(session: Session) -> None:
-    """Apply `narrowed` to the run of a session, for functions that take a `change` of the session."""
-    narrowed(session.run)
+def narrow_session(session: Session) -> None:
+    """Apply `use_narrow_resnet` to the run of a session, for functions that take a `change` of the session."""
+    use_narrow_resnet(session.run)
 
 
-def narrow_traced(session: Session) -> None:
-    """Like `narrow`, for `compile=true`: the graph is captured, but no code is generated, which would take a minute."""
-    options: Any = narrowed(session.run).workload.model  # pyright: ignore[reportAttributeAccessIssue]
+def narrow_session_without_codegen(session: Session) -> None:
+    """Like `narrow_session`, for `compile=true`: the graph is captured, but no code is generated, to save a minute."""
+    options: Any = use_narrow_resnet(session.run).workload.model  # pyright: ignore[reportAttributeAccessIssue]
     build = options.network
 
     def network(shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:

@@ -16,10 +16,10 @@ _OVERRIDES = 1 << 1 | 1 << 2
 
 
 @contextmanager
-def mode(path: Path, bits: int) -> Iterator[Path]:
+def enforced_permissions(path: Path, bits: int) -> Iterator[Path]:
     """Give `path` the permissions `bits` inside the context, and make this thread obey permissions even as root."""
     before = path.stat().st_mode
-    with _obeyed():
+    with _without_root_overrides():
         path.chmod(bits)
         try:
             yield path
@@ -28,7 +28,7 @@ def mode(path: Path, bits: int) -> Iterator[Path]:
 
 
 @contextmanager
-def _obeyed() -> Iterator[None]:
+def _without_root_overrides() -> Iterator[None]:
     if os.geteuid():
         yield
         return

@@ -16,11 +16,18 @@ from runner.run import Run
 from runner.seeds import derive
 
 STEPS = 10
-BATCH = 48
-COMMON = ("data.crop=0", "schedule=constant", f"steps={STEPS}", f"batch_size={BATCH}", "log_every=1", "eval_every=0")
+BATCH_SIZE = 48
+PLAIN_LOOP_OVERRIDES = (
+    "data.crop=0",
+    "schedule=constant",
+    f"steps={STEPS}",
+    f"batch_size={BATCH_SIZE}",
+    "log_every=1",
+    "eval_every=0",
+)
 """Overrides of a run that `plain_loop` can reproduce."""
 
-CASES: dict[str, tuple[list[str], Callable[..., torch.optim.Optimizer]]] = {
+OPTIMIZER_CASES: dict[str, tuple[list[str], Callable[..., torch.optim.Optimizer]]] = {
     "sgd": (["optimizer.lr=0.05"], lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
     "nesterov": (
         ["optimizer.lr=0.05", "optimizer.nesterov=true", "optimizer.weight_decay=0.01"],
@@ -75,16 +82,19 @@ class MuonAndAdamW:
             part.zero_grad()
 
 
-MODE_CASES: dict[str, tuple[list[str], Callable[..., Any]]] = {
-    **CASES,
+ALL_OPTIMIZER_CASES: dict[str, tuple[list[str], Callable[..., Any]]] = {
+    **OPTIMIZER_CASES,
     "nadam": (["optimizer=nadam", "optimizer.lr=0.003"], lambda p: torch.optim.NAdam(p, lr=0.003)),
     "rmsprop": (["optimizer=rmsprop", "optimizer.lr=0.003"], lambda p: torch.optim.RMSprop(p, lr=0.003)),
     "muon": (["optimizer=muon", "optimizer.lr=0.003"], MuonAndAdamW),
 }
-"""`CASES`, and more to compare in float64: Muon orthogonalizes in bfloat16, the others divide by small gradients."""
+"""`OPTIMIZER_CASES`, and more to compare in float64.
+
+Muon orthogonalizes in bfloat16, and the others divide by small gradients.
+"""
 
 
-class Plain(NamedTuple):
+class PlainResult(NamedTuple):
     """The result of `plain_loop`: weights by name, and the loss and accuracy of every step."""
 
     weights: dict[str, torch.Tensor]
@@ -93,14 +103,14 @@ class Plain(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlainSettings:
     """Options of `plain_loop`.
 
     Args:
         learning_rates: the learning rate of every step; if empty, that of the optimizer.
         max_norm: the norm to which gradients are clipped.
-        num_parts: number of shards of a batch. Each is processed by a copy of the model with its own buffers, which are
-            averaged at the end.
+        num_batch_shards: number of shards of a batch. Each is processed by a copy of the model with its own buffers,
+            which are averaged at the end.
         frozen: the name of a module that is not trained.
     """
 
@@ -108,29 +118,31 @@ class Settings:
     dtype: torch.dtype = torch.float32
     learning_rates: tuple[float, ...] = ()
     max_norm: float | None = None
-    num_parts: int = 1
+    num_batch_shards: int = 1
     frozen: str = ""
 
 
-def plain_loop(run: Run, optimizer: Callable[..., torch.optim.Optimizer], settings: Settings = Settings()) -> Plain:
+def plain_loop(
+    run: Run, optimizer: Callable[..., torch.optim.Optimizer], settings: PlainSettings = PlainSettings()
+) -> PlainResult:
     """Train the model of `run` in plain PyTorch, from fresh weights."""
     model = _fresh_model(run, settings)
-    return train_plainly(run, model, optimizer([p for p in model.parameters() if p.requires_grad]), settings)
+    return train_plain_from(run, model, optimizer([p for p in model.parameters() if p.requires_grad]), settings)
 
 
 def plain_loop_from(
-    checkpoint: Path, run: Run, optimizer: Callable[..., torch.optim.Optimizer], settings: Settings
-) -> Plain:
+    checkpoint: Path, run: Run, optimizer: Callable[..., torch.optim.Optimizer], settings: PlainSettings
+) -> PlainResult:
     """Train the model of `run` in plain PyTorch, from the weights and the optimizer state of a checkpoint."""
     model = _fresh_model(run, settings)
     update = optimizer(list(model.parameters()))
     model.load_state_dict(safetensors.torch.load_file(checkpoint / "model.safetensors"))
     states = torch.load(checkpoint / "state.pt", weights_only=True)["optimizer"]
     update.state.update({parameter: states[name] for name, parameter in model.named_parameters()})
-    return train_plainly(run, model, update, settings, first=int(checkpoint.name.partition("_")[2]))
+    return train_plain_from(run, model, update, settings, first=int(checkpoint.name.partition("_")[2]))
 
 
-def _fresh_model(run: Run, settings: Settings) -> torch.nn.Module:
+def _fresh_model(run: Run, settings: PlainSettings) -> torch.nn.Module:
     run.workload.prepare()
     torch.manual_seed(derive(run.seed, "weights"))
     model = run.workload.build_model().to(settings.dtype)
@@ -139,13 +151,13 @@ def _fresh_model(run: Run, settings: Settings) -> torch.nn.Module:
     return model
 
 
-def train_plainly(
-    run: Run, model: torch.nn.Module, update: torch.optim.Optimizer, settings: Settings, first: int = 0
-) -> Plain:
+def train_plain_from(
+    run: Run, model: torch.nn.Module, update: torch.optim.Optimizer, settings: PlainSettings, first: int = 0
+) -> PlainResult:
     """Train `model` with the optimizer `update` in plain PyTorch, starting after step `first`."""
     samples = run.workload.train  # pyright: ignore[reportAttributeAccessIssue]
-    dtype, num_parts = settings.dtype, settings.num_parts
-    copies = [model] + [copy.deepcopy(model) for _ in range(num_parts - 1)]
+    dtype, num_batch_shards = settings.dtype, settings.num_batch_shards
+    copies = [model] + [copy.deepcopy(model) for _ in range(num_batch_shards - 1)]
     losses, accuracies = [], []
     # One permutation per epoch, concatenated: a batch may extend over two epochs.
     epochs = [derive(run.seed, "order", epoch) for epoch in range(2)]
@@ -154,10 +166,10 @@ def train_plainly(
         indices = stream[step * run.batch_size : (step + 1) * run.batch_size]
         update.zero_grad()
         outputs = []
-        for part, own in zip(copies, indices.chunk(num_parts), strict=True):
+        for part, own in zip(copies, indices.chunk(num_batch_shards), strict=True):
             part.load_state_dict(dict(model.named_parameters()), strict=False)  # each copy keeps its own buffers
             outputs.append(part(samples.inputs[own].to(dtype)))
-            loss = cross_entropy(outputs[-1], samples.targets[own]) / num_parts
+            loss = cross_entropy(outputs[-1], samples.targets[own]) / num_batch_shards
             loss.backward(inputs=[p for p in part.parameters() if p.requires_grad])
         for parameters in zip(*(part.parameters() for part in copies), strict=True):
             for parameter in parameters[1:]:
@@ -175,7 +187,7 @@ def train_plainly(
     for buffers in zip(*(part.buffers() for part in copies), strict=True):
         if buffers[0].is_floating_point():
             buffers[0].copy_(torch.stack(buffers).mean(0))
-    return Plain(model.state_dict(), losses, accuracies)
+    return PlainResult(model.state_dict(), losses, accuracies)
 
 
 def plain_evaluation(run: Run, weights: dict[str, torch.Tensor]) -> tuple[float, float]:

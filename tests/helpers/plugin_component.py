@@ -11,5 +11,5 @@ pathlib.Path(__file__).with_name("ran").touch()
 
 
 @dataclass
-class Mine(SGD):
+class PluginSGD(SGD):
     extra: int = 7

@@ -6,29 +6,29 @@ import json
 from pathlib import Path
 from typing import Any
 
-from helpers.command import until
+from helpers.command import wait_until
 from runner.sweep.engines.base import Ended, Pool
 
 
-def seen(number: int) -> list[dict[str, Any]]:
+def reports_of_job(number: int) -> list[dict[str, Any]]:
     """What `fake_run` printed at each start of a job."""
     file = Path(f"{number}.txt")
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
 
 
-def started(pool: Pool, *numbers: int) -> None:
+def wait_until_started(pool: Pool, *numbers: int) -> None:
     """Wait until the jobs have started."""
-    until(lambda: (pool.wait(0.05), all(seen(number) for number in numbers))[1])
+    wait_until(lambda: (pool.wait(0.05), all(reports_of_job(number) for number in numbers))[1])
 
 
-def ended(pool: Pool, *wanted: int) -> dict[int, Ended]:
+def wait_until_ended(pool: Pool, *wanted: int) -> dict[int, Ended]:
     """Wait until the `wanted` jobs have ended; return how jobs have ended, by number."""
     found: dict[int, Ended] = {}
-    until(lambda: (found.update({each.number: each for each in pool.wait(0.05)}), set(found) >= set(wanted))[1])
+    wait_until(lambda: (found.update({each.number: each for each in pool.wait(0.05)}), set(found) >= set(wanted))[1])
     return found
 
 
-def codes(pool: Pool, *wanted: int) -> dict[int, int | None]:
+def exit_codes_of(pool: Pool, *wanted: int) -> dict[int, int | None]:
     """Wait until the `wanted` jobs have ended; return exit codes, by number."""
-    return {number: each.code for number, each in ended(pool, *wanted).items()}
+    return {number: each.code for number, each in wait_until_ended(pool, *wanted).items()}

@@ -16,55 +16,55 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-Change = tuple[tuple[int, str, int | None], ...]
+NameChange = tuple[tuple[int, str, int | None], ...]
 """Names that change atomically, as (number of the directory, name, number of the entry or None if it is deleted)."""
 
-Names = dict[int, dict[str, int]]
+DirectoryEntries = dict[int, dict[str, int]]
 """The entries of each directory: {number of the directory: {name: number of the entry}}."""
 
 ROOT = 0
 CALLS = ("fsync", "replace", "rename", "mkdir", "unlink", "remove", "rmdir")
-CONTENTS = ("kept", "lost", "torn", "zeros")
+UNSYNCED_OUTCOMES = ("kept", "lost", "torn", "zeros")
 """What may happen to file content that is not synced."""
 
 
 @dataclass(frozen=True)
-class Instant:
+class DiskState:
     """The state of the disk at one moment.
 
     Args:
         call: the call before or after which it was recorded, such as `before fsync`.
-        mark: the value of `Recorder.mark`.
-        certain: the names that survive a power loss.
-        pending: the later changes of names, any of which may survive.
+        mark: the value of `DiskRecorder.mark`.
+        durable_names: the names that survive a power loss.
+        pending_changes: the later changes of names, any of which may survive.
         synced: the content of files at their last fsync.
         written: the current content of files.
     """
 
     call: str
     mark: Any
-    certain: Names
-    pending: tuple[Change, ...]
+    durable_names: DirectoryEntries
+    pending_changes: tuple[NameChange, ...]
     synced: dict[int, bytes]
     written: dict[int, bytes]
 
 
-class Recorder:
+class DiskRecorder:
     """A context manager that records `instants` before and after each call that syncs or changes names below `root`."""
 
     def __init__(self, root: Path):
         self.root, self.mark = root, None
-        self.instants: list[Instant] = []
+        self.instants: list[DiskState] = []
         self._numbers: dict[int, int] = {os.stat(root).st_ino: ROOT}
         self._new_number = itertools.count(1)
-        self._names: Names = {ROOT: {}}
-        self._certain: Names = {ROOT: {}}
-        self._pending: list[Change] = []
+        self._names: DirectoryEntries = {ROOT: {}}
+        self._certain: DirectoryEntries = {ROOT: {}}
+        self._pending: list[NameChange] = []
         self._synced: dict[int, bytes] = {}
         self._written: dict[int, bytes] = {}
         self._read: dict[int, tuple[int, int]] = {}
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> DiskRecorder:
         self._scan()
         self._certain, self._synced, self._pending = copy.deepcopy(self._names), dict(self._written), []
         self._patches = [mock.patch.object(os, name, self._watched(name, getattr(os, name))) for name in CALLS]
@@ -91,7 +91,7 @@ class Recorder:
     def _observe(self, call: str) -> None:
         self._scan()
         self.instants.append(
-            Instant(
+            DiskState(
                 call,
                 self.mark,
                 copy.deepcopy(self._certain),
@@ -109,7 +109,7 @@ class Recorder:
             kept = []
             for change in self._pending:
                 if any(directory == number for directory, _, _ in change):
-                    apply(change, self._certain)
+                    apply_change(change, self._certain)
                 else:
                     kept.append(change)
             self._pending = kept
@@ -131,7 +131,7 @@ class Recorder:
                     folders.append((Path(entry.path), each))
                 else:
                     written[each] = self._content(each, Path(entry.path), about)
-        self._pending += changes(self._names, names)
+        self._pending += name_changes(self._names, names)
         self._numbers, self._names, self._written = numbers, names, written
 
     def _content(self, number: int, path: Path, about: os.stat_result) -> bytes:
@@ -142,7 +142,7 @@ class Recorder:
         return self._written[number]
 
 
-def changes(before: Names, after: Names) -> Iterator[Change]:
+def name_changes(before: DirectoryEntries, after: DirectoryEntries) -> Iterator[NameChange]:
     """Yield the changes: moving an entry changes two names atomically; every other name is a separate change."""
     single: list[tuple[int, str, int | None]] = []
     for directory in {*before, *after}:
@@ -161,7 +161,7 @@ def changes(before: Names, after: Names) -> Iterator[Change]:
             yield (change,)
 
 
-def apply(change: Change, names: Names) -> None:
+def apply_change(change: NameChange, names: DirectoryEntries) -> None:
     """Apply `change` to `names`."""
     for directory, name, number in change:
         if number is None:
@@ -170,17 +170,17 @@ def apply(change: Change, names: Names) -> None:
             names.setdefault(directory, {})[name] = number
 
 
-def left(instant: Instant, applied: Collection[int], content: str) -> dict[str, bytes | None]:
+def state_after_power_loss(instant: DiskState, applied: Collection[int], content: str) -> dict[str, bytes | None]:
     """Return what a power loss at `instant` leaves, by path: the content of each file, and None for each directory.
 
     Args:
         applied: the indices of the pending changes that survive.
-        content: what happens to content that is not synced, one of `CONTENTS`.
+        content: what happens to content that is not synced, one of `UNSYNCED_OUTCOMES`.
     """
-    names = copy.deepcopy(instant.certain)
-    for index, change in enumerate(instant.pending):
+    names = copy.deepcopy(instant.durable_names)
+    for index, change in enumerate(instant.pending_changes):
         if index in applied:
-            apply(change, names)
+            apply_change(change, names)
     found: dict[str, bytes | None] = {}
     folders = [(ROOT, "")]
     while folders:
@@ -189,14 +189,14 @@ def left(instant: Instant, applied: Collection[int], content: str) -> dict[str, 
             path = f"{prefix}{name}"
             if number in instant.written or number in instant.synced:
                 synced = instant.synced.get(number, b"")
-                found[path] = remains(synced, instant.written.get(number, synced), content)
+                found[path] = content_after_power_loss(synced, instant.written.get(number, synced), content)
             else:
                 found[path] = None
                 folders.append((number, f"{path}/"))
     return found
 
 
-def remains(synced: bytes, written: bytes, content: str) -> bytes:
+def content_after_power_loss(synced: bytes, written: bytes, content: str) -> bytes:
     """Return what is left of the content of a file: everything that was synced, unless it was overwritten."""
     if content == "kept" or synced == written:
         return written
@@ -207,32 +207,32 @@ def remains(synced: bytes, written: bytes, content: str) -> bytes:
     return written[:half] if content == "torn" else written[:half] + bytes(len(written) - half)
 
 
-def states(instants: list[Instant], seed: int = 0) -> Iterator[tuple[Instant, dict[str, bytes | None]]]:
+def possible_states(instants: list[DiskState], seed: int = 0) -> Iterator[tuple[DiskState, dict[str, bytes | None]]]:
     """Yield distinct states that a power loss may leave at the `instants`, for several subsets of pending changes."""
     draw, seen = random.Random(seed), set()
     for instant in instants:
-        count = len(instant.pending)
+        count = len(instant.pending_changes)
         subsets = [range(0), range(count), range(count // 2), range(count - 1)]
         subsets += [draw.sample(range(count), draw.randint(0, count)) for _ in range(3)]
-        for applied, content in itertools.product(subsets, CONTENTS):
-            state = left(instant, applied, content)
+        for applied, content in itertools.product(subsets, UNSYNCED_OUTCOMES):
+            state = state_after_power_loss(instant, applied, content)
             key = hash((repr(instant.mark), *sorted((path, hash(data)) for path, data in state.items())))
             if key not in seen:
                 seen.add(key)
                 yield instant, state
 
 
-def least_states(instants: list[Instant]) -> Iterator[tuple[Instant, dict[str, bytes | None]]]:
+def minimal_states(instants: list[DiskState]) -> Iterator[tuple[DiskState, dict[str, bytes | None]]]:
     """Yield the minimum that a power loss leaves at each of the `instants`: only what is synced."""
     before: dict[str, bytes | None] = {}
     for instant in instants:
-        state = left(instant, (), "lost")
+        state = state_after_power_loss(instant, (), "lost")
         if state != before:
             yield instant, state
         before = state
 
 
-def write(state: dict[str, bytes | None], root: Path) -> None:
+def write_state(state: dict[str, bytes | None], root: Path) -> None:
     """Write a state into the directory `root`."""
     for path, content in state.items():
         file = root / path

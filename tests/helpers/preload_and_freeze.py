@@ -11,18 +11,18 @@ import PIL.ImageDraw
 import PIL.ImageFont
 import psutil  # noqa: F401
 
-import helpers.composed  # noqa: F401
+import helpers.warm_option_cache  # noqa: F401
 import runner.cli.run_job
 import runner.tracking.event_file
 import runner.tracking.image_grids  # noqa: F401
-from helpers.compose import FAST, built
+from helpers.compose import TINY_CPU, build_composed_run
 from runner.data.digits import read_table
 
 # Fill the caches of the data and of the option checks. No operation of torch may run here: the children of a process
 # that has used OpenMP threads hang.
 read_table()
 for mode in ("single", "ddp"):
-    built(*FAST, f"parallel={mode}")
+    build_composed_run(*TINY_CPU, f"parallel={mode}")
 PIL.Image.preinit()
 gc.collect()
 gc.freeze()

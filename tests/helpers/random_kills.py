@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from helpers.command import Command, run_command
-from helpers.runs import assert_same, only_run, outcome
+from helpers.runs import assert_bitwise_equal, only_run, run_outcome
 
 RESULTS = ("status", "steps", "metrics", "best", "config_hash")
 
@@ -29,13 +29,13 @@ def train_with_kills(cwd: Path, arguments: list[str], kills: int, seconds: float
         command = Command(cwd, *([f"resume={runs[0]}"] if runs else arguments), kind=kind)
         # Most kills hit the training loop, and some the start, when the directory is created and the config written.
         early = time.monotonic() + random.choice([0.3, 60, 60, 60, 60])
-        while command.code is None and len(list(cwd.glob("outputs/*/*/events*"))) == sessions:
+        while command.command_exit_code is None and len(list(cwd.glob("outputs/*/*/events*"))) == sessions:
             if time.monotonic() > early:
                 break
             time.sleep(0.002)
         time.sleep(random.uniform(0, seconds))
-        if command.code is None and killed < kills:
-            command.kill(signal.SIGKILL)
+        if command.command_exit_code is None and killed < kills:
+            command.signal_processes(signal.SIGKILL)
         code, console = command.wait()
         if code == 0:
             return killed
@@ -43,19 +43,19 @@ def train_with_kills(cwd: Path, arguments: list[str], kills: int, seconds: float
         killed += 1
 
 
-def assert_kills_change_nothing(tmp_path: Path, arguments: list[str], kills: int, kind: str = "ranks") -> None:
+def assert_resume_after_kills_is_exact(tmp_path: Path, arguments: list[str], kills: int, kind: str = "ranks") -> None:
     """Fail unless runs of `arguments` that are killed, `kills` times in total, end like one that is not killed."""
     code, console = run_command(*arguments, cwd=tmp_path / "whole", kind=kind)
     assert code == 0, console
     result = json.loads((only_run(tmp_path / "whole") / "result.json").read_text())
-    wanted = outcome(only_run(tmp_path / "whole"))
+    wanted = run_outcome(only_run(tmp_path / "whole"))
     left, number, seconds = kills, 0, result["seconds"]
     while left:
         number += 1
         cwd = tmp_path / f"killed_{number}"
         left -= train_with_kills(cwd, arguments, left, seconds / 2, kind)
         [path] = [directory.parent for directory in cwd.glob("outputs/*/*/config.yaml")]
-        assert_same(outcome(path), wanted)
+        assert_bitwise_equal(run_outcome(path), wanted)
         for unbegun in set(cwd.glob("outputs/*/*")) - {path}:  # killed before the config was written
             names = [name for name in os.listdir(unbegun) if not name.endswith(".part")]
             assert set(names) <= {"overrides.yaml", ".lock"}

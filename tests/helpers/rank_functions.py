@@ -28,7 +28,7 @@ from runner.training import train
 # Changes of a session before training
 
 
-def stop_at(step: int, rank: int, session: Session) -> None:
+def sigterm_at(step: int, rank: int, session: Session) -> None:
     """Send SIGTERM to `rank` at the end of `step`; −1 is the last rank."""
 
     def after_step(_: torch.nn.Module, now: int) -> None:
@@ -58,12 +58,12 @@ def fail_in_evaluation(rank: int, session: Session) -> None:
         session.run.workload.evaluate = evaluate  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def fail_at_once(rank: int, session: Session) -> None:
+def fail_immediately(rank: int, session: Session) -> None:
     if session.rank == rank:
         raise OSError(5, "Input/output error")
 
 
-def full_disk(rank: int, num_bytes: int, session: Session) -> None:
+def limit_file_size(rank: int, num_bytes: int, session: Session) -> None:
     """Limit the size of the files of `rank` to `num_bytes`, so that writing fails as on a full disk."""
     if session.rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
@@ -73,7 +73,7 @@ def full_disk(rank: int, num_bytes: int, session: Session) -> None:
 # Replacements of `runner.training.train_rank`
 
 
-def train_changed(
+def train_with_change(
     change: Callable[[Session], Any], config: dict[str, Any], directory: Path, process: Process
 ) -> Result:
     """Train like `train_rank`, after applying `change` to the session."""
@@ -83,7 +83,7 @@ def train_changed(
         return train(session, directory)
 
 
-def count_and_fail(config: dict[str, Any], directory: Path, process: Process) -> None:
+def record_attempt_and_fail(config: dict[str, Any], directory: Path, process: Process) -> None:
     """Record each attempt in a file, and fail on rank 1."""
     if process.rank_info.rank == 1:
         with (directory / "attempts").open("a") as file:
@@ -92,7 +92,7 @@ def count_and_fail(config: dict[str, Any], directory: Path, process: Process) ->
     build_run(config).prepare(process).collectives.barrier()
 
 
-def stop_late(config: dict[str, Any], directory: Path, process: Process) -> int:
+def signal_after_training(config: dict[str, Any], directory: Path, process: Process) -> int:
     """Send this process SIGUSR1 after training, while a thread that was started during training has it unblocked."""
     process.collectives.barrier()  # as in training: gloo fails on a rank that still connects when another one exits
     done = threading.Event()
@@ -117,7 +117,7 @@ def rank_infos(config: dict[str, Any], directory: Path, process: Process) -> lis
 # Functions for processes that are started in another way
 
 
-def threads(pipe: Connection, asked: str | None, config: dict[str, Any], rank_info: RankInfo) -> None:
+def report_num_threads(pipe: Connection, asked: str | None, config: dict[str, Any], rank_info: RankInfo) -> None:
     """Report the number of threads that operations use during training if OMP_NUM_THREADS is `asked`."""
     report = start_heartbeat(pipe)
     os.environ.pop("OMP_NUM_THREADS", None)
@@ -130,52 +130,54 @@ def threads(pipe: Connection, asked: str | None, config: dict[str, Any], rank_in
         report(Report(value=torch.get_num_threads()))
 
 
-def jobs(configs: list[dict[str, Any]], directory: Path) -> list[str]:
+def run_sweep_jobs(configs: list[dict[str, Any]], directory: Path) -> list[str]:
     """Run the jobs of a sweep in turn, in processes that another launcher started; rank 1 fails in the second job.
 
     Returns:
         The status of each job on this rank, or its error.
     """
-    return [job(config, directory / str(number), fails=number == 1) for number, config in enumerate(configs)]
+    return [run_sweep_job(config, directory / str(number), fails=number == 1) for number, config in enumerate(configs)]
 
 
-held: list[Any] = []
+retained_groups: list[Any] = []
 
 
-def job(config: dict[str, Any], directory: Path, fails: bool) -> str:
+def run_sweep_job(config: dict[str, Any], directory: Path, fails: bool) -> str:
     run = build_run(config)
     directory.mkdir(exist_ok=True)
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process:
         session = run.prepare(process)
         if fails:
-            held.append(torch.distributed.group.WORLD)  # keeps the group alive, as a replica in a traceback may
+            retained_groups.append(
+                torch.distributed.group.WORLD
+            )  # keeps the group alive, as a replica in a traceback may
             fail_at(1, 5, ValueError("only here"), session)
         with LogFile(directory, process.rank_info.rank):
             try:
                 return launcher.launch(
-                    partial(train, session, directory), unreachable, session.context, directory
+                    partial(train, session, directory), fail_if_started, session.context, directory
                 ).status
             except Exception as error:
                 return str(error.__cause__)
 
 
-def unreachable(process: Process) -> None:
+def fail_if_started(process: Process) -> None:
     raise AssertionError(f"{process} was started, where another launcher had started all")
 
 
 CPU = torch.device("cpu")
 
 
-def info(rank: int, port: int) -> RankInfo:
+def two_rank_info(rank: int, port: int) -> RankInfo:
     """The `RankInfo` of one of two ranks on this machine."""
     return RankInfo(rank, 2, rank, 2, process_group.HOST, port)
 
 
-def form_and_leave(pipe: Connection, rank: int, port: int) -> None:
+def init_and_destroy_group(pipe: Connection, rank: int, port: int) -> None:
     """Initialize and destroy a process group; report the sum over both ranks, and whether a group is left."""
     report = start_heartbeat(pipe)
-    process_group.init_process_group(info(rank, port), CPU, 300, external=False)
+    process_group.init_process_group(two_rank_info(rank, port), CPU, 300, external=False)
     tensor = torch.tensor(float(rank + 1))
     torch.distributed.all_reduce(tensor)
     process_group.destroy_process_group()
@@ -183,13 +185,13 @@ def form_and_leave(pipe: Connection, rank: int, port: int) -> None:
     report(Report(value=(float(tensor), torch.distributed.is_initialized())))
 
 
-def abort_or_wait(pipe: Connection, rank: int, port: int) -> None:
+def abort_during_collective(pipe: Connection, rank: int, port: int) -> None:
     """Rank 0 aborts the process group while rank 1 waits in a collective whose timeout is an hour."""
     report = start_heartbeat(pipe)
-    process_group.init_process_group(info(rank, port), CPU, 3600, external=False)
+    process_group.init_process_group(two_rank_info(rank, port), CPU, 3600, external=False)
     torch.distributed.barrier()
     if rank == 0:
-        held.append(torch.distributed.group.WORLD)
+        retained_groups.append(torch.distributed.group.WORLD)
         process_group.abort_process_group()
         report(Report(value="aborted"))
         return
@@ -199,7 +201,7 @@ def abort_or_wait(pipe: Connection, rank: int, port: int) -> None:
         report(Report(value=type(error).__name__))
 
 
-def form_three_groups() -> list[float]:
+def init_three_groups() -> list[float]:
     """Create three process groups in turn between externally launched ranks; return what rank 0 broadcasts in each."""
     rank_info, received = external_rank_info(), []
     assert rank_info is not None

@@ -17,11 +17,11 @@ from typing import Any
 from runner.parallel.launch import processes
 from runner.system.forkserver import METHOD, start_server
 
-PATIENCE = 300.0
+TIMEOUT_SECONDS = 300.0
 """Timeout in seconds of a call."""
 
 
-class Ranks:
+class PersistentRanks:
     """`count` processes in the environment of torchrun: with their ranks in environment variables, and a shared store.
 
     Modes join such processes instead of starting their own, and keep their process group from run to run.
@@ -56,7 +56,7 @@ class Ranks:
             self.processes.append(process)
             self.pipes.append(ours)
 
-    def do(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def call_on_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return the result of `function(*arguments)` on each rank. After an error, the next call starts new ranks."""
         if not self.processes:
             self.start()
@@ -67,7 +67,7 @@ class Ranks:
                 raise self._lost(pipe) from None
         answers: dict[Any, Any] = {}
         while len(answers) < self.count:
-            ready: list[Any] = connection.wait([pipe for pipe in self.pipes if pipe not in answers], PATIENCE)
+            ready: list[Any] = connection.wait([pipe for pipe in self.pipes if pipe not in answers], TIMEOUT_SECONDS)
             for pipe in ready:
                 try:
                     answers[pipe], trouble = pipe.recv()
@@ -78,21 +78,21 @@ class Ranks:
                     raise answers[pipe] from RuntimeError(trouble)
             if not ready:
                 self.close()
-                raise TimeoutError(f"{len(answers)} of {self.count} ranks answered within {PATIENCE:g} s")
+                raise TimeoutError(f"{len(answers)} of {self.count} ranks answered within {TIMEOUT_SECONDS:g} s")
         return [answers[pipe] for pipe in self.pipes]
 
     def _lost(self, pipe: Connection) -> RuntimeError:
         """Return an error that says how the rank behind `pipe` ended. The next call starts new ranks."""
         rank = self.pipes.index(pipe)
         process = self.processes[rank]
-        process.join(PATIENCE)
+        process.join(TIMEOUT_SECONDS)
         self.close()
         return RuntimeError(f"rank {rank} ended with exit code {process.exitcode}")
 
     def train(self, config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
         """Train the run of `config` in `directory`, and return rank 0's result; `change` gets each rank's session."""
         directory.mkdir(exist_ok=True)
-        return self.do(train, config, directory, change)[0]
+        return self.call_on_all(train_on_rank, config, directory, change)[0]
 
     def close(self) -> None:
         for process in self.processes:
@@ -104,7 +104,7 @@ class Ranks:
 
 
 @contextmanager
-def connected(config: dict[str, Any]) -> Iterator[Any]:
+def connected_session(config: dict[str, Any]) -> Iterator[Any]:
     """A context that yields the session of `config` in this process, connected to the other ranks."""
     from runner.run import build_run
 
@@ -113,7 +113,7 @@ def connected(config: dict[str, Any]) -> Iterator[Any]:
         yield run.prepare(process)
 
 
-def train(config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
+def train_on_rank(config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
     """Train a run in one of several processes, from its config to its result, as the command does."""
     from helpers.compose import train_in
     from runner.parallel.launch.cluster import external_rank_info

@@ -1,4 +1,7 @@
-"""`python -m helpers.reading exit|endless` reads with two workers; prints their process ids after the first item."""
+"""`python -m helpers.read_with_workers exit|endless` reads with two workers.
+
+It prints their process ids after the first item.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from helpers.reading import Echo  # workers do not import the main module
+    from helpers.read_with_workers import Echo  # workers do not import the main module
 
     main()

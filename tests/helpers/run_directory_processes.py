@@ -1,4 +1,4 @@
-"""`python -m helpers.storage_work create|hold` is run by several processes at once, in the same directory."""
+"""`python -m helpers.run_directory_processes create|hold` is run by several processes at once, in one directory."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 
 from runner.storage import run_directory
 
-SECOND = "2026-01-02_03-04-05"
+FIXED_TIME = "2026-01-02_03-04-05"
 """The time at which all directories are created."""
 
 
-def create(count: int = 5) -> None:
+def create_run_directories(count: int = 5) -> None:
     """Read a line, then create `count` run directories, all named for the same second, and print them."""
-    run_directory.time.strftime = lambda *_: SECOND
+    run_directory.time.strftime = lambda *_: FIXED_TIME
     print("ready", flush=True)
     sys.stdin.readline()
     for _ in range(count):
         print(run_directory.create(Path("outputs") / "same"))
 
 
-def hold() -> None:
+def hold_lock() -> None:
     """Lock the current directory, print whether that worked, and hold the lock until standard input is closed."""
     lock = run_directory.lock(Path())
     print(lock is not None, flush=True)
@@ -28,4 +28,4 @@ def hold() -> None:
 
 
 if __name__ == "__main__":
-    {"create": create, "hold": hold}[sys.argv[1]]()
+    {"create": create_run_directories, "hold": hold_lock}[sys.argv[1]]()

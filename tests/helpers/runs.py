@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from helpers.command import processes_in
-from helpers.compose import FAST
-from helpers.events import curves, events
+from helpers.compose import TINY_CPU
+from helpers.events import load_events, scalar_curves
 
-TWO = (*FAST, "parallel=ddp", "parallel.processes=2")
+TWO_RANK_DDP = (*TINY_CPU, "parallel=ddp", "parallel.processes=2")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def newest_checkpoint(run: Path) -> Path:
     return max(run.glob("checkpoints/step_????????"))
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(run: Path) -> dict[str, torch.Tensor]:
     """The step, weights and optimizer state of the newest checkpoint of `run`, in a flat dict."""
     newest = newest_checkpoint(run)
     optimizer_state = torch.load(newest / "state.pt", weights_only=True)["optimizer"]
@@ -43,36 +43,38 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return step | safetensors.torch.load_file(newest / "model.safetensors") | flat
 
 
-def assert_bitwise(run: Path, wanted: dict[str, torch.Tensor]) -> None:
-    """Fail unless `weights(run)` equals `wanted`, bit for bit."""
-    got = weights(run)
+def assert_checkpoint_bitwise_equal(run: Path, wanted: dict[str, torch.Tensor]) -> None:
+    """Fail unless `checkpoint_tensors(run)` equals `wanted`, bit for bit."""
+    got = checkpoint_tensors(run)
     assert got.keys() == wanted.keys()
     for name, tensor in got.items():
         assert torch.equal(tensor, wanted[name]), name
 
 
-def outcome(path: Path) -> dict[str, Any]:
+def run_outcome(path: Path) -> dict[str, Any]:
     """All results of the run at `path`: weights, optimizer and random state, curves, images; no times, no memory."""
     newest = newest_checkpoint(path)
     state = torch.load(newest / "state.pt", weights_only=True)
-    read = events(path)
+    read = load_events(path)
     return {
         "name": newest.name,
         "weights": safetensors.torch.load_file(newest / "model.safetensors"),
         "state": {key: state[key] for key in ("optimizer", "precision", "metrics", "best", "window")},
         "local": torch.load(newest / "rank_0.pt", weights_only=True),
-        "curves": {tag: points for tag, points in curves(path).items() if not tag.startswith(("time/", "memory/"))},
+        "curves": {
+            tag: points for tag, points in scalar_curves(path).items() if not tag.startswith(("time/", "memory/"))
+        },
         "images": {t: [(i.step, i.encoded_image_string) for i in read.Images(t)] for t in read.Tags()["images"]},
     }
 
 
-def assert_same(got: Any, wanted: Any, where: str = "") -> None:
+def assert_bitwise_equal(got: Any, wanted: Any, where: str = "") -> None:
     """Fail unless nested values are equal, bit for bit."""
     assert type(got) is type(wanted), where
     if isinstance(got, dict):
         assert set(got) == set(wanted), where
         for key, value in got.items():
-            assert_same(value, wanted[key], f"{where}/{key}")
+            assert_bitwise_equal(value, wanted[key], f"{where}/{key}")
     elif isinstance(got, torch.Tensor):
         assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), where
         bits, wanted_bits = (t.contiguous().flatten().view(torch.uint8) for t in (got, wanted))
@@ -80,7 +82,7 @@ def assert_same(got: Any, wanted: Any, where: str = "") -> None:
     elif isinstance(got, list | tuple):
         assert len(got) == len(wanted), where
         for index, value in enumerate(got):
-            assert_same(value, wanted[index], f"{where}/{index}")
+            assert_bitwise_equal(value, wanted[index], f"{where}/{index}")
     else:
         assert got == wanted, where
 
@@ -89,7 +91,7 @@ def assert_same(got: Any, wanted: Any, where: str = "") -> None:
 # Resources of running processes
 
 
-def held_in(cwd: Path) -> tuple[set[str], set[str]]:
+def held_resources(cwd: Path) -> tuple[set[str], set[str]]:
     """(inodes of listening sockets, names in shared memory) that the processes in `cwd` have."""
     sockets, names = set(), set()
     for pid in processes_in(cwd):
@@ -98,18 +100,18 @@ def held_in(cwd: Path) -> tuple[set[str], set[str]]:
                 with suppress(OSError):
                     sockets |= set(re.findall(r"socket:\[(\d+)\]", str(file.readlink())))
             names |= set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text()))
-    return sockets & listening(), {name for name in names if Path(name).exists()}
+    return sockets & listening_inodes(), {name for name in names if Path(name).exists()}
 
 
 def listening_addresses(cwd: Path) -> set[tuple[str, int]]:
     """(address as /proc/net writes it, port) at which the processes in `cwd` accept TCP connections."""
-    inodes = held_in(cwd)[0]
+    inodes = held_resources(cwd)[0]
     lines = "".join(Path(f"/proc/net/{family}").read_text() for family in ("tcp", "tcp6")).splitlines()
     found = [line.split()[1].split(":") for line in lines if line.split()[9] in inodes]
     return {(address, int(port, 16)) for address, port in found}
 
 
-def listening() -> set[str]:
+def listening_inodes() -> set[str]:
     """Inodes of the listening TCP sockets of this machine."""
     lines = "".join(Path(f"/proc/net/{family}").read_text() for family in ("tcp", "tcp6")).splitlines()
     return {line.split()[9] for line in lines if line.split()[3] == "0A"}

@@ -15,24 +15,24 @@ from runner.workloads.dqn.n_step import NStepBuffer
 from runner.workloads.dqn.replay import Replay, unpack
 
 
-class Scripted(gymnasium.Env):
+class ScriptedEnv(gymnasium.Env):
     """Episodes of 1, 2, …, 9 steps in rotation, which are terminated, truncated, or both.
 
-    An observation is (environment, episode, step) and therefore unique. `diary` records all transitions.
+    An observation is (environment, episode, step) and therefore unique. `transition_log` records all transitions.
     """
 
     observation_space = gymnasium.spaces.Box(0, 1e6, (3,), np.float32)
     action_space = gymnasium.spaces.Discrete(4)
-    diary: ClassVar[dict[int, list[list[tuple]]]] = {}
+    transition_log: ClassVar[dict[int, list[list[tuple]]]] = {}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
         if seed is not None:
-            self.name, self.episode = len(self.diary), -1
-            self.diary[self.name] = []
+            self.name, self.episode = len(self.transition_log), -1
+            self.transition_log[self.name] = []
         self.episode += 1
         self.now = 0
-        self.diary[self.name].append([])
+        self.transition_log[self.name].append([])
         return self.seen(), {}
 
     def seen(self) -> np.ndarray:
@@ -45,7 +45,7 @@ class Scripted(gymnasium.Env):
         over, kind = self.now == length, (self.name + self.episode // 2) % 3
         terminated, truncated = over and kind != 1, over and kind != 0  # terminated, truncated, or both
         reward = float(10 * self.name + self.episode + self.now**2 + 1) * (-1) ** self.now
-        self.diary[self.name][-1].append((before, int(action), reward, self.seen(), terminated))
+        self.transition_log[self.name][-1].append((before, int(action), reward, self.seen(), terminated))
         return self.seen(), reward, terminated, truncated, {}
 
 
@@ -58,21 +58,21 @@ def scripted_actor(
     longest_repeat: int = 1,
 ) -> Actor:
     """An actor in `num_envs` scripted environments, whose transitions combine `length` steps."""
-    spec = EnvSpec("Scripted-v0", Scripted, disable_env_checker=True)
+    spec = EnvSpec("Scripted-v0", ScriptedEnv, disable_env_checker=True)
     monkeypatch.setitem(gymnasium.registry, "Scripted-v0", spec)
     env = Env("Scripted-v0", num_envs)
     env.prepare()
-    Scripted.diary.clear()
+    ScriptedEnv.transition_log.clear()
     n_step_buffer = NStepBuffer(num_envs, 3, length, discount)
     return Actor(env.vector(num_envs), 4, n_step_buffer, Replay(capacity, 3), 5, longest_repeat)
 
 
-def reference(length: int, discount: float) -> dict[tuple, tuple]:
+def expected_transitions(length: int, discount: float) -> dict[tuple, tuple]:
     """The n-step transitions that the diary implies: {observation: (action, return, next observation, discount)}."""
     wanted = {}
-    for episodes in Scripted.diary.values():
+    for episodes in ScriptedEnv.transition_log.values():
         for number, steps in enumerate(episodes):
-            finished = number < len(episodes) - 1 or (steps and is_over(steps))
+            finished = number < len(episodes) - 1 or (steps and is_episode_end(steps))
             for start in range(len(steps)):
                 window = steps[start : start + length]
                 if len(window) < length and not finished:
@@ -84,12 +84,12 @@ def reference(length: int, discount: float) -> dict[tuple, tuple]:
     return wanted
 
 
-def is_over(steps: list[tuple]) -> bool:
+def is_episode_end(steps: list[tuple]) -> bool:
     name, episode, now = steps[-1][3]
     return now == (name + episode) % 9 + 1
 
 
-def stored(replay: Replay) -> dict[tuple, tuple]:
+def replay_transitions(replay: Replay) -> dict[tuple, tuple]:
     batch = unpack(replay.rows[: len(replay)])
     rows = zip(*(field.tolist() for field in batch[:5]), strict=True)
     return {tuple(o): (a[0], r[0], tuple(following), d[0]) for o, a, r, following, d in rows}

@@ -1,4 +1,4 @@
-"""`python -m helpers.interrupted PLACE SIGNAL` sends itself a signal whose exception is hard to propagate.
+"""`python -m helpers.signal_itself PLACE SIGNAL` sends itself a signal whose exception is hard to propagate.
 
 - `exec`: in code that is run by `exec`, as when a dataclass is defined;
 - `destructor`: in `__del__`, where Python only prints exceptions.
@@ -19,13 +19,13 @@ from runner.system.signals import run_main
 PLACE, NUMBER = sys.argv[1], signal.Signals[sys.argv[2]]
 
 
-class Destroyed:
+class SignalsInDestructor:
     def __del__(self) -> None:
         os.kill(os.getpid(), NUMBER)
 
 
 def main() -> int:
-    places: dict[str, Any] = {"exec": lambda: os.kill(os.getpid(), NUMBER), "destructor": Destroyed}
+    places: dict[str, Any] = {"exec": lambda: os.kill(os.getpid(), NUMBER), "destructor": SignalsInDestructor}
     try:
         exec("place()", {"place": places[PLACE]})
         for _ in range(1000):

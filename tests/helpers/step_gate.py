@@ -1,8 +1,8 @@
 """A gate before a training step, at which a run or the jobs of a sweep wait while a test needs them to be training.
 
 Importing this module installs the gate in the training loop of this process and those forked from it; a fresh
-interpreter imports it if `command.GATED` is on PYTHONPATH. `STEP_GATE=30:FILE` in the environment closes the gate: a
-run waits before step 30 until FILE exists or the run is asked to stop.
+interpreter imports it if `command.STEP_GATE_PYTHONPATH` is on PYTHONPATH. `STEP_GATE=30:FILE` in the environment closes
+the gate: a run waits before step 30 until FILE exists or the run is asked to stop.
 
 Rank N hangs before step 14 or a later one if there is a file `rank_N_hangs` in its working directory.
 """

@@ -15,12 +15,12 @@ from typing import Any
 from runner.config.errors import ConfigError
 from runner.parallel.launch.supervisor import Report, report_of, start_heartbeat
 
-LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
-LONG = 600.0
+CONNECTION_CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+SLEEP_SECONDS = 600.0
 """Seconds for which a rank sleeps; it is killed before that."""
 
 
-def does(pipe: Connection, what: Callable[[], Any], reported: Path | None = None) -> None:
+def report_result_of(pipe: Connection, what: Callable[[], Any], reported: Path | None = None) -> None:
     """Call `what` in a rank, and report its return value or its error.
 
     Args:
@@ -36,29 +36,29 @@ def does(pipe: Connection, what: Callable[[], Any], reported: Path | None = None
         os._exit(1)
 
 
-def value(number: int, after: Path | None = None) -> int:
-    wait_for(after)
+def return_number(number: int, after: Path | None = None) -> int:
+    wait_for_file(after)
     return number
 
 
-def hang() -> None:
-    time.sleep(LONG)
+def sleep_until_killed() -> None:
+    time.sleep(SLEEP_SECONDS)
 
 
 def fail(error: BaseException, after: Path | None = None) -> None:
     """Raise `error` once the file `after` exists."""
-    wait_for(after)
+    wait_for_file(after)
     raise error
 
 
-def refuse() -> None:
+def raise_config_error() -> None:
     fail(ConfigError("model", "x", "it is no model", "take another"))
 
 
-def signal_oneself(number: signal.Signals, after: Path | None = None) -> None:
-    wait_for(after)
+def signal_own_process(number: signal.Signals, after: Path | None = None) -> None:
+    wait_for_file(after)
     os.kill(os.getpid(), number)
-    hang()
+    sleep_until_killed()
 
 
 def exit_with(code: int) -> None:
@@ -71,21 +71,21 @@ def wait_for_signal() -> str:
     return signal.Signals(received).name
 
 
-def say_nothing(pipe: Connection, _: Any) -> None:
+def send_nothing(pipe: Connection, _: Any) -> None:
     """Send neither heartbeats nor a report."""
-    threading.Event().wait(LONG)
+    threading.Event().wait(SLEEP_SECONDS)
 
 
-def reports_progress(pipe: Connection, number: int) -> None:
+def send_progress(pipe: Connection, number: int) -> None:
     """Send heartbeats with `number` as the progress, and nothing else."""
     start_heartbeat(pipe, lambda: number)
-    hang()
+    sleep_until_killed()
 
 
-def wait_for(path: Path | None) -> None:
+def wait_for_file(path: Path | None) -> None:
     """Wait until there is a file at `path`."""
     while path is not None and not path.exists():
         time.sleep(0.01)
 
 
-WELL = partial(value, 1)
+RETURN_ONE = partial(return_number, 1)

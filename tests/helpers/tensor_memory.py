@@ -16,7 +16,7 @@ from runner.training import prepare, train_step
 
 
 @contextmanager
-def recorded() -> Iterator[list[int]]:
+def record_allocations() -> Iterator[list[int]]:
     """A context; at its end, the list holds the sizes of all allocations and the negative sizes of all releases."""
     sizes: list[int] = []
     gc.collect()  # or this recording would contain releases of earlier allocations
@@ -27,7 +27,7 @@ def recorded() -> Iterator[list[int]]:
     sizes += [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
-def peak_of(sizes: list[int]) -> int:
+def peak_allocated_bytes(sizes: list[int]) -> int:
     """The largest number of bytes that were allocated at the same time."""
     most = now = 0
     for size in sizes:
@@ -44,7 +44,7 @@ def measured_peak(config: dict[str, Any], directory: Path, process: Process | No
     """
     run = build_run(config)
     connected = nullcontext(process) if process else run.parallel.launcher(run.device).connect()
-    with connected as process, recorded() as sizes:
+    with connected as process, record_allocations() as sizes:
         session = run.prepare(process)
         with session.settings():
             state = prepare(session, directory)
@@ -52,4 +52,4 @@ def measured_peak(config: dict[str, Any], directory: Path, process: Process | No
             state.model.train()
             for step in session.plan.steps(0, 2):
                 train_step(state, batches, step, log_due=False)
-    return peak_of(sizes)
+    return peak_allocated_bytes(sizes)

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.narrow import narrowed
+from helpers.narrow_resnet import use_narrow_resnet
 from runner.run import build_run
 from runner.tools import verify_steps
 from runner.tools.verify_steps import Steps
 
 
-def narrow_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_narrow_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `verify_steps` use networks of half the width."""
-    monkeypatch.setattr(verify_steps, "build_run", lambda config: narrowed(build_run(config)))
+    monkeypatch.setattr(verify_steps, "build_run", lambda config: use_narrow_resnet(build_run(config)))
 
 
-def record_here(configs: list[dict[str, Any]], directory: Path) -> list[Steps] | None:
+def record_first_steps(configs: list[dict[str, Any]], directory: Path) -> list[Steps] | None:
     """Do in one of several processes what `first_steps` does for the runs of `configs`; return the steps on rank 0.
 
     Args:
@@ -27,7 +27,7 @@ def record_here(configs: list[dict[str, Any]], directory: Path) -> list[Steps] |
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.syspath_prepend(str(directory))
-        narrow_runs(monkeypatch)
+        use_narrow_networks(monkeypatch)
         run = build_run(configs[0])
         with run.parallel.launcher(run.device).connect() as process:
             verify_steps.record_runs(configs, directory, process)

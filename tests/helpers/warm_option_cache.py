@@ -12,7 +12,7 @@ import runner.sweep.engines.local  # noqa: F401
 from runner.cli.composition import Composer
 
 TINY = ["model=tiny", "device=cpu"]
-"""The overrides in `helpers.compose.FAST` that choose an option file."""
+"""The overrides in `helpers.compose.TINY_CPU` that choose an option file."""
 
 for chosen in ([], TINY):
     Composer().run(chosen)

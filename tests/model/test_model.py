@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
-from helpers.command import environment
-from helpers.compose import option_node
+from helpers.command import child_environment
+from helpers.compose import option_content
 from safetensors.torch import save_file
 
 from models import convnet, resnet
@@ -27,7 +27,7 @@ SHAPE = (1, 28, 28)
 
 def option(name: str, **changes: object) -> Model:
     """Return the component that conf/model/`name`.yaml describes, with `changes`."""
-    return build(option_node("model", name) | changes, Model, "model")
+    return build(option_content("model", name) | changes, Model, "model")
 
 
 def small(classes: int = 10, seed: int = 0) -> convnet.ConvNet:
@@ -59,7 +59,7 @@ def test_option_files_build_the_networks_of_their_names(name: str, shape: tuple,
 
 @pytest.mark.parametrize("name", ["convnet", "tiny", "resnet18", "resnet50"])
 def test_option_files_list_every_field(name: str) -> None:
-    node = option_node("model", name)
+    node = option_content("model", name)
     cls = {"ConvNet": ConvNet, "ResNet": ResNet}[node.pop("_target_").rpartition(".")[2]]
 
     assert sorted(node) == sorted(option_fields(cls))
@@ -339,6 +339,6 @@ def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes) ->
 def test_options_and_their_errors_do_not_import_torch() -> None:
     """As in `python -m runner`, torch is imported lazily."""
     words = [sys.executable, "-m", "helpers.model_options"]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
 
     assert done.stdout.split() == ["refused", "False", "False"]

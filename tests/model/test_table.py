@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.compose import FAST, built
+from helpers.compose import TINY_CPU, build_composed_run
 
 from models.convnet import ConvNet
 from runner.cli.main import run_command
@@ -106,7 +106,7 @@ def test_columns_are_aligned() -> None:
     assert lines[2] == "x      Linear                   1        1     12"
 
 
-@pytest.mark.parametrize("words", [FAST, ("workload=dqn",)], ids=["classifier", "dqn"])
+@pytest.mark.parametrize("words", [TINY_CPU, ("workload=dqn",)], ids=["classifier", "dqn"])
 def test_the_command_prints_the_table_and_writes_no_files(
     words: tuple[str, ...], tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,7 +120,7 @@ def test_the_command_prints_the_table_and_writes_no_files(
 
 
 def _model(words: tuple[str, ...]) -> torch.nn.Module:
-    run = built(*words)
+    run = build_composed_run(*words)
     run.workload.prepare()
     return run.workload.build_model()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers.command import run_command
-from helpers.compose import FAST, built, prepared, train_in
+from helpers.compose import TINY_CPU, build_composed_run, prepare_session, train_in
 
 import runner.parallel.launch.processes
 from runner.config.errors import ABSENT, ConfigError
@@ -88,7 +88,7 @@ def test_bad_input_is_refused_before_a_process_starts(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bad.gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: bad.gpus)
     with pytest.raises(ConfigError) as refusal:
-        prepared(built(*bad.overrides.split()))
+        prepare_session(build_composed_run(*bad.overrides.split()))
     assert (refusal.value.key, str(refusal.value.got)) == (bad.key, bad.got)
     for word in bad.words:
         assert word in f"{refusal.value.why}\n{refusal.value.remedy}"
@@ -106,8 +106,8 @@ def test_the_command_exits_with_2_and_leaves_no_files(bad: Bad, tmp_path: Path) 
 
 def test_good_input_starts_the_fork_server_and_then_the_ranks(started: list[str], tmp_path: Path) -> None:
     """Checks that `started` records the starts, on which the tests above rely."""
-    run = built(*FAST, "parallel=ddp")
-    prepared(run)
+    run = build_composed_run(*TINY_CPU, "parallel=ddp")
+    prepare_session(run)
     assert started == ["server"]
     with pytest.raises(TypeError):  # the fake supervisor is not a context manager
         train_in(tmp_path, run)

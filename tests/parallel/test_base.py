@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, built, prepared
-from helpers.runs import assert_same
+from helpers.compose import TINY_CPU, build_composed_run, prepare_session
+from helpers.runs import assert_bitwise_equal
 
 from runner.batching import MicroBatch
 from runner.config.errors import ConfigError
@@ -19,7 +19,7 @@ from runner.run import Session
 
 def placed(*overrides: str) -> tuple[Session, torch.nn.Module]:
     """Return a session, and its model as returned by `place`."""
-    session = prepared(built(*FAST, *overrides))
+    session = prepare_session(build_composed_run(*TINY_CPU, *overrides))
     torch.manual_seed(0)
     return session, session.run.parallel.place(session.run.workload.build_model(), session.context)
 
@@ -33,7 +33,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_a_single_process_has_the_default_layout() -> None:
-    session = prepared(built(*FAST))
+    session = prepare_session(build_composed_run(*TINY_CPU))
     context = session.context
     assert context.layout == Layout()
     assert (context.rank, context.world_size, context.device) == (0, 1, torch.device("cpu"))
@@ -53,7 +53,7 @@ def test_several_externally_launched_processes_are_refused(monkeypatch: pytest.M
     for name, value in RankInfo(1, 2, 1, 2, "127.0.0.1", 1234).variables().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as refusal:
-        prepared(built(*FAST))
+        prepare_session(build_composed_run(*TINY_CPU))
     assert (refusal.value.key, refusal.value.got) == ("parallel.processes", 2)
     assert "parallel=ddp" in refusal.value.remedy
 
@@ -114,5 +114,5 @@ def test_the_full_state_can_be_loaded_by_another_mode_object() -> None:
             parameter += 1
     tensors, states = session.run.parallel.full_state(model, optimizer)
     Parallel().load_full_state(other, session.run.optimizer.build(other), tensors, states)
-    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_bitwise_equal(dict(other.state_dict()), dict(model.state_dict()))
     assert session.run.parallel.local_state(model, optimizer) == {}

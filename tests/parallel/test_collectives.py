@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import Ranks
+from helpers.ranks import PersistentRanks
 
 from runner.config.errors import ConfigError
 from runner.parallel.collectives import Collectives
@@ -36,9 +36,9 @@ def in_rank(work: Work) -> Any:
 
 
 @pytest.fixture
-def on_three(ranks: Callable[[int], Ranks]) -> Callable[[Work], list[Any]]:
+def on_three(ranks: Callable[[int], PersistentRanks]) -> Callable[[Work], list[Any]]:
     """Return a function that runs `work(collectives)` on three ranks, and returns the result of each."""
-    return lambda work: ranks(3).do(in_rank, work)
+    return lambda work: ranks(3).call_on_all(in_rank, work)
 
 
 def test_collectives_of_one_process_are_no_ops() -> None:
@@ -118,10 +118,10 @@ def mean_of_equals(collectives: Collectives) -> tuple[torch.Tensor, float]:
 def test_any_rank_returns_the_result_of_the_previous_call_on_all_ranks(on_three: Callable[[Work], list[Any]]) -> None:
     """The all-reduce that is pending at the end of a run is waited for, and does not affect the next run."""
     for _ in range(2):
-        assert on_three(raise_a_flag) == [[False, False, True, False]] * 3
+        assert on_three(call_any_rank) == [[False, False, True, False]] * 3
 
 
-def raise_a_flag(collectives: Collectives) -> list[bool]:
+def call_any_rank(collectives: Collectives) -> list[bool]:
     """Call `any_rank` in four steps; only rank 1 passes true, in the second step."""
     return [collectives.any_rank(collectives.rank == 1 and step == 1) for step in range(4)]
 

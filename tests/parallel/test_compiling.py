@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.compose import FAST, built, prepared
+from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 
 from models.convnet import ConvNet
 from models.resnet import ResNet
@@ -78,8 +78,8 @@ MODES: dict[str, tuple[tuple[str, ...], Callable[[torch.nn.Module], list[torch.n
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_compiles_the_blocks_of_its_network(name: str, compiled: list[torch.nn.Module]) -> None:
     overrides, blocks = MODES[name]
-    run = built(*FAST, "compile=blocks", *overrides)
-    context = prepared(run).context
+    run = build_composed_run(*TINY_CPU, "compile=blocks", *overrides)
+    context = prepare_session(run).context
     model = run.parallel.place(run.workload.build_model(), context)
     assert compiled == blocks(model)
     assert not any("_orig_mod" in key for key in model.state_dict())

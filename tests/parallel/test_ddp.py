@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, built, composed
-from helpers.narrow import narrow, narrow_traced, narrowed
-from helpers.plain_loop import CASES, COMMON, STEPS, Settings, largest_difference, plain_loop, weights_at
-from helpers.ranks import Ranks, connected
+from helpers.compose import TINY_CPU, build_composed_run, compose_config
+from helpers.narrow_resnet import narrow_session, narrow_session_without_codegen, use_narrow_resnet
+from helpers.plain_loop import (
+    OPTIMIZER_CASES,
+    PLAIN_LOOP_OVERRIDES,
+    STEPS,
+    PlainSettings,
+    largest_difference,
+    plain_loop,
+    weights_at,
+)
+from helpers.ranks import PersistentRanks, connected_session
 
 from runner.training import prepare
 
@@ -21,7 +29,7 @@ from runner.training import prepare
 
 SHORT = 3
 BATCH_NORM = (
-    *COMMON,
+    *PLAIN_LOOP_OVERRIDES,
     "optimizer.lr=0.002",
     "model=resnet18",
     "model.norm=batch",
@@ -34,8 +42,8 @@ BATCH_NORM = (
 
 @functools.cache
 def plain_batch_norm(num_parts: int, num_steps: int = SHORT) -> dict[str, torch.Tensor]:
-    run = narrowed(built(*FAST, *BATCH_NORM))
-    settings = Settings(num_steps, torch.float64, num_parts=num_parts)
+    run = use_narrow_resnet(build_composed_run(*TINY_CPU, *BATCH_NORM))
+    settings = PlainSettings(num_steps, torch.float64, num_batch_shards=num_parts)
     return plain_loop(run, lambda p: torch.optim.SGD(p, lr=0.002, momentum=0.9), settings).weights
 
 
@@ -44,20 +52,22 @@ def plain_batch_norm(num_parts: int, num_steps: int = SHORT) -> dict[str, torch.
     [("ddp", 2), ("fsdp", 2), ("ddp parallel.sync_batch_norm=true", 1)],
 )
 def test_batch_normalization_uses_a_shard_or_with_sync_the_whole_batch(
-    mode: str, parts: int, ranks: Callable[[int], Ranks], tmp_path: Path
+    mode: str, parts: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     """Running statistics are compared too; without sync, they are averaged over the processes."""
-    ranks(2).train(composed(*FAST, *BATCH_NORM, *f"parallel={mode}".split()), tmp_path, narrow)
+    ranks(2).train(compose_config(*TINY_CPU, *BATCH_NORM, *f"parallel={mode}".split()), tmp_path, narrow_session)
     assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
 
 
 @pytest.mark.parametrize(("synchronized", "parts", "bucket_mb"), [(True, 1, 1), (False, 2, 0.5), (False, 2, 1)])
 def test_a_compiled_network_equals_a_plain_loop(
-    synchronized: bool, parts: int, bucket_mb: float, ranks: Callable[[int], Ranks], tmp_path: Path
+    synchronized: bool, parts: int, bucket_mb: float, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     """The gradients are in several buckets, at which the compiler splits the network if it can."""
     options = [f"parallel.sync_batch_norm={synchronized}", f"parallel.bucket_mb={bucket_mb}", "compile=true"]
-    ranks(2).train(composed(*FAST, *BATCH_NORM, "parallel=ddp", *options), tmp_path, narrow_traced)
+    ranks(2).train(
+        compose_config(*TINY_CPU, *BATCH_NORM, "parallel=ddp", *options), tmp_path, narrow_session_without_codegen
+    )
     assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
 
 
@@ -66,24 +76,24 @@ def test_a_compiled_network_equals_a_plain_loop(
     [([], True), (["parallel.bucket_mb=0.5"], False), (["parallel.sync_batch_norm=true"], False)],
 )
 def test_the_compiler_splits_a_network_at_buckets_if_it_can(
-    options: list[str], split: bool, ranks: Callable[[int], Ranks], tmp_path: Path
+    options: list[str], split: bool, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     """Only the setting is checked: a wrong one fails only at the end of compiling, after a minute."""
     given = ("parallel=ddp", "compile=true", *options)
-    assert ranks(2).do(compiler_splits, composed(*FAST, *BATCH_NORM, *given)) == [split] * 2
+    assert ranks(2).call_on_all(compiler_splits, compose_config(*TINY_CPU, *BATCH_NORM, *given)) == [split] * 2
 
 
 def compiler_splits(config: dict[str, Any]) -> bool:
-    with connected(config) as session:
+    with connected_session(config) as session:
         session.run.parallel.place(session.run.workload.build_model(), session.context)
     return bool(torch._dynamo.config.optimize_ddp)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_checkpoint_without_an_evaluation_has_averaged_statistics(
-    mode: str, ranks: Callable[[int], Ranks], tmp_path: Path
+    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    ranks(2).train(composed(*FAST, *BATCH_NORM, "save_every=2", f"parallel={mode}"), tmp_path, narrow)
+    ranks(2).train(compose_config(*TINY_CPU, *BATCH_NORM, "save_every=2", f"parallel={mode}"), tmp_path, narrow_session)
     assert largest_difference(weights_at(tmp_path, 2), plain_batch_norm(2, num_steps=2)) <= 1e-9
 
 
@@ -103,23 +113,28 @@ def test_averaged_running_means_are_exact_and_variances_are_not() -> None:
     [("fp16", 1e-7, 1e-2), ("bf16", 1e-6, 5e-2), ("powersgd", 1e-3, 1.0)],
 )
 def test_training_with_compressed_gradients_rounds_but_still_learns(
-    compression: str, least: float, most: float, ranks: Callable[[int], Ranks], tmp_path: Path
+    compression: str, least: float, most: float, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (*COMMON, *CASES["sgd"][0], "parallel=ddp", f"parallel.compression={compression}")
-    ranks(2).train(composed(*FAST, *overrides), tmp_path / "short")
-    plain = plain_loop(built(*FAST, *COMMON), CASES["sgd"][1])
+    overrides = (
+        *PLAIN_LOOP_OVERRIDES,
+        *OPTIMIZER_CASES["sgd"][0],
+        "parallel=ddp",
+        f"parallel.compression={compression}",
+    )
+    ranks(2).train(compose_config(*TINY_CPU, *overrides), tmp_path / "short")
+    plain = plain_loop(build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES), OPTIMIZER_CASES["sgd"][1])
     assert least < largest_difference(weights_at(tmp_path / "short", STEPS), plain.weights) < most
     longer = ("steps=150", "log_every=150", "schedule=cosine")  # with a constant rate, accuracy varies by 0.1
-    result = ranks(2).train(composed(*FAST, *overrides, *longer), tmp_path / "long")
+    result = ranks(2).train(compose_config(*TINY_CPU, *overrides, *longer), tmp_path / "long")
     assert result.metrics["eval/accuracy"] > 0.8
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_gradients_are_sent_once_a_step_with_the_last_micro_batch(
-    accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
+    accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    config = composed(*FAST, *COMMON, "parallel=ddp", f"accumulation={accumulation}")
-    for sent in ranks(2).do(elements_sent, config, tmp_path):
+    config = compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, "parallel=ddp", f"accumulation={accumulation}")
+    for sent in ranks(2).call_on_all(elements_sent, config, tmp_path):
         assert sent == [0] * (accumulation - 1) + [NUM_PARAMETERS]
 
 
@@ -129,7 +144,7 @@ NUM_PARAMETERS = 16 * 9 + 16 + 32 * 16 * 9 + 32 + 128 * 64 + 64 + 64 * 10 + 10
 
 def elements_sent(config: dict[str, Any], directory: Path) -> list[int]:
     """In a rank: return how many gradient elements each micro-batch of the first step sends."""
-    with connected(config) as session:
+    with connected_session(config) as session:
         state, sent = prepare(session, directory), [0]
 
         def hook(_, bucket):  # without annotations, because torch checks them

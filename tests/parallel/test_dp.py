@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.compose import FAST, built, prepared
-from helpers.plain_loop import COMMON, largest_difference, weights_at
+from helpers.compose import TINY_CPU, build_composed_run, prepare_session
+from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights_at
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -17,9 +17,9 @@ from runner.config.errors import ConfigError
 
 
 def test_dp_on_one_device_warns_and_equals_single(trained, caplog: pytest.LogCaptureFixture) -> None:
-    wanted = weights_at(trained(*COMMON, directory="single").directory, 10)
+    wanted = weights_at(trained(*PLAIN_LOOP_OVERRIDES, directory="single").directory, 10)
     with caplog.at_level(logging.WARNING):
-        got = weights_at(trained(*COMMON, "parallel=dp", directory="dp").directory, 10)
+        got = weights_at(trained(*PLAIN_LOOP_OVERRIDES, "parallel=dp", directory="dp").directory, 10)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warnings == ["parallel=dp: there is one device, cpu: nothing is split, this is parallel=single"]
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
@@ -29,17 +29,20 @@ def test_dp_on_one_device_warns_and_equals_single(trained, caplog: pytest.LogCap
 def test_hidden_gpus_are_refused(hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     with pytest.raises(ConfigError) as refusal:
-        prepared(built("parallel=dp"))
+        prepare_session(build_composed_run("parallel=dp"))
     assert (refusal.value.key, refusal.value.got) == ("device.kind", "auto")
     assert f"CUDA_VISIBLE_DEVICES={hidden!r}" in refusal.value.why
     assert "device=cpu" in refusal.value.remedy
-    prepared(built(*FAST, "parallel=dp"))
+    prepare_session(build_composed_run(*TINY_CPU, "parallel=dp"))
 
 
 def test_replica_threads_use_the_autocast_dtype() -> None:
     """DataParallel enables autocast in its threads without setting the dtype, so they would compute in float16."""
-    run, devices = built(*FAST, "parallel=dp", "precision=bf16"), [torch.device("cuda", i) for i in range(2)]
-    context = prepared(run).context
+    run, devices = (
+        build_composed_run(*TINY_CPU, "parallel=dp", "precision=bf16"),
+        [torch.device("cuda", i) for i in range(2)],
+    )
+    context = prepare_session(run).context
     model = nn.Linear(2, 2)
     model.to = lambda *_, **__: model  # type: ignore[method-assign]  # there is no GPU here
     run.parallel.place(model, replace(context, process=context.process._replace(devices=devices)))
@@ -133,7 +136,7 @@ def test_packed_sequences_need_total_length() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_two_gpus_compute_what_one_computes(accumulation: int, trained) -> None:
-    overrides = (*COMMON, "device=cuda", f"accumulation={accumulation}", "eval_every=5")
+    overrides = (*PLAIN_LOOP_OVERRIDES, "device=cuda", f"accumulation={accumulation}", "eval_every=5")
     one = trained(*overrides, directory="one")
     two = trained(*overrides, "parallel=dp", "device.indices=[0,1]", directory="two")
     assert largest_difference(weights_at(two.directory, 10), weights_at(one.directory, 10)) <= 1e-6
@@ -144,7 +147,7 @@ def test_two_gpus_compute_what_one_computes(accumulation: int, trained) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("precision", ["16", "bf16", "64"])
 def test_two_gpus_compute_what_one_computes_in_every_precision(precision: str, trained) -> None:
-    overrides = (*COMMON, "device=cuda", f"precision={precision}")
+    overrides = (*PLAIN_LOOP_OVERRIDES, "device=cuda", f"precision={precision}")
     one = trained(*overrides, directory="one")
     two = trained(*overrides, "parallel=dp", "device.indices=[0,1]", directory="two")
     tolerance = 1e-13 if precision == "64" else 0.05

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.compose import FAST, built, composed, prepared, train_in
-from helpers.events import curves
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session, train_in
+from helpers.events import scalar_curves
 from helpers.plain_loop import weights_at
-from helpers.rank_work import stop_at
-from helpers.ranks import Ranks
-from helpers.runs import assert_same, outcome
+from helpers.rank_functions import sigterm_at
+from helpers.ranks import PersistentRanks
+from helpers.runs import assert_bitwise_equal, run_outcome
 
 from runner.config.errors import ConfigError
 
@@ -26,14 +26,14 @@ OVERRIDES = (*HARD, f"steps={STEPS}", "log_every=3", "eval_every=6", "save_every
 @pytest.fixture(scope="module")
 def ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of an ensemble of three members, in processes that the mode starts."""
-    run = built(*FAST, *OVERRIDES, "parallel=ensemble", "parallel.processes=3")
+    run = build_composed_run(*TINY_CPU, *OVERRIDES, "parallel=ensemble", "parallel.processes=3")
     return train_in(tmp_path_factory.mktemp("ensemble"), run).directory
 
 
 @pytest.fixture(scope="module")
-def solos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def single_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The run directories of three single runs, each with the seed of a member."""
-    runs = [built(*FAST, *OVERRIDES[:-1], f"seed={5 + member}") for member in range(3)]
+    runs = [build_composed_run(*TINY_CPU, *OVERRIDES[:-1], f"seed={5 + member}") for member in range(3)]
     return [train_in(tmp_path_factory.mktemp("solo"), run).directory for run in runs]
 
 
@@ -44,16 +44,16 @@ def members(directory: Path, step: int = STEPS) -> list[dict[str, torch.Tensor]]
     return [weights_at(directory, step), *others]
 
 
-def test_each_member_is_bitwise_equal_to_a_single_run_with_its_seed(ensemble: Path, solos: list[Path]) -> None:
+def test_each_member_is_bitwise_equal_to_a_single_run_with_its_seed(ensemble: Path, single_runs: list[Path]) -> None:
     for step in (6, STEPS):
-        assert_same(members(ensemble, step), [weights_at(solo, step) for solo in solos])
+        assert_bitwise_equal(members(ensemble, step), [weights_at(solo, step) for solo in single_runs])
     shared = torch.load(ensemble / "checkpoints" / f"step_{STEPS:08d}" / "state.pt", weights_only=True)
-    assert_same(shared["optimizer"], outcome(solos[0])["state"]["optimizer"])
+    assert_bitwise_equal(shared["optimizer"], run_outcome(single_runs[0])["state"]["optimizer"])
 
 
-def test_the_ensemble_predicts_by_its_mean_probability(ensemble: Path, solos: list[Path]) -> None:
-    run, logged = built(*FAST, *OVERRIDES), curves(ensemble)
-    prepared(run)
+def test_the_ensemble_predicts_by_its_mean_probability(ensemble: Path, single_runs: list[Path]) -> None:
+    run, logged = build_composed_run(*TINY_CPU, *OVERRIDES), scalar_curves(ensemble)
+    prepare_session(run)
     held_out = run.workload.held_out  # pyright: ignore[reportAttributeAccessIssue]
     for point, step in enumerate((6, STEPS)):
         outputs = []
@@ -74,21 +74,21 @@ def test_the_ensemble_predicts_by_its_mean_probability(ensemble: Path, solos: li
             tag: (step, pytest.approx(float(value), rel=1e-5)) for tag, value in wanted.items()
         }
     assert float(wanted["eval/disagreement"]) > 0.01
-    for member, solo in enumerate(solos):
-        own = curves(solo)
+    for member, solo in enumerate(single_runs):
+        own = scalar_curves(solo)
         for name in ("loss", "accuracy"):
             assert logged[f"eval/member_{member}/{name}"] == own[f"eval/{name}"]
 
 
-def test_tags_are_those_of_a_single_run_and_of_the_members(ensemble: Path, solos: list[Path]) -> None:
+def test_tags_are_those_of_a_single_run_and_of_the_members(ensemble: Path, single_runs: list[Path]) -> None:
     own = {f"eval/member_{member}/{name}" for member in range(3) for name in ("loss", "accuracy")}
-    assert curves(ensemble).keys() - curves(solos[0]).keys() == own | {"eval/disagreement"}
-    means = [sum(points) / 3 for points in zip(*(values(solo, "train/loss") for solo in solos), strict=True)]
+    assert scalar_curves(ensemble).keys() - scalar_curves(single_runs[0]).keys() == own | {"eval/disagreement"}
+    means = [sum(points) / 3 for points in zip(*(values(solo, "train/loss") for solo in single_runs), strict=True)]
     assert values(ensemble, "train/loss") == pytest.approx(means, rel=1e-6), "training curves are the members' means"
 
 
 def values(directory: Path, tag: str) -> list[float]:
-    return [value for _, value in curves(directory)[tag]]
+    return [value for _, value in scalar_curves(directory)[tag]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -96,10 +96,10 @@ def values(directory: Path, tag: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], Ranks]) -> Path:
+def stopped(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], PersistentRanks]) -> Path:
     """A run in which rank 1 gets SIGTERM in step 7: between two checkpoints and two logs, and within an epoch."""
-    directory, stop_at_7 = tmp_path_factory.mktemp("stopped"), partial(stop_at, 7, 1)
-    result = ranks(3).train(composed(*FAST, *OVERRIDES, "parallel=ensemble"), directory, stop_at_7)
+    directory, stop_at_7 = tmp_path_factory.mktemp("stopped"), partial(sigterm_at, 7, 1)
+    result = ranks(3).train(compose_config(*TINY_CPU, *OVERRIDES, "parallel=ensemble"), directory, stop_at_7)
     assert (result.status, result.steps) == ("stopped", 8)
     return directory
 
@@ -110,17 +110,19 @@ def at_8(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "resumed"))
 
 
-def test_resume_of_an_ensemble_is_bitwise_exact(at_8: Path, ensemble: Path, ranks: Callable[[int], Ranks]) -> None:
-    ranks(3).train(composed(*FAST, *OVERRIDES, "parallel=ensemble"), at_8)
-    assert_same(members(at_8), members(ensemble))
-    got, wanted = outcome(at_8), outcome(ensemble)
-    assert_same(got["curves"], wanted["curves"])
-    assert_same(got["state"], wanted["state"])
+def test_resume_of_an_ensemble_is_bitwise_exact(
+    at_8: Path, ensemble: Path, ranks: Callable[[int], PersistentRanks]
+) -> None:
+    ranks(3).train(compose_config(*TINY_CPU, *OVERRIDES, "parallel=ensemble"), at_8)
+    assert_bitwise_equal(members(at_8), members(ensemble))
+    got, wanted = run_outcome(at_8), run_outcome(ensemble)
+    assert_bitwise_equal(got["curves"], wanted["curves"])
+    assert_bitwise_equal(got["state"], wanted["state"])
 
 
-def test_a_single_process_resumes_the_first_member(at_8: Path, solos: list[Path]) -> None:
-    train_in(at_8, built(*FAST, *OVERRIDES))
-    assert_same(weights_at(at_8, STEPS), weights_at(solos[0], STEPS))
+def test_a_single_process_resumes_the_first_member(at_8: Path, single_runs: list[Path]) -> None:
+    train_in(at_8, build_composed_run(*TINY_CPU, *OVERRIDES))
+    assert_bitwise_equal(weights_at(at_8, STEPS), weights_at(single_runs[0], STEPS))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -130,8 +132,8 @@ def test_another_number_of_members_is_refused(processes: int, at_8: Path) -> Non
     assert "parallel.processes=3" in error.remedy
 
 
-def test_an_ensemble_refuses_the_checkpoint_of_a_single_run(solos: list[Path], tmp_path: Path) -> None:
-    error = refusal(Path(shutil.copytree(solos[0], tmp_path / "solo")), 2)
+def test_an_ensemble_refuses_the_checkpoint_of_a_single_run(single_runs: list[Path], tmp_path: Path) -> None:
+    error = refusal(Path(shutil.copytree(single_runs[0], tmp_path / "solo")), 2)
     assert error.why.endswith("1 member")
     assert "start anew" in error.remedy
 
@@ -139,6 +141,8 @@ def test_an_ensemble_refuses_the_checkpoint_of_a_single_run(solos: list[Path], t
 def refusal(directory: Path, processes: int) -> ConfigError:
     """Return the error of an ensemble that cannot resume the run in `directory`."""
     with pytest.raises(ConfigError) as refused:
-        train_in(directory, built(*FAST, *OVERRIDES, "parallel=ensemble", f"parallel.processes={processes}"))
+        train_in(
+            directory, build_composed_run(*TINY_CPU, *OVERRIDES, "parallel=ensemble", f"parallel.processes={processes}")
+        )
     assert (refused.value.key, refused.value.got) == ("parallel.processes", processes)
     return refused.value

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, composed
-from helpers.plain_loop import COMMON
-from helpers.ranks import Ranks, connected
+from helpers.compose import TINY_CPU, compose_config
+from helpers.plain_loop import PLAIN_LOOP_OVERRIDES
+from helpers.ranks import PersistentRanks, connected_session
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.convnet import ConvNet
@@ -35,13 +35,13 @@ SHAPES = {
 
 @pytest.fixture
 def config() -> dict[str, Any]:
-    return composed(*FAST, *COMMON, "parallel=fsdp")
+    return compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, "parallel=fsdp")
 
 
 def test_weights_gradients_and_optimizer_state_are_sharded(
-    config: dict[str, Any], ranks: Callable[[int], Ranks], tmp_path: Path
+    config: dict[str, Any], ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    for rank, held in enumerate(ranks(3).do(shapes_held, config, tmp_path)):
+    for rank, held in enumerate(ranks(3).call_on_all(shapes_held, config, tmp_path)):
         for name, shape in SHAPES.items():
             rows = -(-shape[0] // 3)  # rounded up; the last process has the remaining rows
             own = max(0, min(rows, shape[0] - rank * rows))
@@ -54,7 +54,7 @@ def test_weights_gradients_and_optimizer_state_are_sharded(
 
 def shapes_held(config: dict[str, Any], directory: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     """In a rank: return the shapes of its shards of weights, gradients and optimizer state after a step."""
-    with connected(config) as session:
+    with connected_session(config) as session:
         state = prepare(session, directory)
         one_step(state)
         gradients = {name: tuple(p.grad.to_local().shape) for name, p in state.model.named_parameters()}
@@ -88,29 +88,33 @@ def test_sharded_blocks_are_modules_of_the_network() -> None:
     assert modules_of_blocks(torch.nn.Linear(2, 2)) == [], "it lists no blocks"
 
 
-def test_offloading_without_a_gpu_warns_that_it_has_no_effect(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    config = composed(*FAST, *COMMON, "parallel=fsdp", "parallel.offload=true", "steps=1")
+def test_offloading_without_a_gpu_warns_that_it_has_no_effect(
+    ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    config = compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, "parallel=fsdp", "parallel.offload=true", "steps=1")
     ranks(2).train(config, tmp_path)
     assert "parallel.offload has no effect" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(("reshard", "gathers"), [("true", 8), ("false", 4)])
 def test_gradients_are_reduced_once_a_step_and_weights_gathered_per_option(
-    reshard: str, gathers: int, ranks: Callable[[int], Ranks], tmp_path: Path
+    reshard: str, gathers: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     """Each of four blocks is gathered for the forward pass and, if it was resharded, again for the backward pass.
 
     An evaluation between two steps, which gathers the whole model, does not change this.
     """
     more = ("parallel=fsdp", "accumulation=4", f"parallel.reshard_after_forward={reshard}")
-    for sent, gathered in ranks(2).do(collectives, composed(*FAST, *COMMON, *more), tmp_path):
+    for sent, gathered in ranks(2).call_on_all(
+        collectives, compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *more), tmp_path
+    ):
         assert sent == [0, 0, 0, 4], "gradients of four blocks, after the last micro-batch"
         assert gathered == gathers
 
 
 def collectives(config: dict[str, Any], directory: Path) -> tuple[list[int], int]:
     """In a rank: return the number of reduce-scatters after each micro-batch, and of all-gathers in the last one."""
-    with connected(config) as session, Operations() as seen:
+    with connected_session(config) as session, Operations() as seen:
         state = prepare(session, directory)
         sent = one_step(state, lambda: seen.count("reduce_scatter"))
         session.run.parallel.evaluate(state.model.eval())
@@ -159,18 +163,18 @@ class TiedOutside(Tied):
 
 @pytest.mark.parametrize("network", [Tied, TiedOutside])
 def test_tied_weights_stay_tied(
-    network: type[Tied], config: dict[str, Any], ranks: Callable[[int], Ranks], tmp_path: Path
+    network: type[Tied], config: dict[str, Any], ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    alone = weights_of_tied(composed(*FAST, *COMMON), tmp_path, network)
+    alone = weights_of_tied(compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES), tmp_path, network)
     assert alone.keys() == {"first.weight", "first.bias", "second.bias", "head.weight", "head.bias"}
-    for weights in ranks(2).do(weights_of_tied, config, tmp_path, network):
+    for weights in ranks(2).call_on_all(weights_of_tied, config, tmp_path, network):
         for name, weight in alone.items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
 
 
 def weights_of_tied(config: dict[str, Any], directory: Path, network: type[Tied]) -> dict[str, torch.Tensor]:
     """In a rank: return the parameters of `network` after three steps."""
-    with connected(config) as session:
+    with connected_session(config) as session:
         session.run.workload.build_model = network
         state = prepare(session, directory)
         batches = session.run.workload.batches(state.model, session.plan, 0, session.device)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import Ranks
-from helpers.runs import assert_same
+from helpers.ranks import PersistentRanks
+from helpers.runs import assert_bitwise_equal
 from torch import nn
 
 from runner.parallel import full_state
@@ -47,12 +47,12 @@ def step(model: nn.Module, update: torch.optim.Optimizer) -> None:
 def test_collect_returns_copies_by_parameter_name(optimizer: str) -> None:
     model, update = trained(optimizer)
     tensors, states = full_state.collect(model, update, keep=True)
-    assert_same(dict(tensors), dict(model.state_dict()))
+    assert_bitwise_equal(dict(tensors), dict(model.state_dict()))
     assert list(tensors) == list(model.state_dict())
     assert list(states) == [name for name, p in model.named_parameters() if p.requires_grad]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            assert_same(states[name], {**update.state[parameter]})
+            assert_bitwise_equal(states[name], {**update.state[parameter]})
     assert all(tensor.is_contiguous() for tensor in tensors.values()), "safetensors takes no other"
     before = tensors["3.weight"].clone()
     step(model, update)
@@ -71,7 +71,7 @@ def test_training_with_a_loaded_state_is_bitwise_exact(optimizer: str) -> None:
     for _ in range(3):
         step(model, update)
         step(other, other_update)
-    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_bitwise_equal(dict(other.state_dict()), dict(model.state_dict()))
 
 
 def test_a_loaded_optimizer_state_has_the_memory_format_of_the_parameters() -> None:
@@ -110,9 +110,9 @@ def test_names_and_shapes_of_another_model_are_refused() -> None:
 # Shards
 
 
-def test_shards_are_gathered_and_distributed_again(ranks: Callable[[int], Ranks]) -> None:
+def test_shards_are_gathered_and_distributed_again(ranks: Callable[[int], PersistentRanks]) -> None:
     """The tensor has seven rows, which three ranks cannot divide evenly."""
-    for rank, (full, own, again) in enumerate(ranks(3).do(shard_and_gather)):
+    for rank, (full, own, again) in enumerate(ranks(3).call_on_all(shard_and_gather)):
         wanted = torch.arange(21.0).view(7, 3)
         assert torch.equal(full, wanted)
         assert torch.equal(own, wanted.chunk(3)[rank])

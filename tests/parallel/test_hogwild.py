@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, built, train_in
-from helpers.events import curves
+from helpers.compose import TINY_CPU, build_composed_run, train_in
+from helpers.events import scalar_curves
 from helpers.plain_loop import weights_at
-from helpers.runs import assert_same, outcome
+from helpers.runs import assert_bitwise_equal, run_outcome
 
 from runner.parallel.context import Process
 from runner.parallel.hogwild import SharedMemoryCollectives
@@ -26,27 +26,29 @@ HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32", "
 
 def launched(directory: Path, *overrides: str, work: Callable[..., Any] = train_rank) -> Any:
     """Run `work(config, directory, process)` in Hogwild's processes, and return the result of rank 0."""
-    return train_in(directory, built(*FAST, *HARD, "parallel=hogwild", *overrides), train_rank=work).result
+    return train_in(
+        directory, build_composed_run(*TINY_CPU, *HARD, "parallel=hogwild", *overrides), train_rank=work
+    ).result
 
 
 def test_one_worker_is_bitwise_equal_to_a_single_process(trained, tmp_path: Path) -> None:
     schedule = ("steps=12", "log_every=3", "eval_every=6", "save_every=6")
     trained(*HARD, *schedule, directory="single")
     launched(tmp_path / "hogwild", *schedule, "parallel.processes=1")
-    got, wanted = outcome(tmp_path / "hogwild"), outcome(tmp_path / "single")
+    got, wanted = run_outcome(tmp_path / "hogwild"), run_outcome(tmp_path / "single")
     for tag in ("hogwild/staleness", "hogwild/distance"):
         assert {value for _, value in got["curves"].pop(tag)} == {0.0}
     assert [value for _, value in got["curves"].pop("hogwild/updates")] == [3, 3, 3, 3]
     got["local"].pop("parallel"), wanted["local"].pop("parallel")
-    assert_same(got, wanted)
+    assert_bitwise_equal(got, wanted)
 
 
 def test_batch_normalization_and_memory_format_survive_shared_memory(trained, tmp_path: Path) -> None:
     overrides = ("model=resnet18", "data.holdout=0.02", "steps=2", "batch_size=8", "channels_last=true", "eval_every=0")
     wanted = weights_at(trained(*plain(HARD), *overrides, directory="single").directory, 2)
-    run = built(*FAST, *plain(HARD), *overrides, "parallel=hogwild", "parallel.processes=1")
+    run = build_composed_run(*TINY_CPU, *plain(HARD), *overrides, "parallel=hogwild", "parallel.processes=1")
     assert train_in(tmp_path, run, train_rank=trained_in_shared_memory).result == (True, True)
-    assert_same(weights_at(tmp_path, 2), wanted)
+    assert_bitwise_equal(weights_at(tmp_path, 2), wanted)
 
 
 def plain(overrides: tuple[str, ...]) -> tuple[str, ...]:
@@ -73,7 +75,7 @@ def trained_in_shared_memory(config: dict[str, Any], directory: Path, process: P
 def test_the_workers_together_do_every_step_once(workers: int, tmp_path: Path) -> None:
     """31 is not divisible by 2, 3 or 5, so that the last round is not full, and logs are due within rounds."""
     schedule = ("steps=31", "log_every=5", "eval_every=10", "save_every=10", f"parallel.processes={workers}")
-    result, logged = launched(tmp_path, *schedule), curves(tmp_path)
+    result, logged = launched(tmp_path, *schedule), scalar_curves(tmp_path)
     assert (result.status, result.steps, result.world_size) == ("done", 31, workers)
     assert sum(value for _, value in logged["hogwild/updates"]) == 31
     for tag, every in (("train/loss", 5), ("hogwild/updates", 5), ("eval/loss", 10)):
@@ -88,7 +90,7 @@ def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> N
     overrides = ("accumulation=1", "model.dropout=0", *schedule)
     alone = trained(*HARD, *overrides, directory="single").result.metrics["eval/accuracy"]
     together = launched(tmp_path / "hogwild", *overrides).metrics["eval/accuracy"]
-    logged = curves(tmp_path / "hogwild")
+    logged = scalar_curves(tmp_path / "hogwild")
     assert alone > 0.9
     assert together > alone - 0.1, logged["train/loss"]
 
@@ -140,12 +142,12 @@ def test_each_worker_resumes_with_its_own_optimizer_state(tmp_path: Path) -> Non
     path = tmp_path / "checkpoints" / "step_00000008"
     shared = torch.load(path / "state.pt", weights_only=True)["optimizer"]
     own = [torch.load(path / f"rank_{rank}.pt", weights_only=True)["parallel"]["moments"] for rank in range(2)]
-    assert_same(own[0], shared)
+    assert_bitwise_equal(own[0], shared)
     assert not torch.equal(*(moments["head.fc.weight"]["momentum_buffer"] for moments in own))
     for processes in (2, 3):  # an additional worker begins with the state of the first one
         launched(tmp_path, "steps=8", f"parallel.processes={processes}", work=state_after_a_resume)
         got = [torch.load(tmp_path / f"optimizer_{rank}.pt", weights_only=True) for rank in range(processes)]
-        assert_same(got, [*own, shared][:processes])
+        assert_bitwise_equal(got, [*own, shared][:processes])
 
 
 def state_after_a_resume(config: dict[str, Any], directory: Path, process: Process) -> None:
@@ -161,7 +163,7 @@ def state_after_a_resume(config: dict[str, Any], directory: Path, process: Proce
 def test_counts_between_two_logs_survive_a_resume(tmp_path: Path) -> None:
     launched(tmp_path, "steps=8", "log_every=6")
     launched(tmp_path, "steps=16", "log_every=6")
-    assert curves(tmp_path)["hogwild/updates"] == [(6, 6.0), (8, 2.0), (12, 4.0), (16, 4.0)]
+    assert scalar_curves(tmp_path)["hogwild/updates"] == [(6, 6.0), (8, 2.0), (12, 4.0), (16, 4.0)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.compose import FAST, built, composed, train_in
-from helpers.ranks import Ranks
-from helpers.ranks import train as train_in_rank
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
+from helpers.ranks import PersistentRanks
+from helpers.ranks import train_on_rank as train_in_rank
 
 from runner.config.options import groups
 from runner.parallel.context import Process
@@ -24,12 +24,20 @@ from runner.training import train
 MODES = ("single", "dp", "ddp", "fsdp", "ensemble", "hogwild")
 PRECISIONS = sorted(groups()["precision"])
 ACCUMULATIONS = sorted({*groups()["accumulation"]} - {"auto"})  # `auto` becomes a number before a run begins
-OVERRIDES = (*FAST, "steps=2", "batch_size=32", "schedule=constant", "log_every=2", "eval_every=0", "data.holdout=0.01")
+OVERRIDES = (
+    *TINY_CPU,
+    "steps=2",
+    "batch_size=32",
+    "schedule=constant",
+    "log_every=2",
+    "eval_every=0",
+    "data.holdout=0.01",
+)
 
 TOLERANCES = {"16": 0.01, "bf16": 0.01}
 """Relative tolerances of the mean loss of two steps for precisions that round to 16 bits; otherwise 1e-5."""
 
-ROUGHLY = {"hogwild": 0.02, "ensemble": 0.05}
+MODE_TOLERANCES = {"hogwild": 0.02, "ensemble": 0.05}
 """Relative tolerances for modes whose second step starts from other weights, or that average over models."""
 
 
@@ -61,20 +69,20 @@ def test_the_selection_covers_all_pairs_of_options() -> None:
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> float:
     """The mean training loss of a single process in float32."""
-    run = built(*cell("single", "32", "1"))
+    run = build_composed_run(*cell("single", "32", "1"))
     return train_in(tmp_path_factory.mktemp("single"), run).result.metrics["train/loss"]
 
 
 def check(result: Any, mode: str, precision: str, baseline: float) -> None:
     assert (result.status, result.steps) == ("done", 2)
-    tolerance = max(TOLERANCES.get(precision, 1e-5), ROUGHLY.get(mode, 0))
+    tolerance = max(TOLERANCES.get(precision, 1e-5), MODE_TOLERANCES.get(mode, 0))
     assert result.metrics["train/loss"] == pytest.approx(baseline, rel=tolerance)
 
 
 @pytest.mark.parametrize(("mode", "precision", "accumulations"), rows("single", "dp"))
 def test_in_one_process(mode: str, precision: str, accumulations: list[str], baseline: float, tmp_path: Path) -> None:
     for accumulation in accumulations:
-        run = built(*cell(mode, precision, accumulation))
+        run = build_composed_run(*cell(mode, precision, accumulation))
         check(train_in(tmp_path / accumulation, run).result, mode, precision, baseline)
 
 
@@ -84,11 +92,11 @@ def test_in_two_processes(
     precision: str,
     accumulations: list[str],
     baseline: float,
-    ranks: Callable[[int], Ranks],
+    ranks: Callable[[int], PersistentRanks],
     tmp_path: Path,
 ) -> None:
-    configs = {accumulation: composed(*cell(mode, precision, accumulation)) for accumulation in accumulations}
-    for result in ranks(2).do(train_all, configs, tmp_path)[0]:
+    configs = {accumulation: compose_config(*cell(mode, precision, accumulation)) for accumulation in accumulations}
+    for result in ranks(2).call_on_all(train_all, configs, tmp_path)[0]:
         check(result, mode, precision, baseline)
 
 
@@ -107,9 +115,9 @@ def test_in_two_workers_that_share_one_model(
 ) -> None:
     """All cells run in the same two workers, whose shared memory is large enough for a model in float64."""
     cells = [(precision, each) for precision in PRECISIONS for each in accumulations("hogwild", precision)]
-    configs = {"_".join(names): composed(*cell("hogwild", *names)) for names in cells}
+    configs = {"_".join(names): compose_config(*cell("hogwild", *names)) for names in cells}
     work = functools.partial(train_all_together, configs)
-    results: Any = train_in(tmp_path, built(*cell("hogwild", "64", "1")), train_rank=work).result
+    results: Any = train_in(tmp_path, build_composed_run(*cell("hogwild", "64", "1")), train_rank=work).result
     for (precision, _), result in zip(cells, results, strict=True):
         check(result, "hogwild", precision, baseline)
 

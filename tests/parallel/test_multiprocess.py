@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, built, composed
-from helpers.ranks import Ranks, connected
+from helpers.compose import TINY_CPU, build_composed_run, compose_config
+from helpers.ranks import PersistentRanks, connected_session
 
 from runner.config.errors import ConfigError
 from runner.device import Device
@@ -99,7 +99,7 @@ def test_the_number_of_processes_must_match_an_external_launcher(
 
 
 def test_launcher_and_layout_do_not_change_the_options() -> None:
-    run = built(*FAST, "parallel=ddp")
+    run = build_composed_run(*TINY_CPU, "parallel=ddp")
     before = vars(run.parallel).copy()
     run.parallel.launcher(run.device)
     run.parallel.layout(RankInfo(1, 2, 1, 2))
@@ -107,17 +107,17 @@ def test_launcher_and_layout_do_not_change_the_options() -> None:
     assert before["processes"] == "auto"
 
 
-def test_buffers_are_averaged_over_the_processes(ranks: Callable[[int], Ranks]) -> None:
+def test_buffers_are_averaged_over_the_processes(ranks: Callable[[int], PersistentRanks]) -> None:
     """Only floating-point buffers are averaged; each process keeps its own integer count."""
-    config = composed(*FAST, "parallel=ddp", "batch_size=63")
-    for rank, (mean, tracked) in enumerate(ranks(3).do(averaged, config)):
+    config = compose_config(*TINY_CPU, "parallel=ddp", "batch_size=63")
+    for rank, (mean, tracked) in enumerate(ranks(3).call_on_all(averaged, config)):
         assert mean == [1.0, 1.0]
         assert tracked == rank
 
 
 def averaged(config: dict[str, Any]) -> tuple[list[float], int]:
     """In a rank: return the running mean and the batch count of a batch normalization after `average_buffers`."""
-    with connected(config) as session:
+    with connected_session(config) as session:
         norm = torch.nn.BatchNorm1d(2)
         assert norm.running_mean is not None
         assert norm.num_batches_tracked is not None

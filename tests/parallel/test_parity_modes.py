@@ -9,22 +9,22 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.compose import FAST, built, composed, train_in
-from helpers.events import curves, events
-from helpers.narrow import narrow, narrowed
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
+from helpers.events import load_events, scalar_curves
+from helpers.narrow_resnet import narrow_session, use_narrow_resnet
 from helpers.plain_loop import (
-    CASES,
-    COMMON,
-    MODE_CASES,
+    ALL_OPTIMIZER_CASES,
+    OPTIMIZER_CASES,
+    PLAIN_LOOP_OVERRIDES,
     STEPS,
-    Plain,
-    Settings,
+    PlainResult,
+    PlainSettings,
     largest_difference,
     plain_evaluation,
     plain_loop,
     weights_at,
 )
-from helpers.ranks import Ranks
+from helpers.ranks import PersistentRanks
 
 from runner.run import Run, Session
 
@@ -51,7 +51,7 @@ class Row(NamedTuple):
     """A run of a mode, and how close its weights must be to those of the plain loop.
 
     Args:
-        case: the optimizer, a key of `MODE_CASES`.
+        case: the optimizer, a key of `ALL_OPTIMIZER_CASES`.
         more: overrides that also apply to the plain loop.
         options: overrides that do not apply to the plain loop.
         frozen: the name of a module that is not trained.
@@ -78,7 +78,7 @@ SHORT = 3
 DOUBLE = ("precision=64",)
 GROUP = ("model=resnet18", "model.norm=group", "data.size=16", "data.holdout=0.02", "batch_size=6")
 GROUP += (f"steps={SHORT}", *DOUBLE)
-ARTICLE = ("model=convnet", "data.size=28")
+CONVNET_28 = ("model=convnet", "data.size=28")
 """The 20-20-50-10 network on 28×28 digits."""
 NARROW = ("model.hidden=2", "model.channels=[2]")
 """Options for tensors with fewer rows than there are processes, so that some processes hold no rows of them."""
@@ -98,7 +98,7 @@ ROWS = [
     Row(*FSDP, 1, "adam", tolerance=2e-6),
     # Gradients are clipped by the norm of the whole model over the whole batch.
     *(Row(*mode, 2, max_norm=0.1) for mode in (("dp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3))),
-    *(Row(*mode, 1, more=ARTICLE) for mode in (DDP, FSDP)),
+    *(Row(*mode, 1, more=CONVNET_28) for mode in (DDP, FSDP)),
     # In float64: in such a deep network, the rounding of float32 can change the sign of some inputs of ReLU.
     *(Row(*mode, 1, more=GROUP, tolerance=1e-12) for mode in (DDP, FSDP)),
     *(Row(*mode, 2, frozen="conv1") for mode in (DDP, FSDP)),
@@ -120,38 +120,40 @@ ROWS = [
 @functools.cache
 def reference(
     case: str, max_norm: float | None, more: tuple[str, ...], frozen: str
-) -> tuple[Plain, dict[int, tuple[float, float]]]:
+) -> tuple[PlainResult, dict[int, tuple[float, float]]]:
     """Return the result of the plain loop, and (loss, accuracy) of evaluations at an earlier step and at its end."""
     run, dtype = plain_run(case, more), torch.float64 if DOUBLE[0] in more else torch.float32
     steps, half = (SHORT, SHORT - 1) if more == GROUP else (STEPS, HALF)
     ends = {
-        step: plain_loop(run, MODE_CASES[case][1], Settings(step, dtype, max_norm=max_norm, frozen=frozen))
+        step: plain_loop(
+            run, ALL_OPTIMIZER_CASES[case][1], PlainSettings(step, dtype, max_norm=max_norm, frozen=frozen)
+        )
         for step in (half, steps)
     }
     return ends[steps], {step: plain_evaluation(run, plain.weights) for step, plain in ends.items()}
 
 
 def plain_run(case: str, more: tuple[str, ...]) -> Run:
-    return narrowed(built(*FAST, *COMMON, *MODE_CASES[case][0], *more))
+    return use_narrow_resnet(build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *ALL_OPTIMIZER_CASES[case][0], *more))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_mode_equals_a_plain_loop(row: Row, trained, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_a_mode_equals_a_plain_loop(row: Row, trained, ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
     plain, evaluations = reference(row.case, row.max_norm, row.more, row.frozen)
     half, steps = evaluations
     clip = (f"max_grad_norm={row.max_norm}",) if row.max_norm else ()
-    overrides = (*COMMON, *MODE_CASES[row.case][0], *row.more, *row.options, *clip)
+    overrides = (*PLAIN_LOOP_OVERRIDES, *ALL_OPTIMIZER_CASES[row.case][0], *row.more, *row.options, *clip)
     overrides += (f"parallel={row.mode}", f"accumulation={row.accumulation}", f"eval_every={half}")
     directory = tmp_path / "run"
     if row.processes == 1:
         result = trained(*overrides).result
     else:
-        change = functools.partial(freeze, row.frozen) if row.frozen else narrow
-        result = ranks(row.processes).train(composed(*FAST, *overrides), directory, change)
+        change = functools.partial(freeze, row.frozen) if row.frozen else narrow_session
+        result = ranks(row.processes).train(compose_config(*TINY_CPU, *overrides), directory, change)
     assert (result.status, result.steps, result.world_size) == ("done", steps, row.processes)
     assert largest_difference(weights_at(directory, steps), plain.weights) <= row.tolerance
 
-    logged = curves(directory)
+    logged = scalar_curves(directory)
     close = pytest.approx(plain.losses, rel=1e-5), pytest.approx(plain.accuracies)
     for tag, values in zip(("train/loss", "train/accuracy"), close, strict=True):
         assert [step for step, _ in logged[tag]] == list(range(1, steps + 1))
@@ -174,7 +176,9 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_ten_steps(mode: str, directory: Path) -> Path:
     """Train as the command does, in processes that the mode starts, and return the run directory."""
-    run = built(*FAST, *COMMON, "data.crop=2", "eval_every=5", "workload.eval_batch_size=50", mode)
+    run = build_composed_run(
+        *TINY_CPU, *PLAIN_LOOP_OVERRIDES, "data.crop=2", "eval_every=5", "workload.eval_batch_size=50", mode
+    )
     return train_in(directory, run).directory
 
 
@@ -182,7 +186,7 @@ def train_ten_steps(mode: str, directory: Path) -> Path:
 def test_processes_that_the_mode_starts_log_the_same_as_one_process(mode: str, single: Path, tmp_path: Path) -> None:
     train_ten_steps(f"parallel={mode}", tmp_path)
     assert largest_difference(weights_at(tmp_path, STEPS), weights_at(single, STEPS)) <= 1e-6
-    got, wanted = curves(tmp_path), curves(single)
+    got, wanted = scalar_curves(tmp_path), scalar_curves(single)
     assert got.keys() == wanted.keys(), "tags know no mode"
     for tag in wanted:
         if not tag.startswith(("time/", "memory/", "hparams")):
@@ -194,7 +198,7 @@ def test_processes_that_the_mode_starts_log_the_same_as_one_process(mode: str, s
 
 def images(directory: Path) -> dict[str, list[tuple[int, bytes]]]:
     """Return a dict from tag to (step, PNG) of each image."""
-    read = events(directory)
+    read = load_events(directory)
     found = {tag: [(p.step, p.encoded_image_string) for p in read.Images(tag)] for tag in read.Tags()["images"]}
     assert found.keys() == {"eval/samples", "eval/misclassified", "eval/confusion", "eval/class_accuracy"}
     return found
@@ -202,12 +206,12 @@ def images(directory: Path) -> dict[str, list[tuple[int, bytes]]]:
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_processes_without_held_out_samples_do_not_hang(
-    mode: str, trained, ranks: Callable[[int], Ranks], tmp_path: Path
+    mode: str, trained, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (*COMMON, "data.holdout=0.001", "steps=2", "precision=64")
+    overrides = (*PLAIN_LOOP_OVERRIDES, "data.holdout=0.001", "steps=2", "precision=64")
     alone = trained(*overrides, directory="alone")
     assert len(alone.run.workload.held_out) == 2
-    got = ranks(3).train(composed(*FAST, *overrides, f"parallel={mode}"), tmp_path / "three")
+    got = ranks(3).train(compose_config(*TINY_CPU, *overrides, f"parallel={mode}"), tmp_path / "three")
     assert got.metrics == pytest.approx(alone.result.metrics, rel=1e-6)
 
 
@@ -218,12 +222,12 @@ def test_processes_without_held_out_samples_do_not_hang(
 @pytest.mark.parametrize(("mode", "tolerance"), [("ddp", 1e-6), ("fsdp", 0.01)])
 @pytest.mark.parametrize("precision", ["bf16", "16"])
 def test_16_bit_precision_rounds_as_a_single_process_does(
-    mode: str, tolerance: float, precision: str, trained, ranks: Callable[[int], Ranks], tmp_path: Path
+    mode: str, tolerance: float, precision: str, trained, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     """Two processes have the micro-batches of one that accumulates. FSDP also rounds parameters that autocast keeps."""
-    overrides = (*COMMON, *CASES["sgd"][0], f"precision={precision}")
+    overrides = (*PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES["sgd"][0], f"precision={precision}")
     alone = weights_at(trained(*overrides, "accumulation=2", directory="alone").directory, STEPS)
-    ranks(2).train(composed(*FAST, *overrides, f"parallel={mode}"), tmp_path / "two")
+    ranks(2).train(compose_config(*TINY_CPU, *overrides, f"parallel={mode}"), tmp_path / "two")
     got, (plain, _) = weights_at(tmp_path / "two", STEPS), reference("sgd", None, (), "")
     assert all(tensor.dtype == torch.float32 for tensor in got.values())
     assert largest_difference(got, alone) <= tolerance

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, built, composed, train_in
-from helpers.events import curves
-from helpers.plain_loop import CASES, Settings, largest_difference, plain_loop_from, weights_at
-from helpers.rank_work import stop_at
-from helpers.ranks import Ranks
-from helpers.runs import assert_same
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
+from helpers.events import scalar_curves
+from helpers.plain_loop import OPTIMIZER_CASES, PlainSettings, largest_difference, plain_loop_from, weights_at
+from helpers.rank_functions import sigterm_at
+from helpers.ranks import PersistentRanks
+from helpers.runs import assert_bitwise_equal
 
 from runner.run import Session
 
@@ -29,37 +29,37 @@ GOES_ON = {"single": 1, "dp": 1, "ddp": 3, "fsdp": 2}
 """The modes in which a run begins (`BEGUN`) and resumes (`GOES_ON`), with their numbers of processes."""
 
 
-STOP_AT_16 = partial(stop_at, 16, -1)
+STOP_AT_16 = partial(sigterm_at, 16, -1)
 """A change of the session: the last rank gets SIGTERM at the end of step 16."""
 
 
-def do(
-    ranks: Callable[[int], Ranks],
+def train_or_resume(
+    ranks: Callable[[int], PersistentRanks],
     mode: str,
     processes: int,
     directory: Path,
     change: Callable[[Session], None] = lambda session: None,
 ) -> Any:
     """Begin or resume the run in `directory`."""
-    overrides = (*FAST, *COMMON, *SCHEDULE, f"parallel={mode}")
+    overrides = (*TINY_CPU, *COMMON, *SCHEDULE, f"parallel={mode}")
     if processes > 1:
-        return ranks(processes).train(composed(*overrides), directory, change if change is STOP_AT_16 else None)
-    return train_in(directory, built(*overrides), change).result
+        return ranks(processes).train(compose_config(*overrides), directory, change if change is STOP_AT_16 else None)
+    return train_in(directory, build_composed_run(*overrides), change).result
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], Ranks]) -> Path:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], PersistentRanks]) -> Path:
     directory = tmp_path_factory.mktemp("uninterrupted")
-    do(ranks, "single", 1, directory)
+    train_or_resume(ranks, "single", 1, directory)
     return directory
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], Ranks]) -> dict[str, Path]:
+def begun(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], PersistentRanks]) -> dict[str, Path]:
     """A stopped run of each mode."""
     directories = {mode: tmp_path_factory.mktemp(mode) for mode in BEGUN}
     for mode, processes in BEGUN.items():
-        result = do(ranks, mode, processes, directories[mode], STOP_AT_16)
+        result = train_or_resume(ranks, mode, processes, directories[mode], STOP_AT_16)
         # Several processes stop a step later, because `any_rank` returns the result of the previous call.
         assert (result.status, result.steps) == ("stopped", 16 if processes == 1 else 17)
     return directories
@@ -68,15 +68,20 @@ def begun(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], Ranks
 @pytest.mark.parametrize("then", GOES_ON)
 @pytest.mark.parametrize("first", BEGUN)
 def test_a_run_begun_in_one_mode_resumes_in_another(
-    first: str, then: str, begun: dict[str, Path], uninterrupted: Path, ranks: Callable[[int], Ranks], tmp_path: Path
+    first: str,
+    then: str,
+    begun: dict[str, Path],
+    uninterrupted: Path,
+    ranks: Callable[[int], PersistentRanks],
+    tmp_path: Path,
 ) -> None:
     directory = Path(shutil.copytree(begun[first], tmp_path / "run"))
-    result = do(ranks, then, GOES_ON[then], directory)
+    result = train_or_resume(ranks, then, GOES_ON[then], directory)
     assert (result.status, result.steps) == ("done", STEPS)
     assert largest_difference(weights_at(directory, STEPS), weights_at(uninterrupted, STEPS)) <= 1e-6
     got, wanted = momentum(directory), momentum(uninterrupted)
     assert largest_difference(got, wanted) <= 1e-5, "momentum goes on too"
-    assert_same_curves(curves(directory), curves(uninterrupted))
+    assert_same_curves(scalar_curves(directory), scalar_curves(uninterrupted))
 
 
 def momentum(directory: Path) -> dict[str, torch.Tensor]:
@@ -95,7 +100,7 @@ def assert_same_curves(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("mode", "processes", "others"), [("ddp", 2, 3), ("fsdp", 3, 2)])
 def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
-    mode: str, processes: int, others: int, ranks: Callable[[int], Ranks], tmp_path: Path
+    mode: str, processes: int, others: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     """With another number of processes, the random numbers differ, and a rank without saved state logs this.
 
@@ -103,13 +108,13 @@ def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
     of a session, and so the order in which gloo adds up the gradients. The order of two summands does not matter.
     """
     overrides = (*COMMON, "steps=24", "model.dropout=0.2", "save_every=0", "eval_every=0", f"parallel={mode}")
-    config = composed(*FAST, *overrides)
+    config = compose_config(*TINY_CPU, *overrides)
     ranks(processes).train(config, tmp_path / "whole")
     ranks(processes).train(config, tmp_path / "stopped", STOP_AT_16)
     other = Path(shutil.copytree(tmp_path / "stopped", tmp_path / "other"))
     ranks(processes).train(config, tmp_path / "stopped")
     wanted = weights_at(tmp_path / "whole", 24)
-    assert_same(weights_at(tmp_path / "stopped", 24), wanted)
+    assert_bitwise_equal(weights_at(tmp_path / "stopped", 24), wanted)
     ranks(others).train(config, other)
     assert 1e-6 < largest_difference(weights_at(other, 24), wanted) < 1, "dropped elsewhere, and no more than that"
     if others > processes:
@@ -122,15 +127,15 @@ def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
 
 def train_from(directory: Path, *overrides: str) -> Any:
     """Begin or resume the run in `directory`, in processes that the mode starts, and return the result."""
-    return train_in(directory, built(*FAST, *COMMON, "data.crop=0", *SCHEDULE, *overrides)).result
+    return train_in(directory, build_composed_run(*TINY_CPU, *COMMON, "data.crop=0", *SCHEDULE, *overrides)).result
 
 
 def test_a_single_process_resumes_two_hogwild_workers(tmp_path: Path) -> None:
     """It continues with the optimizer state of the first worker, like a plain loop from the same checkpoint."""
     train_from(tmp_path, "parallel=hogwild", "steps=16", "precision=64")  # float64, so that rounding errors are small
-    plain = built(*FAST, *COMMON, "data.crop=0")
+    plain = build_composed_run(*TINY_CPU, *COMMON, "data.crop=0")
     checkpoint = tmp_path / "checkpoints" / "step_00000016"
-    wanted = plain_loop_from(checkpoint, plain, CASES["sgd"][1], Settings(STEPS, torch.float64)).weights
+    wanted = plain_loop_from(checkpoint, plain, OPTIMIZER_CASES["sgd"][1], PlainSettings(STEPS, torch.float64)).weights
     result = train_from(tmp_path, "parallel=single", "precision=64")
     assert (result.status, result.steps) == ("done", STEPS)
     assert largest_difference(weights_at(tmp_path, STEPS), wanted) <= 1e-12
@@ -139,8 +144,8 @@ def test_a_single_process_resumes_two_hogwild_workers(tmp_path: Path) -> None:
 def test_hogwild_workers_resume_a_single_process(uninterrupted: Path, begun: dict[str, Path], tmp_path: Path) -> None:
     one, three = (Path(shutil.copytree(begun["single"], tmp_path / name)) for name in ("one", "three"))
     train_from(one, "data.crop=2", "parallel=hogwild", "parallel.processes=1")
-    assert_same(weights_at(one, STEPS), weights_at(uninterrupted, STEPS))
+    assert_bitwise_equal(weights_at(one, STEPS), weights_at(uninterrupted, STEPS))
     result = train_from(three, "data.crop=2", "parallel=hogwild", "parallel.processes=3")
     assert (result.status, result.steps) == ("done", STEPS)
-    assert sum(value for _, value in curves(three)["hogwild/updates"]) == STEPS - 16
-    assert [step for step, _ in curves(three)["train/loss"]][:3] == [5, 10, 15]
+    assert sum(value for _, value in scalar_curves(three)["hogwild/updates"]) == STEPS - 16
+    assert [step for step, _ in scalar_curves(three)["train/loss"]][:3] == [5, 10, 15]

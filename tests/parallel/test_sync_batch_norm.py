@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, composed
-from helpers.ranks import Ranks, connected
+from helpers.compose import TINY_CPU, compose_config
+from helpers.ranks import PersistentRanks, connected_session
 from torch import nn
 
 from runner.parallel.sync_batch_norm import convert_sync_batch_norm
@@ -51,11 +51,13 @@ def trained(module: nn.Module, parts: list[torch.Tensor]) -> dict[str, list[torc
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("inputs", SHAPES)
 def test_shards_are_normalized_with_the_statistics_of_the_whole_batch(
-    inputs: str, momentum: float | None, affine: bool, ranks: Callable[[int], Ranks]
+    inputs: str, momentum: float | None, affine: bool, ranks: Callable[[int], PersistentRanks]
 ) -> None:
     shape = SHAPES[inputs]
     whole = trained(norm(shape, momentum, affine), batches(shape))
-    found = ranks(3).do(in_rank, shape, momentum, affine, composed(*FAST, "parallel=ddp", "batch_size=63"))
+    found = ranks(3).call_on_all(
+        in_rank, shape, momentum, affine, compose_config(*TINY_CPU, "parallel=ddp", "batch_size=63")
+    )
     for name in ("outputs", "inputs"):
         for number, wanted in enumerate(whole[name]):
             got = torch.cat([each[name][number] for each in found])
@@ -70,7 +72,7 @@ def test_shards_are_normalized_with_the_statistics_of_the_whole_batch(
 
 def in_rank(shape: tuple[int, ...], momentum: float | None, affine: bool, config: dict[str, Any]) -> Any:
     """In a rank: return the results of `trained` for its third of each batch."""
-    with connected(config) as session:
+    with connected_session(config) as session:
         module = convert_sync_batch_norm(norm(shape, momentum, affine), CPU)
         return trained(module, [batch.chunk(3)[session.rank] for batch in batches(shape)])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, built
+from helpers.compose import TINY_CPU, build_composed_run
 
 from runner.config.errors import ConfigError
 from runner.planning.auto_accumulation import fitting_accumulation
@@ -20,7 +20,7 @@ from runner.system.torch_errors import is_out_of_memory
 TYPED = ("model=convnet", "data.size=32", "device=cpu", "batch_size=512")
 
 
-class Attempts:
+class FakeTrials:
     """A replacement for `Trial`, which runs out of memory with fewer than `least` micro-batches.
 
     Args:
@@ -32,7 +32,7 @@ class Attempts:
         self.least, self.error = least, error
         self.counts: list[int] = []
 
-    def __call__(self, config: dict[str, Any], seconds: float) -> Attempts:
+    def __call__(self, config: dict[str, Any], seconds: float) -> FakeTrials:
         self.counts.append(config["accumulation"]["steps"])
         if self.error:
             raise self.error
@@ -46,9 +46,9 @@ class Attempts:
     def close(self, kill: bool = False) -> None: ...
 
 
-def fitting(memory: float, attempts: Attempts, *typed: str) -> tuple[int, list[str]]:
+def fitting(memory: float, attempts: FakeTrials, *typed: str) -> tuple[int, list[str]]:
     def compose(count: int) -> Run:
-        return built(*TYPED, *typed, "accumulation=1", f"accumulation.steps={count}")
+        return build_composed_run(*TYPED, *typed, "accumulation=1", f"accumulation.steps={count}")
 
     said: list[str] = []
     found = fitting_accumulation(compose, said.append, lambda session: memory, attempts)  # type: ignore[arg-type]
@@ -56,18 +56,18 @@ def fitting(memory: float, attempts: Attempts, *typed: str) -> tuple[int, list[s
 
 
 def needed(count: int, *typed: str) -> float:
-    session = prepared(built(*TYPED, *typed, f"accumulation.steps={count}"))
+    session = prepared(build_composed_run(*TYPED, *typed, f"accumulation.steps={count}"))
     return needed_bytes(session.device, trace(session))
 
 
 def test_a_config_that_clearly_fits_is_not_tried() -> None:
-    attempts = Attempts()
+    attempts = FakeTrials()
     assert fitting(100e9, attempts)[0] == 1
     assert attempts.counts == []
 
 
 def test_counts_that_are_predicted_not_to_fit_are_not_tried() -> None:
-    attempts = Attempts()
+    attempts = FakeTrials()
     between = (needed(2) + needed(4)) / 2
     found, said = fitting(between, attempts)
     assert (found, attempts.counts) == (4, [4])
@@ -75,13 +75,13 @@ def test_counts_that_are_predicted_not_to_fit_are_not_tried() -> None:
 
 
 def test_micro_batches_are_divided_further_after_running_out_of_memory() -> None:
-    attempts = Attempts(least=8)
+    attempts = FakeTrials(least=8)
     assert fitting(1.5 * needed(1), attempts)[0] == 8
     assert attempts.counts == [1, 2, 4, 8]  # none is skipped, because the prediction was wrong
 
 
 def test_another_error_of_an_attempt_is_raised() -> None:
-    attempts = Attempts(error=TrialError("RuntimeError: something else"))
+    attempts = FakeTrials(error=TrialError("RuntimeError: something else"))
     with pytest.raises(TrialError, match="something else"):
         fitting(1.5 * needed(1), attempts)
     assert attempts.counts == [1]
@@ -89,20 +89,20 @@ def test_another_error_of_an_attempt_is_raised() -> None:
 
 def test_a_run_that_does_not_fit_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match="accumulation") as caught:
-        fitting(1e6, Attempts())
+        fitting(1e6, FakeTrials())
     assert "fsdp" in str(caught.value)
 
 
 def test_the_processes_share_the_batch() -> None:
-    found, _ = fitting(1.5 * needed(1, "parallel=ddp"), Attempts(least=6), "parallel=ddp", "batch_size=12")
+    found, _ = fitting(1.5 * needed(1, "parallel=ddp"), FakeTrials(least=6), "parallel=ddp", "batch_size=12")
     assert found == 6
     with pytest.raises(ConfigError, match="batch_size"):
-        fitting(100e9, Attempts(), "parallel=ddp", "batch_size=13")
+        fitting(100e9, FakeTrials(), "parallel=ddp", "batch_size=13")
 
 
 def test_counts_that_a_pipeline_cannot_split_are_skipped() -> None:
     typed = ("parallel=pipeline", "parallel.num_micro_batches=4", "batch_size=24")
-    found, said = fitting(1.5 * needed(1, *typed), Attempts(least=3), *typed)
+    found, said = fitting(1.5 * needed(1, *typed), FakeTrials(least=3), *typed)
     # Not 3, which is less than twice 2, and not 4, whose micro-batches of 6 samples cannot be split into 4.
     assert found == 6
     assert len(said) == 3
@@ -110,7 +110,7 @@ def test_counts_that_a_pipeline_cannot_split_are_skipped() -> None:
 
 def test_smaller_batches_of_batch_normalization_are_reported() -> None:
     resnet = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "batch_size=16")
-    _, said = fitting(1.2 * needed(1, *resnet), Attempts(least=2), *resnet)
+    _, said = fitting(1.2 * needed(1, *resnet), FakeTrials(least=2), *resnet)
     assert "batch normalization sees 8 samples at a time, not 16" in said[-1]
     assert "batch normalization" not in said[0]
 
@@ -126,14 +126,14 @@ def test_smaller_batches_of_batch_normalization_are_reported() -> None:
 )
 def test_reported_batches_of_batch_normalization_depend_on_the_mode(typed: list[str], wanted: str) -> None:
     resnet = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "batch_size=16", *typed)
-    _, said = fitting(1.2 * needed(1, *resnet), Attempts(least=2), *resnet)
+    _, said = fitting(1.2 * needed(1, *resnet), FakeTrials(least=2), *resnet)
     assert wanted in said[-1]
 
 
 def test_batches_of_batch_normalization_are_not_reported_if_unchanged() -> None:
     resnet = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "batch_size=16")
     typed = (*resnet, "parallel=pipeline", "parallel.split_size=4")
-    _, said = fitting(1.2 * needed(1, *typed), Attempts(least=2), *typed)
+    _, said = fitting(1.2 * needed(1, *typed), FakeTrials(least=2), *typed)
     assert "batch normalization" not in said[-1]
 
 
@@ -146,6 +146,6 @@ def test_out_of_memory_errors_are_recognized() -> None:
 
 
 def test_auto_accumulation_counts_as_one_until_it_is_chosen() -> None:
-    assert built(*FAST, "accumulation=auto").accumulation.count == 1
+    assert build_composed_run(*TINY_CPU, "accumulation=auto").accumulation.count == 1
     with pytest.raises(ConfigError, match="accumulation"):
-        built(*FAST, "accumulation.steps=many")
+        build_composed_run(*TINY_CPU, "accumulation.steps=many")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
-from helpers.compose import FAST, built
+from helpers.compose import TINY_CPU, build_composed_run
 from hydra.errors import HydraException
 
 from runner.config.errors import ConfigError
@@ -29,7 +29,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of(*typed: str, cores: int = 2) -> Candidates:
     def compose(more: Sequence[str]) -> Run:
-        return built(*typed, *more)
+        return build_composed_run(*typed, *more)
 
     with patch.object(module, "usable_core_numbers", lambda: list(range(cores))):
         return Candidates(compose, typed)
@@ -78,7 +78,7 @@ def test_a_user_defined_mode_is_tried_with_its_proposed_options(tmp_path: Path) 
 
     def compose(more: Sequence[str]) -> Run:
         try:
-            run = built("model=convnet", "device=cpu", *(text.replace("=mine", "=fsdp") for text in more))
+            run = build_composed_run("model=convnet", "device=cpu", *(text.replace("=mine", "=fsdp") for text in more))
         except HydraException as error:
             raise ConfigError("overrides", more, str(error), "another mode") from error
         if "parallel=mine" in more:
@@ -104,7 +104,9 @@ def test_typed_options_are_not_changed() -> None:
     assert layouts("device=cpu", "device.threads=1", "parallel=single") == [""]
     assert layouts("device=cpu", "parallel=ddp", "parallel.processes=2") == [""]
     assert layouts("device=cpu", "parallel=ddp", cores=4) == ["", "parallel.processes=4"]
-    refined = [change(()) for change in of(*FAST, "compile=false", "accumulation.steps=2", "parallel=single").groups()]
+    refined = [
+        change(()) for change in of(*TINY_CPU, "compile=false", "accumulation.steps=2", "parallel=single").groups()
+    ]
     found = {text for group in refined for candidate in group for text in candidate.overrides}
     assert found == {"precision=bf16", "channels_last=false"}
 

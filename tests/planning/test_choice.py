@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.compose import FAST, built
+from helpers.compose import TINY_CPU, build_composed_run
 
 from runner.planning import choice
 from runner.planning.candidates import Candidate
@@ -25,5 +25,8 @@ def test_memory_is_predicted_only_for_larger_micro_batches(
     monkeypatch.setattr(choice, "available_bytes", lambda process: 3e9)
     monkeypatch.setattr(choice, "trace", lambda session: [])
     monkeypatch.setattr(choice, "needed_bytes", lambda device, ranks: 4e9)
-    default = Row(Candidate((), built(*FAST, "accumulation=4")), memory_bytes=1e9)
-    assert choice._has_room(Candidate(("candidate",), built(*FAST, *typed.split())), default, [default]) == has_room
+    default = Row(Candidate((), build_composed_run(*TINY_CPU, "accumulation=4")), memory_bytes=1e9)
+    assert (
+        choice._has_room(Candidate(("candidate",), build_composed_run(*TINY_CPU, *typed.split())), default, [default])
+        == has_room
+    )

@@ -8,8 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from helpers.compose import FAST, composed
-from helpers.permissions import mode
+from helpers.compose import TINY_CPU, compose_config
+from helpers.permissions import enforced_permissions
 
 from runner.planning import choice_cache
 from runner.planning.choice_cache import Choice, ChoiceCache, may_be_chosen
@@ -19,7 +19,7 @@ CHOICE = Choice(["parallel=ddp", "parallel.processes=2"], 1.4, "2026-01-31")
 
 
 def cache(root: Path, *typed: str) -> ChoiceCache:
-    return ChoiceCache(composed(*FAST, *typed), typed, root=root)
+    return ChoiceCache(compose_config(*TINY_CPU, *typed), typed, root=root)
 
 
 def test_a_choice_is_found_again(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_another_config_has_another_choice(typed: str, tmp_path: Path) -> None:
 
 def test_option_files_of_user_defined_modes_are_part_of_the_cache_key(tmp_path: Path) -> None:
     def with_modes() -> ChoiceCache:
-        return ChoiceCache(composed(*FAST), (), str(tmp_path / "own"), tmp_path)
+        return ChoiceCache(compose_config(*TINY_CPU), (), str(tmp_path / "own"), tmp_path)
 
     (tmp_path / "own" / "parallel").mkdir(parents=True)
     cache(tmp_path).write(CHOICE)
@@ -112,13 +112,13 @@ def test_an_unreadable_option_file_is_treated_as_empty(tmp_path: Path) -> None:
     file.parent.mkdir()
 
     def path() -> Path:
-        return ChoiceCache(composed(*FAST), (), str(tmp_path), tmp_path).path
+        return ChoiceCache(compose_config(*TINY_CPU), (), str(tmp_path), tmp_path).path
 
     file.touch()
     empty = path()
     file.write_text("x: 1\n")
     assert path() != empty
-    with mode(file, 0):
+    with enforced_permissions(file, 0):
         assert path() == empty
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.compose import FAST
-from helpers.events import events
-from helpers.probe import in_process
+from helpers.compose import TINY_CPU
+from helpers.dry_run import run_in_this_process
+from helpers.events import load_events
 from helpers.runs import only_run
 
 from runner.cli import run_job
@@ -18,14 +18,14 @@ from runner.planning.formatting import milliseconds, significant, size
 
 
 def trained(cwd: Path, *arguments: str) -> Path:
-    code, console = in_process([*FAST, "steps=3", "eval_every=0", *arguments], cwd)
+    code, console = run_in_this_process([*TINY_CPU, "steps=3", "eval_every=0", *arguments], cwd)
     assert code == 0, console
     return only_run(cwd)
 
 
 def plans(run: Path) -> list[tuple[int, str]]:
     """The step and the text of each plan in TensorBoard."""
-    read = events(run)
+    read = load_events(run)
     tags = [tag for tag in read.Tags()["tensors"] if tag.startswith(logged_plan.TAG)]
     return [(each.step, each.tensor_proto.string_val[0].decode()) for tag in tags for each in read.Tensors(tag)]
 
@@ -51,7 +51,7 @@ def test_a_run_logs_its_plan_with_its_measurements(mode: str, tmp_path: Path) ->
 
 
 def read_curves(run: Path) -> dict[str, list[int]]:
-    read = events(run)
+    read = load_events(run)
     return {tag: [point.step for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
 
 
@@ -59,7 +59,7 @@ def read_curves(run: Path) -> dict[str, list[int]]:
 def test_a_resumed_run_logs_another_plan_only_if_it_trains_further(tmp_path: Path) -> None:
     run = trained(tmp_path)
     for steps in (3, 5, 5):
-        assert in_process([f"resume={run}", f"steps={steps}"], tmp_path)[0] == 0
+        assert run_in_this_process([f"resume={run}", f"steps={steps}"], tmp_path)[0] == 0
     assert [step for step, _ in plans(run)] == [4, 6]
     assert read_curves(run)["train/loss"] == [3, 5]
 

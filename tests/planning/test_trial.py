@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers.compose import FAST, composed
+from helpers.compose import TINY_CPU, compose_config
 
 from runner.parallel.collectives import Collectives
 from runner.parallel.context import Process
@@ -19,7 +19,7 @@ from runner.parallel.launch.cluster import RankInfo
 from runner.planning import trial as module
 from runner.planning.trial import Trial, TrialError
 
-PATIENCE = 300.0
+TIMEOUT_SECONDS = 300.0
 """A timeout in seconds that no test reaches, even on a slow machine."""
 
 
@@ -35,40 +35,40 @@ def processes_of(trial: Trial) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("mode", ["single", "ddp"])
 def test_a_trial_trains_and_ends(mode: str) -> None:
-    trial = Trial(composed(*FAST, f"parallel={mode}"), PATIENCE)
+    trial = Trial(compose_config(*TINY_CPU, f"parallel={mode}"), TIMEOUT_SECONDS)
     processes = processes_of(trial)
     assert len(processes) >= (1 if mode == "single" else 3)  # the ranks, and the process that supervises them
-    one, many = trial.steps(1, PATIENCE), trial.steps(20, PATIENCE)
+    one, many = trial.steps(1, TIMEOUT_SECONDS), trial.steps(20, TIMEOUT_SECONDS)
     assert 0 < many.step_seconds < trial.startup_seconds
     assert one.memory_bytes > 5e7
     trial.close()
-    assert psutil.wait_procs(processes, PATIENCE)[1] == []
+    assert psutil.wait_procs(processes, TIMEOUT_SECONDS)[1] == []
 
 
 def test_a_config_that_is_refused_is_an_error() -> None:
     with pytest.raises(TrialError, match="batch_size") as caught:
-        Trial(composed(*FAST, "batch_size=63", "parallel=ddp"), PATIENCE)
+        Trial(compose_config(*TINY_CPU, "batch_size=63", "parallel=ddp"), TIMEOUT_SECONDS)
     assert caught.value.refused
 
 
 def test_a_trial_that_is_killed_is_an_error() -> None:
-    trial = Trial(composed(*FAST), PATIENCE)
+    trial = Trial(compose_config(*TINY_CPU), TIMEOUT_SECONDS)
     os.kill(trial._process.pid, signal.SIGKILL)
     with pytest.raises(TrialError, match="SIGKILL") as caught:
-        trial.steps(10**6, PATIENCE)
+        trial.steps(10**6, TIMEOUT_SECONDS)
     assert not caught.value.refused
     trial.close(kill=True)
 
 
 def test_a_trial_that_takes_too_long_is_killed() -> None:
     with pytest.raises(TrialError, match="no step within 0 s"):
-        Trial(composed(*FAST), 0.0)
+        Trial(compose_config(*TINY_CPU), 0.0)
 
 
 def test_a_trial_ends_with_the_process_that_started_it() -> None:
-    trial = Trial(composed(*FAST, "parallel=ddp"), PATIENCE)
+    trial = Trial(compose_config(*TINY_CPU, "parallel=ddp"), TIMEOUT_SECONDS)
     trial._connection.close()  # as the kernel does when that process is killed
-    trial._process.join(PATIENCE)
+    trial._process.join(TIMEOUT_SECONDS)
     assert trial._process.exitcode == 0
     trial._directory.cleanup()
 
@@ -80,20 +80,23 @@ def test_an_error_without_a_message_is_sent_with_its_name(tmp_path: Path, monkey
     monkeypatch.setattr(module, "train_step", fail)
     received, sent = Pipe()
     with pytest.raises(MemoryError):
-        module._train_rank(composed(*FAST), tmp_path, sent, Process(RankInfo(), [torch.device("cpu")], Collectives()))
+        module._train_rank(
+            compose_config(*TINY_CPU), tmp_path, sent, Process(RankInfo(), [torch.device("cpu")], Collectives())
+        )
     error = received.recv()
     assert (error.why, error.out_of_memory) == ("MemoryError", True)
 
 
 def test_a_step_that_runs_out_of_memory_raises_an_out_of_memory_error() -> None:
     trial = Trial(
-        composed("model=convnet", "data.size=32", "device=cpu", "batch_size=512", "device.threads=1"), PATIENCE
+        compose_config("model=convnet", "data.size=32", "device=cpu", "batch_size=512", "device.threads=1"),
+        TIMEOUT_SECONDS,
     )
     process = psutil.Process(trial._process.pid)
     enough = process.memory_info().vms + 10_000_000  # for Python; a step allocates ten times as much
     process.rlimit(psutil.RLIMIT_AS, (enough, enough))
     with pytest.raises(TrialError) as caught:
-        trial.steps(1, PATIENCE)
+        trial.steps(1, TIMEOUT_SECONDS)
     trial.close(kill=True)
     assert caught.value.out_of_memory, caught.value.why
     assert not caught.value.refused

@@ -14,7 +14,7 @@ from runner.planning.trial import Burst, TooLateError, TrialError
 from runner.planning.tuning import Row, Search, as_plain, ratio
 
 
-class Machine:
+class SimulatedMachine:
     """A simulated machine on which the steps of each candidate take a known time, multiplied by noise and `slowness`.
 
     Args:
@@ -36,17 +36,17 @@ class Machine:
         self.trained: dict[str, float] = {}
         self.patience: list[float] = []
 
-    def start(self, candidate: Candidate, seconds: float) -> Running:
-        return Running(self, " ".join(candidate.overrides), seconds)
+    def start(self, candidate: Candidate, seconds: float) -> SimulatedTrial:
+        return SimulatedTrial(self, " ".join(candidate.overrides), seconds)
 
     def search(self, budget: float = 60.0, **options: object) -> Search:
         return Search(self.start, budget, clock=lambda: self.now, **options)  # type: ignore[arg-type]
 
 
-class Running:
-    """A trial on a `Machine`."""
+class SimulatedTrial:
+    """A trial on a `SimulatedMachine`."""
 
-    def __init__(self, machine: Machine, name: str, seconds: float):
+    def __init__(self, machine: SimulatedMachine, name: str, seconds: float):
         self.machine, self.name = machine, name
         self.startup_seconds = machine.startup.get(name, 1.0)
         if self.startup_seconds > seconds:
@@ -92,7 +92,7 @@ def changes(*options: str) -> list[Callable[[Overrides], Iterator[Candidate]]]:
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
 def test_the_fastest_candidate_is_found(noise: float) -> None:
     seconds = {"": 0.010, "a": 0.012, "b": 0.007, "c": 0.011, "d": 0.030, "e": 0.0072, "f": 0.009}
-    machine = Machine(seconds, noise)
+    machine = SimulatedMachine(seconds, noise)
     chosen = search_all(machine.search(), candidates(seconds))
     assert seconds[" ".join(chosen.overrides)] <= 1.03 * min(seconds.values())
     assert machine.running == 0
@@ -101,13 +101,13 @@ def test_the_fastest_candidate_is_found(noise: float) -> None:
 def test_candidates_are_compared_within_rounds() -> None:
     """The machine becomes five times as slow during the search, which is no disadvantage for later candidates."""
     seconds = {"": 0.010, "a": 0.012, "b": 0.011, "c": 0.009}
-    machine = Machine(seconds, 0.02, slowness=lambda now: 1.0 if now < 4 else 5.0)
+    machine = SimulatedMachine(seconds, 0.02, slowness=lambda now: 1.0 if now < 4 else 5.0)
     assert search_all(machine.search(), candidates(seconds)).overrides == ("c",)
 
 
 def test_slow_candidates_cost_little_time() -> None:
     seconds = {"": 0.010, "fast": 0.005, **{f"slow{i}": 0.050 for i in range(10)}}
-    machine = Machine(seconds, 0.02)
+    machine = SimulatedMachine(seconds, 0.02)
     search_all(machine.search(), candidates(seconds))
     assert max(machine.trained[f"slow{i}"] for i in range(10)) < machine.trained["fast"] / 2
 
@@ -116,7 +116,7 @@ def test_candidates_that_resemble_a_slow_one_are_not_measured() -> None:
     pipelines = [f"parallel=pipeline parallel.processes=2 parallel.split_size={size}" for size in (16, 8, 4)]
     others = ["parallel=ddp parallel.processes=2", "parallel=pipeline parallel.processes=4"]
     seconds = {"": 0.010, **dict.fromkeys(pipelines, 0.050), **dict.fromkeys(others, 0.011)}
-    search = Machine(seconds).search()
+    search = SimulatedMachine(seconds).search()
     search_all(search, candidates(seconds))
     found = {" ".join(row.overrides): row.status for row in search.rows}
     assert [found[name] for name in pipelines] == ["measured", "dropped", "dropped"]
@@ -125,7 +125,7 @@ def test_candidates_that_resemble_a_slow_one_are_not_measured() -> None:
 
 def test_the_budget_is_kept() -> None:
     seconds = {"": 0.010, **{f"c{i}": 0.010 + 0.0001 * i for i in range(30)}}
-    machine = Machine(seconds, 0.05, startup={f"c{i}": 4.0 for i in range(30)})
+    machine = SimulatedMachine(seconds, 0.05, startup={f"c{i}": 4.0 for i in range(30)})
     search = machine.search(budget=30.0)
     search_all(search, candidates(seconds))
     assert machine.now < 33
@@ -133,26 +133,26 @@ def test_the_budget_is_kept() -> None:
 
 
 def test_a_candidate_within_the_noise_of_the_default_is_not_chosen() -> None:
-    machine = Machine({"": 0.0100, "a": 0.0099, "b": 0.0101}, 0.05)
+    machine = SimulatedMachine({"": 0.0100, "a": 0.0099, "b": 0.0101}, 0.05)
     search = machine.search()
     assert search_all(search, candidates(["", "a", "b"])) is search.default
     assert ratio(search.rows[1], search.default).is_clear is False
 
 
 def test_of_equally_fast_candidates_the_one_with_the_shortest_startup_is_chosen() -> None:
-    machine = Machine({"": 0.010, "compiled": 0.00699, "plain": 0.007}, 0.02, startup={"compiled": 8.0})
+    machine = SimulatedMachine({"": 0.010, "compiled": 0.00699, "plain": 0.007}, 0.02, startup={"compiled": 8.0})
     assert search_all(machine.search(), candidates(["", "compiled", "plain"])).overrides == ("plain",)
 
 
 def test_options_are_added_to_the_fastest_candidate() -> None:
     seconds = {"": 0.010, "a": 0.008, "a x": 0.009, "a y": 0.006, "a y z": 0.005}
-    machine = Machine(seconds, 0.02)
+    machine = SimulatedMachine(seconds, 0.02)
     search = machine.search()
     assert search_all(search, candidates(["", "a"]), *changes("x", "y", "z")).overrides == ("a", "y", "z")
 
 
 def test_candidates_whose_effect_is_not_allowed_are_not_tried() -> None:
-    machine = Machine({"": 0.010, "bf16": 0.001, "ddp": 0.002})
+    machine = SimulatedMachine({"": 0.010, "bf16": 0.001, "ddp": 0.002})
     layouts = [*candidates([""]), *candidates(["bf16"], SIXTEEN_BITS), *candidates(["ddp"], STATISTICS)]
     search = machine.search()
     assert search_all(search, layouts) is search.default
@@ -162,7 +162,7 @@ def test_candidates_whose_effect_is_not_allowed_are_not_tried() -> None:
 
 
 def test_a_failed_candidate_has_a_row_with_the_reason() -> None:
-    machine = Machine({"": 0.010, "broken": -1.0, "b": 0.007})
+    machine = SimulatedMachine({"": 0.010, "broken": -1.0, "b": 0.007})
     layouts = [*candidates(["", "broken", "b"]), Candidate(("odd",), None, refusal="it does not divide")]
     search = machine.search()
     assert search_all(search, layouts).overrides == ("b",)
@@ -173,33 +173,33 @@ def test_a_failed_candidate_has_a_row_with_the_reason() -> None:
 
 
 def test_a_default_that_fails_later_ends_the_search() -> None:
-    machine = Machine({"": 0.010, "a": 0.005}, slowness=lambda now: -1.0 if now > 4 else 1.0)
+    machine = SimulatedMachine({"": 0.010, "a": 0.005}, slowness=lambda now: -1.0 if now > 4 else 1.0)
     with pytest.raises(TrialError, match="no memory"):
         search_all(machine.search(), candidates(["", "a"]))
     assert machine.running == 0
 
 
 def test_a_budget_that_the_preparation_has_spent_ends_the_search() -> None:
-    machine = Machine({"": 0.010, "a": 0.005})
+    machine = SimulatedMachine({"": 0.010, "a": 0.005})
     with pytest.raises(TooLateError):
         search_all(machine.search(budget=-1.0), candidates(["", "a"]))
     assert machine.trained == {}
 
 
 def test_the_timeout_of_a_burst_is_about_a_minute() -> None:
-    machine = Machine({"": 0.001, "a": 0.0005})
+    machine = SimulatedMachine({"": 0.001, "a": 0.0005})
     search_all(machine.search(), candidates(["", "a"]))
     assert max(machine.patience) < 66, "a minute, and ten times the 0.4 s of a burst"
 
 
 def test_a_run_that_cannot_train_ends_the_search() -> None:
     with pytest.raises(TrialError, match="no memory"):
-        search_all(Machine({"": -1.0}).search(), candidates([""]))
+        search_all(SimulatedMachine({"": -1.0}).search(), candidates([""]))
 
 
 def test_waiting_trials_are_ended_to_free_memory() -> None:
     seconds = {"": 0.010, "a": 0.008, "b": 0.009, "c": 0.007}
-    machine = Machine(seconds)
+    machine = SimulatedMachine(seconds)
     search = machine.search(has_room=lambda candidate, default, waiting: len(waiting) < 2)
     assert search_all(search, candidates(seconds)).overrides == ("c",)
     assert machine.running == 0
@@ -209,7 +209,7 @@ def test_waiting_trials_are_ended_to_free_memory() -> None:
 
 
 def test_budget_for_can_end_the_search_after_the_default() -> None:
-    machine = Machine({"": 0.010, "a": 0.001})
+    machine = SimulatedMachine({"": 0.010, "a": 0.001})
     search = machine.search()
     assert search_all(search, candidates(["", "a"]), budget_for=lambda row: 0.0) is search.default
     assert len(search.rows) == 1
@@ -218,7 +218,7 @@ def test_budget_for_can_end_the_search_after_the_default() -> None:
 
 
 def test_rows_as_plain_values() -> None:
-    machine = Machine({"": 0.010, "a": 0.005}, startup={"a": 11.0})
+    machine = SimulatedMachine({"": 0.010, "a": 0.005}, startup={"a": 11.0})
     search = machine.search()
     chosen = search_all(search, [*candidates(["", "a"]), *candidates(["bf16"], SIXTEEN_BITS)])
     plain = as_plain(search, chosen, samples=64)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from helpers.command import run_command
-from helpers.compose import FAST, Trained, built, composed, prepared, train_in
-from helpers.events import curves
-from helpers.rank_work import stop_at
-from helpers.ranks import Ranks, train
-from helpers.runs import assert_same, only_run, outcome
+from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
+from helpers.events import scalar_curves
+from helpers.rank_functions import sigterm_at
+from helpers.ranks import PersistentRanks, train_on_rank
+from helpers.runs import assert_bitwise_equal, only_run, run_outcome
 
 from runner.config.errors import ConfigError
 from runner.run import Session
@@ -32,7 +32,7 @@ def rules(direction: str = "max", **options: Any) -> Stopping:
     return Stop("eval/accuracy", **options).build({"accuracy": direction}, lambda make: make())
 
 
-def after(stopping: Stopping, *values: float) -> list[str]:
+def reasons_after(stopping: Stopping, *values: float) -> list[str]:
     """Return the rule that would end the run after each evaluation; empty if the run would continue."""
     reasons = []
     for number, value in enumerate(values, start=1):
@@ -41,7 +41,7 @@ def after(stopping: Stopping, *values: float) -> list[str]:
     return reasons
 
 
-def scripted(losses: list[float], session: Session) -> None:
+def replace_losses(losses: list[float], session: Session) -> None:
     """Replace the loss of each evaluation on this rank by the next value of `losses`."""
     given, summarize = iter(losses), session.run.workload.summarize
     session.run.workload.summarize = lambda sums: summarize(sums) | {"loss": next(given)}
@@ -52,33 +52,33 @@ def scripted(losses: list[float], session: Session) -> None:
 
 
 def test_patience_counts_evaluations_without_an_improvement() -> None:
-    assert after(rules(patience=2), 0.5, 0.4, 0.6, 0.6, 0.5) == ["", "", "", "", "stop.patience"]
-    assert after(rules("min", patience=2), 0.5, 0.6, 0.4, 0.4, 0.5) == ["", "", "", "", "stop.patience"]
+    assert reasons_after(rules(patience=2), 0.5, 0.4, 0.6, 0.6, 0.5) == ["", "", "", "", "stop.patience"]
+    assert reasons_after(rules("min", patience=2), 0.5, 0.6, 0.4, 0.4, 0.5) == ["", "", "", "", "stop.patience"]
 
 
 def test_an_improvement_is_larger_than_min_delta() -> None:
-    assert after(rules(patience=2, min_delta=0.25), 0.5, 0.75, 0.7) == ["", "", "stop.patience"]
+    assert reasons_after(rules(patience=2, min_delta=0.25), 0.5, 0.75, 0.7) == ["", "", "stop.patience"]
     slowly = rules(patience=2, min_delta=0.25)
-    assert after(slowly, 0.25, 0.375, 0.625, 0.875) == ["", "", "", ""], "compared with the latest improvement"
-    assert after(rules("min", patience=1, min_delta=0.25), 1.0, 0.5, 0.25) == ["", "", "stop.patience"]
+    assert reasons_after(slowly, 0.25, 0.375, 0.625, 0.875) == ["", "", "", ""], "compared with the latest improvement"
+    assert reasons_after(rules("min", patience=1, min_delta=0.25), 1.0, 0.5, 0.25) == ["", "", "stop.patience"]
 
 
 def test_a_target_is_reached_from_below_with_max_and_from_above_with_min() -> None:
-    assert after(rules(target=0.75), 0.5, 0.7, 0.75) == ["", "", "stop.target"]
-    assert after(rules("min", target=0.25), 0.5, 0.3, 0.2) == ["", "", "stop.target"]
+    assert reasons_after(rules(target=0.75), 0.5, 0.7, 0.75) == ["", "", "stop.target"]
+    assert reasons_after(rules("min", target=0.25), 0.5, 0.3, 0.2) == ["", "", "stop.target"]
 
 
 def test_the_reason_says_what_was_measured() -> None:
     stopping = rules(patience=2)
-    after(stopping, 0.5, 0.25, 0.25)
+    reasons_after(stopping, 0.5, 0.25, 0.25)
     assert stopping.reason == "stop.patience: eval/accuracy has not improved on 0.5 (step 10) in 2 evaluations"
 
 
 def test_a_restored_state_continues_the_count_of_evaluations() -> None:
     saved, resumed = rules(patience=3), rules(patience=3)
-    after(saved, 0.5, 0.4, 0.4)
+    reasons_after(saved, 0.5, 0.4, 0.4)
     resumed.load_state_dict(saved.state_dict(), 30)
-    assert after(resumed, 0.45) == ["stop.patience"]
+    assert reasons_after(resumed, 0.45) == ["stop.patience"]
     other = Stop("eval/loss", patience=3).build({"loss": "min"}, lambda make: make())
     other.load_state_dict(saved.state_dict(), 30)
     assert other.state_dict() == {}, "the evaluations of another metric do not count"
@@ -87,7 +87,7 @@ def test_a_restored_state_continues_the_count_of_evaluations() -> None:
 @pytest.mark.parametrize("change", [{"waited": -1}, {"best": "a"}, {"best_step": 31}, {"more": 1}, {"metric": None}])
 def test_an_invalid_state_is_refused(change: dict[str, Any]) -> None:
     saved = rules(patience=3)
-    after(saved, 0.5)
+    reasons_after(saved, 0.5)
     with pytest.raises(UnexpectedContentError):
         rules(patience=3).load_state_dict(saved.state_dict() | change, 30)
 
@@ -117,7 +117,7 @@ def test_rules_that_cannot_be_applied_are_refused(options: dict[str, Any], key: 
 )
 def test_a_metric_that_is_not_measured_is_refused_before_the_run(overrides: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        prepared(built(*FAST, *overrides, "stop.patience=2"))
+        prepare_session(build_composed_run(*TINY_CPU, *overrides, "stop.patience=2"))
     assert refusal.value.key == "stop.metric"
 
 
@@ -130,55 +130,55 @@ WORSE_FROM_8 = [3.0, 2.0, 1.0, 0.5, *(1.0 + number for number in range(16))]
 
 
 def test_a_run_without_improvement_ends_early_and_counts_as_done(tmp_path: Path) -> None:
-    run = built(*FAST, *STEPS, LOSS, "stop.patience=3")
-    ended = train_in(tmp_path, run, partial(scripted, WORSE_FROM_8))
+    run = build_composed_run(*TINY_CPU, *STEPS, LOSS, "stop.patience=3")
+    ended = train_in(tmp_path, run, partial(replace_losses, WORSE_FROM_8))
     assert (ended.result.status, ended.result.steps) == ("done", 14)
     assert ended.result.stopped_by.startswith("stop.patience: eval/loss has not improved on 0.5 (step 8)")
     assert [path.name for path in (tmp_path / "checkpoints").glob("*14")] == ["step_00000014"]
-    assert [step for step, _ in curves(tmp_path)["eval/loss"]] == [2, 4, 6, 8, 10, 12, 14]
+    assert [step for step, _ in scalar_curves(tmp_path)["eval/loss"]] == [2, 4, 6, 8, 10, 12, 14]
 
 
 def test_a_run_that_does_all_steps_does_not_count_as_stopped(tmp_path: Path) -> None:
-    run = built(*FAST, *STEPS, "steps=14", LOSS, "stop.patience=3")
-    result = train_in(tmp_path, run, partial(scripted, WORSE_FROM_8)).result
+    run = build_composed_run(*TINY_CPU, *STEPS, "steps=14", LOSS, "stop.patience=3")
+    result = train_in(tmp_path, run, partial(replace_losses, WORSE_FROM_8)).result
     assert (result.status, result.steps, result.stopped_by) == ("done", 14, "")
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "hogwild", "ensemble", "pipeline"])
-def test_all_ranks_stop_after_the_same_step(mode: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    overrides = (*FAST, *STEPS, f"parallel={mode}", LOSS, "stop.patience=3")
+def test_all_ranks_stop_after_the_same_step(mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
+    overrides = (*TINY_CPU, *STEPS, f"parallel={mode}", LOSS, "stop.patience=3")
     change = partial(scripted_where_summarized, mode)
     if mode == "hogwild":  # which starts its own processes
-        result = train_in(tmp_path, built(*overrides, "stop.patience=null", "stop.target=100")).result
+        result = train_in(tmp_path, build_composed_run(*overrides, "stop.patience=null", "stop.target=100")).result
         assert (result.status, result.steps) == ("done", 2)
         return
-    result = ranks(2).train(composed(*overrides), tmp_path, change)
+    result = ranks(2).train(compose_config(*overrides), tmp_path, change)
     assert (result.status, result.steps) == ("done", 14)
 
 
 def scripted_where_summarized(mode: str, session: Session) -> None:
-    """Like `scripted`, but ranks other than 0 get different losses, as if their rounding errors differed."""
+    """Like `replace_losses`, but ranks other than 0 get different losses, as if their rounding errors differed."""
     losses = WORSE_FROM_8 if session.rank == 0 else [loss / 2**number for number, loss in enumerate(WORSE_FROM_8)]
     if mode == "ensemble":  # calls `summarize` twice: for the member and for the vote
         losses = [loss for loss in losses for _ in range(2)]
-    scripted(losses, session)
+    replace_losses(losses, session)
 
 
 def test_resume_continues_the_count_of_patience(tmp_path: Path) -> None:
-    def train(name: str, change: Callable[[Session], None], losses: list[float]) -> Trained:
+    def train(name: str, change: Callable[[Session], None], losses: list[float]) -> TrainedRun:
         def both(session: Session) -> None:
-            scripted(losses, session)
+            replace_losses(losses, session)
             change(session)
 
-        return train_in(tmp_path / name, built(*FAST, *STEPS, LOSS, "stop.patience=3"), both)
+        return train_in(tmp_path / name, build_composed_run(*TINY_CPU, *STEPS, LOSS, "stop.patience=3"), both)
 
     whole = train("whole", lambda session: None, WORSE_FROM_8)
-    stopped = train("stopped", partial(stop_at, 11, 0), WORSE_FROM_8)
+    stopped = train("stopped", partial(sigterm_at, 11, 0), WORSE_FROM_8)
     assert (stopped.result.status, stopped.result.steps, stopped.result.stopped_by) == ("stopped", 11, "")
     resumed = train("stopped", lambda session: None, WORSE_FROM_8[5:])
     assert (resumed.result.status, resumed.result.steps) == ("done", 14)
     assert resumed.result.stopped_by == whole.result.stopped_by
-    assert_same(outcome(resumed.directory), outcome(whole.directory))
+    assert_bitwise_equal(run_outcome(resumed.directory), run_outcome(whole.directory))
     again = train("stopped", lambda session: None, WORSE_FROM_8)
     assert (again.result.status, again.result.steps) == ("done", 14), "the rule is met already"
 
@@ -188,12 +188,12 @@ def test_max_time_stops_each_invocation_and_the_resumed_run_is_bitwise_exact(
 ) -> None:
     """The fake clock advances by one second per step, and starts at zero in each invocation."""
     monkeypatch.setattr(StepTimer, "elapsed", lambda timer: float(len(timer.seconds)))
-    overrides = (*FAST, *STEPS, "steps=12")
-    wanted = train_in(tmp_path / "whole", built(*overrides)).directory
-    results = [train_in(tmp_path / "parts", built(*overrides, "stop.max_time=5")).result for _ in range(3)]
+    overrides = (*TINY_CPU, *STEPS, "steps=12")
+    wanted = train_in(tmp_path / "whole", build_composed_run(*overrides)).directory
+    results = [train_in(tmp_path / "parts", build_composed_run(*overrides, "stop.max_time=5")).result for _ in range(3)]
     assert [(result.status, result.steps) for result in results] == [("stopped", 5), ("stopped", 10), ("done", 12)]
     assert [result.stopped_by for result in results] == ["stop.max_time: 5 s have passed"] * 2 + [""]
-    assert_same(outcome(tmp_path / "parts"), outcome(wanted))
+    assert_bitwise_equal(run_outcome(tmp_path / "parts"), run_outcome(wanted))
 
 
 def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(
@@ -207,17 +207,25 @@ def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(
 
     monkeypatch.setattr(StepTimer, "elapsed", lambda timer: clock[0])
     monkeypatch.setattr(State, "save", slowly)
-    result = train_in(tmp_path, built(*FAST, *STEPS, "stop.max_time=5"), partial(stop_at, 1, 0)).result
+    result = train_in(
+        tmp_path, build_composed_run(*TINY_CPU, *STEPS, "stop.max_time=5"), partial(sigterm_at, 1, 0)
+    ).result
     assert (result.status, result.steps, result.stopped_by) == ("stopped", 1, "")
 
 
-def test_only_rank_0_decides_whether_max_time_has_passed(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    result = ranks(2).train(composed(*FAST, *STEPS, "steps=4", "parallel=ddp"), tmp_path, no_time_on_other_ranks)
+def test_only_rank_0_decides_whether_max_time_has_passed(
+    ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    result = ranks(2).train(
+        compose_config(*TINY_CPU, *STEPS, "steps=4", "parallel=ddp"), tmp_path, no_time_on_other_ranks
+    )
     assert (result.status, result.steps) == ("done", 4)
 
 
-def test_every_rank_returns_the_rule_of_rank_0(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    results = ranks(2).do(train, composed(*FAST, *STEPS, "parallel=ddp", "stop.max_time=1e-9"), tmp_path)
+def test_every_rank_returns_the_rule_of_rank_0(ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
+    results = ranks(2).call_on_all(
+        train_on_rank, compose_config(*TINY_CPU, *STEPS, "parallel=ddp", "stop.max_time=1e-9"), tmp_path
+    )
     assert [result.status for result in results] == ["stopped"] * 2
     assert [result.stopped_by for result in results] == ["stop.max_time: 1e-09 s have passed"] * 2
 
@@ -227,7 +235,7 @@ def no_time_on_other_ranks(session: Session) -> None:
 
 
 def test_the_exit_code_is_0_after_a_target_and_75_after_max_time(tmp_path: Path) -> None:
-    early = (*FAST, *STEPS, LOSS, "stop.target=100", "stop.max_time=100000")
+    early = (*TINY_CPU, *STEPS, LOSS, "stop.target=100", "stop.max_time=100000")
     code, console = run_command(*early, cwd=tmp_path)
     assert code == 0, console
     directory = only_run(tmp_path)

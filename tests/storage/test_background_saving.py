@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, Trained, composed
-from helpers.late_writes import write_late, write_normally
-from helpers.ranks import Ranks
-from helpers.runs import assert_same
-from helpers.saved import save_now
+from helpers.compose import TINY_CPU, TrainedRun, compose_config
+from helpers.delayed_checkpoints import delay_checkpoint_writes, restore_checkpoint_writes
+from helpers.handmade_runs import save_and_wait
+from helpers.ranks import PersistentRanks
+from helpers.runs import assert_bitwise_equal
 
 import runner.storage.checkpoint
 from runner.run import CrashedError
@@ -25,7 +25,7 @@ from runner.storage.checkpoint import Checkpoint, Checkpoints, load
 from runner.storage.run_directory import StorageError
 
 EVERY = ("steps=12", "save_every=4", "eval_every=6", "log_every=3", "keep=9")
-DIGITS = (*FAST, *EVERY, "model.dropout=0.2", "optimizer=adamw", "accumulation=2", "batch_size=48")
+DIGITS = (*TINY_CPU, *EVERY, "model.dropout=0.2", "optimizer=adamw", "accumulation=2", "batch_size=48")
 AGENT = ("workload=dqn", *EVERY, "env.num_envs=4", "workload.warm_up=64", "workload.eval_episodes=2", "batch_size=16")
 RUNS = {
     "single": (1, DIGITS),
@@ -42,19 +42,19 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_content_of_a_checkpoint_does_not_depend_on_when_it_is_written(
-    name: str, tmp_path: Path, ranks: Callable[[int], Ranks]
+    name: str, tmp_path: Path, ranks: Callable[[int], PersistentRanks]
 ) -> None:
     """The content of a checkpoint is a copy, which shares no memory with tensors that the training changes."""
     processes, overrides = RUNS[name]
-    for directory, when in (("at_once", write_normally), ("late", write_late)):
-        ranks(processes).train(composed(*overrides), tmp_path / directory, when)
-    ranks(processes).do(write_normally)
+    for directory, when in (("at_once", restore_checkpoint_writes), ("late", delay_checkpoint_writes)):
+        ranks(processes).train(compose_config(*overrides), tmp_path / directory, when)
+    ranks(processes).call_on_all(restore_checkpoint_writes)
     checkpoints = [sorted((tmp_path / name / "checkpoints").glob("step_*")) for name in ("late", "at_once")]
     assert len(checkpoints[0]) >= 3
     for late, at_once in zip(*checkpoints, strict=True):
         assert late.name == at_once.name
         for rank in range(processes):
-            assert_same(vars(load(late, rank)), vars(load(at_once, rank)), late.name)
+            assert_bitwise_equal(vars(load(late, rank)), vars(load(at_once, rank)), late.name)
 
 
 def content(step: int) -> Checkpoint:
@@ -99,7 +99,7 @@ def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(t
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(
-    trained: Callable[..., Trained], gate: Gate, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from runner.tracking.progress import Progress
 
@@ -116,7 +116,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert Checkpoints(run.directory, keep=9).steps() == [4, 8, 12]
 
 
-def test_an_error_of_the_thread_ends_the_run(trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_thread_ends_the_run(
+    trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fsync, failed = os.fsync, threading.Event()
 
     def full(descriptor: int) -> None:
@@ -136,7 +138,7 @@ def test_an_error_of_the_thread_ends_the_run(trained: Callable[..., Trained], mo
 
 
 def test_an_error_of_the_last_checkpoint_ends_the_run(
-    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         time.sleep(0.2)  # the loop is done by then
@@ -150,7 +152,7 @@ def test_an_error_of_the_last_checkpoint_ends_the_run(
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("planted"), None])
 def test_a_checkpoint_is_completed_after_the_training_failed(
-    trained: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+    trained: Callable[..., TrainedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     from runner.workloads.classifier import Classifier
 
@@ -253,7 +255,7 @@ def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(
     assert time.monotonic() - since < 50, "not the timeout"
     assert ranks[0].steps() == []
     opened.set()
-    save_now(Checkpoints(tmp_path, keep=9), content(4))
+    save_and_wait(Checkpoints(tmp_path, keep=9), content(4))
     assert ranks[0].steps() == [4]
 
 

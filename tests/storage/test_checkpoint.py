@@ -23,8 +23,8 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.command import ROOT, run_command
-from helpers.compose import FAST, Trained, built
-from helpers.saved import save_now
+from helpers.compose import TINY_CPU, TrainedRun, build_composed_run
+from helpers.handmade_runs import save_and_wait
 
 import runner.storage.checkpoint
 import runner.storage.manifest
@@ -43,7 +43,7 @@ def checkpoint(step: int) -> Checkpoint:
     return Checkpoint(step, {"w": torch.full((2, 2), float(step))}, state, {"random": {"cpu": torch.tensor([step])}})
 
 
-def is_whole(found: Checkpoint | None, step: int) -> bool:
+def equals_checkpoint(found: Checkpoint | None, step: int) -> bool:
     """Return whether `found` has the step and the tensors of `checkpoint(step)`."""
     wanted = checkpoint(step)
     return (
@@ -128,12 +128,12 @@ def test_a_crash_at_any_call_leaves_an_intact_checkpoint(
         point += 1
         directory = tmp_path / str(point)
         disk.crash_at = -1
-        save_now(Checkpoints(directory, keep=1), checkpoint(1))
+        save_and_wait(Checkpoints(directory, keep=1), checkpoint(1))
         disk.calls.clear()
         disk.unsynced.clear()
         disk.crash_at, disk.how = point, "after" if how == "power" else how
         try:
-            save_now(Checkpoints(directory, keep=1), checkpoint(2))
+            save_and_wait(Checkpoints(directory, keep=1), checkpoint(2))
             ended = True
         except Crash:
             renamed = [call for call, path in disk.calls if call == "replace" and path.name == "tmp.step_00000002"]
@@ -141,24 +141,24 @@ def test_a_crash_at_any_call_leaves_an_intact_checkpoint(
         if how == "power":
             disk.lose_power()
         found = Checkpoints(directory, keep=1).latest()
-        assert is_whole(found, 1) or is_whole(found, 2), (point, disk.calls[-1])
-        assert ended or renamed or is_whole(found, 1), "not there before it is renamed"
+        assert equals_checkpoint(found, 1) or equals_checkpoint(found, 2), (point, disk.calls[-1])
+        assert ended or renamed or equals_checkpoint(found, 1), "not there before it is renamed"
         assert not list(directory.rglob("*.corrupt*")), (point, disk.calls[-1])
         assert 0 <= found.step - indexed(directory)["last"]["step"] <= 1, (
             "the index is whole, one checkpoint late at most"
         )
-        save_now(Checkpoints(directory, keep=1), checkpoint(3))  # the next session deletes leftovers
+        save_and_wait(Checkpoints(directory, keep=1), checkpoint(3))  # the next session deletes leftovers
         assert {path.name for path in (directory / "checkpoints").iterdir()} == {"step_00000003", "index.json"}
         assert indexed(directory) == {"last": {"checkpoint": "step_00000003", "step": 3}, "best": None}
-        assert is_whole(Checkpoints(directory, keep=1).latest(), 3)
+        assert equals_checkpoint(Checkpoints(directory, keep=1).latest(), 3)
     assert point > 15, "every write, sync, rename and deletion is one point"
 
 
 def test_the_order_is_sync_rename_sync_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
-    save_now(checkpoints, checkpoint(1))
+    save_and_wait(checkpoints, checkpoint(1))
     disk = Disk(monkeypatch)
-    save_now(checkpoints, checkpoint(2))
+    save_and_wait(checkpoints, checkpoint(2))
     order = [(name, path.name) for name, path in disk.calls]
     commit = order.index(("replace", "tmp.step_00000002"))
     written = {path.name for name, path in disk.calls if name in ("save", "save_file", "write_text")}
@@ -173,12 +173,12 @@ def test_the_order_is_sync_rename_sync_delete(tmp_path: Path, monkeypatch: pytes
 
 def test_saving_a_step_again_renames_the_first_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    save_now(checkpoints, checkpoint(1))
-    save_now(checkpoints, checkpoint(1))
+    save_and_wait(checkpoints, checkpoint(1))
+    save_and_wait(checkpoints, checkpoint(1))
     assert {path.name for path in checkpoints.root.iterdir()} == {
         *("step_00000001", "step_00000001.superseded", "index.json")
     }
-    assert is_whole(checkpoints.latest(), 1)
+    assert equals_checkpoint(checkpoints.latest(), 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_saving_a_step_again_renames_the_first_checkpoint(tmp_path: Path) -> Non
 def two(tmp_path: Path) -> Checkpoints:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2):
-        save_now(checkpoints, checkpoint(step))
+        save_and_wait(checkpoints, checkpoint(step))
     return checkpoints
 
 
@@ -211,7 +211,7 @@ def test_every_flipped_bit_is_found(two: Checkpoints, tmp_path: Path, name: str)
         with pytest.raises(runner.storage.manifest.DamagedError, match=name):
             runner.storage.checkpoint.load(path.parent)
     path.write_bytes(data)
-    assert is_whole(two.latest(), 2)
+    assert equals_checkpoint(two.latest(), 2)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "rank_0.pt", "manifest.json"])
@@ -228,7 +228,7 @@ def test_a_damaged_checkpoint_is_set_aside(
         path.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "longer": data + b"x"}[damage])
     left = {file.name for file in path.parent.iterdir()}
     with caplog.at_level(logging.WARNING, logger="runner"):
-        assert is_whole(two.latest(), 1)
+        assert equals_checkpoint(two.latest(), 1)
     assert two.steps() == [1]
     assert {file.name for file in (two.root / "step_00000002.corrupt").iterdir()} == left, "nothing is deleted"
     assert name in caplog.text
@@ -243,7 +243,7 @@ def test_a_damaged_checkpoint_is_set_aside(
 def test_an_invalid_manifest_is_damage(two: Checkpoints, text: str) -> None:
     path = two.root / "step_00000002" / "manifest.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert is_whole(two.latest(), 1)
+    assert equals_checkpoint(two.latest(), 1)
     assert (two.root / "step_00000002.corrupt").is_dir()
 
 
@@ -262,9 +262,9 @@ def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> No
 
 def test_damaged_checkpoints_that_were_set_aside_are_kept(two: Checkpoints) -> None:
     for step, name in ((3, "step_00000003.corrupt"), (3, "step_00000003.corrupt2")):
-        save_now(two, checkpoint(step))
+        save_and_wait(two, checkpoint(step))
         (two.root / "step_00000003" / "state.pt").write_bytes(b"")
-        assert is_whole(two.latest(), 2)
+        assert equals_checkpoint(two.latest(), 2)
         assert (two.root / name).is_dir()
 
 
@@ -295,7 +295,7 @@ def test_too_little_memory_is_not_damage(two: Checkpoints, monkeypatch: pytest.M
     assert two.steps() == [1, 2], "nothing was set aside"
 
 
-def resealed(path: Path, **changes: Any) -> None:
+def update_hashes(path: Path, **changes: Any) -> None:
     """Change a checkpoint's manifest, and update all hashes in it."""
     manifest = json.loads((path / "manifest.json").read_text()) | changes
     files = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in manifest.pop("files")}
@@ -305,7 +305,7 @@ def resealed(path: Path, **changes: Any) -> None:
 
 
 def test_a_checkpoint_with_another_schema_is_refused_and_not_renamed(two: Checkpoints) -> None:
-    resealed(two.root / "step_00000002", schema=3)
+    update_hashes(two.root / "step_00000002", schema=3)
     with pytest.raises(ConfigError) as caught:
         two.latest()
     assert (caught.value.key, caught.value.got) == ("resume", str(two.root / "step_00000002"))
@@ -335,7 +335,7 @@ def test_a_malicious_file_with_the_right_hash_runs_nothing(
         torch.save(payload, path / name)
     else:
         (path / name).write_bytes(pickle.dumps(payload, protocol=2))
-    resealed(path)
+    update_hashes(path)
     with pytest.raises(ConfigError) as caught:
         two.latest()
     assert (caught.value.key, caught.value.got) == ("resume", str(path))
@@ -361,16 +361,16 @@ def test_every_torch_load_uses_weights_only() -> None:
 def test_the_latest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int | None) -> None:
     checkpoints = Checkpoints(tmp_path, keep)
     for step in range(1, 7):
-        save_now(checkpoints, checkpoint(step), best)
+        save_and_wait(checkpoints, checkpoint(step), best)
     latest = list(range(7 - keep, 7))
     assert checkpoints.steps() == sorted({*latest, *([best] if best else [])})
-    assert is_whole(checkpoints.latest(), 6)
+    assert equals_checkpoint(checkpoints.latest(), 6)
 
 
 def test_keep_0_deletes_all_checkpoints_once_the_run_is_done(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=0)
     for step in (1, 2, 3):
-        save_now(checkpoints, checkpoint(step), best_step=1)
+        save_and_wait(checkpoints, checkpoint(step), best_step=1)
     assert checkpoints.steps() == [1, 3], "until then, one to go on from, and the best"
     delete_all(tmp_path)
     assert list(checkpoints.root.iterdir()) == []
@@ -384,7 +384,7 @@ def test_the_index_names_the_last_and_the_best_checkpoint(tmp_path: Path) -> Non
         best = best if value is None else {"metric": "eval/accuracy", "value": value, "step": step}
         saved = checkpoint(step)
         saved.state["best"] = dict(best)
-        save_now(checkpoints, saved, best["step"])
+        save_and_wait(checkpoints, saved, best["step"])
     assert indexed(tmp_path) == {
         "last": {"checkpoint": "step_00000004", "step": 4},
         "best": {"checkpoint": "step_00000002", "metric": "eval/accuracy", "value": 0.75, "step": 2},
@@ -393,7 +393,7 @@ def test_the_index_names_the_last_and_the_best_checkpoint(tmp_path: Path) -> Non
     shutil.rmtree(checkpoints.root / "step_00000002")
     saved = checkpoint(5)
     saved.state["best"] = dict(best)
-    save_now(checkpoints, saved, 2)
+    save_and_wait(checkpoints, saved, 2)
     assert indexed(tmp_path) == {"last": {"checkpoint": "step_00000005", "step": 5}, "best": None}
 
 
@@ -401,7 +401,7 @@ def test_an_index_that_cannot_be_written_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
-    save_now(checkpoints, checkpoint(1))
+    save_and_wait(checkpoints, checkpoint(1))
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -409,12 +409,12 @@ def test_an_index_that_cannot_be_written_is_a_warning(
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, logger="runner"):
         patched.setattr(runner.storage.checkpoint, "write_index", full)
         caplog.clear()
-        save_now(checkpoints, checkpoint(2))
-    assert is_whole(checkpoints.latest(), 2)
+        save_and_wait(checkpoints, checkpoint(2))
+    assert equals_checkpoint(checkpoints.latest(), 2)
     [record] = caplog.records
     assert "index.json cannot be written: [Errno 28] No space left on device" in record.getMessage()
     assert indexed(tmp_path)["last"]["step"] == 1
-    save_now(checkpoints, checkpoint(3))
+    save_and_wait(checkpoints, checkpoint(3))
     assert indexed(tmp_path)["last"]["step"] == 3
 
 
@@ -422,7 +422,7 @@ def test_a_resumed_run_writes_the_index_that_an_interrupted_save_has_not(tmp_pat
     """This also holds for a run that saves no more checkpoints, because only its result was missing."""
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2):
-        save_now(checkpoints, checkpoint(step))
+        save_and_wait(checkpoints, checkpoint(step))
     index = checkpoints.root / "index.json"
     index.rename(checkpoints.root / ".index.json.part")
     index.write_text(json.dumps({"last": {"checkpoint": "step_00000001", "step": 1}, "best": None}))
@@ -441,17 +441,17 @@ def test_a_forged_index_changes_nothing(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         saved = checkpoint(step)
         saved.state["best"] = {"metric": "eval/accuracy", "value": 0.5, "step": 2}
-        save_now(checkpoints, saved, 2)
+        save_and_wait(checkpoints, saved, 2)
     forged = {"last": {"checkpoint": "step_00000001", "step": 1}, "best": {"checkpoint": "../x", "step": 10**40}}
     for text in (json.dumps(forged), "[" * 100_000, "\0"):
         (checkpoints.root / "index.json").write_text(text)
         assert chosen_checkpoint(tmp_path, "last") == checkpoints.root / "step_00000003"
         assert chosen_checkpoint(tmp_path, "best") == checkpoints.root / "step_00000002"
-        assert is_whole(checkpoints.latest(), 3)
+        assert equals_checkpoint(checkpoints.latest(), 3)
 
 
 def test_a_completed_run_without_checkpoints_has_nothing_left_to_do(tmp_path: Path) -> None:
-    code, said = run_command(*FAST, "steps=4", "save_every=1", "keep=0", cwd=tmp_path)
+    code, said = run_command(*TINY_CPU, "steps=4", "save_every=1", "keep=0", cwd=tmp_path)
     assert code == 0, said
     (run,) = tmp_path.glob("outputs/*/*")
     assert list((run / "checkpoints").iterdir()) == []
@@ -465,15 +465,15 @@ def test_checkpoints_set_aside_are_not_pruned(tmp_path: Path) -> None:
     for name in asides:
         (checkpoints.root / name).mkdir(parents=True)
     for step in (3, 4):
-        save_now(checkpoints, checkpoint(step))
+        save_and_wait(checkpoints, checkpoint(step))
     assert {path.name for path in checkpoints.root.iterdir()} == {*asides, "step_00000004", "index.json"}
 
 
 def test_other_directories_are_left_alone(two: Checkpoints) -> None:
     for name in ("step_7", "step_000000009", "step_last", "notes"):
         (two.root / name).mkdir()
-    assert is_whole(two.latest(), 2)
-    save_now(two, checkpoint(3))
+    assert equals_checkpoint(two.latest(), 2)
+    save_and_wait(two, checkpoint(3))
     assert two.steps() == [2, 3]
     assert (two.root / "step_7").is_dir()
 
@@ -492,12 +492,12 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, logger="runner"):
         patched.setattr(owner, call, refused)
-        assert save_now(two, checkpoint(3)) == two.root / "step_00000003"
-    assert is_whole(two.latest(), 3)
+        assert save_and_wait(two, checkpoint(3)) == two.root / "step_00000003"
+    assert equals_checkpoint(two.latest(), 3)
     [record] = caplog.records
     assert "step_00000001" in record.getMessage()
     assert "step_00000003" not in record.getMessage()
-    save_now(two, checkpoint(4))  # this tries to delete it again
+    save_and_wait(two, checkpoint(4))  # this tries to delete it again
     assert {path.name for path in two.root.iterdir()} == {"step_00000003", "step_00000004", "index.json"}
 
 
@@ -505,7 +505,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
 def test_the_mode_of_all_files_follows_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
-        path = save_now(Checkpoints(tmp_path, keep=1, config="a: 1"), checkpoint(1))
+        path = save_and_wait(Checkpoints(tmp_path, keep=1, config="a: 1"), checkpoint(1))
     finally:
         os.umask(before)
     modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()}
@@ -519,12 +519,12 @@ def test_the_mode_of_all_files_follows_the_umask(tmp_path: Path, umask: int, mod
 
 def test_a_checkpoint_contains_the_config_of_its_run(tmp_path: Path) -> None:
     config = {"lr": 0.1, "name": "ü", "none": None}
-    path = save_now(Checkpoints(tmp_path, keep=1, config=config_text(config)), checkpoint(1))
+    path = save_and_wait(Checkpoints(tmp_path, keep=1, config=config_text(config)), checkpoint(1))
     text = saved_text(path, CONFIG)
     assert text == config_text(config)
     assert text is not None
     assert parse_config(text.encode()) == config
-    assert is_whole(Checkpoints(tmp_path, keep=1).latest(), 1)
+    assert equals_checkpoint(Checkpoints(tmp_path, keep=1).latest(), 1)
     (path / "state.pt").unlink()
     assert saved_text(path, CONFIG) == text, "the other files do not matter"
     (path / "config.yaml").write_text(text.replace("0.1", "0.2"))
@@ -537,7 +537,7 @@ def test_a_checkpoint_contains_the_config_of_its_run(tmp_path: Path) -> None:
 
 def test_a_config_of_megabytes_is_not_read_from_a_checkpoint(tmp_path: Path) -> None:
     """Its hash is correct, but PyYAML would need half a minute."""
-    path = save_now(Checkpoints(tmp_path, keep=1, config=config_text({"name": "x" * 1_000_000})), checkpoint(1))
+    path = save_and_wait(Checkpoints(tmp_path, keep=1, config=config_text({"name": "x" * 1_000_000})), checkpoint(1))
     with pytest.raises(ConfigError, match="1,000,000 bytes"):
         saved_text(path, CONFIG)
 
@@ -550,7 +550,7 @@ def test_a_checkpoint_of_an_earlier_version_has_no_config(two: Checkpoints) -> N
 # What other programs see
 
 
-def test_plain_torch_loads_the_weights(trained: Callable[..., Trained]) -> None:
+def test_plain_torch_loads_the_weights(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=4", "optimizer=adamw", "model.dropout=0.1")
     tensors = safetensors.torch.load_file(run.directory / "checkpoints/step_00000004/model.safetensors")
     plain = torch.nn.Sequential(  # the model of conf/model/tiny.yaml, without the project
@@ -579,7 +579,7 @@ def test_plain_torch_loads_the_weights(trained: Callable[..., Trained]) -> None:
     assert accuracy == pytest.approx(run.result.metrics["eval/accuracy"])
 
 
-def test_a_checkpoint_holds_plain_names_and_full_tensors(trained: Callable[..., Trained]) -> None:
+def test_a_checkpoint_holds_plain_names_and_full_tensors(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=2", "optimizer=adam", "compile=false")
     path = run.directory / "checkpoints/step_00000002"
     tensors = safetensors.torch.load_file(path / "model.safetensors")
@@ -600,7 +600,7 @@ def test_a_checkpoint_holds_plain_names_and_full_tensors(trained: Callable[..., 
     assert zipfile.is_zipfile(path / "state.pt"), "torch's format, not a bare pickle"
 
 
-def test_the_manifest_lists_all_files_with_their_hashes(trained: Callable[..., Trained]) -> None:
+def test_the_manifest_lists_all_files_with_their_hashes(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=2")
     path = run.directory / "checkpoints/step_00000002"
     manifest = json.loads((path / "manifest.json").read_text())
@@ -622,11 +622,11 @@ def test_a_failed_write_leaves_the_earlier_checkpoints(two: Checkpoints, monkeyp
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, full)
             with pytest.raises(StorageError) as caught:
-                save_now(two, checkpoint(3))
+                save_and_wait(two, checkpoint(3))
         assert caught.value.why == "No space left on device"
         assert two.steps() == [1, 2]
         assert not list(two.root.glob("tmp.*")), "the room is given back"
-    assert is_whole(two.latest(), 2)
+    assert equals_checkpoint(two.latest(), 2)
 
 
 @pytest.fixture
@@ -644,16 +644,24 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_raises_a_storage_error(tiny_disk: Path) -> None:
     big, small = {"w": torch.zeros(2**20)}, {"w": torch.zeros(2)}
     checkpoints = Checkpoints(tiny_disk, keep=2)
-    save_now(checkpoints, checkpoint(1))
+    save_and_wait(checkpoints, checkpoint(1))
     for tensors, state, local in ((big, {}, {}), (small, big, {}), (small, {}, big)):
         with pytest.raises(StorageError, match="No space left on device"):
-            save_now(checkpoints, Checkpoint(2, tensors, state, local))
-        assert is_whole(checkpoints.latest(), 1)
+            save_and_wait(checkpoints, Checkpoint(2, tensors, state, local))
+        assert equals_checkpoint(checkpoints.latest(), 1)
         assert checkpoints.steps() == [1]
 
 
 def test_a_run_on_a_full_disk_crashes_and_resumes_later(tiny_disk: Path, tmp_path: Path) -> None:
-    steady = (*FAST, "steps=40", "save_every=2", "eval_every=0", "keep=1", f"output_root={tiny_disk}/outputs", "name=a")
+    steady = (
+        *TINY_CPU,
+        "steps=40",
+        "save_every=2",
+        "eval_every=0",
+        "keep=1",
+        f"output_root={tiny_disk}/outputs",
+        "name=a",
+    )
     (tiny_disk / "ballast").write_bytes(bytes(1_000_000))
     code, said = run_command(*steady, "keep=30", cwd=tmp_path)
     assert code == 1, said
@@ -681,7 +689,7 @@ def test_a_disk_that_is_full_from_the_start_is_refused(tiny_disk: Path, tmp_path
     with (tiny_disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
         while True:
             ballast.write(bytes(4096))
-    code, said = run_command(*FAST, "steps=2", f"output_root={tiny_disk}/outputs", "name=a", cwd=tmp_path)
+    code, said = run_command(*TINY_CPU, "steps=2", f"output_root={tiny_disk}/outputs", "name=a", cwd=tmp_path)
     assert code == 2, said
     assert said.startswith("output_root: got")
     assert "No space left on device" in said
@@ -693,20 +701,20 @@ def test_a_file_size_limit_raises_a_storage_error(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     signal = pytest.importorskip("signal")
     checkpoints = Checkpoints(tmp_path, keep=2)
-    save_now(checkpoints, checkpoint(1))
+    save_and_wait(checkpoints, checkpoint(1))
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(StorageError, match="File too large"):
-            save_now(checkpoints, Checkpoint(2, {"w": torch.zeros(5000)}, {}, {}))
+            save_and_wait(checkpoints, Checkpoint(2, {"w": torch.zeros(5000)}, {}, {}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert is_whole(checkpoints.latest(), 1)
+    assert equals_checkpoint(checkpoints.latest(), 1)
 
 
-def test_the_best_checkpoint_of_a_run_is_kept(trained: Callable[..., Trained]) -> None:
+def test_the_best_checkpoint_of_a_run_is_kept(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=24", "eval_every=2", "save_every=2", "keep=1", "optimizer.lr=0.3")
     steps = Checkpoints(run.directory, keep=1).steps()
     assert steps == sorted({24, run.result.best["step"]})
-    assert built(*FAST).keep == 2, "the default keeps a second one, should the newest be damaged"
+    assert build_composed_run(*TINY_CPU).keep == 2, "the default keeps a second one, should the newest be damaged"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.permissions import mode
+from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
 from runner.storage.checkpoint_selection import chosen_checkpoint
@@ -37,7 +37,7 @@ def test_the_error_for_a_run_without_checkpoints_suggests_no_other_step(choice: 
 def test_checkpoints_that_cannot_be_read_are_refused_with_the_reason(choice: str | int, tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_00000007").mkdir(parents=True)
     for path, bits in ((tmp_path, 0), (tmp_path / "checkpoints", 0), (tmp_path / "checkpoints", 0o444)):
-        with mode(path, bits), pytest.raises(ConfigError) as refused:
+        with enforced_permissions(path, bits), pytest.raises(ConfigError) as refused:
             chosen_checkpoint(tmp_path, choice)
         assert refused.value.key == "checkpoint"
         assert "Permission denied" in refused.value.why

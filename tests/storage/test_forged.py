@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers.compose import FAST, built, prepared, train_in
-from helpers.forged import ABSENT, Keys, changed, places, read, reseal, write
+from helpers.checkpoint_edits import (
+    REMOVE_KEY,
+    Keys,
+    nested_values,
+    read_checkpoint_file,
+    rewrite_manifest,
+    with_value_changed,
+    write_checkpoint_file,
+)
+from helpers.compose import TINY_CPU, build_composed_run, prepare_session, train_in
 
 from runner.config.errors import ConfigError
 from runner.training import prepare, train_step
@@ -24,9 +32,9 @@ AGENT += ("workload.warm_up=40", "workload.env_steps=80", "workload.eval_episode
 AGENT += ("workload.epsilon_repeat=4",)
 
 RUNS = {
-    "sgd": (*FAST, "optimizer=sgd"),
-    "adam": (*FAST, "optimizer=adam"),
-    "adamw": (*FAST, "optimizer=adamw", "precision=16"),
+    "sgd": (*TINY_CPU, "optimizer=sgd"),
+    "adam": (*TINY_CPU, "optimizer=adam"),
+    "adamw": (*TINY_CPU, "optimizer=adamw", "precision=16"),
     "agent": AGENT,
 }
 
@@ -41,7 +49,7 @@ def nested(depth: int) -> list:
     return value
 
 
-def laughs() -> list:
+def billion_laughs() -> list:
     """Return nested lists that stand for 2^60 strings, as in the "billion laughs" attack."""
     value = ["ha"]
     for _ in range(60):
@@ -87,7 +95,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def directory(name: str) -> Path:
         if name not in known:
             path = tmp_path_factory.mktemp(name)
-            train_in(path, built(*RUNS[name], *STEPS))
+            train_in(path, build_composed_run(*RUNS[name], *STEPS))
             known[name] = path
         return known[name]
 
@@ -100,7 +108,7 @@ class Forger:
     def __init__(self, name: str, original: Path, directory: Path):
         self.directory, self.original = directory, original / "checkpoints/step_00000002"
         self.path = directory / "checkpoints" / self.original.name
-        self.session = prepared(built(*RUNS[name], *STEPS))
+        self.session = prepare_session(build_composed_run(*RUNS[name], *STEPS))
 
     def restore(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -119,7 +127,7 @@ class Forger:
 
     def with_content(self, file: str, content: Any) -> str:
         self.restore()
-        write(self.path / file, content)
+        write_checkpoint_file(self.path / file, content)
         return self.outcome()
 
 
@@ -131,7 +139,7 @@ def forger(saved: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Forg
 def chosen(content: Any) -> Iterator[tuple[Keys, Any]]:
     """Yield values of a file; of the optimizer state and of the environments, only a part that stands for the rest."""
     kept = {next(iter(content.get("optimizer", [""])))}
-    for keys, value in places(content):
+    for keys, value in nested_values(content):
         if keys[0] == "optimizer" and len(keys) > 1 and keys[1] not in kept:
             continue
         attribute = keys[4:5] if keys[:4] == ("workload", "environments", "envs", "vector") else ()
@@ -148,13 +156,13 @@ def is_free(keys: Keys) -> bool:
 def test_an_unchanged_copy_is_resumed(forger: Callable[[str], Forger], name: str) -> None:
     run = forger(name)
     run.restore()
-    reseal(run.path)
+    rewrite_manifest(run.path)
     assert run.outcome() == "resumed"
 
 
 def is_valid(keys: Keys, value: Any, forged: Any) -> bool:
     """Whether a checkpoint may have `forged` in place of `value`."""
-    if forged is ABSENT:  # the metrics of a run without evaluation, a parameter that never had a gradient
+    if forged is REMOVE_KEY:  # the metrics of a run without evaluation, a parameter that never had a gradient
         was_added_later = keys == ("workload", "rewards")  # earlier versions did not save it
         return isinstance(keys[-1], int) or (keys[0] in ("metrics", "optimizer") and len(keys) == 2) or was_added_later
     if forged is None and keys == ("workload", "environments"):  # of environments whose state cannot be saved
@@ -167,14 +175,17 @@ def is_valid(keys: Keys, value: Any, forged: Any) -> bool:
 def test_a_value_of_another_form_is_refused(forger: Callable[[str], Forger], name: str, file: str) -> None:
     """Each value is replaced by the next three forms in turn, so that each form is tried in several places."""
     run = forger(name)
-    content, forms = read(run.original / file), {True: cycle(TENSORS.values()), False: cycle(VALUES.values())}
+    content, forms = (
+        read_checkpoint_file(run.original / file),
+        {True: cycle(TENSORS.values()), False: cycle(VALUES.values())},
+    )
     for keys, value in chosen(content):
         is_tensor = isinstance(value, torch.Tensor)
-        forgeries = [form(value) for form in islice(forms[is_tensor], 3)] + [ABSENT]
+        forgeries = [form(value) for form in islice(forms[is_tensor], 3)] + [REMOVE_KEY]
         for forged in forgeries:
             if not is_tensor and is_valid(keys, value, forged):
                 continue
-            outcome = run.with_content(file, changed(content, keys, lambda _, forged=forged: forged))
+            outcome = run.with_content(file, with_value_changed(content, keys, lambda _, forged=forged: forged))
             assert outcome == "refused" or is_free(keys), (keys, type(forged), outcome)
 
 
@@ -188,7 +199,7 @@ def test_weights_of_another_form_are_refused(forger: Callable[[str], Forger], ki
         except KeyError:
             pytest.skip("this safetensors writes no complex numbers")
     run = forger("sgd")
-    content = read(run.original / "model.safetensors")
+    content = read_checkpoint_file(run.original / "model.safetensors")
     for key, value in content.items():
         forged = (
             {**content, key: TENSORS[kind](value)}
@@ -205,12 +216,12 @@ def test_a_file_of_another_format_is_refused(forger: Callable[[str], Forger], fi
     run = forger("sgd")
     run.restore()
     (run.path / file).write_bytes(content)
-    reseal(run.path)
+    rewrite_manifest(run.path)
     assert run.outcome() == "refused"
 
 
 @pytest.mark.parametrize(
-    "content", [None, 3, "text", [], (), {}, {"optimizer": {}}, nested(150), laughs()], ids=range(9)
+    "content", [None, 3, "text", [], (), {}, {"optimizer": {}}, nested(150), billion_laughs()], ids=range(9)
 )
 def test_a_file_with_unrelated_content_is_refused(forger: Callable[[str], Forger], content: Any) -> None:
     run = forger("sgd")
@@ -227,13 +238,13 @@ def test_deep_content_is_refused(forger: Callable[[str], Forger], depth: int) ->
     with zipfile.ZipFile(run.original / "state.pt") as plain, zipfile.ZipFile(file, "w") as out:
         for entry in plain.infolist():
             out.writestr(entry.filename, nest if entry.filename.endswith("data.pkl") else plain.read(entry))
-    reseal(run.path)
+    rewrite_manifest(run.path)
     assert run.outcome() == "refused"
 
 
 MANIFESTS: dict[str, dict[str, Any]] = {
     "files is a list": {"files": ["state.pt"]},
-    "files is absent": {"files": ABSENT},
+    "files is absent": {"files": REMOVE_KEY},
     "files is empty": {"files": {}},
     "a path upwards": {"files": {"../../../secret": "0" * 64}},
     "an absolute path": {"files": {"/dev/zero": "0" * 64}},
@@ -246,7 +257,7 @@ MANIFESTS: dict[str, dict[str, Any]] = {
     "step is negative": {"step": -2},
     "step is NaN": {"step": float("nan")},
     "step is another": {"step": 3},
-    "step is absent": {"step": ABSENT},
+    "step is absent": {"step": REMOVE_KEY},
     "world_size is text": {"world_size": "1"},
     "world_size is zero": {"world_size": 0},
     "schema is long": {"schema": "x" * 100_000},
@@ -259,7 +270,7 @@ def test_a_manifest_with_invalid_values_and_correct_hashes_is_refused(
 ) -> None:
     run = forger("sgd")
     run.restore()
-    reseal(run.path, **MANIFESTS[kind])
+    rewrite_manifest(run.path, **MANIFESTS[kind])
     assert run.outcome() == "refused"
 
 

@@ -24,7 +24,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def resealed(directory: Path, **changes: Any) -> None:
+def update_hashes(directory: Path, **changes: Any) -> None:
     """Change the manifest, and update its own hash."""
     manifest = json.loads((directory / NAME).read_text()) | changes
     manifest.pop("sha256")
@@ -69,13 +69,13 @@ def test_a_manifest_that_is_changed_or_missing_is_damage(directory: Path) -> Non
 
 
 def test_a_changed_manifest_with_a_correct_hash_is_accepted(directory: Path) -> None:
-    resealed(directory, step=8)
+    update_hashes(directory, step=8)
     assert verified_manifest(directory)["step"] == 8
 
 
 @pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1])
 def test_another_schema_is_refused_by_key(directory: Path, schema: int) -> None:
-    resealed(directory, schema=schema)
+    update_hashes(directory, schema=schema)
     with pytest.raises(ConfigError) as refusal:
         verified_manifest(directory)
     assert (refusal.value.key, refusal.value.got) == ("resume", str(directory))

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.deep import nested
-from helpers.permissions import mode
+from helpers.nested_directories import nested
+from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
 from runner.storage.regular_file import (
@@ -112,7 +112,7 @@ def test_paths_that_cannot_be_looked_up_are_refused_by_key(tmp_path: Path) -> No
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "file").touch()
     paths = [tmp_path / "secret" / name for name in ("file", "absent", "absent/below")]
-    with mode(tmp_path / "secret", 0) as secret:
+    with enforced_permissions(tmp_path / "secret", 0) as secret:
         for path in (secret, *paths):
             with pytest.raises(ConfigError) as refused:
                 check_readable("PATH", path)

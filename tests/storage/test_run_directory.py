@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import PATIENCE, ROOT, environment, run_command
-from helpers.compose import FAST
-from helpers.deep import nested
-from helpers.permissions import mode
-from helpers.storage_work import SECOND
+from helpers.command import ROOT, TIMEOUT_SECONDS, child_environment, run_command
+from helpers.compose import TINY_CPU
+from helpers.nested_directories import nested
+from helpers.permissions import enforced_permissions
+from helpers.run_directory_processes import FIXED_TIME
 
 from runner.config.errors import ConfigError
 from runner.storage import run_directory as directory
@@ -47,24 +47,26 @@ def tree(root: Path, *without: str) -> dict[str, tuple[int, int]]:
 # Creation
 
 
-def storage_work(what: str, cwd: Path) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "helpers.storage_work", what]
-    return subprocess.Popen(words, cwd=cwd, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def start_directory_process(what: str, cwd: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "helpers.run_directory_processes", what]
+    return subprocess.Popen(
+        words, cwd=cwd, env=child_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_twenty_processes_in_the_same_second_make_a_hundred_directories(tmp_path: Path) -> None:
-    processes = [storage_work("create", tmp_path) for _ in range(20)]
+    processes = [start_directory_process("create", tmp_path) for _ in range(20)]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
     for process in processes:  # all are ready: let them begin at the same time
         assert process.stdin is not None
         print(file=process.stdin, flush=True)
-    made = [line for process in processes for line in process.communicate(timeout=PATIENCE)[0].splitlines()]
+    made = [line for process in processes for line in process.communicate(timeout=TIMEOUT_SECONDS)[0].splitlines()]
     assert [process.returncode for process in processes] == [0] * 20
     assert len(set(made)) == len(made) == 100
     assert all(NAME.fullmatch(Path(path).name) and Path(path).is_dir() for path in made)
-    assert {Path(path).name[:19] for path in made} == {SECOND}
+    assert {Path(path).name[:19] for path in made} == {FIXED_TIME}
 
 
 def test_another_name_is_drawn_if_the_first_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +115,7 @@ def test_a_root_where_no_directory_can_be_made_is_refused_by_key(parent: str, tm
 
 def test_a_root_that_cannot_be_searched_is_refused_by_key_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "secret").mkdir()
-    with mode(tmp_path / "secret", 0) as secret:
+    with enforced_permissions(tmp_path / "secret", 0) as secret:
         for parent in (secret, secret / "outputs" / "a"):
             assert directory.nearest_existing(parent) == secret
             for attempt in (directory.create, directory.readable_entries):
@@ -136,16 +138,16 @@ def test_newest_step_is_0_if_the_checkpoints_cannot_be_read(tmp_path: Path) -> N
     (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
     assert directory.newest_step(tmp_path) == 2
     for path in (tmp_path, tmp_path / "checkpoints"):
-        with mode(path, 0):
+        with enforced_permissions(path, 0):
             assert directory.newest_step(tmp_path) == 0
 
 
 @pytest.mark.slow
 def test_twenty_runs_in_the_same_second_have_twenty_directories(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "runner", *FAST, "debug=smoke"]
-    pipes = {"cwd": tmp_path, "env": environment(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    program = [sys.executable, "-m", "runner", *TINY_CPU, "debug=smoke"]
+    pipes = {"cwd": tmp_path, "env": child_environment(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     processes = [subprocess.Popen(program, **pipes) for _ in range(20)]
-    assert [process.wait(timeout=2 * PATIENCE) for process in processes] == [0] * 20
+    assert [process.wait(timeout=2 * TIMEOUT_SECONDS) for process in processes] == [0] * 20
     found = list((tmp_path / "outputs" / "smoke").iterdir())
     assert len(found) == 20
     assert all(directory.read_result(path)["status"] == "done" for path in found)
@@ -160,17 +162,17 @@ def test_a_run_works_in_a_directory_of_any_name(name: str, tmp_path: Path) -> No
     """It runs in the directory `name`, writes to a directory beside it, and the commands that it prints work."""
     here, there = tmp_path / name, tmp_path / f"runs {name}"
     here.mkdir()
-    code, told = run_command(*FAST, "debug=smoke", f"output_root=../runs {name}", cwd=here)
-    assert code == 0, told
+    code, output = run_command(*TINY_CPU, "debug=smoke", f"output_root=../runs {name}", cwd=here)
+    assert code == 0, output
     [run] = there.glob("smoke/*")
     assert tree(here) == {}
-    shown = re.search(r"^run: (.*)$", told, re.MULTILINE)
-    look = re.search(r"^look: tensorboard --logdir (.*)$", told, re.MULTILINE)
+    shown = re.search(r"^run: (.*)$", output, re.MULTILINE)
+    look = re.search(r"^look: tensorboard --logdir (.*)$", output, re.MULTILINE)
     assert shown
     assert look
     assert [(here / shlex.split(text[1])[0]).resolve() for text in (shown, look)] == [run, there]
-    code, told = run_command(f"resume={shlex.split(shown[1])[0]}", "steps=3", cwd=here)
-    assert code == 0, told
+    code, output = run_command(f"resume={shlex.split(shown[1])[0]}", "steps=3", cwd=here)
+    assert code == 0, output
     assert directory.read_result(run)["steps"] == 3
     assert [path.name for path in there.glob("*/*")] == [run.name]
 
@@ -180,8 +182,8 @@ def test_a_run_writes_its_directory_and_nothing_else(tmp_path: Path) -> None:
     home.mkdir()
     (tmp_path / "other").write_text("as it was")
     before = tree(tmp_path, "here")
-    code, told = run_command(*FAST, "debug=smoke", "profiler=simple", cwd=here)
-    assert code == 0, told
+    code, output = run_command(*TINY_CPU, "debug=smoke", "profiler=simple", cwd=here)
+    assert code == 0, output
     assert tree(tmp_path, "here") == before
     [run] = here.glob("outputs/smoke/*")
     assert {path for path in tree(here) if not path.startswith(f"outputs/smoke/{run.name}")} == {
@@ -204,8 +206,8 @@ def test_the_source_may_be_read_only_and_is_not_changed(tmp_path: Path) -> None:
         path.chmod(path.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
     before = tree(source)
     # Root may write to read-only files; if the tests run as root, only the comparison below detects changes.
-    variables = environment() | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
-    program = [sys.executable, "-m", "runner", *FAST, "debug=smoke"]
+    variables = child_environment() | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    program = [sys.executable, "-m", "runner", *TINY_CPU, "debug=smoke"]
     process = subprocess.run(program, cwd=here, env=variables, capture_output=True, text=True, check=False)
     for path in paths:
         path.chmod(path.stat().st_mode | stat.S_IWUSR)
@@ -224,8 +226,10 @@ def test_modules_and_configs_in_the_current_directory_do_not_shadow_ours(tmp_pat
     (tmp_path / "conf" / "config.yaml").write_text("seed: not ours")
     (tmp_path / "conf" / "optimizer" / "sgd.yaml").write_text("lr: not ours")
     (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('models/ of the caller was imported')")
-    program = [sys.executable, "-m", "runner", *FAST, "debug=smoke"]
-    process = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    program = [sys.executable, "-m", "runner", *TINY_CPU, "debug=smoke"]
+    process = subprocess.run(
+        program, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False
+    )
     assert process.returncode == 0, process.stderr
     [run] = tmp_path.glob("outputs/*/*")
     assert "not ours" not in (run / "config.yaml").read_text()
@@ -233,14 +237,14 @@ def test_modules_and_configs_in_the_current_directory_do_not_shadow_ours(tmp_pat
 
 def test_a_refusal_removes_the_directories_that_were_made_for_it(tmp_path: Path) -> None:
     """The model is built after the directory is created. Only directories that existed before remain."""
-    too_small = (*FAST, "model=convnet", "model.kernel_size=31")
+    too_small = (*TINY_CPU, "model=convnet", "model.kernel_size=31")
     (tmp_path / "outputs").mkdir()
-    code, told = run_command(*too_small, cwd=tmp_path)
-    assert (code, told.startswith("model.kernel_size: got 31:")) == (2, True), told
+    code, output = run_command(*too_small, cwd=tmp_path)
+    assert (code, output.startswith("model.kernel_size: got 31:")) == (2, True), output
     assert tree(tmp_path).keys() == {"outputs"}
-    code, told = run_command(*too_small, "-m", "seed=1,2", "output_root=new/er", cwd=tmp_path)
-    assert (code, told.count("model.kernel_size: got 31")) == (2, 1), told
-    assert "1 more job refused" in told
+    code, output = run_command(*too_small, "-m", "seed=1,2", "output_root=new/er", cwd=tmp_path)
+    assert (code, output.count("model.kernel_size: got 31")) == (2, 1), output
+    assert "1 more job refused" in output
     assert tree(tmp_path).keys() == {"outputs"}
 
 
@@ -305,7 +309,7 @@ STAMP = "2026-01-02_03-04-05-a1b2c3"
 def test_the_name_of_a_run_contains_its_overrides(
     overrides: list[str], name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time, "strftime", lambda _: SECOND)
+    monkeypatch.setattr(time, "strftime", lambda _: FIXED_TIME)
     monkeypatch.setattr(directory.secrets, "token_hex", lambda _: "a1b2c3")
     cut_at_a_word = f"{STAMP}-model.weights=_data_all_experiments_of-november_resnet50"
     assert directory.unique_name(overrides) == (name or cut_at_a_word)
@@ -414,7 +418,7 @@ def test_lock_does_not_follow_a_link(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_locked_until_its_process_ends_however_it_ends(tmp_path: Path) -> None:
-    with storage_work("hold", tmp_path) as holder:
+    with start_directory_process("hold", tmp_path) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "True\n"
         assert directory.lock(tmp_path) is None

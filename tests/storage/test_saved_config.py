@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from helpers.compose import FAST, composed
+from helpers.compose import TINY_CPU, compose_config
 
 from runner.storage.saved_config import UnreadableConfigError, config_text, parse_config
 
@@ -27,7 +27,7 @@ def test_a_value_is_read_as_it_was_written_with_its_type(value: Any) -> None:
 
 
 def test_a_composed_config_is_read_as_it_was_written() -> None:
-    config = composed(*FAST, "optimizer=adam", "optimizer.eps=1e-12", "max_grad_norm=1e4", "name=on")
+    config = compose_config(*TINY_CPU, "optimizer=adam", "optimizer.eps=1e-12", "max_grad_norm=1e4", "name=on")
     assert parse_config(config_text(config).encode()) == config
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.permissions import mode
+from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
 from runner.storage.saved_config import UnreadableConfigError, config_text
@@ -103,7 +103,7 @@ def test_a_linked_folder_of_checkpoints_is_not_followed(run: Path) -> None:
 
 @pytest.mark.parametrize("secret", ["", "checkpoints"])
 def test_checkpoints_that_cannot_be_read_are_not_treated_as_missing(secret: str, run: Path) -> None:
-    with mode(run / secret, 0):
+    with enforced_permissions(run / secret, 0):
         with pytest.raises(ConfigError) as refused:
             checkpoints(run)
         assert (refused.value.key, refused.value.got) == ("checkpoint", str(run / "checkpoints"))
@@ -112,7 +112,10 @@ def test_checkpoints_that_cannot_be_read_are_not_treated_as_missing(secret: str,
             assert saved_config(run) == ({"lr": 30}, run / "config.yaml", []), "they are not needed"
     if secret:
         (run / "config.yaml").write_text("")
-    with mode(run / secret, 0), pytest.raises(UnreadableConfigError, match=r"checkpoints: .*Permission denied"):
+    with (
+        enforced_permissions(run / secret, 0),
+        pytest.raises(UnreadableConfigError, match=r"checkpoints: .*Permission denied"),
+    ):
         saved_config(run)
     assert saved_config(run).values == {"lr": 20 if secret else 30}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.forged import reseal
-from helpers.saved import save_now
+from helpers.checkpoint_edits import rewrite_manifest
+from helpers.handmade_runs import save_and_wait
 
 from runner.config.errors import ConfigError
 from runner.storage.checkpoint import Checkpoint, Checkpoints
@@ -23,7 +23,7 @@ SIGNATURE = {"inputs": [1, 8, 8], "classes": ["zero", "Größe"], "image": IMAGE
 def saved(directory: Path, text: str) -> Path:
     """Save a checkpoint with `text` in `model.json`, and return its path."""
     checkpoints = Checkpoints(directory, keep=1, signature=text)
-    return save_now(checkpoints, Checkpoint(1, {"weight": torch.zeros(1)}, {}, {}))
+    return save_and_wait(checkpoints, Checkpoint(1, {"weight": torch.zeros(1)}, {}, {}))
 
 
 SCALE = {"targets": {"mean": [3.5], "std": [0.25]}, "inputs": {"mean": [0, -1.0], "std": [1e-30, 1]}}
@@ -103,5 +103,5 @@ def test_a_changed_file_is_damaged_unless_its_hash_is_changed_too(tmp_path: Path
     (path / "model.json").write_text(signature_text(SIGNATURE | {"classes": ["one"]}))
     with pytest.raises(DamagedError):
         saved_signature(path)
-    reseal(path)
+    rewrite_manifest(path)
     assert saved_signature(path)["classes"] == ["one"]

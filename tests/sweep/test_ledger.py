@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import Command, until
-from helpers.compose import FAST
-from helpers.disk_faults import DiskFault, failing
-from helpers.permissions import mode
+from helpers.command import Command, wait_until
+from helpers.compose import TINY_CPU
+from helpers.disk_faults import DiskFault, inject_disk_fault
+from helpers.permissions import enforced_permissions
 
 from runner.cli.sweep_jobs import MOST_JOBS
 from runner.config.errors import ConfigError
@@ -24,35 +24,35 @@ from runner.sweep import ledger_reader
 from runner.sweep.ledger import Ledger
 from runner.sweep.ledger_reader import read_ledger
 
-Opened = Callable[..., Ledger]
+OpenLedger = Callable[..., Ledger]
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Opened]:
+def open_ledger(tmp_path: Path) -> Iterator[OpenLedger]:
     """A function that opens ledgers in `tmp_path`; they are closed at the end of the test."""
     with ExitStack() as stack:
 
-        def open_ledger(typed: list[str], resume: str = "auto") -> Ledger:
+        def opened_ledger(typed: list[str], resume: str = "auto") -> Ledger:
             return stack.enter_context(Ledger(typed, tmp_path / "sweeps" / "a", resume))
 
-        yield open_ledger
+        yield opened_ledger
 
 
-def ran(ledger: Ledger, number: int, code: int, config_hash: str = "a") -> None:
+def record_finished_job(ledger: Ledger, number: int, code: int, config_hash: str = "a") -> None:
     """Create the run directory of a job, and record in the ledger that the job ended with the exit code `code`."""
     (ledger.path / f"{number:03d}-seed={number}").mkdir(exist_ok=True)
     ledger.update(number, config_hash=config_hash, code=code)
 
 
-def test_a_sweep_cannot_be_resumed_in_the_directory_of_one_run(opened: Opened) -> None:
+def test_a_sweep_cannot_be_resumed_in_the_directory_of_one_run(open_ledger: OpenLedger) -> None:
     with pytest.raises(ConfigError) as refusal:
-        opened(["seed=1,2"], "outputs/x")
+        open_ledger(["seed=1,2"], "outputs/x")
     assert (refusal.value.key, refusal.value.got) == ("resume", "outputs/x")
     assert "resume=auto" in refusal.value.remedy
 
 
-def test_a_sweep_in_which_no_job_ran_leaves_no_files(opened: Opened, tmp_path: Path) -> None:
-    ledger = opened(["seed=1,2"])
+def test_a_sweep_in_which_no_job_ran_leaves_no_files(open_ledger: OpenLedger, tmp_path: Path) -> None:
+    ledger = open_ledger(["seed=1,2"])
     assert ledger.path.parent == tmp_path / "sweeps" / "a"
     head = {"typed": ["seed=1,2"], "command": ["seed=1,2"], "complete": False, "pid": os.getpid()}
     assert read_ledger(ledger.path) == head | {"num_jobs": 0, "jobs": {}}
@@ -64,8 +64,8 @@ def test_a_sweep_in_which_no_job_ran_leaves_no_files(opened: Opened, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_update_keeps_other_keys_and_writes_each_entry_as_one_line(opened: Opened) -> None:
-    ledger = opened(["seed=1,2"])
+def test_update_keeps_other_keys_and_writes_each_entry_as_one_line(open_ledger: OpenLedger) -> None:
+    ledger = open_ledger(["seed=1,2"])
     ledger.update(0, state="running", tries=1)
     ledger.update(1, state="running", tries=1)
     ledger.update(0, state="done", code=0, config_hash="a")
@@ -74,10 +74,10 @@ def test_update_keeps_other_keys_and_writes_each_entry_as_one_line(opened: Opene
     assert len((ledger.path / "sweep.json").read_text().splitlines()) == 2 + len(entries)
 
 
-def test_secrets_are_not_in_the_ledger(opened: Opened) -> None:
-    ledger = opened(["data.token=s3cret", "seed=1,2"])
+def test_secrets_are_not_in_the_ledger(open_ledger: OpenLedger) -> None:
+    ledger = open_ledger(["data.token=s3cret", "seed=1,2"])
     overrides, error = ["data.token=s3cret", "seed=1"], "https://ann:s3cret@host/x cannot be read"
-    ran(ledger, 0, 1)
+    record_finished_job(ledger, 0, 1)
     ledger.update(0, overrides=overrides, error=error)
     found = read_ledger(ledger.path)
     assert found["typed"] == ["data.token=***", "seed=1,2"]
@@ -85,21 +85,25 @@ def test_secrets_are_not_in_the_ledger(opened: Opened) -> None:
     assert found["jobs"]["0"]["error"] == "https://ann:***@host/x cannot be read"
     assert overrides[0] == "data.token=s3cret"
     ledger.close()
-    assert opened(["data.token=s3cret", "seed=1,2"]).path == ledger.path, "it is found again with the secret"
+    assert open_ledger(["data.token=s3cret", "seed=1,2"]).path == ledger.path, "it is found again with the secret"
 
 
-def test_names_that_are_not_utf_8_can_be_recorded(opened: Opened) -> None:
+def test_names_that_are_not_utf_8_can_be_recorded(open_ledger: OpenLedger) -> None:
     root = os.fsdecode(b"data.root=a\xff")
-    ledger = opened([root, "seed=1,2"])
+    ledger = open_ledger([root, "seed=1,2"])
     ledger.update(0, code=1, config_hash="a", overrides=[root, "seed=1"], error=f"{root} is missing")
     found = read_ledger(ledger.path)
     assert found["typed"] == ["data.root=a\\xff", "seed=1,2"]
     assert found["jobs"]["0"]["error"] == "data.root=a\\xff is missing"
 
 
-def test_sweeps_match_regardless_of_override_order_and_sweep_options(opened: Opened, tmp_path: Path) -> None:
+def test_sweeps_match_regardless_of_override_order_and_sweep_options(open_ledger: OpenLedger, tmp_path: Path) -> None:
     typed = ["seed=1,2", "resume=auto", "output_root=x", "sweep.slots=2", "sweep=local", "epochs=1"]
-    assert opened(typed, "never").typed == opened(["epochs=1", "seed=1,2"], "never").typed == ["epochs=1", "seed=1,2"]
+    assert (
+        open_ledger(typed, "never").typed
+        == open_ledger(["epochs=1", "seed=1,2"], "never").typed
+        == ["epochs=1", "seed=1,2"]
+    )
     path = write_ledger(
         tmp_path,
         {
@@ -108,61 +112,67 @@ def test_sweeps_match_regardless_of_override_order_and_sweep_options(opened: Ope
             "jobs": {"0": {"code": 3, "config_hash": "a"}, "1": {"state": "running", "config_hash": "a"}},
         },
     )
-    ledger = opened(typed)
+    ledger = open_ledger(typed)
     assert ledger.path == path
     assert ledger.settled(0, "a") == 3, "diverged is a result"
     assert ledger.settled(0, "b") is None
     assert ledger.settled(1, "a") is None
     assert ledger.settled(2, "a") is None
-    assert opened(["epochs=2"]).path != path
-    assert opened(typed, "never").path != path
+    assert open_ledger(["epochs=2"]).path != path
+    assert open_ledger(typed, "never").path != path
 
 
 @pytest.mark.parametrize(
     ("codes", "complete"),
     [([0, 0], True), ([0, 3], True), ([0, 1], False), ([2, 0], False), ([0, 75], False), ([0], False)],
 )
-def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(opened: Opened, codes: list[int], complete: bool) -> None:
-    ledger = opened(["seed=1,2"])
+def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(
+    open_ledger: OpenLedger, codes: list[int], complete: bool
+) -> None:
+    ledger = open_ledger(["seed=1,2"])
     for number, code in enumerate(codes):
-        ran(ledger, number, code)
+        record_finished_job(ledger, number, code)
         assert read_ledger(ledger.path)["jobs"][str(number)] == {"code": code, "config_hash": "a"}
         assert not read_ledger(ledger.path)["complete"]
     ledger.end(ledger.num_settled == 2)
     ledger.close()
     assert read_ledger(ledger.path)["complete"] == complete
-    assert (opened(["seed=1,2"]).path == ledger.path) == (not complete)
+    assert (open_ledger(["seed=1,2"]).path == ledger.path) == (not complete)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Two processes
 
 
-def test_a_sweep_that_another_process_runs_is_refused_and_not_changed(opened: Opened) -> None:
-    first = opened(["seed=1,2"])
-    ran(first, 0, 0)
+def test_a_sweep_that_another_process_runs_is_refused_and_not_changed(open_ledger: OpenLedger) -> None:
+    first = open_ledger(["seed=1,2"])
+    record_finished_job(first, 0, 0)
     before = (first.path / "sweep.json").read_bytes()
     with pytest.raises(ConfigError) as refusal:
-        opened(["seed=1,2"])
+        open_ledger(["seed=1,2"])
     assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
     assert refusal.value.why == f"another process (pid {os.getpid()}) runs this sweep, {first.path}"
     assert (first.path / "sweep.json").read_bytes() == before
-    for other in (opened(["seed=1,3"]), opened(["seed=1,2"], "never")):
+    for other in (open_ledger(["seed=1,3"]), open_ledger(["seed=1,2"], "never")):
         assert other.path != first.path, "another sweep is not waited for"
         other.close()
     first.close()
-    assert opened(["seed=1,2"]).path == first.path, "it is free again"
+    assert open_ledger(["seed=1,2"]).path == first.path, "it is free again"
 
 
 def test_only_one_of_two_simultaneous_commands_runs_the_sweep(tmp_path: Path) -> None:
-    typed = (*FAST, "steps=100000", "save_every=20", "eval_every=0", "-m", "seed=1,2,3", "resume=auto")
+    typed = (*TINY_CPU, "steps=100000", "save_every=20", "eval_every=0", "-m", "seed=1,2,3", "resume=auto")
     commands = [Command(tmp_path / name, *typed, f"output_root={tmp_path}") for name in ("a", "b")]
-    until(lambda: any(command.code is not None for command in commands))
-    ended, running = sorted(commands, key=lambda command: command.code is None)
+    wait_until(lambda: any(command.command_exit_code is not None for command in commands))
+    ended, running = sorted(commands, key=lambda command: command.command_exit_code is None)
     assert ended.wait()[0] == 2, ended.console
     assert f"another process (pid {running.pid}) runs this sweep" in ended.console
-    until(lambda: running.code is not None or list(tmp_path.glob("sweeps/*/*/000-*/checkpoints/step_????????")))
-    running.kill(signal.SIGTERM)
+    wait_until(
+        lambda: (
+            running.command_exit_code is not None or list(tmp_path.glob("sweeps/*/*/000-*/checkpoints/step_????????"))
+        )
+    )
+    running.signal_processes(signal.SIGTERM)
     assert running.wait()[0] == 75, running.console
     [sweep] = tmp_path.glob("sweeps/*/*")
     assert {entry["code"] for entry in read_ledger(sweep)["jobs"].values()} == {75}
@@ -171,9 +181,9 @@ def test_only_one_of_two_simultaneous_commands_runs_the_sweep(tmp_path: Path) ->
 # ---------------------------------------------------------------------------------------------------------------------
 # Damaged ledgers, and file system errors
 
-GOOD: dict[str, Any] = {"typed": ["seed=1,2"], "complete": False, "jobs": {"0": {"code": 0, "config_hash": "a"}}}
+VALID: dict[str, Any] = {"typed": ["seed=1,2"], "complete": False, "jobs": {"0": {"code": 0, "config_hash": "a"}}}
 DAMAGED: dict[str, bytes] = {
-    "half of it": json.dumps(GOOD).encode()[:30],
+    "half of it": json.dumps(VALID).encode()[:30],
     "nothing": b"",
     "bytes": bytes(range(256)),
     "YAML": b"typed: [seed=1]\ncomplete: false\n",
@@ -209,28 +219,28 @@ def write_ledger(tmp_path: Path, content: Any) -> Path:
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_ledger_is_ignored_with_a_warning(
-    opened: Opened, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    open_ledger: OpenLedger, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_ledger(tmp_path, DAMAGED[damage])
     assert read_ledger(path) == {}
     assert caplog.messages[0].startswith(f"{path}/sweep.json is ignored: ")
-    assert opened(["seed=1,2"]).path != path
+    assert open_ledger(["seed=1,2"]).path != path
     assert (path / "sweep.json").read_bytes() == DAMAGED[damage]
 
 
 @pytest.mark.parametrize("key", OTHER_TYPES)
 def test_a_damaged_ledger_is_refused_for_its_own_sweep_and_ignored_for_others(
-    opened: Opened, key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    open_ledger: OpenLedger, key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_ledger(tmp_path, GOOD | OTHER_TYPES[key])
+    path = write_ledger(tmp_path, VALID | OTHER_TYPES[key])
     with pytest.raises(ConfigError) as refusal:
-        opened(["seed=1,2"])
+        open_ledger(["seed=1,2"])
     assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
     assert refusal.value.why.startswith(f"{path}/sweep.json is damaged: ")
     assert caplog.messages == []
-    assert opened(["seed=5"]).path != path
+    assert open_ledger(["seed=5"]).path != path
     assert caplog.messages[0].startswith(f"{path}/sweep.json is ignored: ")
-    assert opened(["seed=1,2"], "never").path != path
+    assert open_ledger(["seed=1,2"], "never").path != path
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory", "large"])
@@ -239,7 +249,7 @@ def test_a_ledger_that_is_not_a_regular_file_or_too_large_is_ignored(
 ) -> None:
     ledger = tmp_path / "sweep.json"
     if kind == "large":
-        ledger.write_text(json.dumps(GOOD) + " " * 24_000_000)
+        ledger.write_text(json.dumps(VALID) + " " * 24_000_000)
     make = {"pipe": os.mkfifo, "link": lambda path: path.symlink_to("/dev/zero"), "directory": Path.mkdir}
     make.get(kind, Path.touch)(ledger)
     assert read_ledger(tmp_path) == {}
@@ -249,10 +259,10 @@ def test_a_ledger_that_is_not_a_regular_file_or_too_large_is_ignored(
 @pytest.mark.parametrize("folder", ["console", "conf"])
 @pytest.mark.parametrize("kind", ["folder", "file", "pipe"])
 def test_a_sweep_directory_with_links_or_pipes_is_refused(
-    kind: str, folder: str, opened: Opened, tmp_path: Path
+    kind: str, folder: str, open_ledger: OpenLedger, tmp_path: Path
 ) -> None:
     """Through them, the output of the jobs or the best trial of a search would be written elsewhere."""
-    path, elsewhere = write_ledger(tmp_path, GOOD), tmp_path / "elsewhere"
+    path, elsewhere = write_ledger(tmp_path, VALID), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "000.txt").touch()
     if kind == "folder":
@@ -262,23 +272,23 @@ def test_a_sweep_directory_with_links_or_pipes_is_refused(
         file = path / folder / "000.txt"
         file.symlink_to(elsewhere / "000.txt") if kind == "file" else os.mkfifo(file)
     with pytest.raises(ConfigError) as refusal:
-        opened(["seed=1,2"])
+        open_ledger(["seed=1,2"])
     assert refusal.value.key == "resume"
     assert str(refusal.value.got).startswith(str(path / folder))
-    assert opened(["seed=1,2"], "never").path != path
+    assert open_ledger(["seed=1,2"], "never").path != path
 
 
-def test_a_ledger_that_cannot_be_written_is_an_error(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_that_cannot_be_written_is_an_error(open_ledger: OpenLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    ledger = opened(["seed=1,2"])
+    ledger = open_ledger(["seed=1,2"])
     monkeypatch.setattr("runner.sweep.ledger.write_text", fail)
     with pytest.raises(StorageError) as caught:
         ledger.update(0, code=0, config_hash="a")
     assert (caught.value.path, caught.value.why) == (ledger.path / "sweep.json", "Read-only file system")
     with pytest.raises(ConfigError) as refusal:
-        opened(["seed=3"])
+        open_ledger(["seed=3"])
     assert refusal.value.key == "output_root"
     assert "Read-only file system" in refusal.value.why
 
@@ -294,10 +304,10 @@ def test_a_ledger_that_cannot_be_written_is_an_error(opened: Opened, monkeypatch
     ids=str,
 )
 def test_a_sweep_that_cannot_start_because_of_a_disk_error_leaves_no_files(
-    fault: DiskFault, opened: Opened, tmp_path: Path
+    fault: DiskFault, open_ledger: OpenLedger, tmp_path: Path
 ) -> None:
-    with failing(fault) as failed, pytest.raises(ConfigError) as refusal:
-        opened(["seed=1,2"])
+    with inject_disk_fault(fault) as failed, pytest.raises(ConfigError) as refusal:
+        open_ledger(["seed=1,2"])
     assert failed()
     assert refusal.value.key == "output_root"
     assert not list(tmp_path.iterdir())
@@ -306,19 +316,19 @@ def test_a_sweep_that_cannot_start_because_of_a_disk_error_leaves_no_files(
 @pytest.mark.parametrize("resume", ["auto", "never"])
 @pytest.mark.parametrize("secret", ["", "sweeps", "sweeps/a"])
 def test_a_sweep_in_an_unreadable_directory_is_refused(
-    secret: str, resume: str, opened: Opened, tmp_path: Path
+    secret: str, resume: str, open_ledger: OpenLedger, tmp_path: Path
 ) -> None:
     (tmp_path / secret).mkdir(parents=True, exist_ok=True)
     before = sorted(tmp_path.rglob("*"))
-    with mode(tmp_path / secret, 0), pytest.raises(ConfigError) as refusal:
-        opened(["seed=1,2"], resume)
+    with enforced_permissions(tmp_path / secret, 0), pytest.raises(ConfigError) as refusal:
+        open_ledger(["seed=1,2"], resume)
     assert (refusal.value.key, refusal.value.got) == ("output_root", str(tmp_path / "sweeps" / "a"))
     assert "Permission denied" in refusal.value.why
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_full_disk_is_a_config_error_even_if_the_lock_file_cannot_be_written(
-    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_ledger: OpenLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -326,13 +336,13 @@ def test_a_full_disk_is_a_config_error_even_if_the_lock_file_cannot_be_written(
     monkeypatch.setattr(os, "write", fail)  # it writes the process ID to the lock file
     monkeypatch.setattr("runner.sweep.ledger.write_text", fail)
     with pytest.raises(ConfigError) as refusal:
-        opened(["seed=1,2"])
+        open_ledger(["seed=1,2"])
     assert refusal.value.key == "output_root"
     assert not list(tmp_path.iterdir())
 
 
-def test_the_ledger_of_the_largest_sweep_takes_at_most_a_quarter_of_the_limit(opened: Opened) -> None:
-    ledger = opened(["seed=range(10000)"])
+def test_the_ledger_of_the_largest_sweep_takes_at_most_a_quarter_of_the_limit(open_ledger: OpenLedger) -> None:
+    ledger = open_ledger(["seed=range(10000)"])
     head_bytes = (ledger.path / "sweep.json").stat().st_size
     overrides = ["seed=1000", *(f"group.option_{i}=0.125" for i in range(5))]
     known = {"overrides": overrides, "config_hash": "a" * 64, "directory": f"1000-{','.join(overrides)}"}
@@ -346,6 +356,6 @@ def test_a_valid_ledger_is_read_and_a_missing_ledger_is_an_empty_dict(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert read_ledger(tmp_path) == {}
-    (tmp_path / "sweep.json").write_text(json.dumps(GOOD))
-    assert read_ledger(tmp_path) == GOOD
+    (tmp_path / "sweep.json").write_text(json.dumps(VALID))
+    assert read_ledger(tmp_path) == VALID
     assert caplog.messages == []

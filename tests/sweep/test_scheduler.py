@@ -32,7 +32,7 @@ from runner.sweep.scheduler import (
 from runner.system.signals import StopRequest
 
 
-class Jobs(JobSource):
+class FakeJobSource(JobSource):
     """A source of `count` jobs that differ only in their seed.
 
     Args:
@@ -71,7 +71,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
         yield stack.enter_context(Ledger(["seed=0,1,2,3"], tmp_path / "sweeps" / "a", "auto"))
 
 
-def scheduled(ledger: Ledger, jobs: Jobs, pool: FakePool, options: Engine | None = None) -> list[int]:
+def run_scheduler(ledger: Ledger, jobs: FakeJobSource, pool: FakePool, options: Engine | None = None) -> list[int]:
     return Scheduler(jobs, pool, ledger, options or Local(), Display(len(jobs), ["seed"])).run(StopRequest())
 
 
@@ -90,8 +90,8 @@ def test_each_job_runs_once_and_as_many_run_at_once_as_there_are_slots(slots: in
     pool = FakePool({1: [3], 2: [2]}, slots)
     most: list[int] = []
     pool.on_wait = lambda: most.append(len(pool.running))
-    jobs = Jobs(ledger.path, 4)
-    assert scheduled(ledger, jobs, pool) == [0, 3, 2, 0]
+    jobs = FakeJobSource(ledger.path, 4)
+    assert run_scheduler(ledger, jobs, pool) == [0, 3, 2, 0]
     assert pool.started == [0, 1, 2, 3]
     assert max(most) == min(slots, 4)
     assert sorted(jobs.told) == [(0, 0), (1, 3), (2, 2), (3, 0)]
@@ -103,14 +103,14 @@ def test_each_job_runs_once_and_as_many_run_at_once_as_there_are_slots(slots: in
 
 def test_the_scheduler_waits_for_jobs_that_depend_on_results(ledger: Ledger) -> None:
     pool = FakePool({}, slots=4)
-    assert scheduled(ledger, Jobs(ledger.path, 3, one_by_one=True), pool) == [0, 0, 0]
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 3, one_by_one=True), pool) == [0, 0, 0]
 
 
 def test_the_ledger_records_which_jobs_are_running(ledger: Ledger) -> None:
     pool = FakePool({})
     seen: list[list[str]] = []
     pool.on_wait = lambda: seen.append(states(ledger))
-    scheduled(ledger, Jobs(ledger.path, 2), pool)
+    run_scheduler(ledger, FakeJobSource(ledger.path, 2), pool)
     assert seen == [["running", "running"], ["done", "running"]]
 
 
@@ -118,8 +118,8 @@ def test_a_job_that_an_earlier_command_has_completed_is_not_started(ledger: Ledg
     ledger.update(0, config_hash="hash 0", code=0, state="done")
     ledger.update(1, config_hash="hash of another config", code=0, state="done")
     ledger.update(2, config_hash="hash 2", code=75, state="stopped")
-    pool, jobs = FakePool({}), Jobs(ledger.path, 3)
-    assert scheduled(ledger, jobs, pool) == [0, 0, 0]
+    pool, jobs = FakePool({}), FakeJobSource(ledger.path, 3)
+    assert run_scheduler(ledger, jobs, pool) == [0, 0, 0]
     assert pool.started == [1, 2]
     assert (0, 0) in jobs.told
 
@@ -128,7 +128,7 @@ def test_a_job_with_an_invalid_config_is_refused_without_being_started(
     ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool = FakePool({})
-    assert scheduled(ledger, Jobs(ledger.path, 4, refused=(1, 3)), pool) == [0, 2, 0, 2]
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 4, refused=(1, 3)), pool) == [0, 2, 0, 2]
     assert pool.started == [0, 2]
     assert capsys.readouterr().err.count("seed: got it: it is refused") == 1
 
@@ -140,7 +140,7 @@ def test_a_crashed_job_is_started_again_as_often_as_retries_allows(
     code: int | None, text: str, ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool = FakePool({1: [code, code], 2: [code] * 3, 3: [2]})
-    assert scheduled(ledger, Jobs(ledger.path, 4), pool, Local(retries=2)) == [0, 0, 1, 2]
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 4), pool, Local(retries=2)) == [0, 0, 1, 2]
     assert sorted(pool.started) == [0, 1, 1, 1, 2, 2, 2, 3]
     jobs = read_ledger(ledger.path)["jobs"]
     assert [jobs[number]["tries"] for number in "0123"] == [1, 3, 3, 1]
@@ -153,7 +153,7 @@ def test_a_failure_stops_the_sweep_if_on_failure_is_stop(
     code: int, ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool = FakePool({0: [code]})
-    assert scheduled(ledger, Jobs(ledger.path, 4), pool, Local(on_failure="stop")) == [code, 75]
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 4), pool, Local(on_failure="stop")) == [code, 75]
     assert pool.started == [0, 1]
     assert states(ledger)[1] == "stopped"
     assert "Ctrl-C" not in capsys.readouterr().err, "the first one would do nothing"
@@ -166,7 +166,7 @@ def test_a_job_that_can_never_run_is_refused_and_the_others_run(ledger: Ledger) 
             return super().submit(job)
 
     pool = Small({})
-    assert scheduled(ledger, Jobs(ledger.path, 3), pool) == [0, 2, 0]
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 3), pool) == [0, 2, 0]
     assert read_ledger(ledger.path)["jobs"]["1"]["error"].startswith("sweep: got 'local': job 1 needs more")
 
 
@@ -179,7 +179,7 @@ def test_a_stop_signal_stops_the_running_jobs_and_no_more_jobs_start(
         stop.received = "SIGTERM"
 
     pool.on_wait = receive
-    scheduler = Scheduler(Jobs(ledger.path, 5), pool, ledger, Local(retries=5), Display(5, ["seed"]))
+    scheduler = Scheduler(FakeJobSource(ledger.path, 5), pool, ledger, Local(retries=5), Display(5, ["seed"]))
     assert scheduler.run(stop) == [0, 75]
     assert pool.started == [0, 1]
     assert pool.stopped == {1}
@@ -195,7 +195,7 @@ def test_a_ledger_that_cannot_be_written_any_more_stops_the_sweep(
     pool = FakePool({})
     pool.on_wait = lambda: monkeypatch.setattr("runner.sweep.ledger.write_text", fail)
     with pytest.raises(StorageError) as caught:
-        scheduled(ledger, Jobs(ledger.path, 5), pool)
+        run_scheduler(ledger, FakeJobSource(ledger.path, 5), pool)
     assert caught.value.path == ledger.path / "sweep.json"
     assert pool.running == []
     assert pool.stopped == {1}, "job 0 had ended"
@@ -206,7 +206,7 @@ def test_starting_a_job_clears_the_outcome_of_its_earlier_attempt(ledger: Ledger
     ledger.update(0, config_hash="hash of another config", code=0, state="done", error="an error", seconds=1.0)
     pool, seen = FakePool({}), []
     pool.on_wait = lambda: seen.append(read_ledger(ledger.path)["jobs"]["0"])
-    scheduled(ledger, Jobs(ledger.path, 1), pool)
+    run_scheduler(ledger, FakeJobSource(ledger.path, 1), pool)
     assert seen[0]["state"] == "running"
     assert not {"code", "error", "seconds"} & seen[0].keys()
 
@@ -214,7 +214,7 @@ def test_starting_a_job_clears_the_outcome_of_its_earlier_attempt(ledger: Ledger
 def test_attempts_of_earlier_commands_do_not_use_up_the_retries(ledger: Ledger) -> None:
     ledger.update(0, config_hash="hash 0", code=75, state="stopped", tries=3)
     pool = FakePool({0: [1, 0]})
-    assert scheduled(ledger, Jobs(ledger.path, 1), pool, Local(retries=1)) == [0]
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 1), pool, Local(retries=1)) == [0]
     assert read_ledger(ledger.path)["jobs"]["0"]["tries"] == 5
 
 
@@ -222,8 +222,8 @@ def test_a_crash_of_an_adopted_job_does_not_use_up_the_retries(ledger: Ledger) -
     """If the job had crashed before this command began, it would be started again too."""
     ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
     pool = FakePool({0: [1, 1]})
-    pool.alive = {0}
-    assert scheduled(ledger, Jobs(ledger.path, 1), pool, Local(retries=0)) == [1]
+    pool.surviving_jobs = {0}
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 1), pool, Local(retries=0)) == [1]
     assert pool.started == [0]
 
 
@@ -232,8 +232,8 @@ def test_a_job_that_a_killed_scheduler_left_running_is_waited_for(ledger: Ledger
     pool, directory = FakePool({0: [None]}, slots=1), ledger.path / "000"
     directory.mkdir()
     (directory / "result.json").write_text(json.dumps({"status": "diverged", "steps": 3}))
-    pool.alive = {0}
-    assert scheduled(ledger, Jobs(ledger.path, 2), pool) == [3, 0]
+    pool.surviving_jobs = {0}
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 2), pool) == [3, 0]
     assert pool.started == [1]
     assert states(ledger) == ["diverged", "done"]
 
@@ -241,10 +241,10 @@ def test_a_job_that_a_killed_scheduler_left_running_is_waited_for(ledger: Ledger
 def test_a_job_that_was_left_running_keeps_its_slot_whatever_its_number(ledger: Ledger) -> None:
     ledger.update(2, config_hash="hash 2", state="running", pid=0, started=0.0, tries=1, slot="a slot")
     pool = FakePool({2: [0]}, slots=1)
-    pool.alive = {2}
+    pool.surviving_jobs = {2}
     at_once = []
     pool.on_wait = lambda: at_once.append(list(pool.running))
-    assert scheduled(ledger, Jobs(ledger.path, 4), pool) == [0, 0, 0, 0]
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 4), pool) == [0, 0, 0, 0]
     assert pool.started == [0, 1, 3]
     assert at_once == [[2], [0], [1], [3]]
     assert states(ledger) == ["done"] * 4
@@ -255,9 +255,9 @@ def test_a_job_that_was_left_running_is_stopped_with_the_sweep(
 ) -> None:
     ledger.update(2, config_hash="hash 2", state="running", pid=0, started=0.0, tries=1, slot="a slot")
     pool, stop = FakePool({}, slots=1), StopRequest()
-    pool.alive = {2}
+    pool.surviving_jobs = {2}
     stop.received = "SIGTERM"
-    source = Jobs(ledger.path, 4)
+    source = FakeJobSource(ledger.path, 4)
     assert Scheduler(source, pool, ledger, Local(), Display(4, ["seed"])).run(stop) == [75]
     assert (pool.stopped, pool.running, source.num_yielded, source.told) == ({2}, [], 0, [])
     assert "1 job of an earlier command still runs\n" in capsys.readouterr().err
@@ -271,8 +271,8 @@ def test_a_job_that_was_left_running_with_another_config_runs_again(
     """An option file was edited after its scheduler was killed."""
     ledger.update(1, config_hash="hash of another config", state="running", pid=0, started=0.0, tries=1)
     pool = FakePool({}, slots=2)
-    pool.alive = {1}
-    assert scheduled(ledger, Jobs(ledger.path, 3), pool) == [0, 0, 0]
+    pool.surviving_jobs = {1}
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 3), pool) == [0, 0, 0]
     assert pool.started == [0, 1, 2]
     assert states(ledger) == ["done"] * 3
     assert read_ledger(ledger.path)["jobs"]["1"]["config_hash"] == "hash 1"
@@ -284,13 +284,13 @@ def test_a_study_that_cannot_be_written_stops_the_sweep(where: str, ledger: Ledg
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "study.log")
 
-    jobs, pool = Jobs(ledger.path, 4), FakePool({}, slots=2)
+    jobs, pool = FakeJobSource(ledger.path, 4), FakePool({}, slots=2)
     if where == "tell":
         jobs.tell = full  # pyright: ignore[reportAttributeAccessIssue]
     else:
         jobs.on_next = lambda: full() if jobs.num_yielded == 2 else None
     with pytest.raises(StorageError, match=r"study\.log cannot be written: No space left"):
-        scheduled(ledger, jobs, pool)
+        run_scheduler(ledger, jobs, pool)
     assert pool.running == []
     assert pool.stopped
 
@@ -303,25 +303,25 @@ def test_the_result_of_an_adopted_job_is_read_only_from_the_sweep_directory(name
         directory.mkdir()
         (directory / "result.json").write_text(json.dumps({"status": "done", "steps": 3}))
     pool, stop = FakePool({2: [None]}, slots=1), StopRequest()
-    pool.alive, pool.on_wait = {2}, lambda: pool.stopped.clear()
+    pool.surviving_jobs, pool.on_wait = {2}, lambda: pool.stopped.clear()
     stop.received = "SIGTERM"
     code = 0 if name == "002" else 1
-    assert Scheduler(Jobs(ledger.path, 4), pool, ledger, Local(), Display(4, ["seed"])).run(stop) == [code]
+    assert Scheduler(FakeJobSource(ledger.path, 4), pool, ledger, Local(), Display(4, ["seed"])).run(stop) == [code]
     assert states(ledger) == ["done" if name == "002" else "crashed"]
 
 
 def test_a_stopped_sweep_does_not_wait_for_a_job_that_it_cannot_stop(ledger: Ledger) -> None:
     ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
     pool, stop = FakePool({}), StopRequest()
-    pool.alive, pool.unreachable = {0}, {0}
-    source = Jobs(ledger.path, 2)
+    pool.surviving_jobs, pool.unstoppable_jobs = {0}, {0}
+    source = FakeJobSource(ledger.path, 2)
     source.on_next = lambda: setattr(stop, "received", "SIGTERM")
     assert Scheduler(source, pool, ledger, Local(), Display(2, ["seed"])).run(stop) == [75, 0]
     assert states(ledger) == ["running", "done"], "the next command looks for it"
 
 
 def test_unpromising_jobs_are_stopped_and_may_continue_later(ledger: Ledger) -> None:
-    class Search(Jobs):
+    class Search(FakeJobSource):
         def unpromising(self, running: Collection[int]) -> list[int]:
             return [1] if self.told == [(0, 0)] and 1 in running else []
 
@@ -333,7 +333,7 @@ def test_unpromising_jobs_are_stopped_and_may_continue_later(ledger: Ledger) -> 
 
     pool, seen = FakePool({}), []
     source = Search(ledger.path, 2)
-    assert scheduled(ledger, source, pool) == [0, 0]
+    assert run_scheduler(ledger, source, pool) == [0, 0]
     assert pool.started == [0, 1, 1]
     assert source.told == [(0, 0), (1, 75), (1, 0)]
     assert seen == [["done", "pruned"]]
@@ -343,23 +343,23 @@ def test_unpromising_jobs_are_stopped_and_may_continue_later(ledger: Ledger) -> 
 
 
 def test_an_unpromising_job_that_cannot_be_stopped_is_not_waited_for(ledger: Ledger) -> None:
-    class Search(Jobs):
+    class Search(FakeJobSource):
         def unpromising(self, running: Collection[int]) -> list[int]:
             return list(running)
 
     ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
     pool = FakePool({})
-    pool.alive, pool.unreachable = {0}, {0}
-    assert scheduled(ledger, Search(ledger.path, 1), pool) == [75]
+    pool.surviving_jobs, pool.unstoppable_jobs = {0}, {0}
+    assert run_scheduler(ledger, Search(ledger.path, 1), pool) == [75]
     assert states(ledger) == ["running"], "the next command looks for it"
 
 
 def test_a_sweep_is_complete_with_pruned_jobs(ledger: Ledger) -> None:
-    class Search(Jobs):
+    class Search(FakeJobSource):
         def unpromising(self, running: Collection[int]) -> list[int]:
             return list(running)
 
-    assert scheduled(ledger, Search(ledger.path, 2), FakePool({})) == [0, 0], "no failure"
+    assert run_scheduler(ledger, Search(ledger.path, 2), FakePool({})) == [0, 0], "no failure"
     assert states(ledger) == ["done", "pruned"]
     ledger.end(ledger.num_settled == 2)
     assert read_ledger(ledger.path)["complete"]

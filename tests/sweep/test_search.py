@@ -57,7 +57,7 @@ def loss(overrides: list[str]) -> float:
     return abs(math.log10(float(typed["lr"])) - math.log10(0.03)) + shift + (typed["optimizer"] == "adam")
 
 
-class Machine(FakePool):
+class FakeTrainingPool(FakePool):
     """A fake pool whose jobs have the value of `loss` for their overrides as their loss."""
 
     def __init__(self, path: Path, slots: int = 1, codes: dict[int, list[int | None]] | None = None):
@@ -91,7 +91,9 @@ class Machine(FakePool):
 
 
 @contextmanager
-def opened(root: Path, options: Local, what: Space | None = None, objective: Objective = LOSS) -> Iterator[SearchJobs]:
+def open_search(
+    root: Path, options: Local, what: Space | None = None, objective: Objective = LOSS
+) -> Iterator[SearchJobs]:
     """Open the search of the unfinished sweep in `root`, or of a new sweep if there is none."""
     with Ledger(["lr=…"], root, "auto") as ledger:
 
@@ -119,8 +121,8 @@ def study(source: SearchJobs) -> list[tuple[str, dict[str, Any], float | None]]:
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_search_finds_better_values_and_returns_the_best(search: str, slots: int, tmp_path: Path) -> None:
     options = Local(search=search, trials=40)
-    with opened(tmp_path, options) as source:
-        pool = Machine(source._ledger.path, slots)
+    with open_search(tmp_path, options) as source:
+        pool = FakeTrainingPool(source._ledger.path, slots)
         assert run(source, pool, options) == [0] * 40
         assert pool.started == list(range(40))
         found = study(source)
@@ -144,8 +146,8 @@ def test_a_grid_leaves_out_keys_that_the_chosen_option_does_not_have(tmp_path: P
     lr = Dimension("lr", ("lr",), [["lr=0.1"]])
     momentum = Dimension("optimizer.momentum", ("optimizer.momentum",), [[f"optimizer.momentum={m}"] for m in (0, 0.9)])
     options = Local(search="grid")
-    with opened(tmp_path, options, space(lr, OPTIMIZER, momentum)) as source:
-        pool = Machine(source._ledger.path)
+    with open_search(tmp_path, options, space(lr, OPTIMIZER, momentum)) as source:
+        pool = FakeTrainingPool(source._ledger.path)
         run(source, pool, options)
         assert sorted(" ".join(sorted(words)) for words in pool.overrides.values()) == [
             "lr=0.1 optimizer.momentum=0 optimizer=sgd",
@@ -160,8 +162,8 @@ def test_a_grid_leaves_out_keys_that_the_chosen_option_does_not_have(tmp_path: P
 
 def test_the_value_of_a_trial_is_the_mean_over_its_seeds(tmp_path: Path) -> None:
     options = Local(search="random", trials=3, seeds=3)
-    with opened(tmp_path, options) as source:
-        pool = Machine(source._ledger.path, slots=2)
+    with open_search(tmp_path, options) as source:
+        pool = FakeTrainingPool(source._ledger.path, slots=2)
         assert run(source, pool, options) == [0] * 9
         for trial, (_, _, value) in enumerate(study(source)):
             words = [pool.overrides[3 * trial + k] for k in range(3)]
@@ -172,19 +174,24 @@ def test_the_value_of_a_trial_is_the_mean_over_its_seeds(tmp_path: Path) -> None
 
 def test_failed_trials_have_no_value(tmp_path: Path) -> None:
     options = Local(search="random", trials=4)
-    with opened(tmp_path, options) as source:
-        assert run(source, Machine(source._ledger.path, codes={0: [1], 1: [3], 2: [2]}), options) == [1, 3, 2, 0]
+    with open_search(tmp_path, options) as source:
+        assert run(source, FakeTrainingPool(source._ledger.path, codes={0: [1], 1: [3], 2: [2]}), options) == [
+            1,
+            3,
+            2,
+            0,
+        ]
         assert [state for state, _, _ in study(source)] == ["FAIL", "PRUNED", "FAIL", "COMPLETE"]
 
 
 def test_a_trial_that_was_interrupted_is_resumed(tmp_path: Path) -> None:
     options = Local(search="random", trials=2)
-    with opened(tmp_path, options) as source:
-        assert run(source, Machine(source._ledger.path, codes={0: [130]}), options) == [130, 0]
+    with open_search(tmp_path, options) as source:
+        assert run(source, FakeTrainingPool(source._ledger.path, codes={0: [130]}), options) == [130, 0]
         assert [state for state, _, _ in study(source)] == ["RUNNING", "COMPLETE"]
         assert not source._ledger._complete
-    with opened(tmp_path, options) as source:
-        again = Machine(source._ledger.path)
+    with open_search(tmp_path, options) as source:
+        again = FakeTrainingPool(source._ledger.path)
         assert run(source, again, options) == [0]
         assert again.started == [0]
         assert [state for state, _, _ in study(source)] == ["COMPLETE", "COMPLETE"]
@@ -192,8 +199,8 @@ def test_a_trial_that_was_interrupted_is_resumed(tmp_path: Path) -> None:
 
 def test_jobs_without_any_metric_end_the_search(tmp_path: Path) -> None:
     options = Local(search="random", trials=4)
-    with opened(tmp_path, options) as source:
-        pool = Machine(source._ledger.path)
+    with open_search(tmp_path, options) as source:
+        pool = FakeTrainingPool(source._ledger.path)
         pool.write = lambda number, result: None  # type: ignore[method-assign]
         with pytest.raises(ConfigError) as refusal:
             run(source, pool, options)
@@ -202,9 +209,11 @@ def test_jobs_without_any_metric_end_the_search(tmp_path: Path) -> None:
 
 def test_a_metric_that_the_jobs_do_not_measure_ends_the_search(tmp_path: Path) -> None:
     options = Local(search="random", trials=4)
-    with opened(tmp_path, options, objective=Objective("eval/los", "min", best=False)) as source:
-        pool = Machine(source._ledger.path)
-        pool.write = lambda number, result: Machine.write(pool, number, result | {"metrics": {"eval/loss": 1.0}})  # type: ignore
+    with open_search(tmp_path, options, objective=Objective("eval/los", "min", best=False)) as source:
+        pool = FakeTrainingPool(source._ledger.path)
+        pool.write = lambda number, result: FakeTrainingPool.write(
+            pool, number, result | {"metrics": {"eval/loss": 1.0}}
+        )  # type: ignore
         with pytest.raises(ConfigError) as refusal:
             run(source, pool, options)
         assert refusal.value.key == "sweep.metric"
@@ -212,7 +221,7 @@ def test_a_metric_that_the_jobs_do_not_measure_ends_the_search(tmp_path: Path) -
         assert pool.started == [0]
 
 
-class Killed(BaseException):
+class SimulatedKill(BaseException):
     """Raised at a write of the ledger or the study, to end the command as SIGKILL would."""
 
 
@@ -233,14 +242,14 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Callable[
 
     def write(path: Path, text: str) -> None:
         if step():
-            raise Killed
+            raise SimulatedKill
         write_text(path, text)
 
     def append(self: Any, logs: list[dict[str, Any]]) -> None:
         if step():
             with Path(self._file_path).open("a") as file:
                 file.write(json.dumps(logs[0])[:-9])
-            raise Killed
+            raise SimulatedKill
         append_logs(self, logs)
 
     monkeypatch.setattr(ledger, "write_text", write)
@@ -260,8 +269,8 @@ def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
     """With one job at a time, all parameters and values are the same, and each kill repeats at most one job."""
     options = Local(search="tpe", trials=13, seeds=seeds)  # TPE draws the first ten at random
     num_writes = kill_at(None)
-    with opened(tmp_path / "undisturbed", options) as source:
-        run(source, Machine(source._ledger.path), options)
+    with open_search(tmp_path / "undisturbed", options) as source:
+        run(source, FakeTrainingPool(source._ledger.path), options)
         wanted = study(source)
     assert [state for state, _, _ in wanted] == ["COMPLETE"] * 13
     for number in range(2, num_writes(), 3 if seeds == 1 else 11):
@@ -270,12 +279,12 @@ def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
         while alive:
             with opened_or_killed(root, options) as source:
                 if source is not None:
-                    pool = Machine(source._ledger.path)
+                    pool = FakeTrainingPool(source._ledger.path)
                     try:
                         run(source, pool, options)
                         assert study(source) == wanted, number
                         alive.clear()
-                    except Killed:
+                    except SimulatedKill:
                         pass
                     done += [n for n in pool.done if (source._ledger.path / f"{n:03d}" / "result.json").exists()]
         assert len(done) - len(set(done)) <= 1, "a job ended, and the command was killed before it wrote that down"
@@ -284,10 +293,10 @@ def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
 
 @contextmanager
 def opened_or_killed(root: Path, options: Local) -> Iterator[SearchJobs | None]:
-    context = opened(root, options)
+    context = open_search(root, options)
     try:
         source = context.__enter__()
-    except Killed:
+    except SimulatedKill:
         yield None
         return
     try:
@@ -308,7 +317,7 @@ def opened_or_killed(root: Path, options: Local) -> Iterator[SearchJobs | None]:
 )
 def test_a_damaged_study_or_one_of_another_search_is_refused(change: str, words: str, tmp_path: Path) -> None:
     options = Local(search="random", trials=2)
-    with opened(tmp_path, options) as source:
+    with open_search(tmp_path, options) as source:
         source.next()
         path = source._ledger.path / STUDY
         source._ledger.update(0, config_hash="…", state="running")
@@ -319,26 +328,26 @@ def test_a_damaged_study_or_one_of_another_search_is_refused(change: str, words:
     objective = LOSS._replace(goal="max") if change == "other metric" else LOSS
     search, seeds = "tpe" if change == "other search" else "random", 2 if change == "other seeds" else 1
     other = Local(search=search, seeds=seeds, trials=2)
-    with pytest.raises(ConfigError, match=words) as refusal, opened(tmp_path, other, what, objective):
+    with pytest.raises(ConfigError, match=words) as refusal, open_search(tmp_path, other, what, objective):
         pass
     assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
 
 
 def test_a_search_continues_with_more_trials_and_another_sampler_seed(tmp_path: Path) -> None:
     options = Local(search="random", trials=2)
-    with opened(tmp_path, options) as source:
-        run(source, Machine(source._ledger.path), options)
+    with open_search(tmp_path, options) as source:
+        run(source, FakeTrainingPool(source._ledger.path), options)
         source._ledger.end(complete=False)
     options = Local(search="random", trials=3, sampler_seed=5)
-    with opened(tmp_path, options) as source:
-        again = Machine(source._ledger.path)
+    with open_search(tmp_path, options) as source:
+        again = FakeTrainingPool(source._ledger.path)
         assert run(source, again, options) == [0]
         assert again.started == [2]
 
 
 def test_a_search_without_optuna_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError) as refusal, opened(tmp_path, Local(search="grid")):
+    with pytest.raises(ConfigError) as refusal, open_search(tmp_path, Local(search="grid")):
         pass
     assert (refusal.value.key, refusal.value.got) == ("sweep.search", "grid")
     assert "sweep.search=null" in refusal.value.remedy
@@ -349,12 +358,12 @@ def test_a_search_without_optuna_is_refused(tmp_path: Path, monkeypatch: pytest.
 )
 def test_a_trial_with_values_from_outside_the_space_is_refused(words: object, tmp_path: Path) -> None:
     options = Local(search="random", trials=2)
-    with opened(tmp_path, options) as source:
+    with open_search(tmp_path, options) as source:
         source.next()
         next(iter(source._trials.values())).optuna.set_user_attr("overrides", words)
         source._ledger.update(0, config_hash="…", state="running")
         (source._ledger.path / "000").mkdir()
-    with pytest.raises(ConfigError, match="damaged"), opened(tmp_path, options):
+    with pytest.raises(ConfigError, match="damaged"), open_search(tmp_path, options):
         pass
 
 
@@ -362,7 +371,7 @@ def test_a_trial_with_values_from_outside_the_space_is_refused(words: object, tm
 # Pruning
 
 
-class Evaluating(Machine):
+class FakeEvaluatingPool(FakeTrainingPool):
     """A fake pool whose jobs evaluate once in each call of `wait`, and end after nine evaluations."""
 
     def __init__(self, path: Path, slots: int, loss_after: Callable[[int, int], float]):
@@ -395,8 +404,8 @@ class Evaluating(Machine):
 def test_halving_stops_worse_trials_and_completes_the_best(tmp_path: Path) -> None:
     """Each trial is better than those before it, so some earlier trials are stopped; the last of nine completes."""
     options = Local(search="random", trials=9, prune="halving")
-    with opened(tmp_path, options) as source:
-        pool = Evaluating(source._ledger.path, 3, lambda number, i: 10.0 - number + 1 / i)
+    with open_search(tmp_path, options) as source:
+        pool = FakeEvaluatingPool(source._ledger.path, 3, lambda number, i: 10.0 - number + 1 / i)
         assert run(source, pool, options) == [0] * 9, "to be stopped is no failure"
         states = [state for state, _, _ in study(source)]
         assert states[8] == "COMPLETE"
@@ -412,8 +421,8 @@ def test_a_pruned_trial_is_promoted_when_the_others_turn_out_worse(tmp_path: Pat
     """Trial 1 is stopped as the worse of two trials, and continues later as one of the two best of six."""
     options = Local(search="random", trials=6, prune="halving")
     first = {0: 1.0, 1: 2.0}
-    with opened(tmp_path, options) as source:
-        pool = Evaluating(source._ledger.path, 1, lambda number, i: first.get(number, 10.0 + number))
+    with open_search(tmp_path, options) as source:
+        pool = FakeEvaluatingPool(source._ledger.path, 1, lambda number, i: first.get(number, 10.0 + number))
         run(source, pool, options)
         states = [state for state, _, _ in study(source)]
         assert pool.started.count(1) == 2, "started again"
@@ -423,8 +432,8 @@ def test_a_pruned_trial_is_promoted_when_the_others_turn_out_worse(tmp_path: Pat
 
 def test_the_median_rule_stops_a_trial_only_if_it_is_compared_with_four_others(tmp_path: Path) -> None:
     options = Local(search="random", trials=8, prune="median")
-    with opened(tmp_path, options) as source:
-        pool = Evaluating(source._ledger.path, 1, lambda number, i: float(number))
+    with open_search(tmp_path, options) as source:
+        pool = FakeEvaluatingPool(source._ledger.path, 1, lambda number, i: float(number))
         run(source, pool, options)
         assert [state for state, _, _ in study(source)] == ["COMPLETE"] * 4 + ["PRUNED"] * 4
         assert [pool.evaluations[number] for number in range(8)] == [9] * 4 + [1] * 4
@@ -435,8 +444,8 @@ def test_pruned_trials_stay_pruned_when_a_search_is_resumed(deleted: bool, tmp_p
     """They stay pruned even if their run directories were deleted, which contain the evaluations to compare."""
     options = Local(search="random", trials=8, prune="median")
     stop = StopRequest()
-    with opened(tmp_path, options) as source:
-        pool = Evaluating(source._ledger.path, 1, lambda number, i: float(number))
+    with open_search(tmp_path, options) as source:
+        pool = FakeEvaluatingPool(source._ledger.path, 1, lambda number, i: float(number))
         pool.on_wait = lambda: None
         wait = pool.wait
 
@@ -452,8 +461,8 @@ def test_pruned_trials_stay_pruned_when_a_search_is_resumed(deleted: bool, tmp_p
         assert {4, 5} <= set(pruned)
         for number in pruned if deleted else []:
             shutil.rmtree(source._ledger.path / f"{number:03d}")
-    with opened(tmp_path, options) as source:
-        again = Evaluating(source._ledger.path, 1, lambda number, i: float(number))
+    with open_search(tmp_path, options) as source:
+        again = FakeEvaluatingPool(source._ledger.path, 1, lambda number, i: float(number))
         again.evaluations = pool.evaluations
         run(source, again, options)
         assert set(again.started) <= {6, 7}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.events import events, hparams_columns, hparams_table
-from helpers.saved import save_ledger
+from helpers.events import hparams_columns, hparams_table, load_events
+from helpers.handmade_runs import save_ledger
 
 from runner.sweep import summary
 from runner.sweep.summary import BestJob, best_job, write_summary
@@ -86,7 +86,7 @@ def test_numbers_stay_numbers_in_a_column_with_null_or_strings(tmp_path: Path) -
 
 
 def told(path: Path) -> str:
-    [text] = events(path).Tensors("sweep/summary/text_summary")
+    [text] = load_events(path).Tensors("sweep/summary/text_summary")
     return text.tensor_proto.string_val[0].decode()
 
 
@@ -114,14 +114,14 @@ def test_the_picture_shows_each_job_over_each_key(grid: Path) -> None:
     assert rate.get_xscale() == "log"
     assert [label.get_text() for label in schedule.get_xticklabels()] == ["cosine", "onecycle"]
     write_summary(grid)
-    [picture] = events(grid).Images("sweep/accuracy")
+    [picture] = load_events(grid).Images("sweep/accuracy")
     assert (picture.width, picture.height) > (800, 300)
 
 
 def test_without_matplotlib_there_is_no_picture(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.sweep.summary.is_installed", lambda name: name != "matplotlib")
     write_summary(grid)
-    assert events(grid).Tags()["images"] == []
+    assert load_events(grid).Tags()["images"] == []
     assert "001-job" in told(grid)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_cuda import CUDA, PEER, FakeCuda, FakeTensor
+from helpers.fake_cuda import CUDA, SECOND_CUDA, FakeCuda, FakeTensor
 
 from runner.system.copy_stream import CopyStream, NoCopy, PeerCopyStream, copy_stream
 
@@ -20,7 +20,7 @@ def host(cuda: FakeCuda, number: int) -> Any:
 
 
 def test_nothing_is_copied_within_one_device() -> None:
-    stream, tensors = copy_stream(PEER, PEER), (torch.ones(2), torch.zeros(3))
+    stream, tensors = copy_stream(SECOND_CUDA, SECOND_CUDA), (torch.ones(2), torch.zeros(3))
     assert type(stream) is NoCopy
     received = stream.receive(stream.send(tensors))
     assert all(got is sent for got, sent in zip(received, tensors, strict=True))
@@ -37,8 +37,8 @@ def test_a_copy_runs_on_its_own_stream_and_the_compute_stream_waits_for_it() -> 
     assert names(received) == ["x1 on the device", "y1 on the device"]
     assert cuda.calls == [
         ("wait", "compute", 1),
-        ("belongs", "compute", "x1 on the device"),
-        ("belongs", "compute", "y1 on the device"),
+        ("record_stream", "compute", "x1 on the device"),
+        ("record_stream", "compute", "y1 on the device"),
     ], "and the memory is not used again before the computing stream has read it"
 
 
@@ -68,7 +68,7 @@ def test_host_memory_is_kept_until_its_copy_is_done() -> None:
 
 def test_a_peer_copy_waits_for_its_source_and_blocks_neither_compute_stream() -> None:
     cuda = FakeCuda()
-    stream = copy_stream(PEER, CUDA, cuda)
+    stream = copy_stream(SECOND_CUDA, CUDA, cuda)
     assert isinstance(stream, PeerCopyStream)
     transfer = stream.send(host(cuda, 1))
     assert cuda.calls == [
@@ -77,8 +77,8 @@ def test_a_peer_copy_waits_for_its_source_and_blocks_neither_compute_stream() ->
         ("copy", "copy", "x1"),
         ("copy", "copy", "y1"),
         ("record", "copy", 2),
-        ("belongs", "copy on cuda:1", "x1"),
-        ("belongs", "copy on cuda:1", "y1"),
+        ("record_stream", "copy on cuda:1", "x1"),
+        ("record_stream", "copy on cuda:1", "y1"),
     ]
     cuda.calls.clear()
     assert names(stream.receive(transfer)) == ["x1 on the device", "y1 on the device"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import built
+from helpers.compose import build_composed_run
 from torch import distributed
 from torch._subclasses import fake_tensor
 
@@ -64,7 +64,7 @@ def test_optimizers_update_fake_tensors_without_creating_real_tensors(
         pytest.fail(f"{func} creates tensors with values")
 
     monkeypatch.setattr(fake_tensor, "run_fallback_kernel", fail)
-    options = built(f"optimizer={optimizer}", f"optimizer.fused={fused}").optimizer
+    options = build_composed_run(f"optimizer={optimizer}", f"optimizer.fused={fused}").optimizer
     with fake_tensors() as mode:
         network = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
         update = options.build(network)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.command import environment
+from helpers.command import child_environment
 
 from runner.system.garbage_collection import collection_postponed
 
@@ -51,15 +51,15 @@ def test_collection_stays_disabled_if_it_was_and_is_enabled_again_after_an_error
 
 PROGRAM = """
 from runner.system.forkserver import run_in_child, start_server
-from helpers.garbage_work import report
+from helpers.report_gc import report_gc_state
 if __name__ == "__main__":
-    start_server("helpers.garbage_work")
-    run_in_child(report, "found.json")
+    start_server("helpers.report_gc")
+    run_in_child(report_gc_state, "found.json")
 """
 
 
 def test_fork_server_children_collect_garbage_but_exclude_imported_objects(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment(), check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=child_environment(), check=True, timeout=300)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["while importing"] is False
     assert found["enabled"] is True

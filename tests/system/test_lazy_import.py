@@ -6,14 +6,14 @@ import subprocess
 import sys
 
 import pytest
-from helpers.command import environment
+from helpers.command import child_environment
 from helpers.lazy_uses import FIRST_USES
 
 
 def use_lazily(name: str) -> None:
     """Run a function of `helpers.lazy_uses` in a process in which torch and torchvision are lazy."""
     words = [sys.executable, "-m", "helpers.lazy_uses", name]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -34,5 +34,5 @@ def test_the_first_use_loads_the_whole_package_once(first_use: str) -> None:
 
 def test_the_deferred_compiler_is_loaded_at_its_first_use_and_works_as_usual() -> None:
     words = [sys.executable, "-m", "helpers.deferred_compiler"]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from helpers.command import environment
-from helpers.measure_memory import fresh
+from helpers.command import child_environment
+from helpers.measure_memory import map_new_pages
 
 from runner.system import cgroup, memory
 
@@ -31,7 +31,7 @@ def test_memory_usage_on_the_cpu_is_that_of_the_process() -> None:
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("this container forbids resetting the peak")
     words = [sys.executable, "-m", "helpers.measure_memory", str(64 * MEGABYTE)]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
     measured = json.loads(done.stdout)
     before, during, after = (measured[name] for name in ("before", "during", "after"))
     assert set(before["usage"]) == {"memory/peak"}
@@ -46,7 +46,7 @@ def test_memory_usage_on_the_cpu_is_that_of_the_process() -> None:
 def test_the_peak_stays_until_it_is_reset() -> None:
     memory.reset_peak(CPU)
     before = memory.usage(CPU)["memory/peak"]
-    with fresh(128 * MEGABYTE):
+    with map_new_pages(128 * MEGABYTE):
         pass
     peak = memory.usage(CPU)["memory/peak"]
     assert peak >= before + 120 * MEGABYTE

@@ -34,11 +34,11 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_environment_is_json_with_every_part() -> None:
-    told = json.loads(json.dumps(provenance.environment()))
+    report = json.loads(json.dumps(provenance.environment()))
     parts = ["command", "source", "versions", "variables", "cpu", "memory", "devices", "findings"]
-    assert list(told) == parts
-    assert told["versions"]["torch"] == torch.__version__
-    assert told["versions"]["python"].startswith(".".join(str(part) for part in sys.version_info[:3]))
+    assert list(report) == parts
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["python"].startswith(".".join(str(part) for part in sys.version_info[:3]))
 
 
 def test_environment_does_not_import_rich(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +106,10 @@ def test_secrets_are_hidden_in_the_command_and_the_variables(monkeypatch: pytest
     words = ["data.root=https://ann:s3cret@host/x", "data.token=s3 cret,x", "--auth-token", "s3cret", "lr=1"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/runner", *words])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "https://ann:s3cret@host")
-    told = provenance.environment()
-    assert told["command"] == "runner 'data.root=https://ann:***@host/x' 'data.token=***' --auth-token *** lr=1"
-    assert told["variables"]["CUDA_VISIBLE_DEVICES"] == "https://ann:***@host"
-    assert "cret" not in json.dumps(told)
+    report = provenance.environment()
+    assert report["command"] == "runner 'data.root=https://ann:***@host/x' 'data.token=***' --auth-token *** lr=1"
+    assert report["variables"]["CUDA_VISIBLE_DEVICES"] == "https://ann:***@host"
+    assert "cret" not in json.dumps(report)
 
 
 def test_a_command_that_is_not_utf_8_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

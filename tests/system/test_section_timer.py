@@ -11,81 +11,81 @@ import runner.system.section_timer
 from runner.system.section_timer import SectionTimer
 
 
-class Hand:
-    """A fake clock, which advances only when `move` is called."""
+class FakeClock:
+    """A fake clock, which advances only when `advance` is called."""
 
     def __init__(self) -> None:
         self.now = 100.0
 
-    def move(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now += seconds
 
 
 @pytest.fixture
-def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
-    hand = Hand()
-    monkeypatch.setattr(runner.system.section_timer, "time", SimpleNamespace(perf_counter=lambda: hand.now))
-    return hand
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(runner.system.section_timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
 
 
-def test_times_are_exclusive_and_add_up_to_the_total(hand: Hand) -> None:
+def test_times_are_exclusive_and_add_up_to_the_total(clock: FakeClock) -> None:
     timer = SectionTimer()
-    hand.move(1)
+    clock.advance(1)
     with timer.section("evaluate"):
-        hand.move(2)
+        clock.advance(2)
         with timer.section("data"):
-            hand.move(4)
-        hand.move(8)
-    hand.move(16)
+            clock.advance(4)
+        clock.advance(8)
+    clock.advance(16)
     assert timer.seconds() == {"other": 17, "evaluate": 10, "data": 4}
-    assert sum(timer.seconds().values()) == hand.now - 100
+    assert sum(timer.seconds().values()) == clock.now - 100
 
 
-def test_a_section_may_be_nested_in_itself(hand: Hand) -> None:
+def test_a_section_may_be_nested_in_itself(clock: FakeClock) -> None:
     timer = SectionTimer()
     with timer.section("a"):
-        hand.move(1)
+        clock.advance(1)
         with timer.section("a"), timer.section("b"):
-            hand.move(2)
-        hand.move(4)
-    hand.move(8)
+            clock.advance(2)
+        clock.advance(4)
+    clock.advance(8)
     assert timer.seconds() == {"other": 8, "a": 5, "b": 2}
     assert timer.calls == {"a": 2, "b": 1}
 
 
-def test_seconds_count_up_to_now_inside_a_section(hand: Hand) -> None:
+def test_seconds_count_up_to_now_inside_a_section(clock: FakeClock) -> None:
     timer = SectionTimer()
     with timer.section("a"):
-        hand.move(1)
+        clock.advance(1)
         assert timer.seconds()["a"] == 1
-        hand.move(2)
+        clock.advance(2)
         assert timer.seconds()["a"] == 3
-    hand.move(4)
+    clock.advance(4)
     assert timer.seconds() == {"other": 4, "a": 3}
 
 
-def test_an_error_ends_its_section(hand: Hand) -> None:
+def test_an_error_ends_its_section(clock: FakeClock) -> None:
     timer = SectionTimer()
 
     def fail() -> None:
         with timer.section("a"):
-            hand.move(1)
+            clock.advance(1)
             raise ValueError("here")
 
     with pytest.raises(ValueError):
         fail()
-    hand.move(2)
+    clock.advance(2)
     assert timer.seconds() == {"other": 2, "a": 1}
 
 
-def test_reset_clears_times_calls_and_synchronization(hand: Hand) -> None:
+def test_reset_clears_times_calls_and_synchronization(clock: FakeClock) -> None:
     timer, waits = SectionTimer(), []
-    timer.reset(lambda: waits.append(hand.now))
+    timer.reset(lambda: waits.append(clock.now))
     with timer.section("a"):
-        hand.move(1)
+        clock.advance(1)
     assert waits == [100, 101]
     timer.reset()
-    hand.move(2)
+    clock.advance(2)
     with timer.section("b"):
         pass
     assert timer.seconds() == {"other": 2, "b": 0}
@@ -93,20 +93,20 @@ def test_reset_clears_times_calls_and_synchronization(hand: Hand) -> None:
     assert waits == [100, 101]
 
 
-def test_waiting_for_the_device_counts_toward_the_section_that_queued_the_work(hand: Hand) -> None:
+def test_waiting_for_the_device_counts_toward_the_section_that_queued_the_work(clock: FakeClock) -> None:
     """`forward` queues 10 seconds of work on the device, which the timer waits for before it reads the clock."""
     timer, queued = SectionTimer(), [0.0]
 
     def wait() -> None:
-        hand.move(queued[0])
+        clock.advance(queued[0])
         queued[0] = 0.0
 
     timer.reset(wait)
     with timer.section("forward"):
-        hand.move(1)
+        clock.advance(1)
         queued[0] = 10.0
     with timer.section("backward"):
-        hand.move(2)
+        clock.advance(2)
     assert timer.seconds() == {"other": 0, "forward": 11, "backward": 2}
 
 
@@ -124,11 +124,11 @@ def test_sections_add_up_to_the_real_time() -> None:
     assert total <= after - before + 1e-9
 
 
-def test_paused_counts_only_sections_that_are_not_training(hand: Hand) -> None:
+def test_paused_counts_only_sections_that_are_not_training(clock: FakeClock) -> None:
     timer = SectionTimer()
     for seconds, name in enumerate(("data", "log", "evaluate", "optimizer", "checkpoint"), start=1):
         with timer.section(name):
-            hand.move(seconds)
+            clock.advance(seconds)
     assert timer.paused() == 2 + 3 + 5
     assert timer.spent("data") == 1
     assert timer.spent("never entered") == 0

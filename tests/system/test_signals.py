@@ -23,8 +23,15 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
-from helpers.command import PATIENCE, Command, environment, run_command, start_fresh, until
-from helpers.compose import FAST
+from helpers.command import (
+    TIMEOUT_SECONDS,
+    Command,
+    child_environment,
+    run_command,
+    start_in_new_interpreter,
+    wait_until,
+)
+from helpers.compose import TINY_CPU
 
 from runner.storage.checkpoint import load
 from runner.system.lazy_import import import_lazily
@@ -53,8 +60,8 @@ def test_a_signal_is_received_and_announced_at_once(number: signal.Signals, capf
 @pytest.mark.parametrize("place", ["exec", "destructor"])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
 def test_a_command_that_is_stopped_inside_exec_or_a_destructor_cleans_up(place: str, name: str, code: int) -> None:
-    words = [sys.executable, "-m", "helpers.interrupted", place, name]
-    ended = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    words = [sys.executable, "-m", "helpers.signal_itself", place, name]
+    ended = subprocess.run(words, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert (ended.returncode, ended.stdout) == (code, "cleaned up\n"), ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -254,12 +261,12 @@ def test_a_signal_is_received_even_if_the_terminal_is_closed(monkeypatch: pytest
 # Signals to a command that is training
 
 STEPS = 100
-LONG = (*FAST, f"steps={STEPS}", "save_every=20", "log_every=20", "eval_every=50", "model.dropout=0.1")
-LATEST = {"STEP_GATE": f"{STEPS - 10}:never"}
+TRAINING = (*TINY_CPU, f"steps={STEPS}", "save_every=20", "log_every=20", "eval_every=50", "model.dropout=0.1")
+WAIT_FOR_SIGNAL = {"STEP_GATE": f"{STEPS - 10}:never"}
 """Variables with which a run waits for a signal before one of its last steps, so that it cannot finish earlier."""
 
 
-def whole(run: Path) -> dict[str, Any]:
+def verified_outcome(run: Path) -> dict[str, Any]:
     """Verify the newest checkpoint of `run`, and return its weights and the result of the run."""
     newest = max((run / "checkpoints").glob("step_*"))
     loaded = load(newest)
@@ -272,34 +279,34 @@ def whole(run: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cwd = tmp_path_factory.mktemp("uninterrupted")
-    code, told = run_command(*LONG, cwd=cwd)
-    assert code == 0, told
-    return whole(next(cwd.glob("outputs/*/*")))
+    code, output = run_command(*TRAINING, cwd=cwd)
+    assert code == 0, output
+    return verified_outcome(next(cwd.glob("outputs/*/*")))
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_resume_after_a_signal_is_bitwise_exact(
     number: signal.Signals, uninterrupted: dict[str, Any], tmp_path: Path
 ) -> None:
-    command = Command(tmp_path, *LONG, **LATEST).saved()
-    command.kill(number)
-    code, told = command.ended()
-    assert code == 75, told
-    assert "Traceback" not in told
-    assert f"\n{number.name}: " in told, "said at once"
+    command = Command(tmp_path, *TRAINING, **WAIT_FOR_SIGNAL).wait_for_checkpoint()
+    command.signal_processes(number)
+    code, output = command.wait_for_all_processes()
+    assert code == 75, output
+    assert "Traceback" not in output
+    assert f"\n{number.name}: " in output, "said at once"
     [run] = tmp_path.glob("outputs/*/*")
-    stopped = whole(run)["result"]
+    stopped = verified_outcome(run)["result"]
     assert stopped["status"] == "stopped"
     assert 0 < stopped["steps"] < STEPS
-    assert f"stopped after step {stopped['steps']}/{STEPS}" in told
+    assert f"stopped after step {stopped['steps']}/{STEPS}" in output
     assert number.name in (run / "log.txt").read_text()
 
     # Resume with the command that the run itself has printed.
-    typed = re.search(r"^resume: python -m runner (.*)$", told, re.MULTILINE)
+    typed = re.search(r"^resume: python -m runner (.*)$", output, re.MULTILINE)
     assert typed
-    code, told = run_command(*shlex.split(typed[1]), cwd=tmp_path)
-    assert code == 0, told
-    finished = whole(run)
+    code, output = run_command(*shlex.split(typed[1]), cwd=tmp_path)
+    assert code == 0, output
+    finished = verified_outcome(run)
     assert finished["result"]["status"] == "done"
     assert finished["result"]["metrics"] == uninterrupted["result"]["metrics"]
     assert finished["result"]["best"] == uninterrupted["result"]["best"]
@@ -308,45 +315,49 @@ def test_resume_after_a_signal_is_bitwise_exact(
     assert list(tmp_path.glob("outputs/*/*")) == [run], "in its own directory"
 
 
-SLOW = ("model=resnet18", "device=cpu", "device.threads=1", "batch_size=1024", "accumulation.steps=512", "steps=3")
+SLOW_STEP = ("model=resnet18", "device=cpu", "device.threads=1", "batch_size=1024", "accumulation.steps=512", "steps=3")
 """Overrides with which a step takes many seconds: it has 512 microbatches of two images."""
 
 
 def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path: Path) -> None:
-    command = Command(tmp_path, *SLOW)
-    until(lambda: command.code is not None or "directory " in command.log)  # it handles signals by now
+    command = Command(tmp_path, *SLOW_STEP)
+    wait_until(
+        lambda: command.command_exit_code is not None or "directory " in command.log
+    )  # it handles signals by now
     used = psutil.Process(command.pid).cpu_times().user
-    until(lambda: command.code is not None or psutil.Process(command.pid).cpu_times().user > used + 1)  # in the step
-    command.kill(signal.SIGINT)
-    until(lambda: "SIGINT: " in command.console)
-    assert command.code is None, "still in the step"
-    command.kill(signal.SIGINT)
-    code, told = command.ended()
-    assert (code, told.splitlines()[-1]) == (130, "interrupted")
-    assert "Traceback" not in told
-    assert not (command.directory / "result.json").exists()
-    assert not list(command.directory.glob("checkpoints/*")), "neither finished the step nor saved"
+    wait_until(
+        lambda: command.command_exit_code is not None or psutil.Process(command.pid).cpu_times().user > used + 1
+    )  # in the step
+    command.signal_processes(signal.SIGINT)
+    wait_until(lambda: "SIGINT: " in command.console)
+    assert command.command_exit_code is None, "still in the step"
+    command.signal_processes(signal.SIGINT)
+    code, output = command.wait_for_all_processes()
+    assert (code, output.splitlines()[-1]) == (130, "interrupted")
+    assert "Traceback" not in output
+    assert not (command.single_run_directory / "result.json").exists()
+    assert not list(command.single_run_directory.glob("checkpoints/*")), "neither finished the step nor saved"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path: Path) -> None:
-    command = Command(tmp_path, *LONG, "-m", "seed=1,2,3", **LATEST).saved()
-    command.kill(number)
-    code, told = command.ended()
-    assert code == 75, told
+    command = Command(tmp_path, *TRAINING, "-m", "seed=1,2,3", **WAIT_FOR_SIGNAL).wait_for_checkpoint()
+    command.signal_processes(number)
+    code, output = command.wait_for_all_processes()
+    assert code == 75, output
     begun = sorted(tmp_path.glob("outputs/sweeps/*/*/0*/checkpoints"))  # another job may have been about to begin
     assert begun
-    assert {whole(path.parent)["result"]["status"] for path in begun} == {"stopped"}
-    assert "type the same command with resume=auto to continue" in told
+    assert {verified_outcome(path.parent)["result"]["status"] for path in begun} == {"stopped"}
+    assert "type the same command with resume=auto to continue" in output
 
-    code, told = run_command(*LONG, "-m", "seed=1,2,3", "resume=auto", cwd=tmp_path, kind="ranks")
-    assert code == 0, told
+    code, output = run_command(*TRAINING, "-m", "seed=1,2,3", "resume=auto", cwd=tmp_path, kind="ranks")
+    assert code == 0, output
     runs = sorted(tmp_path.glob("outputs/sweeps/*/*/0*"))
-    assert [whole(run)["result"]["status"] for run in runs] == ["done"] * 3
+    assert [verified_outcome(run)["result"]["status"] for run in runs] == ["done"] * 3
     assert [yaml.safe_load((run / "config.yaml").read_text())["seed"] for run in runs] == [1, 2, 3]
 
 
-def catches(pid: int) -> bool:
+def has_stop_handlers(pid: int) -> bool:
     """Whether a process has handlers for all stop signals."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = int(re.findall(r"SigCgt:\s+(\w+)", status)[0], 16)
@@ -355,9 +366,9 @@ def catches(pid: int) -> bool:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
 def test_a_signal_during_the_imports_ends_the_command(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    warn = environment(PYTHONWARNINGS="default")  # a file that is being read may remain unclosed
-    process = start_fresh(*FAST, cwd=tmp_path, env=warn)
-    until(lambda: catches(process.pid))
+    warn = child_environment(PYTHONWARNINGS="default")  # a file that is being read may remain unclosed
+    process = start_in_new_interpreter(*TINY_CPU, cwd=tmp_path, env=warn)
+    wait_until(lambda: has_stop_handlers(process.pid))
     process.send_signal(number)
     out, err = process.communicate()
     assert (process.returncode, out) == (code, "")
@@ -371,7 +382,9 @@ def test_a_closed_terminal_stops_the_run(tmp_path: Path) -> None:
     ours, terminal = pty.openpty()
     own = partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0)
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    process = start_fresh(*LONG, "steps=1000000", cwd=tmp_path, **streams, start_new_session=True, preexec_fn=own)
+    process = start_in_new_interpreter(
+        *TRAINING, "steps=1000000", cwd=tmp_path, **streams, start_new_session=True, preexec_fn=own
+    )
     os.close(terminal)
     os.set_blocking(ours, False)
 
@@ -380,11 +393,11 @@ def test_a_closed_terminal_stops_the_run(tmp_path: Path) -> None:
             os.read(ours, 65536)  # otherwise, its buffer would fill up
         return bool(list(tmp_path.glob("outputs/*/*/checkpoints/step_*"))) or process.poll() is not None
 
-    until(saved)
+    wait_until(saved)
     os.close(ours)
-    assert process.wait(PATIENCE) == 75
+    assert process.wait(TIMEOUT_SECONDS) == 75
     [run] = tmp_path.glob("outputs/*/*")
-    assert whole(run)["result"]["status"] == "stopped"
+    assert verified_outcome(run)["result"]["status"] == "stopped"
     assert "SIGHUP" in (run / "log.txt").read_text()
 
 
@@ -401,12 +414,12 @@ def test_a_signal_before_the_first_step_ends_the_command_at_once(
     git.write_text(f"#!/bin/sh\ntouch '{started}'\nexec sleep 60\n")
     git.chmod(0o755)
     path = f"{git.parent}:{os.environ['PATH']}"
-    command = Command(tmp_path / "run", *FAST, *words, PATH=path)
-    until(lambda: command.code is not None or started.exists())
-    command.kill(number)
-    code, told = command.ended()
-    assert code == expected, told
+    command = Command(tmp_path / "run", *TINY_CPU, *words, PATH=path)
+    wait_until(lambda: command.command_exit_code is not None or started.exists())
+    command.signal_processes(number)
+    code, output = command.wait_for_all_processes()
+    assert code == expected, output
     said = f"{number.name}: 1 running job saves" if words else "SIGTERM: stopped before the first step"
-    assert ("interrupted" if expected == 130 else said) in told
-    assert "KeyboardInterrupt" not in told, "a traceback; Python may only warn of the git that it leaves unreaped"
+    assert ("interrupted" if expected == 130 else said) in output
+    assert "KeyboardInterrupt" not in output, "a traceback; Python may only warn of the git that it leaves unreaped"
     assert not list(tmp_path.glob("run/outputs/**/result.json"))

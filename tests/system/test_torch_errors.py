@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import PATIENCE, environment
+from helpers.command import TIMEOUT_SECONDS, child_environment
 
 from runner.system import torch_errors
 
@@ -87,9 +87,9 @@ def test_errors_of_this_rank_do_not_mean_a_lost_peer(other: Callable[[], None]) 
 def test_a_rank_that_dies_in_a_collective_is_a_lost_peer(tmp_path: Path) -> None:
     """gloo raises a plain RuntimeError, which can be recognized only by its message."""
     words = [sys.executable, "-m", "helpers.lost_peer", str(tmp_path / "store")]
-    pipes = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"env": child_environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     dying, left = (subprocess.Popen([*words, rank], **pipes) for rank in ("1", "0"))
-    out, err = left.communicate(timeout=PATIENCE)
-    assert dying.wait(timeout=PATIENCE) == 7
+    out, err = left.communicate(timeout=TIMEOUT_SECONDS)
+    assert dying.wait(timeout=TIMEOUT_SECONDS) == 7
     dying.communicate()
     assert out.splitlines() == ["RuntimeError", "True"], err

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.saved import evaluated, save_ledger, save_run
+from helpers.handmade_runs import evaluation_entries, save_ledger, write_run_directory
 from rich.table import Table
 
 from runner.storage.run_directory import lock
@@ -38,10 +38,12 @@ def sweep(tmp_path: Path) -> Path:
         typed = [f"seed={seed}", f"optimizer.lr={lr}"]
         name = f"{number:03d}-{','.join(typed)}"
         more = {"seconds": 2.0 + seed, "samples_per_second": 100.0 * (1 + seed), "steps": 7}
-        save_run(path / name, *typed, **evaluated(best, last, **more))
+        write_run_directory(path / name, *typed, **evaluation_entries(best, last, **more))
         jobs.append({"overrides": typed, "directory": name, "state": "done", "code": 0, "error": ""})
-    save_run(path / "004-diverged", "optimizer.lr=9", status="diverged", steps=3, error="the loss is not finite")
-    save_run(path / "005-killed", "optimizer.lr=8")
+    write_run_directory(
+        path / "004-diverged", "optimizer.lr=9", status="diverged", steps=3, error="the loss is not finite"
+    )
+    write_run_directory(path / "005-killed", "optimizer.lr=8")
     why = "optimizer.lr: got 1e9: it must be a number\n  see the comments"
     refused = {"overrides": ["seed=0", "optimizer.lr=1e9"], "directory": "006-refused", "state": "refused"}
     return save_ledger(path, *jobs, {**refused, "code": 2, "error": why})
@@ -62,7 +64,7 @@ def test_seeds_share_a_row_and_the_best_row_is_first(sweep: Path, capsys: pytest
 
 def test_failures_come_last_with_state_step_and_reason(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     why = "optimizer.lr: got 1e9: it must be a number see the comments"
-    held = lock(save_run(sweep / "007-running"))
+    held = lock(write_run_directory(sweep / "007-running"))
     failures = json.loads(compared(capsys, sweep, "--json"))["failures"]
     assert held is not None
     held.close()
@@ -104,8 +106,8 @@ def test_many_differing_keys_are_shown_in_one_column_without_broken_words(
         "epochs=40",
     ]
     more += ["data.size=640", "max_grad_norm=0.5", "batch_size=32", "precision=bf16", "eval_every=77"]
-    save_run(tmp_path / "a", "optimizer.lr=0.1", **evaluated(0.9, 0.8))
-    save_run(tmp_path / "b", "optimizer.lr=0.2", *more, **evaluated(0.95, 0.85))
+    write_run_directory(tmp_path / "a", "optimizer.lr=0.1", **evaluation_entries(0.9, 0.8))
+    write_run_directory(tmp_path / "b", "optimizer.lr=0.2", *more, **evaluation_entries(0.95, 0.85))
     words = compared(capsys, tmp_path).split()
     assert words[:2] == ["options", "runs"]
     assert {"optimizer.lr=0.2", "optimizer.weight_decay=0.5", "schedule=cosine", "workload.label_smoothing=0.25"} <= {
@@ -117,7 +119,7 @@ def test_many_differing_keys_are_shown_in_one_column_without_broken_words(
 
 def test_the_table_of_failures_has_all_columns_if_no_run_is_done(tmp_path: Path) -> None:
     for lr in (1, 2):
-        save_run(tmp_path / str(lr), f"optimizer.lr={lr}", status="crashed", error="w" * 50)
+        write_run_directory(tmp_path / str(lr), f"optimizer.lr={lr}", status="crashed", error="w" * 50)
     [table] = terminal(Comparison([tmp_path]), 40).renderables
     assert isinstance(table, Table)
     assert [str(column.header) for column in table.columns] == ["run", "state", "step", "reason"]
@@ -127,7 +129,7 @@ def test_the_number_of_seeds_is_shown_if_a_seed_was_run_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, typed in (("a", ["seed=0"]), ("b", ["seed=0"]), ("c", ["seed=1"])):
-        save_run(tmp_path / name, *typed, **evaluated(0.9, 0.8))
+        write_run_directory(tmp_path / name, *typed, **evaluation_entries(0.9, 0.8))
     assert "| 3 (2 seeds) |" in compared(capsys, tmp_path, "--markdown")
     (row,) = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
     assert (row["runs"], row["seeds"]) == (3, 2)
@@ -136,15 +138,17 @@ def test_the_number_of_seeds_is_shown_if_a_seed_was_run_twice(
 def test_csv_cells_that_look_like_formulas_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     formulas = ["=1+1", "+A1", "-2+3", "@SUM(A1)"]
     for i, text in enumerate((*formulas, "-0.5", "a=b")):
-        save_run(tmp_path / f"{i}", status="crashed", error=text)
-    save_run(tmp_path / "6", **evaluated(-0.5, -1e-5, metric="=loss"))
+        write_run_directory(tmp_path / f"{i}", status="crashed", error=text)
+    write_run_directory(tmp_path / "6", **evaluation_entries(-0.5, -1e-5, metric="=loss"))
     rows = list(csv.DictReader(io.StringIO(compared(capsys, tmp_path, "--csv"))))
     assert [row["reason"] for row in rows] == ["", *(f"'{text}" for text in formulas), "-0.5", "a=b"]
     assert (rows[0]["best =loss"], rows[0]["last =loss"]) == ("-0.5", "-1e-05")
 
 
 def test_rows_are_sorted_by_any_column(sweep: Path) -> None:
-    save_run(sweep / "008-slow", "optimizer.lr=0.05", **evaluated(0.5, 0.1, seconds=99.0, samples_per_second=1.0))
+    write_run_directory(
+        sweep / "008-slow", "optimizer.lr=0.05", **evaluation_entries(0.5, 0.1, seconds=99.0, samples_per_second=1.0)
+    )
 
     def order(sort: str | None) -> list[Any]:
         return [row.values["optimizer.lr"] for row in Comparison([sweep], sort=sort).rows]
@@ -159,7 +163,9 @@ def test_rows_are_sorted_by_any_column(sweep: Path) -> None:
 
 def test_rows_are_sorted_by_ascending_loss(tmp_path: Path) -> None:
     for lr, loss in ((1, 0.5), (2, 0.3), (3, 0.4)):
-        save_run(tmp_path / str(lr), f"optimizer.lr={lr}", **evaluated(0.9, 0.9, metrics={"eval/loss": loss}))
+        write_run_directory(
+            tmp_path / str(lr), f"optimizer.lr={lr}", **evaluation_entries(0.9, 0.9, metrics={"eval/loss": loss})
+        )
     for name in ("eval/loss", "loss"):
         comparison = Comparison([tmp_path], metric=name)
         assert [row.values["optimizer.lr"] for row in comparison.rows] == [2, 3, 1]
@@ -167,18 +173,18 @@ def test_rows_are_sorted_by_ascending_loss(tmp_path: Path) -> None:
 
 
 def test_metric_direction_is_inferred_from_results_workload_or_name(tmp_path: Path) -> None:
-    run = save_run(tmp_path / "run")
-    assert direction("eval/mystery", {run: evaluated(1.0, 2.0, "eval/mystery")}) == "min"
-    assert direction("eval/mystery", {run: evaluated(2.0, 1.0, "eval/mystery")}) == "max"
-    assert direction("eval/accuracy", {run: evaluated(1.0, 1.0)}) == "max"
+    run = write_run_directory(tmp_path / "run")
+    assert direction("eval/mystery", {run: evaluation_entries(1.0, 2.0, "eval/mystery")}) == "min"
+    assert direction("eval/mystery", {run: evaluation_entries(2.0, 1.0, "eval/mystery")}) == "max"
+    assert direction("eval/accuracy", {run: evaluation_entries(1.0, 1.0)}) == "max"
     assert direction("eval/loss", {run: {}}) == "min"
-    assert direction("eval/error_rate", {tmp_path / "absent": evaluated(1.0, 1.0, "eval/error_rate")}) == "min"
+    assert direction("eval/error_rate", {tmp_path / "absent": evaluation_entries(1.0, 1.0, "eval/error_rate")}) == "min"
 
 
 def test_options_are_shown_by_the_names_that_were_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, schedule in enumerate(("cosine", "onecycle")):
-        save_run(tmp_path / str(number), f"schedule={schedule}", **evaluated(0.1, 0.1))
-    mine = save_run(tmp_path / "2", "schedule=cosine", "schedule.warmup=0.3", **evaluated(0.1, 0.1))
+        write_run_directory(tmp_path / str(number), f"schedule={schedule}", **evaluation_entries(0.1, 0.1))
+    mine = write_run_directory(tmp_path / "2", "schedule=cosine", "schedule.warmup=0.3", **evaluation_entries(0.1, 0.1))
     (mine / "overrides.yaml").write_text("- schedule=mine\n- optimizer=../x\n- seed=3\n")
     table = json.loads(compared(capsys, tmp_path, "--json"))
     assert sorted(row["values"]["schedule"] for row in table["rows"]) == ["cosine", "mine", "onecycle"]
@@ -187,7 +193,9 @@ def test_options_are_shown_by_the_names_that_were_typed(tmp_path: Path, capsys: 
 
 def test_the_keys_of_a_sweep_come_first(tmp_path: Path) -> None:
     for number, (size, lr) in enumerate([(60, 0.1), (120, 0.2)]):
-        save_run(tmp_path / str(number), f"batch_size={size}", f"optimizer.lr={lr}", **evaluated(0.1, 0.1))
+        write_run_directory(
+            tmp_path / str(number), f"batch_size={size}", f"optimizer.lr={lr}", **evaluation_entries(0.1, 0.1)
+        )
     assert Comparison([tmp_path]).keys == ["batch_size", "optimizer.lr"]
     save_ledger(tmp_path, {"overrides": ["optimizer.lr=0.1", "seed=0"]}, {"overrides": ["optimizer.lr=0.2", "seed=1"]})
     assert Comparison([tmp_path]).keys == ["optimizer.lr", "batch_size"]
@@ -200,8 +208,8 @@ def test_a_single_run_is_shown_without_the_failures_of_its_sweep(sweep: Path) ->
 
 
 def test_non_finite_values_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_run(tmp_path / "0", "seed=0", **evaluated(math.nan, 0.5, seconds=math.inf))
-    save_run(tmp_path / "1", "seed=1", **evaluated(math.inf, 0.7))
+    write_run_directory(tmp_path / "0", "seed=0", **evaluation_entries(math.nan, 0.5, seconds=math.inf))
+    write_run_directory(tmp_path / "1", "seed=1", **evaluation_entries(math.inf, 0.7))
     (row,) = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
     assert row == {
         "values": {}, "runs": 2, "seeds": 2,
@@ -213,13 +221,13 @@ def test_non_finite_values_are_left_out(tmp_path: Path, capsys: pytest.CaptureFi
 def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(
     sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outside = save_run(sweep.parent / "outside", "optimizer.lr=0.73519", **evaluated(1.0, 1.0))
+    outside = write_run_directory(sweep.parent / "outside", "optimizer.lr=0.73519", **evaluation_entries(1.0, 1.0))
     (sweep / "link").symlink_to(outside)
-    linked = save_run(sweep / "009-linked", "optimizer.lr=66")
+    linked = write_run_directory(sweep / "009-linked", "optimizer.lr=66")
     (linked / "result.json").symlink_to(outside / "result.json")
     evil = "\x1b[2J\x9b|\nnext\udcff"
-    save_run(sweep / "010-evil", status="crashed", error=evil)
-    save_run(sweep / os.fsdecode(b"011-\xff\x1b"), status=evil)
+    write_run_directory(sweep / "010-evil", status="crashed", error=evil)
+    write_run_directory(sweep / os.fsdecode(b"011-\xff\x1b"), status=evil)
     for arguments in ((), ("--csv",), ("--markdown",), ("--json",)):
         out = compared(capsys, sweep, *arguments)
         assert out.encode()

@@ -70,7 +70,7 @@ def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # import pynvml raises ImportError
 
 
-def drawn(report: dict) -> str:
+def rendered_report(report: dict) -> str:
     console = Console(width=200, file=io.StringIO())
     console.print(render(report))
     assert isinstance(console.file, io.StringIO)
@@ -114,7 +114,7 @@ def test_each_of_two_devices_is_reported_with_its_own_values() -> None:
 
 @pytest.mark.usefixtures("two_cards", "nvml")
 def test_the_table_shows_the_values_of_each_device_in_its_row() -> None:
-    text = drawn(doctor.gather())
+    text = rendered_report(doctor.gather())
     first, second = row_of(text, "cuda:0"), row_of(text, "cuda:1 (current)")
     for shown in ("Alpha 9000", "77.0 GiB of 80.0 GiB", "9.0", "132", "1200 of 1980 MHz", "2600 of 2619 MHz", "cuda:1"):
         assert shown in first
@@ -131,7 +131,7 @@ def test_without_nvml_clocks_are_missing_and_a_finding_says_how_to_install_it() 
     assert report["driver"] is None
     assert [device["clock_mhz"] for device in report["devices"]] == [None, None]
     assert any("pip install nvidia-ml-py" in finding for finding in report["findings"])
-    text = drawn(report)
+    text = rendered_report(report)
     assert "up to 1980 MHz" in row_of(text, "cuda:0")
 
 
@@ -140,7 +140,10 @@ def test_one_device_has_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     report = doctor.gather()
     assert [device["peers"] for device in report["devices"]] == [[]]
-    assert "parallel= on 1 CUDA device\n" in "\n".join(line.rstrip() for line in drawn(report).splitlines()) + "\n"
+    assert (
+        "parallel= on 1 CUDA device\n"
+        in "\n".join(line.rstrip() for line in rendered_report(report).splitlines()) + "\n"
+    )
 
 
 @pytest.mark.usefixtures("no_nvml")
@@ -152,7 +155,7 @@ def test_a_machine_without_accelerators_is_reported(monkeypatch: pytest.MonkeyPa
     assert report["devices"] == []
     assert "CUDA_VISIBLE_DEVICES='' leaves no CUDA device visible" in report["findings"]
     assert list(report["precisions"][0]) == ["precision", "cpu"]
-    assert "device=auto chooses the CPU" in drawn(report)
+    assert "device=auto chooses the CPU" in rendered_report(report)
 
 
 def test_an_mps_device_is_reported_without_cuda_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +163,7 @@ def test_an_mps_device_is_reported_without_cuda_values(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
     report = doctor.gather()
-    assert "12.0 GiB" in row_of(drawn(report), "mps")
+    assert "12.0 GiB" in row_of(rendered_report(report), "mps")
     assert {row["precision"]: row["mps"] for row in report["precisions"]}["64"].startswith("not available")
 
 
@@ -179,7 +182,7 @@ def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch: pytest.MonkeyPa
     assert report["devices"] == []
     assert "CUDA: RuntimeError: CUDA unknown error" in report["findings"]
     assert "CUDA: CUDA initialization: driver too old" in report["findings"]
-    assert "CUDA unknown error" in drawn(report)
+    assert "CUDA unknown error" in rendered_report(report)
 
 
 @pytest.mark.usefixtures("two_cards", "nvml")
@@ -263,7 +266,7 @@ def test_parallel_modes_are_listed_from_the_option_files(tmp_path: Path, monkeyp
     monkeypatch.setattr(options, "CONF", tmp_path)
     report = doctor.gather()
     assert report["parallel"] == [{"name": "one", "what": ""}, {"name": "two", "what": "Twice [as] much."}]
-    assert "Twice [as] much." in row_of(drawn(report), "two")
+    assert "Twice [as] much." in row_of(rendered_report(report), "two")
 
 
 class Sleeping:
@@ -286,7 +289,9 @@ class Sleeping:
 
 
 def test_the_reasons_are_shown_if_no_network_could_be_trained() -> None:
-    text = drawn(doctor.gather() | {"speed": {"small network": "it crashed", "larger network": "it was refused"}})
+    text = rendered_report(
+        doctor.gather() | {"speed": {"small network": "it crashed", "larger network": "it was refused"}}
+    )
     line = row_of(text[text.index("speed, relative to parallel=single") :], "–")
     assert "it crashed" in line
     assert "it was refused" in line
@@ -307,7 +312,7 @@ def test_modes_are_measured_against_a_single_device(monkeypatch: pytest.MonkeyPa
     assert (small["pipeline"]["status"], small["pipeline"]["reason"]) == ("crashed", "no room")
     assert large["ddp"]["status"] == "refused"
     assert "batch_size" in large["ddp"]["reason"]
-    text = drawn(doctor.gather() | {"speed": speed | {"another network": "it was refused"}})
+    text = rendered_report(doctor.gather() | {"speed": speed | {"another network": "it was refused"}})
     start = text.index("speed, relative to parallel=single")
     line = row_of(text[start:], "ddp")
     assert "2.00 ± 0.04 × (pays off)" in line  # the step time is 0.50 ± 0.01 of the default's
@@ -322,15 +327,15 @@ def test_modes_are_measured_against_a_single_device(monkeypatch: pytest.MonkeyPa
 
 def test_json_on_standard_output_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.main(["--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert told["versions"]["torch"] == torch.__version__
-    assert told["cpu"]["threads"] == torch.get_num_threads()
+    report = json.loads(capsys.readouterr().out)
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["cpu"]["threads"] == torch.get_num_threads()
 
 
 def test_tables_are_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.main([])
-    told = capsys.readouterr().out
-    assert torch.__version__ in row_of(told, "torch ")
+    output = capsys.readouterr().out
+    assert torch.__version__ in row_of(output, "torch ")
 
 
 def test_an_unknown_flag_is_refused_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.compose import FAST
+from helpers.compose import TINY_CPU
 
 import runner
 from runner.tools import evaluate
@@ -16,24 +16,24 @@ from runner.tools import evaluate
 @pytest.fixture
 def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.Result:
     monkeypatch.chdir(tmp_path)
-    return runner.train([*FAST, "steps=4", "save_every=2", "eval_every=2", "keep=2", "optimizer.lr=0.2"])
+    return runner.train([*TINY_CPU, "steps=4", "save_every=2", "eval_every=2", "keep=2", "optimizer.lr=0.2"])
 
 
 def test_the_json_has_the_metrics_of_the_run(result: runner.Result, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main([str(result.directory), "--checkpoint", "last", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["metrics"] == result.evaluation
-    assert (told["step"], Path(told["checkpoint"]).name) == (4, "step_00000004")
+    report = json.loads(capsys.readouterr().out)
+    assert report["metrics"] == result.evaluation
+    assert (report["step"], Path(report["checkpoint"]).name) == (4, "step_00000004")
 
 
 def test_the_best_checkpoint_is_the_default_and_overrides_are_applied(
     result: runner.Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main([str(result.directory), "data.holdout=0.5", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["step"] == result.best["step"]
-    assert told["metrics"].keys() == result.evaluation.keys()
-    assert told["metrics"] != result.evaluation
+    report = json.loads(capsys.readouterr().out)
+    assert report["step"] == result.best["step"]
+    assert report["metrics"].keys() == result.evaluation.keys()
+    assert report["metrics"] != result.evaluation
 
 
 def test_the_text_names_the_checkpoint_and_each_metric(
@@ -59,9 +59,9 @@ def test_mistakes_are_refused_with_the_key(
     result: runner.Result, capsys: pytest.CaptureFixture[str], words: list[str], key: str
 ) -> None:
     assert evaluate.main([str(result.directory), *words]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert f"\n{key}:" in f"\n{told.err}"
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"\n{key}:" in f"\n{captured.err}"
 
 
 def test_a_crash_has_another_exit_code_than_a_refusal(result: runner.Result, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.compose import FAST
+from helpers.compose import TINY_CPU
 
 import runner
 from runner.tools import convert, export_program
@@ -16,7 +16,7 @@ from runner.tools import convert, export_program
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.SavedRun:
     monkeypatch.chdir(tmp_path)
-    result = runner.train([*FAST, "steps=4", "save_every=2", "keep=2", "eval_every=2", "optimizer.lr=0.2"])
+    result = runner.train([*TINY_CPU, "steps=4", "save_every=2", "keep=2", "eval_every=2", "optimizer.lr=0.2"])
     assert result.directory is not None
     return runner.load(result.directory)
 
@@ -77,6 +77,6 @@ def test_invalid_exports_are_refused_with_the_key(
 def test_a_damaged_checkpoint_is_not_exported(run: runner.SavedRun, capsys: pytest.CaptureFixture[str]) -> None:
     (run.checkpoint(2) / "model.json").write_text("{}")
     assert convert.main([str(run.checkpoint(2)), "model.pt2"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("checkpoint: ")
-    assert "model.json is damaged" in told
+    output = capsys.readouterr().err
+    assert output.startswith("checkpoint: ")
+    assert "model.json is damaged" in output

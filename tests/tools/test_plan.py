@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, built, composed
-from helpers.probe import in_process
-from helpers.ranks import Ranks
+from helpers.compose import TINY_CPU, build_composed_run, compose_config
+from helpers.dry_run import run_in_this_process
+from helpers.ranks import PersistentRanks
 from helpers.runs import write_images
 from helpers.tensor_memory import measured_peak
 
@@ -34,13 +34,13 @@ from runner.tools.saved_runs import find_runs
 
 RESNET = ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=64", "device=cpu", "device.threads=1")
 RESNET = (*RESNET, "batch_size=16", "steps=2")
-SMALL = (*FAST, "batch_size=256", "steps=1")
+SMALL = (*TINY_CPU, "batch_size=256", "steps=1")
 """A config whose activations need more memory than its weights, so that smaller micro-batches reduce the peak."""
-CUT = ("parallel=pipeline", "parallel.cuts=[layer3.0]")
+PIPELINE = ("parallel=pipeline", "parallel.cuts=[layer3.0]")
 
 
 def planned(*overrides: str) -> list[RankPlan]:
-    return trace(prepared(built(*overrides), None))
+    return trace(prepared(build_composed_run(*overrides), None))
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -69,20 +69,20 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
 )
 def test_predicted_peak_memory_matches_the_allocator(overrides: tuple[str, ...], tmp_path: Path) -> None:
     [rank] = planned(*RESNET, *overrides)
-    assert rank.peak_bytes == pytest.approx(measured_peak(composed(*RESNET, *overrides), tmp_path), rel=0.05)
+    assert rank.peak_bytes == pytest.approx(measured_peak(compose_config(*RESNET, *overrides), tmp_path), rel=0.05)
 
 
 def test_predicted_peak_memory_of_dqn_matches_the_allocator(tmp_path: Path) -> None:
     overrides = ("workload=dqn", "device=cpu", "device.threads=1")
     [rank] = planned(*overrides)
-    assert rank.peak_bytes == pytest.approx(measured_peak(composed(*overrides), tmp_path), rel=0.05)
+    assert rank.peak_bytes == pytest.approx(measured_peak(compose_config(*overrides), tmp_path), rel=0.05)
 
 
-@pytest.mark.parametrize("mode", [("parallel=ddp",), CUT], ids=["ddp", "pipeline"])
+@pytest.mark.parametrize("mode", [("parallel=ddp",), PIPELINE], ids=["ddp", "pipeline"])
 def test_predicted_peak_memory_of_each_rank_matches_the_allocator(
-    mode: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+    mode: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    measured = ranks(2).do(measured_peak, composed(*RESNET, *mode), tmp_path)
+    measured = ranks(2).call_on_all(measured_peak, compose_config(*RESNET, *mode), tmp_path)
     assert [rank.peak_bytes for rank in planned(*RESNET, *mode)] == pytest.approx(measured, rel=0.05)
 
 
@@ -92,7 +92,7 @@ def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path: Path) -> 
     copied = sum(p.nbytes for p in _network(*RESNET).layer4[1].parameters())  # pyright: ignore
     with fake_process_group(0, 2):
         process = Process(RankInfo(0, 2, 0, 2), [torch.device("cpu")], FakeCollectives(0, 2, []))
-        measured = measured_peak(composed(*RESNET, "parallel=fsdp"), tmp_path, process)
+        measured = measured_peak(compose_config(*RESNET, "parallel=fsdp"), tmp_path, process)
     assert rank.peak_bytes - copied == pytest.approx(measured, rel=0.05)
 
 
@@ -104,7 +104,7 @@ def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path: Path) -> 
 def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
     small = () if "dqn" in typed else ("model=tiny", "data.size=8")
     words = (*small, "device=cpu", "device.threads=1", *typed.split(), "batch_size=64", "accumulation.steps=8")
-    session = prepared(built(*words))
+    session = prepared(build_composed_run(*words))
     world_size = session.context.world_size
     for rank, found in enumerate(trace(session)):
         whole = trace_rank(session, rank, world_size)
@@ -121,7 +121,7 @@ def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
 def test_planning_does_not_read_the_images(tmp_path: Path) -> None:
     write_images(tmp_path / "images")
     words = ("model=tiny", "data=imagefolder", f"data.root={tmp_path}/images", "data.size=16", "data.workers=2")
-    session = prepared(built(*words, "batch_size=8", "steps=1", "device=cpu", "device.threads=1"), None)
+    session = prepared(build_composed_run(*words, "batch_size=8", "steps=1", "device=cpu", "device.threads=1"), None)
     for path in (tmp_path / "images").rglob("*.*"):
         path.unlink()
     [rank] = trace(session)
@@ -146,7 +146,9 @@ def test_memory_is_broken_down_by_kind() -> None:
 
 
 def test_allocations_of_the_optimizer_step_count_as_temporary() -> None:
-    [rank] = planned(*FAST, "model.hidden=10000", "batch_size=2", "steps=1", "optimizer=adamw", "optimizer.fused=false")
+    [rank] = planned(
+        *TINY_CPU, "model.hidden=10000", "batch_size=2", "steps=1", "optimizer=adamw", "optimizer.fused=false"
+    )
     weights = rank.kept["parameters"]
     assert rank.peak["gradients"] == weights, "the peak is in the update"
     assert rank.peak["temporary"] > weights / 2
@@ -172,7 +174,7 @@ def test_fsdp_shards_parameters_and_optimizer_state_across_ranks() -> None:
 
 
 def test_pipeline_stages_have_their_own_layers() -> None:
-    first, second = planned(*RESNET, *CUT)
+    first, second = planned(*RESNET, *PIPELINE)
     assert (first.blocks[0], first.blocks[-1], second.blocks[0], second.blocks[-1]) == (
         *("stem", "layer2.1"),
         *("layer3.0", "head"),
@@ -184,7 +186,7 @@ def test_pipeline_stages_have_their_own_layers() -> None:
 
 def test_planning_does_not_change_the_run(tmp_path: Path) -> None:
     """The data of the session is not replaced by fake tensors, and no random number is drawn."""
-    session = prepared(built(*FAST, "steps=1", "batch_size=16"), None)
+    session = prepared(build_composed_run(*TINY_CPU, "steps=1", "batch_size=16"), None)
     before = torch.get_rng_state()
     trace(session)
     assert torch.equal(torch.get_rng_state(), before)
@@ -198,7 +200,7 @@ def test_planning_does_not_change_the_run(tmp_path: Path) -> None:
 
 def test_flops_match_the_formulas() -> None:
     n, sizes = 32, ["model.channels=[3,5]", "model.kernel_size=3", "model.padding=1", "model.hidden=7"]
-    [rank] = planned(*FAST, "model=convnet", "batch_size=32", "steps=1", *sizes)
+    [rank] = planned(*TINY_CPU, "model=convnet", "batch_size=32", "steps=1", *sizes)
     conv1, conv2 = 2 * n * 1 * 9 * 3 * 8 * 8, 2 * n * 3 * 9 * 5 * 4 * 4
     hidden, head = 2 * n * 20 * 7, 2 * n * 7 * 10
     forward = conv1 + conv2 + hidden + head
@@ -220,14 +222,14 @@ def test_messages_are_those_of_the_modes() -> None:
     assert fsdp.messages["reduce-scatter"][1] == pytest.approx(weights, rel=1e-3)
     assert fsdp.sent_bytes(4) == pytest.approx((gathered + weights) * 3 / 4, rel=1e-3)
     micro = ("parallel.num_micro_batches=4",)
-    first, second = (rank.costs.messages for rank in planned(*RESNET, *CUT, *micro))
+    first, second = (rank.costs.messages for rank in planned(*RESNET, *PIPELINE, *micro))
     activations = 16 * 128 * 4 * 4 * 4  # the output of layer2, whose gradient is sent back
     connecting = 1 if torch.__version__ < "2.12" else 0  # torch 2.11 connects the stages by a message of 4 bytes
     assert first == second == {"send": (4 + connecting, activations + 4 * connecting)}
 
 
 def _network(*overrides: str) -> torch.nn.Module:
-    run = built(*overrides)
+    run = build_composed_run(*overrides)
     run.workload.prepare()
     with torch.device("meta"):
         return run.workload.build_model()
@@ -255,7 +257,7 @@ def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys: pytest.Ca
 
 
 def test_keep_0_is_planned_with_the_disk_space_of_keep_1(capsys: pytest.CaptureFixture[str]) -> None:
-    one, none = (report(capsys, *FAST, f"keep={count}")["checkpoint"] for count in (1, 0))
+    one, none = (report(capsys, *TINY_CPU, f"keep={count}")["checkpoint"] for count in (1, 0))
     assert none == one == {"bytes": one["bytes"], "disk_bytes": 3 * one["bytes"]}
 
 
@@ -291,7 +293,7 @@ def test_bubbles_depend_on_the_typed_stages(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("mode", ["single", "ddp", "fsdp", "hogwild", "ensemble"])
 def test_a_step_is_predicted_from_its_parts(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    step = report(capsys, *FAST, "batch_size=16", "accumulation=2", f"parallel={mode}", "--measure")["step"]
+    step = report(capsys, *TINY_CPU, "batch_size=16", "accumulation=2", f"parallel={mode}", "--measure")["step"]
     parts = step["parts"]
     assert parts.keys() == {"pass", "last_pass", "batch", "update"}
     assert all(seconds > 0 for seconds in parts.values())
@@ -302,14 +304,14 @@ def test_a_step_is_predicted_from_its_parts(mode: str, capsys: pytest.CaptureFix
 
 
 def test_without_accumulation_every_pass_is_the_last_one_of_its_step(capsys: pytest.CaptureFixture[str]) -> None:
-    step = report(capsys, *FAST, "batch_size=16", "--measure")["step"]
+    step = report(capsys, *TINY_CPU, "batch_size=16", "--measure")["step"]
     parts = step["parts"]
     assert parts.keys() == {"last_pass", "batch", "update"}
     assert step["seconds"] == pytest.approx(sum(parts.values()))
 
 
 def test_the_fastest_split_size_of_a_pipeline_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, *FAST, "batch_size=16", "parallel=pipeline", "parallel.split_size=2", "--measure")
+    found = report(capsys, *TINY_CPU, "batch_size=16", "parallel=pipeline", "parallel.split_size=2", "--measure")
     rows, step = found["pipeline"]["bubbles"], found["step"]
     cells = {(row["split_size"], key): cell for row in rows for key, cell in row.items() if isinstance(cell, dict)}
     fastest = min(cells, key=lambda key: cells[key]["step_seconds"])
@@ -326,7 +328,7 @@ def test_the_fastest_split_size_of_a_pipeline_is_reported(capsys: pytest.Capture
 
 def test_split_sizes_that_the_schedule_does_not_support_are_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("batch_size=18", "parallel=pipeline", "parallel.schedule=interleaved_1f1b", "parallel.split_size=3")
-    found = report(capsys, *FAST, *words, "--measure")
+    found = report(capsys, *TINY_CPU, *words, "--measure")
     measured = {int(size) for size in found["step"]["parts"]["pipelines"]}
     supported = {row["split_size"] for row in found["pipeline"]["bubbles"] if row["interleaved_1f1b"]}
     assert 3 in measured <= supported
@@ -360,7 +362,7 @@ def test_times_of_blocks_are_interpolated() -> None:
 
 
 def test_a_plan_for_another_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(report(capsys, *FAST, "--devices", "8")["ranks"]) == 1, "of eight devices, one is used"
+    assert len(report(capsys, *TINY_CPU, "--devices", "8")["ranks"]) == 1, "of eight devices, one is used"
     found = report(capsys, *RESNET, "parallel=fsdp", "--devices", "8")
     assert len(found["ranks"]) == 8
     shard = found["ranks"][3]["kept"]["optimizer state"]
@@ -447,14 +449,14 @@ def test_an_override_too_long_for_a_path_is_not_taken_for_a_run() -> None:
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_mistakes_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main([*FAST, *line.split()]) == 2
+    assert plan.main([*TINY_CPU, *line.split()]) == 2
     output = capsys.readouterr()
     assert REFUSED[line] in output.err
     assert output.out == ""
 
 
 def test_a_run_is_planned_from_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, console = in_process([*FAST, "steps=3", "batch_size=32", f"output_root={tmp_path}"], tmp_path)
+    code, console = run_in_this_process([*TINY_CPU, "steps=3", "batch_size=32", f"output_root={tmp_path}"], tmp_path)
     assert code == 0, console
     [run] = (tmp_path / "classifier").iterdir()
     result = json.loads((run / "result.json").read_text())
@@ -485,8 +487,8 @@ def test_a_run_is_planned_from_its_directory(tmp_path: Path, capsys: pytest.Capt
 def test_a_run_whose_config_is_only_in_its_checkpoints_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*FAST, "steps=3", "save_every=1", "keep=2", f"output_root={tmp_path}"]
-    assert in_process(words, tmp_path)[0] == 0
+    words = [*TINY_CPU, "steps=3", "save_every=1", "keep=2", f"output_root={tmp_path}"]
+    assert run_in_this_process(words, tmp_path)[0] == 0
     [run] = (tmp_path / "classifier").iterdir()
     (run / "config.yaml").unlink()
     capsys.readouterr()

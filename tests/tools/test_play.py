@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.envs.registration import EnvSpec
-from helpers.compose import FAST
+from helpers.compose import TINY_CPU
 from PIL import Image
 
 import runner
@@ -113,9 +113,9 @@ def test_mistakes_are_refused_with_the_key(
 ) -> None:
     capsys.readouterr()
     assert play.main([str(agent.directory), *words]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert f"\n{key}:" in f"\n{told.err}"
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"\n{key}:" in f"\n{captured.err}"
     assert not list(Path().glob("*.gif"))
 
 
@@ -136,7 +136,7 @@ def test_a_run_of_a_classifier_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = runner.train([*FAST, "steps=1"])
+    result = runner.train([*TINY_CPU, "steps=1"])
     assert play.main([str(result.directory)]) == 2
     assert "workload=dqn" in capsys.readouterr().err
 

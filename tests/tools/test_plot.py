@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy
 import pytest
-from helpers.command import environment, run_command
-from helpers.compose import FAST, composed
-from helpers.events import events
+from helpers.command import child_environment, run_command
+from helpers.compose import TINY_CPU, compose_config
+from helpers.events import load_events
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -66,7 +66,7 @@ class Sweep:
 
     def __init__(self, path: Path):
         self.path, self.count = path, 0
-        self.base = composed("workload=resnet50")
+        self.base = compose_config("workload=resnet50")
 
     def add(self, seconds: float | None, *, status: str = "done", machine: Any = MACHINE, **changes: Any) -> Path:
         """Write a run with the step time `seconds` (None: without a result); `__` in a key of `changes` means a dot."""
@@ -103,19 +103,19 @@ def sweep(tmp_path: Path) -> Sweep:
 
 
 @pytest.fixture(scope="module")
-def drawn() -> set[str]:
+def drawn_figures() -> set[str]:
     """The contents (see `shown`) of the figures that this module's tests have drawn."""
     return set()
 
 
 @pytest.fixture
-def drawing_once(drawn: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def drawing_once(drawn_figures: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip figures that an earlier test has drawn: drawing takes longer than reading the runs and building figures."""
 
     def new_pictures(study: Study) -> dict[str, Figure]:
         found = {(name, shown(figure)): figure for name, figure in pictures(study).items()}
-        new = {name: figure for (name, content), figure in found.items() if content not in drawn}
-        drawn.update(content for _, content in found)
+        new = {name: figure for (name, content), figure in found.items() if content not in drawn_figures}
+        drawn_figures.update(content for _, content in found)
         return new
 
     monkeypatch.setattr(plot_pictures, "pictures", new_pictures)
@@ -139,7 +139,7 @@ def modes(sweep: Sweep) -> Sweep:
     return sweep
 
 
-def told(study: Study) -> str:
+def rendered_table(study: Study) -> str:
     console = Console(file=io.StringIO(), width=200, legacy_windows=False)
     console.print(render(study))
     return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
@@ -194,7 +194,7 @@ def test_repeat_name_output_root_and_resume_do_not_separate_points(sweep: Sweep)
 
 def test_options_are_labeled_by_file_name_without_the_keys_they_set(sweep: Sweep) -> None:
     for model, precision in (("resnet50", "'16'"), ("resnet18", "bf16"), ("tiny", "bf16")):
-        config = composed(f"model={model}", f"precision={precision}")
+        config = compose_config(f"model={model}", f"precision={precision}")
         sweep.add(1.0, model=config["model"], precision=config["precision"])
     study = sweep.study
     assert [point.values for point in study.points] == [
@@ -205,13 +205,13 @@ def test_options_are_labeled_by_file_name_without_the_keys_they_set(sweep: Sweep
 
 
 def test_an_option_with_a_changed_key_keeps_its_name() -> None:
-    labels = labels_of(composed("optimizer=adamw", "optimizer.lr=0.5", "model=tiny", "model.hidden=7"))
+    labels = labels_of(compose_config("optimizer=adamw", "optimizer.lr=0.5", "model=tiny", "model.hidden=7"))
     assert (labels["optimizer"], labels["optimizer.lr"], labels["model"]) == ("adamw", 0.5, "tiny")
     assert labels["parallel"] == "single"
 
 
 def test_a_changed_key_of_an_option_is_a_swept_key(sweep: Sweep) -> None:
-    adam, sgd = (composed(f"optimizer={name}")["optimizer"] for name in ("adam", "sgd"))
+    adam, sgd = (compose_config(f"optimizer={name}")["optimizer"] for name in ("adam", "sgd"))
     for optimizer in (adam, sgd, sgd | {"lr": 0.3}):
         sweep.add(1.0, optimizer=optimizer)
     assert sweep.study.keys == ["optimizer", "optimizer.lr"]
@@ -251,7 +251,7 @@ def test_a_failed_run_is_listed_and_not_counted(sweep: Sweep) -> None:
     study = sweep.study
     assert [run.directory for run in study.failed] == [crashed, killed, broken, half]
     assert study.points[0].seconds.mean == 4.0
-    text = told(study)
+    text = rendered_table(study)
     assert "4 of 5 runs are excluded" in text
     assert f"{crashed}: crashed: OutOfMemoryError: 4 GiB and more\n" in text
     assert f"{killed}: no result: killed, still running, or a damaged result.json\n" in text
@@ -260,7 +260,7 @@ def test_a_failed_run_is_listed_and_not_counted(sweep: Sweep) -> None:
 
 
 NO_RESULT = "no result: killed, still running, or a damaged result.json"
-WRONG: dict[str, tuple[Any, str]] = {
+INVALID_RESULTS: dict[str, tuple[Any, str]] = {
     "metrics": ([0.5], NO_RESULT),
     "metrics.eval/accuracy": ("0.5", "metrics.eval/accuracy in its result.json is not a finite number, but '0.5'"),
     "metrics.eval/loss": (None, "metrics.eval/loss in its result.json is not a finite number, but null"),
@@ -281,14 +281,14 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.usefixtures("drawing_once")
-@pytest.mark.parametrize("key", WRONG)
+@pytest.mark.parametrize("key", INVALID_RESULTS)
 def test_a_result_with_a_wrong_type_is_excluded_and_the_others_are_plotted(
     key: str, sweep: Sweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for batch_size in (60, 120):
         sweep.add(2.0, batch_size=batch_size)
     wrong = sweep.add(9.0, seed=5)
-    value, why = WRONG[key]
+    value, why = INVALID_RESULTS[key]
     result = json.loads((wrong / "result.json").read_text())
     group, _, name = key.partition(".")
     (result[group] if name else result)[name or group] = value
@@ -385,12 +385,12 @@ def test_an_incomplete_sweep_is_reported_with_its_refused_jobs(sweep: Sweep) -> 
         job["config_hash"] = "a"
     ledger = {"typed": ["seed=1,x,2"], "complete": False, "jobs": jobs}
     (sweep.path / LEDGER).write_text(json.dumps(ledger))
-    text = told(sweep.study)
+    text = rendered_table(sweep.study)
     assert f"{sweep.path} is not complete: repeat its command with resume=auto" in text
     assert "seed=x: seed: got x choose a number\n" in text
     assert "seed=1:" not in text, "this one was done"
     (sweep.path / LEDGER).write_text(json.dumps(ledger | {"complete": True}))
-    assert "not complete" not in told(sweep.study)
+    assert "not complete" not in rendered_table(sweep.study)
 
 
 def test_a_sweep_without_a_successful_run_is_refused(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
@@ -411,7 +411,7 @@ def test_a_sweep_without_a_successful_run_is_refused(sweep: Sweep, capsys: pytes
 def test_the_table_has_mean_spread_and_speed_up(sweep: Sweep) -> None:
     sweep.add(5.0, seed=0, parallel=PIPELINE)
     sweep.add(None, seed=1)
-    text = told(modes(sweep).study)
+    text = rendered_table(modes(sweep).study)
     (line,) = (line for line in text.splitlines() if line.split()[:3] == ["pipeline", "12", "4"])
     # 4.0, 4.3, 4.6 and 5.0: mean 4.475, deviation 0.4272; the single device takes 6.1
     assert "4.47 ± 0.43" in line or "4.48 ± 0.43" in line
@@ -441,7 +441,9 @@ def test_several_machines_are_reported(sweep: Sweep) -> None:
     sweep.add(1.0, seed=0)
     gpus = [{"name": "H100"}, {"name": "H100"}]
     sweep.add(1.0, seed=1, machine=MACHINE | {"devices": gpus})
-    assert "measured on several machines: 2 × H100, torch 2.14.1; EPYC, 2 cores, torch 2.14.1" in told(sweep.study)
+    assert "measured on several machines: 2 × H100, torch 2.14.1; EPYC, 2 cores, torch 2.14.1" in rendered_table(
+        sweep.study
+    )
 
 
 def test_csv_has_every_run_and_every_point(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
@@ -637,7 +639,7 @@ def test_values_with_similar_ratios_are_drawn_on_a_logarithmic_axis(values: tupl
 def test_a_sweep_over_options_is_drawn_as_bars_side_by_side(sweep: Sweep) -> None:
     for precision in ("32", "bf16", "tf32"):
         for lr in (0.1, 0.2):
-            node = composed(f"precision='{precision}'")["precision"]
+            node = compose_config(f"precision='{precision}'")["precision"]
             sweep.add(10 * lr, optimizer__lr=lr, precision=node)
     figure = pictures(sweep.study)["sweep"]
     quality, time = figure.axes
@@ -709,15 +711,15 @@ def test_a_search_over_numbers_has_no_heat_map(sweep: Sweep) -> None:
 def test_more_than_two_keys_are_drawn_as_a_ranking_and_over_each_key(sweep: Sweep) -> None:
     for batch_size, lr, epochs in itertools.product((30, 60), (0.1, 0.2), (1, 2)):
         sweep.add(batch_size / 10 + lr + epochs / 20, optimizer__lr=lr, batch_size=batch_size, epochs=epochs)
-    drawn = pictures(sweep.study)
-    assert list(drawn) == ["ranking", "sweep"]
-    [axes] = drawn["ranking"].axes
+    figures = pictures(sweep.study)
+    assert list(figures) == ["ranking", "sweep"]
+    [axes] = figures["ranking"].axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels[0] == "epochs=2, batch_size=60, lr=0.2"
     assert labels[-1] == "epochs=1, batch_size=30, lr=0.1"
     assert axes.get_ylim()[0] > axes.get_ylim()[1], "the best is at the top"
     assert [text.get_text() for text in axes.texts][:2] == ["0.6300", "0.6250"]
-    panels = {axes.get_xlabel(): axes for axes in drawn["sweep"].axes}
+    panels = {axes.get_xlabel(): axes for axes in figures["sweep"].axes}
     assert set(panels) == {"epochs", "batch_size", "optimizer.lr"}
     [mean] = [line for line in panels["batch_size"].lines if line.get_linestyle() == "-"]
     assert [tuple(point) for point in mean.get_xydata()] == [(30, pytest.approx(0.3225)), (60, pytest.approx(0.6225))]
@@ -730,9 +732,9 @@ def test_ranked_runs_are_labeled_by_values_that_differ_from_most_runs(sweep: Swe
     ):
         sweep.add(2.0 + number, **changes)
     sweep.add(7.0, epochs=9, optimizer__lr=0.4)
-    drawn = pictures(sweep.study)
-    assert list(drawn) == ["ranking"], "no key was varied by itself"
-    labels = [label.get_text() for label in drawn["ranking"].axes[0].get_yticklabels()]
+    figures = pictures(sweep.study)
+    assert list(figures) == ["ranking"], "no key was varied by itself"
+    labels = [label.get_text() for label in figures["ranking"].axes[0].get_yticklabels()]
     assert labels == [
         "epochs=9, lr=0.4",
         "max_grad_norm=1.0",
@@ -871,7 +873,7 @@ def test_png_and_tensorboard_show_the_same_pictures(sweep: Sweep, capsys: pytest
     for _ in range(2):
         assert plot.main([str(sweep.path)]) == 0
     printed, out = capsys.readouterr().out, sweep.path / "plots"
-    read = events(out)
+    read = load_events(out)
     for name in ("modes", "modes_and_pipeline", "split_size"):
         (shown,) = read.Images(f"study/{name}")  # the images of the first call are replaced
         png = numpy.asarray(Image.open(out / f"{name}.png").convert("RGB")).astype(int)
@@ -917,7 +919,7 @@ def test_paths_that_cannot_be_plotted_are_refused(
 def test_without_matplotlib_the_error_says_how_to_install_it(sweep: Sweep) -> None:
     sweep.add(1.0)
     words = [sys.executable, "-m", "helpers.plot_without_matplotlib", str(sweep.path)]
-    ran = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    ran = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert ran.stderr.startswith("matplotlib: ")
     assert "pip install" in ran.stderr
@@ -925,7 +927,7 @@ def test_without_matplotlib_the_error_says_how_to_install_it(sweep: Sweep) -> No
 
 
 def test_a_real_sweep_is_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = (*FAST, "steps=6", "data=synthetic", "data.num_samples=64", "data.num_classes=3", "data.holdout=8")
+    small = (*TINY_CPU, "steps=6", "data=synthetic", "data.num_samples=64", "data.num_classes=3", "data.holdout=8")
     code, said = run_command("-m", *small, "seed=0,1", "precision=32,bf16", cwd=tmp_path)
     assert code == 0, said
     monkeypatch.chdir(tmp_path)
@@ -966,7 +968,7 @@ def test_special_characters_in_keys_metrics_and_machines_are_escaped(sweep: Swee
         result |= {"best": {"metric": text, "value": 0.5, "step": 1}, "metrics": {text: 0.5}}
         (directory / "result.json").write_text(json.dumps(result))
     shown = drawn.replace("\\$", "$")
-    title = re.split("  +", told(sweep.study).split("\n")[1].strip())
+    title = re.split("  +", rendered_table(sweep.study).split("\n")[1].strip())
     assert title == [f"model.{shown}", "runs", "seconds per step", "samples/s", shown]
     figure = pictures(sweep.study)["sweep"]
     figure.savefig(io.BytesIO())
@@ -984,9 +986,9 @@ def test_dollar_signs_in_legends_and_labels_are_escaped(sweep: Sweep, numbers: t
     for first, second in pairs:
         key: dict[str, Any] = {text: first, "model__depth": second}
         sweep.add(1.0 + first, machine=machine, **key)
-    drawn = pictures(sweep.study)
-    assert drawn.keys() == ({"sweep", "heat_map" if len(numbers) == 2 else "ranking"})
-    for name, figure in drawn.items():
+    figures = pictures(sweep.study)
+    assert figures.keys() == ({"sweep", "heat_map" if len(numbers) == 2 else "ranking"})
+    for name, figure in figures.items():
         figure.savefig(io.BytesIO())
         texts = [each for each in figure.findobj(Text) if "$" in each.get_text()]
         assert all(each.get_text().count("$") == each.get_text().count("\\$") for each in texts)

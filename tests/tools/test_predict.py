@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.compose import FAST
-from helpers.forged import reseal
+from helpers.checkpoint_edits import rewrite_manifest
+from helpers.compose import TINY_CPU
 from helpers.runs import write_images
 from PIL import Image
 
@@ -24,7 +24,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.SavedRun:
     monkeypatch.chdir(tmp_path)
     write_images(tmp_path / "photos")
     data = ("data=imagefolder", "data.root=photos", "data.size=8", "data.workers=0")
-    result = runner.train([*FAST, *data, "batch_size=8", "steps=4"])
+    result = runner.train([*TINY_CPU, *data, "batch_size=8", "steps=4"])
     Path("photos/val/broken.png").write_text("no image")
     assert result.directory is not None
     return runner.load(result.directory)
@@ -50,7 +50,7 @@ def test_class_names_are_escaped_in_the_terminal_and_in_csv(run: runner.SavedRun
     path = run.checkpoint("best")
     signature = json.loads((path / "model.json").read_text())
     (path / "model.json").write_text(json.dumps(signature | {"classes": ["=1\x1b[31ma\nb\ud800", "=2" + "x" * 90_000]}))
-    reseal(path)
+    rewrite_manifest(path)
     assert predict.main([str(run.directory), "photos/val", "--csv", "p.csv", "--json", "p.json"]) == 0
     shown = capsys.readouterr().out
     with Path("p.csv").open(newline="") as file:
@@ -79,9 +79,9 @@ def test_mistakes_are_refused_with_the_key(run: runner.SavedRun, capsys: Told, w
     Path("empty").mkdir()
     Path("link.csv").symlink_to("notes.csv")
     assert predict.main([str(run.directory), *words]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert f"\n{key}: " in f"\n{told.err}"
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"\n{key}: " in f"\n{captured.err}"
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: Told) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.deep import nested
-from helpers.saved import evaluated, make_older, save_ledger, save_run
+from helpers.handmade_runs import evaluation_entries, save_ledger, set_age_days, write_run_directory
+from helpers.nested_directories import nested
 
 from runner.storage.run_directory import lock
 from runner.tools import runs
@@ -33,12 +33,12 @@ def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     path = tmp_path / "outputs"
-    make_older(save_run(path / "classifier" / "old", **evaluated(0.7, 0.7)), days=9)
-    make_older(save_run(path / "classifier" / "killed"), days=5)
-    make_older(save_run(path / "other" / "new", **evaluated(0.95, 0.9, steps=12)), days=1)
+    set_age_days(write_run_directory(path / "classifier" / "old", **evaluation_entries(0.7, 0.7)), days=9)
+    set_age_days(write_run_directory(path / "classifier" / "killed"), days=5)
+    set_age_days(write_run_directory(path / "other" / "new", **evaluation_entries(0.95, 0.9, steps=12)), days=1)
     sweep = path / "sweeps" / "s" / "2026"
-    make_older(save_run(sweep / "000-a", **evaluated(0.8, 0.8)), days=3)
-    make_older(save_run(sweep / "001-b", status="crashed", error="broken"), days=2)
+    set_age_days(write_run_directory(sweep / "000-a", **evaluation_entries(0.8, 0.8)), days=3)
+    set_age_days(write_run_directory(sweep / "001-b", status="crashed", error="broken"), days=2)
     jobs = [{"directory": "000-a", "state": "done"}, {"directory": "001-b", "state": "crashed"}, {"state": "refused"}]
     save_ledger(sweep, *jobs)
     return path
@@ -124,7 +124,7 @@ def test_sweeps_are_listed_instead_of_runs(outputs: Path, capsys: pytest.Capture
 def test_config_directories_and_symbolic_links_are_not_listed_as_runs(
     outputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    elsewhere = save_run(outputs.parent / "elsewhere" / "run")
+    elsewhere = write_run_directory(outputs.parent / "elsewhere" / "run")
     (outputs / "conf").mkdir()
     (outputs / "conf" / "config.yaml").write_text("a: 1\n")
     (outputs / "link").symlink_to(elsewhere)
@@ -184,7 +184,7 @@ def test_clean_removes_the_listed_runs_and_directories_that_become_empty(
 def test_a_closed_output_pipe_is_not_an_error(tmp_path: Path) -> None:
     """A reader such as `head` closes the pipe early. The output is larger than the buffer of the pipe."""
     for number in range(400):
-        save_run(tmp_path / ("a" * 200 + str(number)), status="crashed", error="why")
+        write_run_directory(tmp_path / ("a" * 200 + str(number)), status="crashed", error="why")
     for tool, flags in (("runs", ["--json"]), ("compare", ["--json"])):
         command = [sys.executable, "-m", f"runner.tools.{tool}", str(tmp_path), *flags]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -230,7 +230,7 @@ def test_the_files_of_a_sweep_are_removed_with_its_last_run(outputs: Path) -> No
     left = sorted(path.name for path in (outputs / "sweeps" / "s" / "2026").iterdir())
     assert left == [".lock", "console", "notes.md", "sweep.json"], "somebody uses this directory"
     (outputs / "sweeps" / "s" / "2026" / "notes.md").unlink()
-    save_run(outputs / "sweeps" / "s" / "2026" / "002-c")
+    write_run_directory(outputs / "sweeps" / "s" / "2026" / "002-c")
     assert runs.main(["--clean", "--yes"]) == 0
     assert list(outputs.iterdir()) == []
 
@@ -315,7 +315,7 @@ def test_running_runs_and_sweeps_are_not_removed(
     assert (sweep / "sweep.json").exists()
 
 
-class Killed(BaseException):
+class SimulatedKill(BaseException):
     """Raised instead of sending a SIGKILL."""
 
 
@@ -330,7 +330,7 @@ def test_a_killed_removal_leaves_no_partial_run_and_can_be_repeated(
             nonlocal calls
             calls += 1
             if calls > after:
-                raise Killed
+                raise SimulatedKill
             return function(*arguments, **options)
 
         return call
@@ -339,7 +339,7 @@ def test_a_killed_removal_leaves_no_partial_run_and_can_be_repeated(
     with monkeypatch.context() as patch:
         for where, name in ((os, "rename"), (shutil, "rmtree"), (Path, "unlink"), (Path, "rmdir")):
             patch.setattr(where, name, dies(getattr(where, name)))
-        with pytest.raises(Killed):
+        with pytest.raises(SimulatedKill):
             runs.main(["outputs/other", "--clean", "--yes"])
     capsys.readouterr()
     new = outputs / "other" / "new"

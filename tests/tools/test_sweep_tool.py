@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import leftovers, run_command, run_fresh, until
-from helpers.compose import FAST
-from helpers.permissions import mode
+from helpers.command import names_left_in, run_command, run_in_new_interpreter, wait_until
+from helpers.compose import TINY_CPU
+from helpers.permissions import enforced_permissions
 
 from runner.sweep.ledger_reader import read_ledger
 from runner.sweep.unfinished_commands import remember_command
@@ -144,7 +144,7 @@ def test_invalid_requests_are_refused(
 def test_a_directory_that_cannot_be_read_is_refused(
     arguments: list[str], sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mode(sweep, 0):
+    with enforced_permissions(sweep, 0):
         assert main([str(sweep), *arguments]) == 2
     said = capsys.readouterr().err
     assert said.startswith("PATH: got ")
@@ -180,12 +180,12 @@ def test_a_process_that_does_not_run_the_sweep_is_not_stopped(sweep: Path, capsy
 
 def test_a_background_sweep_is_started_and_canceled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command that starts the sweep returns at once."""
-    words = (*FAST, "-m", "seed=0,1", "steps=100000", "save_every=5", "eval_every=0", "sweep.detach=true")
-    typed = run_fresh(*words, cwd=tmp_path)
+    words = (*TINY_CPU, "-m", "seed=0,1", "steps=100000", "save_every=5", "eval_every=0", "sweep.detach=true")
+    typed = run_in_new_interpreter(*words, cwd=tmp_path)
     assert typed.returncode == 0, typed.stderr
     assert "the sweep runs in the background" in typed.stdout
     [path] = tmp_path.glob("outputs/sweeps/*/*")
-    until(lambda: len(list(path.glob("*/checkpoints/step_*"))) >= 2)
+    wait_until(lambda: len(list(path.glob("*/checkpoints/step_*"))) >= 2)
     assert is_locked(path)
     assert main([str(path), "--cancel"]) == 0
     assert not is_locked(path)
@@ -198,14 +198,14 @@ def test_a_background_sweep_is_started_and_canceled(tmp_path: Path, capsys: pyte
 
 
 def test_an_invalid_background_sweep_is_refused_before_the_command_returns(tmp_path: Path) -> None:
-    code, told = run_command(*FAST, "-m", "seed=0,1", "optimizer.lr=-1", "sweep.detach=true", cwd=tmp_path)
+    code, output = run_command(*TINY_CPU, "-m", "seed=0,1", "optimizer.lr=-1", "sweep.detach=true", cwd=tmp_path)
     assert code == 2
-    assert "optimizer.lr: got -1" in told
-    assert leftovers(tmp_path) == set()
+    assert "optimizer.lr: got -1" in output
+    assert names_left_in(tmp_path) == set()
 
 
 @pytest.mark.parametrize("descriptor", ["x", "99"])
 def test_the_internal_flag_detached_is_refused_if_a_user_types_it(descriptor: str, tmp_path: Path) -> None:
-    code, told = run_command(*FAST, "-m", "seed=0,1", f"--detached={descriptor}", cwd=tmp_path)
+    code, output = run_command(*TINY_CPU, "-m", "seed=0,1", f"--detached={descriptor}", cwd=tmp_path)
     assert code == 2
-    assert "--detached" in told
+    assert "--detached" in output

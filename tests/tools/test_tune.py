@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.compose import composed
+from helpers.compose import compose_config
 from matplotlib.image import imread
 
 from runner.planning import choice
@@ -238,4 +238,4 @@ def test_a_config_that_crashes_is_reported(
 
 
 def test_the_composed_config_has_how_default() -> None:
-    assert composed("model=tiny")["how"] == "default"
+    assert compose_config("model=tiny")["how"] == "default"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.compose import FAST, composed, option_node, prepared
-from helpers.ranks import Ranks
-from helpers.verified import narrow_runs, record_here
+from helpers.compose import TINY_CPU, compose_config, option_content, prepare_session
+from helpers.ranks import PersistentRanks
+from helpers.verify_narrow import record_first_steps, use_narrow_networks
 
 from runner.config.errors import ConfigError
 from runner.parallel.launch.processes import LocalProcesses
@@ -24,7 +24,7 @@ from runner.tools.verify_verdict import Pair, Verdict, compare, largest
 
 ROOT = Path(__file__).parent.parent.parent
 RESNET = ("model=resnet18", "data.size=16", "data.holdout=0.02", "batch_size=8")
-SINGLE = option_node("parallel", "single")["_target_"]
+SINGLE = option_content("parallel", "single")["_target_"]
 KINDS = ("samples", "loss per sample", "loss", "gradients", "weights", "buffers", "evaluation")
 
 
@@ -34,7 +34,7 @@ def _helpers_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     info = tmp_path / "helpers-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: helpers\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[runner.components]\nhelpers = helpers.wrong_modes\n")
+    (info / "entry_points.txt").write_text("[runner.components]\nhelpers = helpers.incorrect_modes\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -46,16 +46,19 @@ def references() -> dict[str, list[Steps]]:
 
 @pytest.fixture(autouse=True)
 def _few_runs(
-    references: dict[str, list[Steps]], ranks: Callable[[int], Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    references: dict[str, list[Steps]],
+    ranks: Callable[[int], PersistentRanks],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Save time: narrow the networks, compute each reference only once, and reuse the processes of `ranks`."""
 
     def first_steps(runs: list[Run]) -> list[Steps]:
         launcher = runs[0].parallel.launcher(runs[0].device)
         if isinstance(launcher, LocalProcesses) and len(launcher.devices) > 1:
-            verify_steps.check_comparable(prepared(runs[-1]))
+            verify_steps.check_comparable(prepare_session(runs[-1]))
             configs = [run.config for run in runs]
-            return ranks(len(launcher.devices)).do(record_here, configs, tmp_path)[0]
+            return ranks(len(launcher.devices)).call_on_all(record_first_steps, configs, tmp_path)[0]
         if any(run.config["parallel"]["_target_"] != SINGLE for run in runs):
             return verify_steps.first_steps(runs)
         key = json.dumps([run.config for run in runs])
@@ -63,7 +66,7 @@ def _few_runs(
             references[key] = verify_steps.first_steps(runs)
         return copy.deepcopy(references[key])
 
-    narrow_runs(monkeypatch)
+    use_narrow_networks(monkeypatch)
     monkeypatch.setattr(verify, "first_steps", first_steps)
 
 
@@ -73,16 +76,16 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "first_steps", verify_steps.first_steps)
 
 
-def code_of(*overrides: str) -> int:
-    return verify.main([*FAST, *overrides])
+def verify_exit_code(*overrides: str) -> int:
+    return verify.main([*TINY_CPU, *overrides])
 
 
 def mode(name: str) -> str:
-    return f"parallel._target_=helpers.wrong_modes.{name}"
+    return f"parallel._target_=helpers.incorrect_modes.{name}"
 
 
 def workload(name: str) -> str:
-    return f"workload._target_=helpers.wrong_modes.{name}"
+    return f"workload._target_=helpers.incorrect_modes.{name}"
 
 
 def too_large(out: str) -> list[str]:
@@ -120,13 +123,13 @@ def too_large(out: str) -> list[str]:
         ["parallel=ddp", workload("WithRunningMean")],
         ["workload=dqn", "model=qnet", "accumulation=2", "workload.warm_up=100"],
     ],
-    ids=lambda overrides: " ".join(overrides).replace("helpers.wrong_modes.", ""),
+    ids=lambda overrides: " ".join(overrides).replace("helpers.incorrect_modes.", ""),
 )
 def test_equivalent_modes_are_the_same(overrides: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     if overrides[0] == "workload=dqn":
         code = verify.main(["device=cpu", "device.threads=1", *overrides])
     else:
-        code = code_of(*overrides)
+        code = verify_exit_code(*overrides)
     out = capfd.readouterr().out
     assert code == verify.SAME, out
     assert not too_large(out)
@@ -144,7 +147,7 @@ def test_a_device_without_float64_refuses_it(
         raise ConfigError("precision", "64", "it has no float64", "choose device=cpu or precision=32")
 
     monkeypatch.setattr(Double, "check_device", refuse)
-    assert code_of("accumulation=2", "precision=64") == verify.REFUSED
+    assert verify_exit_code("accumulation=2", "precision=64") == verify.REFUSED
     assert "precision: got '64': it has no float64" in capfd.readouterr().err
 
 
@@ -154,23 +157,23 @@ def test_a_device_without_float64_refuses_it(
     [(["parallel=ddp", "accumulation=2"], verify.SAME), (["parallel=ddp", workload("SameShard")], verify.DIFFERENT)],
 )
 def test_processes_that_the_mode_starts_are_compared(overrides: list[str], code: int) -> None:
-    assert code_of(*overrides) == code
+    assert verify_exit_code(*overrides) == code
 
 
 def test_options_of_a_config_directory_are_compared(tmp_path: Path) -> None:
     option = tmp_path / "it's" / "parallel" / "replicas.yaml"
     option.parent.mkdir(parents=True)
-    option.write_text("defaults: [_processes, _self_]\n_target_: helpers.wrong_modes.NoAllReduce\n")
+    option.write_text("defaults: [_processes, _self_]\n_target_: helpers.incorrect_modes.NoAllReduce\n")
     for flag in ([f"--config-dir={option.parent.parent}"], ["-cd", str(option.parent.parent)]):
-        assert code_of(*flag, "parallel=replicas") == verify.DIFFERENT
+        assert verify_exit_code(*flag, "parallel=replicas") == verify.DIFFERENT
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Verdict: different
 
-WRONG = {
-    "other samples": (["parallel=ddp", workload("OwnSeed")], "samples"),
-    "other samples that cannot be read": (["parallel=ddp", workload("SealedOwnSeed")], "gradients"),
+PLANTED_MISTAKES = {
+    "other samples": (["parallel=ddp", workload("ShufflesWithOwnSeed")], "samples"),
+    "other samples that cannot be read": (["parallel=ddp", workload("OpaqueOwnSeed")], "gradients"),
     "one shard twice": (["parallel=ddp", workload("SameShard")], "samples"),
     "a sample twice and one missing": ([mode("RepeatsSample")], "loss per sample"),
     "permuted targets": ([mode("PermutesTargets")], "loss per sample"),
@@ -178,13 +181,13 @@ WRONG = {
     "mean of means": ([mode("UnequalShards")], "gradients"),
     "no all-reduce": ([mode("NoAllReduce")], "gradients"),
     "all-reduce once": ([mode("ReducesOnce")], "weights"),
-    "sums instead of means": ([mode("SumsMeans")], "gradients"),
+    "sums instead of means": ([mode("SumsShardMeans")], "gradients"),
     "rounded gradients": ([mode("RoundsGradients")], "gradients"),
     "clipping by local norms": ([mode("ClipsLocally"), "max_grad_norm=0.1"], "gradients"),
-    "own initial weights": ([mode("OwnWeights")], "loss per sample"),
+    "own initial weights": ([mode("InitializesOwnWeights")], "loss per sample"),
     "a micro-batch dropped": ([mode("DropsLastMicroBatch"), "accumulation=2"], "gradients"),
     "an update skipped": ([mode("SkipsUpdate")], "weights"),
-    "buffers of rank 0": ([mode("ForgetsBuffers"), workload("WithRunningMean")], "buffers"),
+    "buffers of rank 0": ([mode("SavesRankZeroBuffers"), workload("WithRunningMean")], "buffers"),
     "evaluated with own buffers": (
         [mode("EvaluatesOwnBuffers"), workload("WithRunningMean")],
         "evaluation",
@@ -200,10 +203,10 @@ WRONG = {
 """The overrides of each planted mistake, and a row of the table in which it must show."""
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", PLANTED_MISTAKES)
 def test_a_planted_mistake_is_distinguished_from_rounding(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    overrides, row = WRONG[name]
-    code = code_of(*overrides)
+    overrides, row = PLANTED_MISTAKES[name]
+    code = verify_exit_code(*overrides)
     out = capfd.readouterr().out
     assert code == verify.DIFFERENT, out
     assert row in too_large(out), out
@@ -221,16 +224,16 @@ def test_a_planted_mistake_is_distinguished_from_rounding(name: str, capfd: pyte
 def test_an_expected_difference_is_explained(
     overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert code_of(*overrides, "--steps", "1") == verify.DIFFERENT
+    assert verify_exit_code(*overrides, "--steps", "1") == verify.DIFFERENT
     assert words in capfd.readouterr().out.partition("\ndifferent: ")[2]
 
 
 @pytest.mark.parametrize(("synchronized", "is_expected"), [(True, False), (False, True)])
 def test_synchronized_batch_normalization_is_not_expected_to_differ(
-    synchronized: bool, is_expected: bool, ranks: Callable[[int], Ranks], tmp_path: Path
+    synchronized: bool, is_expected: bool, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    words = (*FAST, *RESNET, "parallel=ddp", f"parallel.sync_batch_norm={str(synchronized).lower()}", "steps=1")
-    [recorded] = ranks(2).do(record_here, [composed(*words)], tmp_path)[0]
+    words = (*TINY_CPU, *RESNET, "parallel=ddp", f"parallel.sync_batch_norm={str(synchronized).lower()}", "steps=1")
+    [recorded] = ranks(2).call_on_all(record_first_steps, [compose_config(*words)], tmp_path)[0]
     assert ("Batch normalization" in recorded.expected) == is_expected
 
 
@@ -241,22 +244,22 @@ def test_synchronized_batch_normalization_is_not_expected_to_differ(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["parallel=ddp", workload("Float32")], "the loss of this workload is computed in fewer than 64 bits"),
-        (["accumulation=2", workload("Amplifies")], "on a single device alone"),
+        (["parallel=ddp", workload("Float32Attention")], "the loss of this workload is computed in fewer than 64 bits"),
+        (["accumulation=2", workload("AmplifiesRounding")], "on a single device alone"),
         (["accumulation=2", workload("Diverges")], "on a single device, the loss is not finite at step 1"),
     ],
 )
 def test_differences_hidden_by_rounding_are_not_judged(
     overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert code_of(*overrides) == verify.UNJUDGED
+    assert verify_exit_code(*overrides) == verify.UNJUDGED
     out = capfd.readouterr().out
     assert words in out.partition("cannot be judged: ")[2]
     assert "the same:" not in out
 
 
 def test_a_config_that_crashes_is_not_judged(capfd: pytest.CaptureFixture[str]) -> None:
-    assert code_of(mode("Crashes")) == verify.UNJUDGED
+    assert verify_exit_code(mode("Crashes")) == verify.UNJUDGED
     err = capfd.readouterr().err
     assert "ZeroDivisionError" in err
     assert "cannot be judged: the config crashed" in err
@@ -282,7 +285,7 @@ def test_a_config_that_crashes_is_not_judged(capfd: pytest.CaptureFixture[str]) 
 def test_configs_that_cannot_be_compared_are_refused(
     overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words_of_device = [text for text in FAST if "dqn" not in " ".join(overrides) or text.startswith("device")]
+    words_of_device = [text for text in TINY_CPU if "dqn" not in " ".join(overrides) or text.startswith("device")]
     assert verify.main([*words_of_device, *overrides]) == verify.REFUSED
     captured = capfd.readouterr()
     assert words in captured.err

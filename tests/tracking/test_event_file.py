@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.events import curves
+from helpers.events import scalar_curves
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar
@@ -33,13 +33,13 @@ def test_sessions_are_read_in_order_even_if_the_clock_is_set_back(
         for step in range(first_step, 9):
             file.add(points({"a": first_step}), step)
         file.close()
-    assert curves(tmp_path)["a"] == [(1, 1), (2, 1), (3, 3), (4, 3), (5, 5), (6, 6), (7, 6), (8, 6)]
+    assert scalar_curves(tmp_path)["a"] == [(1, 1), (2, 1), (3, 3), (4, 3), (5, 5), (6, 6), (7, 6), (8, 6)]
 
 
 def test_an_added_event_can_be_read_at_once(tmp_path: Path) -> None:
     file = EventFile(tmp_path, 1)
     file.add(scalar("a", 3.0), 2)
-    assert curves(tmp_path)["a"] == [(2, 3.0)]
+    assert scalar_curves(tmp_path)["a"] == [(2, 3.0)]
     file.close()
 
 

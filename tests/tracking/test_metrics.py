@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.compose import Trained
+from helpers.compose import TrainedRun
 
 import runner.system.section_timer
 import runner.tracking.metrics
@@ -68,7 +68,7 @@ def test_the_first_step_whose_sums_are_not_finite_is_named(bad: float, at: int, 
     assert f"step {steps[at]}" in str(caught.value)
 
 
-class Hand(SimpleNamespace):
+class FakeClock(SimpleNamespace):
     """A fake clock, which moves only when a test sets `now`."""
 
     now = 100.0
@@ -78,26 +78,26 @@ class Hand(SimpleNamespace):
 
 
 def test_pauses_are_left_out_of_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    hand = Hand()
-    monkeypatch.setattr(runner.system.section_timer, "time", hand)
-    monkeypatch.setattr(runner.tracking.metrics, "time", hand)
+    clock = FakeClock()
+    monkeypatch.setattr(runner.system.section_timer, "time", clock)
+    monkeypatch.setattr(runner.tracking.metrics, "time", clock)
     timer = SectionTimer()
     monkeypatch.setattr(runner.tracking.metrics, "timer", timer)
 
     def spend(name: str, seconds: float) -> None:
         with timer.section(name):
-            hand.now += seconds
+            clock.now += seconds
 
     spend("data", 50)  # before the first step: not counted
     spend("log", 50)
     steps = StepTimer(torch.device("cpu"))
-    hand.now += 7
+    clock.now += 7
     steps.start()
     spend("data", 1)
-    hand.now += 2
+    clock.now += 2
     steps.lap(pausing=False)
     spend("data", 0.5)
-    hand.now += 0.5
+    clock.now += 0.5
     steps.lap(pausing=True)
     assert steps.rates(8) == {
         "time/samples_per_second": 16 / 4,
@@ -106,7 +106,7 @@ def test_pauses_are_left_out_of_step_times(monkeypatch: pytest.MonkeyPatch) -> N
     }
     for name in ("log", "evaluate", "checkpoint"):
         spend(name, 1000)
-    hand.now += 5
+    clock.now += 5
     steps.lap(pausing=True)
     assert steps.rates(8)["time/samples_per_second"] == 8 / 5
     assert list(steps.seconds) == [3, 1, 5]
@@ -125,7 +125,7 @@ def test_the_timer_synchronizes_with_the_device_only_before_a_pause(monkeypatch:
 
 
 def test_logs_evaluations_and_checkpoints_are_pauses(
-    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = []
     monkeypatch.setattr(StepTimer, "lap", lambda steps, pausing: said.append(pausing) or steps.seconds.append(1))

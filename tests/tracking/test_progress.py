@@ -15,8 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.command import PATIENCE, environment
-from helpers.compose import FAST
+from helpers.command import TIMEOUT_SECONDS, child_environment
+from helpers.compose import TINY_CPU
 
 import runner.tracking.progress
 from runner.system.section_timer import timer
@@ -25,7 +25,7 @@ from runner.tracking.progress import Bar, Progress, Silent, progress_for
 BATCH = 64
 
 
-class Hand:
+class FakeClock:
     """A fake clock, which moves only when a test sets `now`."""
 
     now = 1000.0
@@ -35,10 +35,10 @@ class Hand:
 
 
 @pytest.fixture
-def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
-    hand = Hand()
-    monkeypatch.setattr(runner.tracking.progress, "time", hand)
-    return hand
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(runner.tracking.progress, "time", clock)
+    return clock
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -51,11 +51,11 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 # Lines
 
 
-def test_a_line_every_five_seconds_shows_the_metrics(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_every_five_seconds_shows_the_metrics(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(num_steps=1000, batch_size=BATCH)
     progress.metrics({"train/loss": 2.34567, "train/accuracy": 0.5})
     for step in range(1, 101):  # ten steps per second, for ten seconds
-        hand.now += 0.1
+        clock.now += 0.1
         progress.step(step)
     first, second = lines(capsys)
     assert re.fullmatch(r"step (49|50|51)/1000  loss 2.346  accuracy 0.5  640 samples/s  1:3[45] left", first)
@@ -63,11 +63,11 @@ def test_a_line_every_five_seconds_shows_the_metrics(hand: Hand, capsys: pytest.
 
 
 def test_the_rate_is_recent_and_the_time_left_is_based_on_all_steps(
-    hand: Hand, capsys: pytest.CaptureFixture[str]
+    clock: FakeClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = Progress(num_steps=10_000, batch_size=BATCH)
     for step, seconds in ((100, 10), (100 + 5, 10), (100 + 5 + 400, 20)):  # 10, 0.5 and 20 steps per second
-        hand.now += seconds
+        clock.now += seconds
         progress.step(step)
     assert [line.partition("  ")[2] for line in lines(capsys)] == [
         "640 samples/s  16:30 left",
@@ -77,12 +77,12 @@ def test_the_rate_is_recent_and_the_time_left_is_based_on_all_steps(
 
 
 def test_evaluations_count_toward_the_time_left_but_not_the_rate(
-    hand: Hand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(timer, "paused", lambda: 0.0)
     progress = Progress(num_steps=20, batch_size=BATCH)
     for step, paused in ((10, 30.0), (20, 60.0)):  # ten steps per second, then an evaluation of half a minute
-        hand.now += 31
+        clock.now += 31
         monkeypatch.setattr(timer, "paused", lambda paused=paused: paused)
         progress.step(step)
     assert [line.partition("  ")[2] for line in lines(capsys)] == [
@@ -93,7 +93,7 @@ def test_evaluations_count_toward_the_time_left_but_not_the_rate(
 
 @pytest.mark.parametrize("display", [Progress, Bar])
 def test_write_errors_of_the_console_are_ignored(
-    display: type[Progress], hand: Hand, monkeypatch: pytest.MonkeyPatch
+    display: type[Progress], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Closed(io.StringIO):
         tried = 0
@@ -105,34 +105,34 @@ def test_write_errors_of_the_console_are_ignored(
     monkeypatch.setattr(sys, "stderr", closed := Closed())
     with display(num_steps=1000, batch_size=BATCH) as progress:
         for step in range(1, 5):
-            hand.now += 10
+            clock.now += 10
             progress.step(step)
     assert closed.tried > 0
 
 
-def test_the_last_step_is_always_shown(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_step_is_always_shown(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(num_steps=3, batch_size=BATCH)
     for step in (1, 2, 3):
-        hand.now += 0.5
+        clock.now += 0.5
         progress.step(step)
     progress.close()
     assert lines(capsys) == ["step 3/3  128 samples/s  0:00 left"]
 
 
-def test_a_resumed_run_counts_only_its_own_steps(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_counts_only_its_own_steps(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(num_steps=1000, batch_size=BATCH, first_step=900)
-    hand.now += 10
+    clock.now += 10
     progress.step(950)
     assert lines(capsys) == ["step 950/1000  320 samples/s  0:10 left"]
 
 
-def test_no_rate_is_shown_if_no_time_has_passed(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_rate_is_shown_if_no_time_has_passed(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(num_steps=1, batch_size=BATCH)
     progress.step(1)
     assert lines(capsys) == ["step 1/1  "]
 
 
-def test_new_values_replace_earlier_values_of_the_same_metric(hand: Hand) -> None:
+def test_new_values_replace_earlier_values_of_the_same_metric(clock: FakeClock) -> None:
     progress = Progress(num_steps=1, batch_size=BATCH)
     progress.metrics({"train/loss": 2.0})
     progress.metrics({"eval/accuracy": 0.98765})
@@ -167,10 +167,10 @@ def test_the_display_depends_on_the_terminal(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen(terminal=True, TERM="xterm", visible=False) is Silent
 
 
-def test_other_ranks_are_silent(hand: Hand, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_are_silent(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress_for(10, BATCH, 0, visible=False) as progress:
         progress.metrics({"train/loss": 1.0})
-        hand.now += 100
+        clock.now += 100
         progress.step(10)
     assert lines(capsys) == []
 
@@ -181,12 +181,12 @@ def test_other_ranks_are_silent(hand: Hand, capsys: pytest.CaptureFixture[str]) 
 STEPS = [sys.executable, "-m", "helpers.progress_steps"]
 
 
-def on_a_terminal(program: list[str], cwd: Path, timeout: float = PATIENCE, **variables: str) -> str:
+def on_a_terminal(program: list[str], cwd: Path, timeout: float = TIMEOUT_SECONDS, **variables: str) -> str:
     """Run `program` on a pseudoterminal with 120 columns, and return its output."""
     ours, theirs = pty.openpty()
     variables = {"TERM": "xterm-256color", "COLUMNS": "120", **variables}
     process = subprocess.Popen(
-        program, cwd=cwd, env=environment() | variables, stdin=theirs, stdout=theirs, stderr=theirs
+        program, cwd=cwd, env=child_environment() | variables, stdin=theirs, stdout=theirs, stderr=theirs
     )
     os.close(theirs)
     sent, end = b"", time.monotonic() + timeout
@@ -200,7 +200,7 @@ def on_a_terminal(program: list[str], cwd: Path, timeout: float = PATIENCE, **va
                 break
             sent += part
     os.close(ours)
-    assert process.wait(timeout=PATIENCE) == 0, sent.decode()
+    assert process.wait(timeout=TIMEOUT_SECONDS) == 0, sent.decode()
     return sent.decode()
 
 
@@ -233,7 +233,7 @@ def test_no_bar_in_ci_or_on_a_dumb_terminal(variables: dict[str, str], tmp_path:
 
 
 def test_the_command_draws_a_bar_and_restores_the_terminal(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "runner", *FAST, "steps=300", "log_every=10"]
+    program = [sys.executable, "-m", "runner", *TINY_CPU, "steps=300", "log_every=10"]
     sent = on_a_terminal(program, tmp_path)
     plain = ESCAPE.sub("", sent)
     shown = re.findall(

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from helpers.compose import FAST, Trained, built, train_in
-from helpers.events import curves, events, hparams_table
+from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, train_in
+from helpers.events import hparams_table, load_events, scalar_curves
 from PIL import Image
 
 from runner.run import CrashedError, Run
@@ -57,10 +57,10 @@ def plain_loop(run: Run, steps: int) -> tuple[list[float], list[float], list[flo
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_each_point_is_the_mean_since_the_last_log(trained: Callable[..., Trained], accumulation: int) -> None:
+def test_each_point_is_the_mean_since_the_last_log(trained: Callable[..., TrainedRun], accumulation: int) -> None:
     run = trained(*PLAIN, "steps=10", "log_every=4", "eval_every=0", f"accumulation={accumulation}")
     losses, accuracies, norms, (eval_loss, eval_accuracy) = plain_loop(run.run, 10)
-    read = curves(run.directory)
+    read = scalar_curves(run.directory)
     windows = {4: slice(0, 4), 8: slice(4, 8), 10: slice(8, 10)}
     for tag, values in (("train/loss", losses), ("train/accuracy", accuracies)):
         means = [sum(values[window]) / len(values[window]) for window in windows.values()]
@@ -72,11 +72,11 @@ def test_each_point_is_the_mean_since_the_last_log(trained: Callable[..., Traine
     assert read["eval/accuracy"] == [(10, pytest.approx(eval_accuracy))]
 
 
-def test_the_tags_of_a_run(trained: Callable[..., Trained]) -> None:
+def test_the_tags_of_a_run(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=6", "log_every=2", "eval_every=3")
     training = {"train/loss", "train/accuracy", "train/gradient_norm", "lr", "epoch"}
     training |= {"memory/peak", *TIMES}
-    read = curves(run.directory)
+    read = scalar_curves(run.directory)
     assert set(read) == training | {"eval/loss", "eval/accuracy", "best/accuracy"}
     assert all([step for step, _ in read[tag]] == [2, 4, 6] for tag in training)
     assert all([step for step, _ in read[tag]] == [3, 6] for tag in ("eval/loss", "eval/accuracy", "best/accuracy"))
@@ -89,17 +89,17 @@ def test_the_tags_of_a_run(trained: Callable[..., Trained]) -> None:
     assert [1 / value for _, value in read["time/step_seconds"]] == pytest.approx(steps_per_second, rel=1e-5)
 
 
-def test_the_learning_rate_of_the_step_is_logged(trained: Callable[..., Trained]) -> None:
+def test_the_learning_rate_of_the_step_is_logged(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=9", "log_every=3", "schedule=cosine", "optimizer.lr=0.4")
     rates = [0.4 * (1 + torch.tensor(torch.pi * (step - 1) / 9).cos().item()) / 2 for step in (3, 6, 9)]
-    assert curves(run.directory)["lr"] == [
+    assert scalar_curves(run.directory)["lr"] == [
         (s, pytest.approx(r, rel=1e-5)) for s, r in zip((3, 6, 9), rates, strict=True)
     ]
 
 
-def test_images_are_logged_at_every_evaluation(trained: Callable[..., Trained]) -> None:
+def test_images_are_logged_at_every_evaluation(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=4", "eval_every=2")
-    read = events(run.directory)
+    read = load_events(run.directory)
     assert set(read.Tags()["images"]) == PICTURES
     for tag in read.Tags()["images"]:
         assert [point.step for point in read.Images(tag)] == [2, 4]
@@ -109,7 +109,7 @@ def test_images_are_logged_at_every_evaluation(trained: Callable[..., Trained]) 
                 assert len(image.convert("L").getcolors()) > 2, "not empty"
 
 
-def test_without_mistakes_no_misclassified_images_are_logged(trained: Callable[..., Trained]) -> None:
+def test_without_mistakes_no_misclassified_images_are_logged(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=1")
     right = run.run.workload.held_out.targets + 1  # pyright: ignore[reportAttributeAccessIssue]
     sums = {"confusion": torch.zeros(0), "predictions": right, "targets": right, "confidence": right}
@@ -118,13 +118,13 @@ def test_without_mistakes_no_misclassified_images_are_logged(trained: Callable[.
 
 def text(directory: Path, tag: str) -> list[tuple[int, str]]:
     """Return the points of a text, (step, content), without the Markdown code fence."""
-    points = events(directory).Tensors(f"{tag}/text_summary")
+    points = load_events(directory).Tensors(f"{tag}/text_summary")
     contents = [point.tensor_proto.string_val[0].decode() for point in points]
     assert all(content.startswith("```\n") and content.endswith("\n```") for content in contents)
     return [(p.step, content[4:-4]) for p, content in zip(points, contents, strict=True)]
 
 
-def test_the_config_and_the_environment_are_logged_as_texts(trained: Callable[..., Trained]) -> None:
+def test_the_config_and_the_environment_are_logged_as_texts(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=2", "optimizer.lr=0.07")
     [(step, config)] = text(run.directory, "config")
     assert step == 1
@@ -135,7 +135,7 @@ def test_the_config_and_the_environment_are_logged_as_texts(trained: Callable[..
 
 
 def test_a_table_of_the_model_is_in_tensorboard_and_in_the_log(
-    trained: Callable[..., Trained], caplog: pytest.LogCaptureFixture
+    trained: Callable[..., TrainedRun], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, logger="runner"):
         run = trained("steps=1", "model.freeze=[conv1.*]")
@@ -152,7 +152,7 @@ def test_a_table_of_the_model_is_in_tensorboard_and_in_the_log(
     assert f"model:\n{table}" in [record.getMessage() for record in caplog.records]
 
 
-def test_each_session_logs_its_own_config_once(trained: Callable[..., Trained]) -> None:
+def test_each_session_logs_its_own_config_once(trained: Callable[..., TrainedRun]) -> None:
     trained("steps=4", "save_every=2")
     run = trained("steps=8", "save_every=2")
     told = [(step, yaml.safe_load(config)["steps"]) for step, config in text(run.directory, "config")]
@@ -162,23 +162,23 @@ def test_each_session_logs_its_own_config_once(trained: Callable[..., Trained]) 
 
 
 def test_the_loss_scale_is_logged_if_the_precision_has_one(
-    trained: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for precision in ("32", "bf16", "16"):  # on the CPU, 16 is bfloat16, which needs none
-        assert "train/loss_scale" not in curves(
+        assert "train/loss_scale" not in scalar_curves(
             trained("steps=2", f"precision={precision}", directory=precision).directory
         )
-    run = built(*FAST, "steps=2")
+    run = build_composed_run(*TINY_CPU, "steps=2")
     monkeypatch.setattr(run.precision, "scalars", lambda: {"train/loss_scale": torch.tensor(512.0)})
     train_in(tmp_path, run)
-    assert curves(tmp_path)["train/loss_scale"] == [(2, 512.0)]
+    assert scalar_curves(tmp_path)["train/loss_scale"] == [(2, 512.0)]
 
 
 @pytest.mark.gpu
 def test_a_loss_scale_is_logged_on_cuda(tmp_path: Path) -> None:
-    run = built(*FAST, "device=cuda", "steps=4", "log_every=2", "precision=16")
+    run = build_composed_run(*TINY_CPU, "device=cuda", "steps=4", "log_every=2", "precision=16")
     train_in(tmp_path, run)
-    assert [step for step, _ in curves(tmp_path)["train/loss_scale"]] == [2, 4]
+    assert [step for step, _ in scalar_curves(tmp_path)["train/loss_scale"]] == [2, 4]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ VALUES = {"optimizer.lr": 0.08, "schedule": "cosine", "precision": "16", "seed":
 
 
 def test_hparams_have_one_row_with_the_overrides_and_the_final_metric(
-    trained: Callable[..., Trained], tmp_path: Path
+    trained: Callable[..., TrainedRun], tmp_path: Path
 ) -> None:
     others = ["resume=auto", "output_root=/tmp/x", "name='a'", "~profiler", "hydra.verbose=true", "max_grad_norm=null"]
     (tmp_path / "run").mkdir()
@@ -218,7 +218,7 @@ def test_an_override_without_a_value_in_the_config_is_shown_as_typed() -> None:
 
 
 def test_hparams_have_one_row_after_a_crash_and_after_a_resume(
-    trained: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = ("steps=9", "eval_every=3", "save_every=3")
     with monkeypatch.context() as patched:
@@ -332,7 +332,7 @@ def test_nothing_is_written_on_ranks_other_than_0(tmp_path: Path) -> None:
     assert tracked.calls == []
 
 
-def test_without_tracking_a_run_writes_no_events(trained: Callable[..., Trained]) -> None:
+def test_without_tracking_a_run_writes_no_events(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=2", "tracking=none")
     assert run.result.status == "done"
     assert not list(run.directory.glob("events*"))

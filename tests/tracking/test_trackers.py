@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers.compose import FAST, built, prepared, train_in
-from helpers.events import curves
-from helpers.rank_work import stop_at
+from helpers.compose import TINY_CPU, build_composed_run, prepare_session, train_in
+from helpers.events import scalar_curves
+from helpers.rank_functions import sigterm_at
 
 from runner.config.errors import ConfigError
 from runner.storage.run_directory import check_regular
@@ -66,12 +66,12 @@ def test_only_tensorboard_writes_the_event_files_that_pruning_needs(tracker: Tra
 
 
 def test_several_trackers_get_every_point_once_across_a_resume(tmp_path: Path) -> None:
-    overrides = (*FAST, *STEPS, "tracking=several", "tracking.names=[tensorboard,csv]")
-    train_in(tmp_path, built(*overrides), partial(stop_at, 3, 0))
+    overrides = (*TINY_CPU, *STEPS, "tracking=several", "tracking.names=[tensorboard,csv]")
+    train_in(tmp_path, build_composed_run(*overrides), partial(sigterm_at, 3, 0))
     with (tmp_path / "curves.csv").open("a") as file:
         file.write("4,train/loss,1.0\n5,train/lo")  # points after the last checkpoint; the last line is incomplete
-    train_in(tmp_path, built(*overrides))
-    got, wanted = points(tmp_path), curves(tmp_path)
+    train_in(tmp_path, build_composed_run(*overrides))
+    got, wanted = points(tmp_path), scalar_curves(tmp_path)
     assert got.keys() == wanted.keys()
     for tag, values in wanted.items():
         assert [step for step, _ in got[tag]] == [step for step, _ in values]
@@ -153,7 +153,7 @@ def test_a_csv_file_that_cannot_be_written_is_reported_once(
 )
 def test_invalid_tracking_options_are_refused(overrides: tuple[str, ...], key: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        built(*FAST, *overrides)
+        build_composed_run(*TINY_CPU, *overrides)
     assert refusal.value.key == key
 
 
@@ -397,7 +397,7 @@ def test_the_identifier_of_a_run_is_written_atomically(tmp_path: Path) -> None:
 
 
 def test_a_run_completes_if_its_tracker_fails(tmp_path: Path) -> None:
-    run = built(*FAST, *STEPS)
+    run = build_composed_run(*TINY_CPU, *STEPS)
     object.__setattr__(run, "tracking", Noted("scalars"))
     assert train_in(tmp_path, run).result.status == "done"
 
@@ -409,7 +409,7 @@ def test_a_package_that_is_not_installed_is_refused_before_the_run(
     monkeypatch.setattr("runner.tracking.remote.is_installed", lambda name: False)
     for overrides in ([f"tracking={package}"], ["tracking=several", f"tracking.names=[csv,{package}]"]):
         with pytest.raises(ConfigError) as refusal:
-            prepared(built(*FAST, *overrides))
+            prepare_session(build_composed_run(*TINY_CPU, *overrides))
         assert (refusal.value.key, refusal.value.got) == ("tracking", package)
         assert f"pip install -e '.[{package}]'" in refusal.value.remedy
 
@@ -418,9 +418,9 @@ def test_a_package_that_is_not_installed_is_refused_before_the_run(
 def test_mlflow_has_every_point_in_one_run(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    overrides = (*FAST, *STEPS, "tracking=mlflow", f"tracking.uri={uri}")
-    train_in(tmp_path / "run", built(*overrides), partial(stop_at, 3, 0))
-    result = train_in(tmp_path / "run", built(*overrides)).result
+    overrides = (*TINY_CPU, *STEPS, "tracking=mlflow", f"tracking.uri={uri}")
+    train_in(tmp_path / "run", build_composed_run(*overrides), partial(sigterm_at, 3, 0))
+    result = train_in(tmp_path / "run", build_composed_run(*overrides)).result
     client = mlflow.MlflowClient(tracking_uri=uri)
     [run] = client.search_runs([client.get_experiment_by_name("runner").experiment_id])
     assert run.info.status == "FINISHED"
@@ -517,11 +517,11 @@ def test_wandb_creates_no_links_and_refuses_settings_in_the_run_directory(
 @pytest.mark.filterwarnings("default")
 def test_wandb_writes_to_the_run_directory_and_resumes_the_run(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    overrides = (*FAST, *STEPS, "tracking=wandb")
-    train_in(tmp_path / "run", built(*overrides), partial(stop_at, 3, 0))
+    overrides = (*TINY_CPU, *STEPS, "tracking=wandb")
+    train_in(tmp_path / "run", build_composed_run(*overrides), partial(sigterm_at, 3, 0))
     identifier = (tmp_path / "run" / "wandb_run.txt").read_text()
     check_regular(tmp_path / "run")  # as `resume=` does
-    assert train_in(tmp_path / "run", built(*overrides)).result.status == "done"
+    assert train_in(tmp_path / "run", build_composed_run(*overrides)).result.status == "done"
     assert (tmp_path / "run" / "wandb_run.txt").read_text() == identifier
     files = list((tmp_path / "run").glob(f"wandb/offline-run-*-{identifier.strip()}"))
     assert files
@@ -533,9 +533,9 @@ def test_trackio_has_every_point_in_one_run(
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
-    overrides = (*FAST, *STEPS, "tracking=trackio")
-    train_in(tmp_path / "run", built(*overrides), partial(stop_at, 3, 0))
-    train_in(tmp_path / "run", built(*overrides))
+    overrides = (*TINY_CPU, *STEPS, "tracking=trackio")
+    train_in(tmp_path / "run", build_composed_run(*overrides), partial(sigterm_at, 3, 0))
+    train_in(tmp_path / "run", build_composed_run(*overrides))
     name = (tmp_path / "run" / "trackio_run.txt").read_text().strip()
     points = [(each["step"], each["train/loss"]) for each in storage.get_logs("runner", name) if "train/loss" in each]
     assert [step for step, _ in points] == [1, 2, 3, 4, 5, 6]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, built
+from helpers.compose import TINY_CPU, build_composed_run
 from PIL import Image
 from torch.nn.functional import cross_entropy
 
@@ -22,7 +22,7 @@ PICTURES = ("eval/samples", "eval/confusion", "eval/class_accuracy")
 
 
 def classifier(*overrides: str) -> Any:
-    workload = built(*FAST, *overrides).workload
+    workload = build_composed_run(*TINY_CPU, *overrides).workload
     workload.prepare()
     return workload
 
@@ -233,7 +233,7 @@ def test_a_batch_larger_than_an_epoch_is_refused() -> None:
     ],
 )
 def test_options_out_of_range_are_refused(option: str, value: Any) -> None:
-    parts = built(*FAST).workload
+    parts = build_composed_run(*TINY_CPU).workload
     with pytest.raises(ConfigError) as refusal:
         Classifier(parts.model, parts.data, **{option: value})  # type: ignore[attr-defined]
     assert (refusal.value.key, refusal.value.got) == (option, value)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import FAST, built, composed, prepared, train_in
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session, train_in
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.ranks import Ranks
+from helpers.ranks import PersistentRanks
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
@@ -33,7 +33,7 @@ CASES = {
 
 
 def classifier(*overrides: str) -> Any:
-    workload = built(*FAST, *overrides).workload
+    workload = build_composed_run(*TINY_CPU, *overrides).workload
     workload.prepare()
     return workload
 
@@ -47,7 +47,7 @@ def plain_loss(outputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tens
 @functools.cache
 def plain(case: str) -> dict[str, torch.Tensor]:
     """Return the weights after a plain PyTorch loop over whole batches."""
-    run = built(*FAST, *COMMON, *CASES[case])
+    run = build_composed_run(*TINY_CPU, *COMMON, *CASES[case])
     workload: Any = run.workload
     workload.prepare()
     samples, num_classes = workload.train, 10
@@ -112,13 +112,13 @@ MODES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
 def test_every_mode_equals_a_plain_loop(
-    case: str, processes: int, mode: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+    case: str, processes: int, mode: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (*FAST, *COMMON, *SGD, *CASES[case], *mode)
+    overrides = (*TINY_CPU, *COMMON, *SGD, *CASES[case], *mode)
     if processes == 1:
-        train_in(tmp_path, built(*overrides))
+        train_in(tmp_path, build_composed_run(*overrides))
     else:
-        ranks(processes).train(composed(*overrides), tmp_path)
+        ranks(processes).train(compose_config(*overrides), tmp_path)
     assert largest_difference(weights_at(tmp_path, STEPS), plain(case)) <= 1e-6  # targets are float32
 
 
@@ -194,5 +194,5 @@ def test_top5_accuracy_counts_the_five_largest_outputs() -> None:
 )
 def test_options_that_do_not_fit_are_refused(overrides: tuple[str, ...], key: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        prepared(built("model=tiny", "device=cpu", "device.threads=1", *overrides))
+        prepare_session(build_composed_run("model=tiny", "device=cpu", "device.threads=1", *overrides))
     assert refusal.value.key == key

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import built, composed, prepared, train_in
-from helpers.events import curves
+from helpers.compose import build_composed_run, compose_config, prepare_session, train_in
+from helpers.events import scalar_curves
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.ranks import Ranks
-from helpers.runs import assert_same, outcome
+from helpers.ranks import PersistentRanks
+from helpers.runs import assert_bitwise_equal, run_outcome
 from torch.nn import functional
 
 import runner
@@ -48,7 +48,7 @@ MODES = {
 @functools.cache
 def plain(loss_function: str) -> tuple[dict[str, torch.Tensor], list[float], list[float], dict[str, float]]:
     """Return the weights, both curves and the evaluation metrics of a plain loop with SGD and momentum."""
-    workload: Any = built(*SMALL).workload
+    workload: Any = build_composed_run(*SMALL).workload
     workload.prepare()
     samples, held_out, loss_of = workload.train, workload.held_out, LOSSES[loss_function]
     torch.manual_seed(derive(0, "weights"))
@@ -81,15 +81,15 @@ def permutation(count: int, epoch: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
 def test_every_mode_equals_a_plain_loop(
-    processes: int, mode: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+    processes: int, mode: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     if processes == 1:
-        result = train_in(tmp_path, built(*SMALL, *mode)).result
+        result = train_in(tmp_path, build_composed_run(*SMALL, *mode)).result
     else:
-        result = ranks(processes).train(composed(*SMALL, *mode), tmp_path)
+        result = ranks(processes).train(compose_config(*SMALL, *mode), tmp_path)
     weights, losses, errors, evaluation = plain("mse")
     assert largest_difference(weights_at(tmp_path, STEPS), weights) <= 1e-12
-    logged = curves(tmp_path)
+    logged = scalar_curves(tmp_path)
     assert [value for _, value in logged["train/loss"]] == pytest.approx(losses, rel=1e-6)  # sums are float32
     assert [value for _, value in logged["train/mae"]] == pytest.approx(errors, rel=1e-6)
     for tag, value in evaluation.items():
@@ -97,9 +97,9 @@ def test_every_mode_equals_a_plain_loop(
 
 
 def test_an_ensemble_predicts_the_mean_of_its_members_without_disagreement(
-    ranks: Callable[[int], Ranks], tmp_path: Path
+    ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    metrics = ranks(2).train(composed(*SMALL, "parallel=ensemble"), tmp_path).metrics
+    metrics = ranks(2).train(compose_config(*SMALL, "parallel=ensemble"), tmp_path).metrics
     assert {tag for tag in metrics if tag.startswith("eval/")} == {
         f"eval/{member}{name}" for member in ("", "member_0/", "member_1/") for name in ("loss", "mae", "r2")
     }
@@ -108,24 +108,24 @@ def test_an_ensemble_predicts_the_mean_of_its_members_without_disagreement(
 
 @pytest.mark.parametrize("loss_function", ["mae", "huber"])
 def test_the_other_losses_are_those_of_torch(loss_function: str, tmp_path: Path) -> None:
-    run = train_in(tmp_path, built(*SMALL, f"workload.loss_function={loss_function}", "accumulation=2"))
+    run = train_in(tmp_path, build_composed_run(*SMALL, f"workload.loss_function={loss_function}", "accumulation=2"))
     weights, losses, _, evaluation = plain(loss_function)
     assert largest_difference(weights_at(tmp_path, STEPS), weights) <= 1e-12
-    assert [value for _, value in curves(tmp_path)["train/loss"]] == pytest.approx(losses, rel=1e-6)
+    assert [value for _, value in scalar_curves(tmp_path)["train/loss"]] == pytest.approx(losses, rel=1e-6)
     assert run.result.metrics["eval/loss"] == pytest.approx(evaluation["eval/loss"], rel=1e-9)
 
 
 def test_the_huber_loss_with_a_large_delta_is_half_the_squared_error() -> None:
     outputs, targets = torch.randn(9, 2), torch.randn(9, 2)
-    wide: Any = built(*SMALL, "workload.loss_function=huber", "workload.huber_delta=100").workload
+    wide: Any = build_composed_run(*SMALL, "workload.loss_function=huber", "workload.huber_delta=100").workload
     torch.testing.assert_close(wide.criterion(outputs, targets), functional.mse_loss(outputs, targets) / 2)
 
 
 def test_resume_is_bitwise_exact(tmp_path: Path) -> None:
-    whole = train_in(tmp_path / "whole", built(*SMALL, "save_every=4", "precision=32"))
-    train_in(tmp_path / "parts", built(*SMALL, "save_every=4", "precision=32", "steps=4"))
-    parts = train_in(tmp_path / "parts", built(*SMALL, "save_every=4", "precision=32"))
-    assert_same(outcome(parts.directory)["weights"], outcome(whole.directory)["weights"])
+    whole = train_in(tmp_path / "whole", build_composed_run(*SMALL, "save_every=4", "precision=32"))
+    train_in(tmp_path / "parts", build_composed_run(*SMALL, "save_every=4", "precision=32", "steps=4"))
+    parts = train_in(tmp_path / "parts", build_composed_run(*SMALL, "save_every=4", "precision=32"))
+    assert_bitwise_equal(run_outcome(parts.directory)["weights"], run_outcome(whole.directory)["weights"])
     assert parts.result.evaluation == whole.result.evaluation
 
 
@@ -135,7 +135,7 @@ def test_resume_is_bitwise_exact(tmp_path: Path) -> None:
 
 def evaluated(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) -> dict[str, float]:
     """Return the metrics of samples for which a network returns `outputs`, evaluated in two shards."""
-    workload: Any = built(*SMALL, "workload.eval_batch_size=2").workload
+    workload: Any = build_composed_run(*SMALL, "workload.eval_batch_size=2").workload
     zero, one = torch.zeros(targets.shape[1]), torch.full((targets.shape[1],), 2.0)
     table = Table(inputs, targets * 2, ["a", "b", "c"][: targets.shape[1]])
     workload.held_out = workload.train = TableSamples(
@@ -167,7 +167,9 @@ def test_r2_of_equal_targets_is_that_of_scikit_learn(error: float, r2: float) ->
 
 
 def test_regression_learns_the_function_nearly_down_to_its_noise(tmp_path: Path) -> None:
-    run = train_in(tmp_path, built("workload=regression", "device=cpu", "device.threads=1", "eval_every=0"))
+    run = train_in(
+        tmp_path, build_composed_run("workload=regression", "device=cpu", "device.threads=1", "eval_every=0")
+    )
     assert run.result.metrics["eval/r2"] > 0.92, "0.96 is the most"
 
 
@@ -215,13 +217,13 @@ def test_configs_that_cannot_be_trained_are_refused_by_key(words: tuple[str, ...
     typed = [text for text in typed if not (words == ("model=convnet",) and text.startswith("model."))]
     typed = [text for text in typed if not (words == ("data=digits",) and text.startswith("data."))]
     with pytest.raises(ConfigError) as refused:
-        prepared(built(*typed, *words))
+        prepare_session(build_composed_run(*typed, *words))
     assert refused.value.key == key
     assert word in refused.value.remedy
 
 
 def test_a_classifier_refuses_data_with_numeric_targets() -> None:
-    workload = built("data=tabular").workload
+    workload = build_composed_run("data=tabular").workload
     with pytest.raises(ConfigError) as refused:
         workload.prepare()
     assert (refused.value.key, refused.value.got) == ("data", "Tabular")

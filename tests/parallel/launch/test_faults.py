@@ -18,10 +18,27 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import rank_work
-from helpers.command import PATIENCE, Command, glob, processes_in, start_fresh, succeed, until
-from helpers.compose import built
-from helpers.runs import TWO, assert_bitwise, free_port, held_in, listening, newest_checkpoint, weights, write_images
+from helpers import rank_functions
+from helpers.command import (
+    TIMEOUT_SECONDS,
+    Command,
+    glob,
+    processes_in,
+    run_successfully,
+    start_in_new_interpreter,
+    wait_until,
+)
+from helpers.compose import build_composed_run
+from helpers.runs import (
+    TWO_RANK_DDP,
+    assert_checkpoint_bitwise_equal,
+    checkpoint_tensors,
+    free_port,
+    held_resources,
+    listening_inodes,
+    newest_checkpoint,
+    write_images,
+)
 
 from runner.cli import run_job
 from runner.config.errors import ConfigError
@@ -30,7 +47,15 @@ from runner.storage.checkpoint import load
 from runner.training import train_rank
 
 STEPS = 120
-LONG = (*TWO, f"steps={STEPS}", "save_every=10", "log_every=20", "eval_every=60", "model.dropout=0.1", "data.crop=1")
+LONG = (
+    *TWO_RANK_DDP,
+    f"steps={STEPS}",
+    "save_every=10",
+    "log_every=20",
+    "eval_every=60",
+    "model.dropout=0.1",
+    "data.crop=1",
+)
 KILLED = "was killed by SIGKILL (the kernel does that where memory runs out)"
 SLOW = pytest.mark.slow
 STOPPED = "did not reach the collective that the others waited in: it is stopped, or hangs (parallel.timeout="
@@ -40,13 +65,13 @@ STOPPED = "did not reach the collective that the others waited in: it is stopped
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The final step, weights and optimizer state of an undisturbed run."""
     cwd = tmp_path_factory.mktemp("undisturbed")
-    succeed(cwd, *LONG)
-    return weights(next(cwd.glob("outputs/*/*")))
+    run_successfully(cwd, *LONG)
+    return checkpoint_tensors(next(cwd.glob("outputs/*/*")))
 
 
 def assert_crashed(command: Command, rank: int, what: str) -> None:
     """Fail unless a command ends with exit code 1, and reports the failure `what` of `rank` exactly once."""
-    code, console = command.ended()
+    code, console = command.wait_for_all_processes()
     assert code == 1, console
     assert console.count(f"rank {rank} {what}") == 1, console
     assert len(re.findall(r"^rank \d+ ", console, re.MULTILINE)) == 1, console
@@ -84,44 +109,44 @@ def test_resume_after_killed_ranks_is_bitwise_exact(tmp_path: Path, undisturbed:
         run = next(tmp_path.glob("outputs/*/*"), None)
         done = int(newest_checkpoint(run).name[5:]) if run else 0
         command = Command(tmp_path, *arguments, *often.get(moment, seldom))
-        ranks = command.ranks()
+        ranks = command.wait_for_rank_pids()
         if moment != "start":
-            command.saved(done + 1)
-        command.kill(signal.SIGKILL, ranks[rank])
+            command.wait_for_checkpoint(done + 1)
+        command.signal_processes(signal.SIGKILL, ranks[rank])
         assert_crashed(command, rank, KILLED)
-        assert_whole(command.directory)
+        assert_whole(command.single_run_directory)
         arguments = resume_arguments(command.console)
-    succeed(tmp_path, *arguments, *seldom)
-    assert_bitwise(command.directory, undisturbed)
-    assert not list(command.directory.glob("checkpoints/*.corrupt*"))
+    run_successfully(tmp_path, *arguments, *seldom)
+    assert_checkpoint_bitwise_equal(command.single_run_directory, undisturbed)
+    assert not list(command.single_run_directory.glob("checkpoints/*.corrupt*"))
 
 
 @pytest.mark.parametrize("mode", ["hogwild", pytest.param("fsdp", marks=SLOW), pytest.param("ensemble", marks=SLOW)])
 def test_a_killed_rank_ends_the_run_in_other_modes(mode: str, tmp_path: Path) -> None:
     command = Command(tmp_path, *LONG, f"parallel={mode}")
-    command.saved().kill(signal.SIGKILL, command.ranks()[1])
+    command.wait_for_checkpoint().signal_processes(signal.SIGKILL, command.wait_for_rank_pids()[1])
     assert_crashed(command, 1, KILLED)
 
 
 def test_one_killed_rank_of_three_ends_the_run(tmp_path: Path) -> None:
     command = Command(tmp_path, *LONG, "parallel.processes=3", "batch_size=63")
-    command.saved().kill(signal.SIGKILL, command.ranks()[2])
+    command.wait_for_checkpoint().signal_processes(signal.SIGKILL, command.wait_for_rank_pids()[2])
     assert_crashed(command, 2, KILLED)
 
 
 def test_all_ranks_restart_from_the_last_checkpoint(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     """The restarted ranks use the same `parallel.port`, which must be free again by then."""
     command = Command(tmp_path, *LONG, "parallel.max_restarts=2", f"parallel.port={free_port()}")
-    command.saved().kill(signal.SIGKILL, command.ranks()[1])
-    again = command.ranks(2)
-    until(lambda: "resumed after step" in command.log)
-    command.kill(signal.SIGKILL, again[0])
-    code, console = command.ended()
+    command.wait_for_checkpoint().signal_processes(signal.SIGKILL, command.wait_for_rank_pids()[1])
+    again = command.wait_for_rank_pids(2)
+    wait_until(lambda: "resumed after step" in command.log)
+    command.signal_processes(signal.SIGKILL, again[0])
+    code, console = command.wait_for_all_processes()
     assert code == 0, console
     for restart, rank in ((1, 1), (2, 0)):
         restarts = rf"^rank {rank} {re.escape(KILLED)}\n.*last checkpoint \(restart {restart} of 2\)$"
         assert len(re.findall(restarts, console, re.MULTILINE)) == 1, console
-    assert_bitwise(command.directory, undisturbed)
+    assert_checkpoint_bitwise_equal(command.single_run_directory, undisturbed)
 
 
 def kill_at_random(cwd: Path, kills: int) -> None:
@@ -132,16 +157,16 @@ def kill_at_random(cwd: Path, kills: int) -> None:
         time.sleep(random.uniform(0, 3))
         if not kills:
             break
-        pids = [command.pid, *(command.ranks() if "processes: " in command.log else [])]
-        command.kill(signal.SIGKILL, random.choice(pids))
+        pids = [command.pid, *(command.wait_for_rank_pids() if "processes: " in command.log else [])]
+        command.signal_processes(signal.SIGKILL, random.choice(pids))
         kills -= 1
-        code, console = command.ended()
+        code, console = command.wait_for_all_processes()
         if code == 0:
             break
         assert code in (1, -9), console
         runs = [path.parent for path in cwd.glob("outputs/*/*/config.yaml")]
         arguments = (f"resume={runs[0]}",) if runs else LONG
-    assert command.ended()[0] == 0
+    assert command.wait_for_all_processes()[0] == 0
 
 
 @pytest.mark.slow
@@ -150,7 +175,7 @@ def test_resume_after_kills_at_random_moments_is_bitwise_exact(
 ) -> None:
     for case in range(6):
         kill_at_random(tmp_path / str(case), kills=5)
-        assert_bitwise(next(tmp_path.glob(f"{case}/outputs/*/*")), undisturbed)
+        assert_checkpoint_bitwise_equal(next(tmp_path.glob(f"{case}/outputs/*/*")), undisturbed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,13 +210,15 @@ class Paused:
         if typed:
             with (cwd / "console.txt").open("w") as console:
                 streams = {"stdout": console, "stderr": console}
-                self.process = start_fresh(*words, cwd=cwd, start_new_session=True, **streams)
+                self.process = start_in_new_interpreter(*words, cwd=cwd, start_new_session=True, **streams)
         else:
             self.process = Command(cwd, *words)
 
     @property
     def has_ended(self) -> bool:
-        return (self.process.code if isinstance(self.process, Command) else self.process.poll()) is not None
+        return (
+            self.process.command_exit_code if isinstance(self.process, Command) else self.process.poll()
+        ) is not None
 
     @property
     def console(self) -> str:
@@ -199,7 +226,7 @@ class Paused:
 
     def stop(self) -> None:
         """Stop all processes of the command (SIGSTOP), once it has saved a checkpoint."""
-        until(lambda: steps_saved(self.cwd) or self.has_ended)
+        wait_until(lambda: steps_saved(self.cwd) or self.has_ended)
         self._send(signal.SIGSTOP)
         self.until = time.monotonic() + TIMEOUT + 5
 
@@ -210,12 +237,12 @@ class Paused:
 
     def kill(self) -> None:
         self._send(signal.SIGKILL)
-        until(lambda: self.has_ended)
+        wait_until(lambda: self.has_ended)
 
     def _send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             if isinstance(self.process, Command):
-                self.process.kill(number, *processes_in(self.cwd))
+                self.process.signal_processes(number, *processes_in(self.cwd))
             else:
                 os.killpg(self.process.pid, number)
 
@@ -239,7 +266,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], C
         cwd = tmp_path_factory.mktemp(f"{mode}-{rank}")
         (cwd / f"rank_{rank}_hangs").touch()
         commands[mode, rank] = Command(cwd, *LONG, f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
-        commands[mode, rank].ranks()  # started one after another, so that each start has all cores
+        commands[mode, rank].wait_for_rank_pids()  # started one after another, so that each start has all cores
     return commands
 
 
@@ -250,10 +277,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, paused: object, hanging: o
     for case, (mode, rank, moment) in STOPS.items():
         endless = ("steps=100000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
         command = Command(tmp_path_factory.mktemp(case), *LONG, *endless)
-        pid = command.ranks()[rank]
+        pid = command.wait_for_rank_pids()[rank]
         if moment != "start":
-            command.saved()
-        command.kill(signal.SIGSTOP, pid)
+            command.wait_for_checkpoint()
+        command.signal_processes(signal.SIGSTOP, pid)
         commands[case] = command
     return commands
 
@@ -268,7 +295,7 @@ def test_the_error_names_the_rank_that_hangs(mode: str, rank: int, hanging: dict
     """The rank still sends heartbeats, but the other rank waits for it in a collective."""
     command = hanging[mode, rank]
     assert_crashed(command, rank, f"{STOPPED}{TIMEOUT})")
-    result = json.loads((command.directory / "result.json").read_text())
+    result = json.loads((command.single_run_directory / "result.json").read_text())
     assert result["error"] == f"rank {rank} {STOPPED}{TIMEOUT})"
 
 
@@ -282,7 +309,7 @@ def test_a_run_goes_on_after_all_its_processes_were_suspended(mode: str, paused:
     command = paused[mode]
     before = steps_saved(command.cwd)
     command.go_on()
-    until(lambda: steps_saved(command.cwd) >= before + 50 or command.has_ended)
+    wait_until(lambda: steps_saved(command.cwd) >= before + 50 or command.has_ended)
     assert not command.has_ended, command.console
     if mode != "ddp":  # the next test continues and kills it
         command.kill()  # before the end of the module, because its ranks keep the machine busy
@@ -296,14 +323,14 @@ def test_a_killed_parent_leaves_no_fork_server(paused: dict[str, Paused]) -> Non
     assert isinstance(command.process, Popen)
     command.process.kill()
     assert command.process.wait() == -signal.SIGKILL
-    until(lambda: not processes_in(command.cwd), what="left behind")
+    wait_until(lambda: not processes_in(command.cwd), what="left behind")
 
 
 def test_a_killed_parent_leaves_no_stopped_rank_behind(tmp_path: Path) -> None:
-    command = Command(tmp_path, *LONG, "steps=100000").saved()
-    command.kill(signal.SIGSTOP, command.ranks()[1])
-    command.kill(signal.SIGKILL)
-    assert command.ended()[0] == -signal.SIGKILL
+    command = Command(tmp_path, *LONG, "steps=100000").wait_for_checkpoint()
+    command.signal_processes(signal.SIGSTOP, command.wait_for_rank_pids()[1])
+    command.signal_processes(signal.SIGKILL)
+    assert command.wait_for_all_processes()[0] == -signal.SIGKILL
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,7 +345,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
     """Return a function that trains as the command does, but calls `work` in place of `train_rank`."""
 
     def run_it(work: Work, *overrides: str) -> Result:
-        run = built(*LONG, "steps=30", *overrides)
+        run = build_composed_run(*LONG, "steps=30", *overrides)
         launcher = run.parallel.launcher(run.device)
         monkeypatch.setattr(run_job, "train_rank", work)
         with launcher.connect() as process:
@@ -328,11 +355,11 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
 
 
 def changed(change: Callable[[Session], Any]) -> Work:
-    return partial(rank_work.train_changed, change)
+    return partial(rank_functions.train_with_change, change)
 
 
 def fail_at(rank: int, step: int, error: BaseException) -> Work:
-    return changed(partial(rank_work.fail_at, rank, step, error))
+    return changed(partial(rank_functions.fail_at, rank, step, error))
 
 
 @pytest.mark.parametrize(
@@ -343,12 +370,12 @@ def fail_at(rank: int, step: int, error: BaseException) -> Work:
         (fail_at(1, 2, MemoryError("no room")), "rank 1 failed: MemoryError: no room", "raise error"),
         (fail_at(1, 2, SystemExit(3)), "rank 1 failed: SystemExit: 3", "raise error"),
         (
-            changed(partial(rank_work.fail_in_evaluation, 1)),
+            changed(partial(rank_functions.fail_in_evaluation, 1)),
             "rank 1 failed: ZeroDivisionError: no samples",
             "raise Zero",
         ),
         (
-            changed(partial(rank_work.fail_at_once, 1)),
+            changed(partial(rank_functions.fail_immediately, 1)),
             "rank 1 failed: OSError: [Errno 5] Input/output error",
             "raise OSError",
         ),
@@ -373,7 +400,7 @@ def test_a_full_disk_is_explained_without_a_traceback(
     rank: int, num_bytes: int, failing: Callable[..., Result], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """20,000 bytes hold the log of rank 0 but not the weights; 1000 bytes do not hold the state of rank 1."""
-    result = failing(changed(partial(rank_work.full_disk, rank, num_bytes)), "save_every=5")
+    result = failing(changed(partial(rank_functions.limit_file_size, rank, num_bytes)), "save_every=5")
     assert result.status == "crashed"
     assert result.error.startswith(f"rank {rank} failed: StorageError: ")
     assert result.error.count("make room") == 1
@@ -394,7 +421,7 @@ def test_a_rank_whose_log_cannot_be_opened_fails(failing: Callable[..., Result],
 
 
 def test_ranks_are_restarted_max_restarts_times(failing: Callable[..., Result], tmp_path: Path) -> None:
-    result = failing(rank_work.count_and_fail, "parallel.max_restarts=2")
+    result = failing(rank_functions.record_attempt_and_fail, "parallel.max_restarts=2")
     assert result.error == "rank 1 failed: RuntimeError: again"
     assert len(set((tmp_path / "attempts").read_text().split())) == 3
 
@@ -410,14 +437,16 @@ def test_the_result_of_a_crash_contains_the_number_of_completed_steps(failing: C
 @pytest.mark.parametrize("moment", ["start", "training", "saving"])
 def test_a_killed_parent_leaves_nothing_behind(moment: str, tmp_path: Path) -> None:
     command = Command(tmp_path, *LONG, "steps=100000", *(["save_every=1"] if moment == "saving" else []))
-    command.ranks()
+    command.wait_for_rank_pids()
     if moment != "start":
-        command.saved()
-    sockets, _ = held_in(tmp_path)
+        command.wait_for_checkpoint()
+    sockets, _ = held_resources(tmp_path)
     assert sockets, "of the store, and of gloo"
-    command.kill(signal.SIGKILL)
-    assert command.ended()[0] == -signal.SIGKILL
-    until(lambda: not sockets & listening(), what="left behind")  # the kernel closes them when the last process ends
+    command.signal_processes(signal.SIGKILL)
+    assert command.wait_for_all_processes()[0] == -signal.SIGKILL
+    wait_until(
+        lambda: not sockets & listening_inodes(), what="left behind"
+    )  # the kernel closes them when the last process ends
 
 
 @pytest.fixture
@@ -427,9 +456,11 @@ def cold(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     def start_it(*arguments: str) -> Any:
         with (tmp_path / "console.txt").open("w") as console:
-            process = start_fresh(*arguments, cwd=tmp_path, stdout=console, stderr=console, start_new_session=True)
+            process = start_in_new_interpreter(
+                *arguments, cwd=tmp_path, stdout=console, stderr=console, start_new_session=True
+            )
         begun.append(process)
-        until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")) or process.poll() is not None)
+        wait_until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")) or process.poll() is not None)
         assert process.poll() is None, (tmp_path / "console.txt").read_text()
         return process
 
@@ -446,12 +477,14 @@ def test_a_killed_parent_leaves_no_worker_and_no_memory(cold: Callable[..., Any]
     data = ["data=imagefolder", f"data.root={tmp_path}/images", "data.size=8", "data.workers=1", "batch_size=8"]
     few = ["model=tiny", "device=cpu", "device.threads=1", "steps=100000", "save_every=5", "eval_every=0"]
     process = cold("parallel=ddp", *few, *data)
-    sockets, names = until(lambda: held if all(held := held_in(tmp_path)) else None)
+    sockets, names = wait_until(lambda: held if all(held := held_resources(tmp_path)) else None)
     assert len(processes_in(tmp_path)) >= 9, "and each rank's own fork server and worker"
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    until(lambda: not processes_in(tmp_path), what="left behind")
-    until(lambda: not sockets & listening(), what="left behind")  # the kernel closes them when the last process ends
+    wait_until(lambda: not processes_in(tmp_path), what="left behind")
+    wait_until(
+        lambda: not sockets & listening_inodes(), what="left behind"
+    )  # the kernel closes them when the last process ends
     assert not [name for name in names if Path(name).exists()]
 
 
@@ -465,13 +498,15 @@ def assert_stopped(command: Command, received: str) -> list[str]:
     Args:
         received: name of the signal that the command itself received; empty if one of its ranks received it.
     """
-    code, console = command.ended()
+    code, console = command.wait_for_all_processes()
     assert code == 75, console
     assert "Traceback" not in console
     assert console.count(": finishing the step, then saving") == (1 if received else 0)
     assert f"{received}: finishing" in console or not received
-    assert f"stopped after step {weights(command.directory)['step']}/{STEPS}" in console, "where all agreed to"
-    assert_whole(command.directory)
+    assert f"stopped after step {checkpoint_tensors(command.single_run_directory)['step']}/{STEPS}" in console, (
+        "where all agreed to"
+    )
+    assert_whole(command.single_run_directory)
     return resume_arguments(console)
 
 
@@ -491,46 +526,48 @@ def test_resume_after_signals_is_bitwise_exact(tmp_path: Path, undisturbed: dict
         (1, signal.SIGINT),
     ]:
         command = Command(tmp_path, *arguments, *slow)
-        ranks = command.ranks()
+        ranks = command.wait_for_rank_pids()
         if done:
-            until(partial(resumed, command, done))
-        command.kill(number, *([] if rank is None else [ranks[rank]]))
+            wait_until(partial(resumed, command, done))
+        command.signal_processes(number, *([] if rank is None else [ranks[rank]]))
         arguments = assert_stopped(command, number.name if rank is None else "")
-        before, done = done, int(weights(command.directory)["step"])
+        before, done = done, int(checkpoint_tensors(command.single_run_directory)["step"])
         assert before < done < STEPS
-    succeed(tmp_path, *arguments, "eval_every=60")
-    assert_bitwise(command.directory, undisturbed)
+    run_successfully(tmp_path, *arguments, "eval_every=60")
+    assert_checkpoint_bitwise_equal(command.single_run_directory, undisturbed)
 
 
 @pytest.mark.parametrize("mode", ["hogwild", "ensemble", pytest.param("fsdp", marks=SLOW)])
 def test_a_signal_to_one_rank_stops_the_run_in_other_modes(mode: str, tmp_path: Path) -> None:
-    command = Command(tmp_path, *LONG, "steps=100000", f"parallel={mode}").saved()
-    command.kill(signal.SIGTERM, command.ranks()[1])
-    code, console = command.ended()
+    command = Command(tmp_path, *LONG, "steps=100000", f"parallel={mode}").wait_for_checkpoint()
+    command.signal_processes(signal.SIGTERM, command.wait_for_rank_pids()[1])
+    code, console = command.wait_for_all_processes()
     assert code == 75, console
-    assert f"stopped after step {weights(command.directory)['step']}/100000" in console
+    assert f"stopped after step {checkpoint_tensors(command.single_run_directory)['step']}/100000" in console
 
 
 def test_a_ctrl_c_in_a_terminal_stops_the_run_once(cold: Callable[..., Any], tmp_path: Path) -> None:
     """The signal goes to the whole process group: command, fork server, ranks."""
     process = cold(*LONG)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(PATIENCE) == 75
+    assert process.wait(TIMEOUT_SECONDS) == 75
     console = (tmp_path / "console.txt").read_text()
     assert console.count("SIGINT: finishing the step, then saving") == 1
     assert "Traceback" not in console
-    until(lambda: not processes_in(tmp_path), what="left behind")
+    wait_until(lambda: not processes_in(tmp_path), what="left behind")
     [run] = tmp_path.glob("outputs/*/*")
     assert_whole(run)
-    assert f"stopped after step {weights(run)['step']}/{STEPS}" in console
+    assert f"stopped after step {checkpoint_tensors(run)['step']}/{STEPS}" in console
 
 
 def test_a_second_ctrl_c_ends_the_run_without_saving(tmp_path: Path) -> None:
-    command = Command(tmp_path, *LONG, "steps=100000").saved()
-    command.kill(signal.SIGSTOP, command.ranks()[1])  # so that the ranks cannot finish their step
-    command.kill(signal.SIGINT)
-    until(lambda: "SIGINT: finishing the step" in command.console)
-    command.kill(signal.SIGINT)
-    code, console = command.ended()
+    command = Command(tmp_path, *LONG, "steps=100000").wait_for_checkpoint()
+    command.signal_processes(
+        signal.SIGSTOP, command.wait_for_rank_pids()[1]
+    )  # so that the ranks cannot finish their step
+    command.signal_processes(signal.SIGINT)
+    wait_until(lambda: "SIGINT: finishing the step" in command.console)
+    command.signal_processes(signal.SIGINT)
+    code, console = command.wait_for_all_processes()
     assert (code, console.splitlines()[-1]) == (130, "interrupted")
     assert "Traceback" not in console

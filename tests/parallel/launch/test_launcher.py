@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.compose import FAST, built, prepared
+from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.cluster import RankInfo
@@ -23,7 +23,7 @@ def test_the_current_process_is_the_only_rank() -> None:
 
 
 def test_training_runs_in_the_current_process_and_errors_propagate(tmp_path: Path) -> None:
-    context = prepared(built(*FAST)).context
+    context = prepare_session(build_composed_run(*TINY_CPU)).context
     launcher = Launcher([torch.device("cpu")])
 
     def fail() -> None:

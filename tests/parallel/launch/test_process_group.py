@@ -6,9 +6,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from helpers import rank_work
-from helpers.command import PATIENCE
-from helpers.ranks import Ranks
+from helpers import rank_functions
+from helpers.command import TIMEOUT_SECONDS
+from helpers.ranks import PersistentRanks
 from helpers.runs import free_port, listening_addresses
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -57,7 +57,7 @@ def test_a_process_group_is_initialized_and_destroyed() -> None:
     start_server(*PRELOADED)
     store = create_store(None)
     arguments = [(rank, store.port) for rank in range(2)]
-    with Supervisor(rank_work.form_and_leave, arguments, PATIENCE) as ranks:
+    with Supervisor(rank_functions.init_and_destroy_group, arguments, TIMEOUT_SECONDS) as ranks:
         assert ranks.wait(StopRequest()) == [(3.0, False)] * 2
 
 
@@ -66,13 +66,13 @@ def test_abort_makes_collectives_of_other_ranks_fail_at_once() -> None:
     start_server(*PRELOADED)
     store = create_store(None)
     arguments = [(rank, store.port) for rank in range(2)]
-    with Supervisor(rank_work.abort_or_wait, arguments, PATIENCE) as ranks:
+    with Supervisor(rank_functions.abort_during_collective, arguments, TIMEOUT_SECONDS) as ranks:
         assert ranks.wait(StopRequest()) == ["aborted", "RuntimeError"]
 
 
 def test_externally_launched_ranks_initialize_several_groups_in_turn() -> None:
-    ranks = Ranks(2)  # separate from the fixture `ranks`, because this aborts their process group
+    ranks = PersistentRanks(2)  # separate from the fixture `ranks`, because this aborts their process group
     try:
-        assert ranks.do(rank_work.form_three_groups) == [[1.0, 1.0, 1.0]] * 2
+        assert ranks.call_on_all(rank_functions.init_three_groups) == [[1.0, 1.0, 1.0]] * 2
     finally:
         ranks.close()

@@ -13,11 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import rank_work
-from helpers.command import PATIENCE, Command, environment, processes_in, succeed, until
-from helpers.compose import FAST, built, composed, train_in
-from helpers.ranks import Ranks
-from helpers.runs import TWO, assert_bitwise, free_port, listening_addresses, only_run, weights
+from helpers import rank_functions
+from helpers.command import TIMEOUT_SECONDS, Command, child_environment, processes_in, run_successfully, wait_until
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
+from helpers.ranks import PersistentRanks
+from helpers.runs import (
+    TWO_RANK_DDP,
+    assert_checkpoint_bitwise_equal,
+    checkpoint_tensors,
+    free_port,
+    listening_addresses,
+    only_run,
+)
 
 from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo
@@ -35,7 +42,7 @@ SHORT = ("steps=40", "save_every=20", "log_every=20", "eval_every=20")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a command that started its two processes itself."""
     cwd = tmp_path_factory.mktemp("launched")
-    assert "done after step 40/40" in succeed(cwd, *TWO, *SHORT)
+    assert "done after step 40/40" in run_successfully(cwd, *TWO_RANK_DDP, *SHORT)
     return only_run(cwd)
 
 
@@ -55,10 +62,10 @@ def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "hogwild", "ensemble", "pipeline"])
 def test_a_run_listens_only_on_the_loopback_interface(mode: str, tmp_path: Path) -> None:
     """The store and gloo accept connections without authentication."""
-    command = Command(tmp_path, *TWO, *SHORT, f"parallel={mode}", "steps=100000").saved()
+    command = Command(tmp_path, *TWO_RANK_DDP, *SHORT, f"parallel={mode}", "steps=100000").wait_for_checkpoint()
     assert {address for address, _ in listening_addresses(tmp_path)} == {"0100007F"}
-    command.kill(signal.SIGKILL)
-    command.ended()
+    command.signal_processes(signal.SIGKILL)
+    command.wait_for_all_processes()
 
 
 def test_each_rank_logs_the_same_steps_in_its_own_file(launched: Path) -> None:
@@ -68,15 +75,15 @@ def test_each_rank_logs_the_same_steps_in_its_own_file(launched: Path) -> None:
 
 
 def test_the_result_is_that_of_rank_0(tmp_path: Path) -> None:
-    result = train_in(tmp_path, built(*TWO, *SHORT)).result
+    result = train_in(tmp_path, build_composed_run(*TWO_RANK_DDP, *SHORT)).result
     assert (result.status, result.steps, result.world_size) == ("done", 40, 2)
     assert result.metrics.keys() >= {"train/loss", "eval/accuracy"}
     assert not torch.distributed.is_initialized(), "this process is none of them"
 
 
 def test_each_rank_gets_its_rank_info_and_process_group(tmp_path: Path) -> None:
-    run = built(*TWO, *SHORT, "parallel.processes=3", "batch_size=63")
-    found: Any = train_in(tmp_path, run, train_rank=rank_work.rank_infos).result
+    run = build_composed_run(*TWO_RANK_DDP, *SHORT, "parallel.processes=3", "batch_size=63")
+    found: Any = train_in(tmp_path, run, train_rank=rank_functions.rank_infos).result
     assert [each["rank_info"][:4] for each in found] == [(rank, 3, rank, 3) for rank in range(3)]
     assert [each["group"] for each in found] == [(rank, 3) for rank in range(3)]
     assert {each["LOCAL_WORLD_SIZE"] for each in found} == {"3"}
@@ -87,7 +94,9 @@ def test_each_rank_gets_its_rank_info_and_process_group(tmp_path: Path) -> None:
 
 def test_a_stop_signal_after_training_kills_no_rank(tmp_path: Path) -> None:
     """If Ctrl-C in the terminal has already stopped a rank, the supervisor's signal arrives after training."""
-    assert train_in(tmp_path, built(*TWO, *SHORT), train_rank=rank_work.stop_late).result == 0  # type: ignore[arg-type]
+    run = build_composed_run(*TWO_RANK_DDP, *SHORT)
+    result = train_in(tmp_path, run, train_rank=rank_functions.signal_after_training).result  # type: ignore[arg-type]
+    assert result == 0
 
 
 def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,25 +122,27 @@ def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -
     ids=["an equal share of the cores", "device.threads", "OMP_NUM_THREADS", "device.threads wins"],
 )
 def test_the_number_of_threads_of_each_rank(asked: str | None, overrides: list[str], wanted: int) -> None:
-    config, store = composed(*TWO, *SHORT, *overrides), create_store(None)
+    config, store = compose_config(*TWO_RANK_DDP, *SHORT, *overrides), create_store(None)
     infos = [RankInfo(rank, 2, rank, 2, "127.0.0.1", store.port) for rank in (0, 1)]
-    with Supervisor(rank_work.threads, [(asked, config, info) for info in infos], PATIENCE) as ranks:
+    with Supervisor(
+        rank_functions.report_num_threads, [(asked, config, info) for info in infos], TIMEOUT_SECONDS
+    ) as ranks:
         assert ranks.wait(StopRequest()) == [wanted] * 2
 
 
 def test_two_runs_at_the_same_time_do_not_interfere(tmp_path: Path, launched: Path) -> None:
-    both = [Command(tmp_path / name, *TWO, *SHORT) for name in ("one", "other")]
+    both = [Command(tmp_path / name, *TWO_RANK_DDP, *SHORT) for name in ("one", "other")]
     for command in both:
-        code, console = command.ended()
+        code, console = command.wait_for_all_processes()
         assert code == 0, console
-        assert_bitwise(command.directory, weights(launched))
+        assert_checkpoint_bitwise_equal(command.single_run_directory, checkpoint_tensors(launched))
 
 
 def test_a_sweep_over_modes(tmp_path: Path) -> None:
-    assert "3 of 3 jobs done" in succeed(tmp_path, *FAST, "steps=8", "-m", "parallel=single,ddp,fsdp")
+    assert "3 of 3 jobs done" in run_successfully(tmp_path, *TINY_CPU, "steps=8", "-m", "parallel=single,ddp,fsdp")
     runs = sorted(tmp_path.glob("outputs/sweeps/*/*/0*/"))
     assert [(run / "log_rank_1.txt").exists() for run in runs] == [False, True, True]
-    assert [int(weights(run)["step"]) for run in runs] == [8] * 3
+    assert [int(checkpoint_tensors(run)["step"]) for run in runs] == [8] * 3
 
 
 @pytest.fixture
@@ -144,7 +155,7 @@ def busy() -> Iterator[int]:
 
 
 def test_a_busy_port_is_refused_before_any_process_starts(busy: int, tmp_path: Path) -> None:
-    code, console = Command(tmp_path, *TWO, *SHORT, f"parallel.port={busy}").ended()
+    code, console = Command(tmp_path, *TWO_RANK_DDP, *SHORT, f"parallel.port={busy}").wait_for_all_processes()
     assert code == 2, console
     assert console.startswith(f"parallel.port: got {busy}:")
     assert "null" in console
@@ -173,7 +184,7 @@ def started(tmp_path: Path, *arguments: str, others: tuple[str, ...] = (), varia
     port = free_port()
     while not 20000 < port < 40000:  # the range of the ports derived from SLURM job IDs
         port = free_port()
-    common = (*FAST, "parallel=ddp", *SHORT, f"output_root={tmp_path}/outputs", *arguments)
+    common = (*TINY_CPU, "parallel=ddp", *SHORT, f"output_root={tmp_path}/outputs", *arguments)
     extra = ((), others)
     return [Command(tmp_path / f"host_{i}", *common, *extra[i], **variables(i, port)) for i in (0, 1)]
 
@@ -181,17 +192,17 @@ def started(tmp_path: Path, *arguments: str, others: tuple[str, ...] = (), varia
 @pytest.mark.parametrize("variables", [torchrun_variables, slurm_variables])
 def test_externally_launched_processes_train_one_run(variables: Any, tmp_path: Path, launched: Path) -> None:
     first, second = started(tmp_path, variables=variables)
-    code, console = first.ended()
+    code, console = first.wait_for_all_processes()
     assert code == 0, console
     assert "done after step 40/40" in console
-    assert second.ended() == (0, ""), "rank 1 prints nothing"
-    assert_bitwise(only_run(tmp_path), weights(launched))
+    assert second.wait_for_all_processes() == (0, ""), "rank 1 prints nothing"
+    assert_checkpoint_bitwise_equal(only_run(tmp_path), checkpoint_tensors(launched))
     assert (only_run(tmp_path) / "log_rank_1.txt").exists()
 
 
 def test_different_configs_are_refused_on_both_ranks(tmp_path: Path) -> None:
     for command in started(tmp_path, others=("optimizer.lr=0.3",)):
-        code, console = command.ended()
+        code, console = command.wait_for_all_processes()
         assert code == 2, console
         assert console.startswith("optimizer.lr: ")
         assert "rank 0 was started with 0.05, rank 1 with 0.3" in console
@@ -211,7 +222,7 @@ def test_options_that_do_not_fit_an_external_launcher_are_refused(
     overrides: list[str], key: str, tmp_path: Path
 ) -> None:
     for command in started(tmp_path, *overrides):
-        code, console = command.ended()
+        code, console = command.wait_for_all_processes()
         assert code == 2, console
         assert console.startswith(f"{key}: got ")
         assert len(console.splitlines()) <= 10
@@ -221,14 +232,14 @@ def test_options_that_do_not_fit_an_external_launcher_are_refused(
 def test_a_config_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for command in started(tmp_path, f"resume={tmp_path}/empty"):
-        code, console = command.ended()
+        code, console = command.wait_for_all_processes()
         assert code == 2, console
         assert console.startswith("resume: got ")
 
 
 def test_a_sweep_under_an_external_launcher_is_refused(tmp_path: Path) -> None:
     for command in started(tmp_path, "-m", "seed=0,1"):
-        code, console = command.ended()
+        code, console = command.wait_for_all_processes()
         assert code == 2, console
         assert console.startswith("-m: torchrun or SLURM has started several processes")
     assert not list(tmp_path.glob("outputs/sweeps"))
@@ -236,10 +247,10 @@ def test_a_sweep_under_an_external_launcher_is_refused(tmp_path: Path) -> None:
 
 def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path: Path, launched: Path) -> None:
     """Both ranks initialize a new process group, so that the next job gets no messages of the failed one."""
-    config = composed(*TWO, *SHORT)
-    ranks = Ranks(2)  # separate from the fixture `ranks`, because this aborts their process group
+    config = compose_config(*TWO_RANK_DDP, *SHORT)
+    ranks = PersistentRanks(2)  # separate from the fixture `ranks`, because this aborts their process group
     try:
-        first, second = ranks.do(rank_work.jobs, [config] * 4, tmp_path)
+        first, second = ranks.call_on_all(rank_functions.run_sweep_jobs, [config] * 4, tmp_path)
     finally:
         ranks.close()
     assert first[1] != second[1] == "only here"
@@ -248,23 +259,23 @@ def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path: Path, lau
     logged = "rank 1 failed: ValueError: only here\nTraceback (most recent call last)"
     assert (tmp_path / "1/log_rank_1.txt").read_text().count(logged) == 1
     for job in (0, 2, 3):
-        assert_bitwise(tmp_path / str(job), weights(launched))
+        assert_checkpoint_bitwise_equal(tmp_path / str(job), checkpoint_tensors(launched))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_the_others(rank: int, tmp_path: Path) -> None:
     commands = started(tmp_path, "steps=100000")
-    until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
-    commands[rank].kill(signal.SIGKILL)
-    assert commands[1 - rank].ended()[0] == 1
+    wait_until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
+    commands[rank].signal_processes(signal.SIGKILL)
+    assert commands[1 - rank].wait_for_all_processes()[0] == 1
 
 
 def test_a_stopped_process_ends_the_others(tmp_path: Path) -> None:
     first, second = started(tmp_path, "steps=100000", "parallel.timeout=15")
-    until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
-    second.kill(signal.SIGSTOP)
-    code, console = first.ended()
-    second.kill(signal.SIGKILL)
+    wait_until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
+    second.signal_processes(signal.SIGSTOP)
+    code, console = first.wait_for_all_processes()
+    second.signal_processes(signal.SIGKILL)
     assert code == 1
     assert "crashed after step" in console
 
@@ -272,11 +283,11 @@ def test_a_stopped_process_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_process_stops_all(rank: int, tmp_path: Path) -> None:
     commands = started(tmp_path, "steps=100000")
-    until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
-    commands[rank].kill(signal.SIGTERM)
-    assert [command.ended()[0] for command in commands] == [75, 75]
+    wait_until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
+    commands[rank].signal_processes(signal.SIGTERM)
+    assert [command.wait_for_all_processes()[0] for command in commands] == [75, 75]
     [run] = tmp_path.glob("outputs/*/*")
-    assert f"stopped after step {weights(run)['step']}/100000" in commands[0].console
+    assert f"stopped after step {checkpoint_tensors(run)['step']}/100000" in commands[0].console
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -287,26 +298,26 @@ def torchrun(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start `torchrun ARGUMENTS` in the background."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     program = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    return subprocess.Popen(program, cwd=cwd, env=environment() | {"PYTHONWARNINGS": ""}, **pipes)
+    return subprocess.Popen(program, cwd=cwd, env=child_environment() | {"PYTHONWARNINGS": ""}, **pipes)
 
 
 def test_torchrun(tmp_path: Path, launched: Path) -> None:
-    process = torchrun(tmp_path, "--nproc-per-node=2", "-m", "runner", *FAST, "parallel=ddp", *SHORT)
-    console, _ = process.communicate(timeout=PATIENCE)
+    process = torchrun(tmp_path, "--nproc-per-node=2", "-m", "runner", *TINY_CPU, "parallel=ddp", *SHORT)
+    console, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, console
     assert console.count("done after step 40/40") == 1, "rank 1 is silent"
-    assert_bitwise(only_run(tmp_path), weights(launched))
+    assert_checkpoint_bitwise_equal(only_run(tmp_path), checkpoint_tensors(launched))
 
 
 def test_two_torchrun_commands_as_on_two_machines(tmp_path: Path, launched: Path) -> None:
     nodes = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    command = ["-m", "runner", *FAST, "parallel=ddp", *SHORT]
+    command = ["-m", "runner", *TINY_CPU, "parallel=ddp", *SHORT]
     both = [torchrun(tmp_path, *nodes, f"--node-rank={rank}", *command) for rank in (0, 1)]
-    consoles = [process.communicate(timeout=PATIENCE)[0] for process in both]
+    consoles = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], consoles
     assert "done after step 40/40" in consoles[0]
     assert "step" not in consoles[1]
-    assert_bitwise(only_run(tmp_path), weights(launched))
+    assert_checkpoint_bitwise_equal(only_run(tmp_path), checkpoint_tensors(launched))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -344,25 +355,25 @@ def on_both(link: list[str], cwd: Path, *overrides: str) -> list[subprocess.Pope
     port, begun = free_port(), []
     for rank, name in enumerate(link):
         own = torchrun_variables(rank, port) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": HOSTS[0]}
-        program = ["ip", "netns", "exec", name, sys.executable, "-m", "runner", *FAST, "parallel=ddp", *overrides]
+        program = ["ip", "netns", "exec", name, sys.executable, "-m", "runner", *TINY_CPU, "parallel=ddp", *overrides]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        begun.append(subprocess.Popen(program, cwd=cwd, env=environment() | own, **pipes))
+        begun.append(subprocess.Popen(program, cwd=cwd, env=child_environment() | own, **pipes))
     return begun
 
 
 @pytest.mark.netns
 def test_two_machines(link: list[str], tmp_path: Path, launched: Path) -> None:
     both = on_both(link, tmp_path, *SHORT)
-    consoles = [process.communicate(timeout=PATIENCE)[0] for process in both]
+    consoles = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], consoles
-    assert_bitwise(only_run(tmp_path), weights(launched))
+    assert_checkpoint_bitwise_equal(only_run(tmp_path), checkpoint_tensors(launched))
 
 
 @pytest.mark.netns
 def test_a_broken_network_link_ends_the_processes_on_both_machines(link: list[str], tmp_path: Path) -> None:
     both = on_both(link, tmp_path, *SHORT, "steps=100000", "parallel.timeout=15")
-    until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
+    wait_until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
     ip("-n", link[0], "link", "set", link[0], "down")
-    consoles = [process.communicate(timeout=PATIENCE)[0] for process in both]
+    consoles = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in both]
     assert [process.returncode for process in both] == [1, 1], consoles
-    until(lambda: not processes_in(tmp_path), what="left behind")
+    wait_until(lambda: not processes_in(tmp_path), what="left behind")

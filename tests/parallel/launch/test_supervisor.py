@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import supervisor_work as work
-from helpers.command import PATIENCE, environment, until
-from helpers.supervisor_work import LOST, WELL, does, hang
+from helpers import supervisor_functions as work
+from helpers.command import TIMEOUT_SECONDS, child_environment, wait_until
+from helpers.supervisor_functions import CONNECTION_CLOSED, RETURN_ONE, report_result_of, sleep_until_killed
 
 from runner.config.errors import ConfigError
 from runner.parallel.launch import supervisor
@@ -40,7 +40,7 @@ def _none_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     pids: list[int] = []
     start = Supervisor.__init__
-    monkeypatch.setattr(supervisor, "GRACE_SECONDS", PATIENCE)
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", TIMEOUT_SECONDS)
 
     def noted(self: Supervisor, *arguments: Any) -> None:
         start(self, *arguments)
@@ -48,7 +48,7 @@ def _none_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(Supervisor, "__init__", noted)
     yield
-    until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()], what="left behind")
+    wait_until(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()], what="left behind")
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ hanging = pytest.mark.usefixtures("short_grace")
 
 def outcome(
     *works: Callable[[], Any],
-    timeout: float = PATIENCE,
+    timeout: float = TIMEOUT_SECONDS,
     stop: StopRequest | None = None,
     reported: Path | None = None,
 ) -> list[Any]:
@@ -71,11 +71,11 @@ def outcome(
     Args:
         reported: a file that a rank creates after it has reported an error.
     """
-    with Supervisor(does, [(each, reported) for each in works], timeout) as ranks:
+    with Supervisor(report_result_of, [(each, reported) for each in works], timeout) as ranks:
         return ranks.wait(stop or StopRequest())
 
 
-def blamed(*works: Callable[[], Any], **options: Any) -> RankError:
+def rank_error_of(*works: Callable[[], Any], **options: Any) -> RankError:
     """Run `works` like `outcome`, and return the `RankError` that the supervisor raises."""
     with pytest.raises(RankError) as caught:
         outcome(*works, **options)
@@ -83,21 +83,21 @@ def blamed(*works: Callable[[], Any], **options: Any) -> RankError:
 
 
 def test_values_come_in_the_order_of_ranks(tmp_path: Path) -> None:
-    first, *others = (partial(work.value, i) for i in range(3))
-    late = partial(work.value, 0, after=tmp_path / "go")
+    first, *others = (partial(work.return_number, i) for i in range(3))
+    late = partial(work.return_number, 0, after=tmp_path / "go")
     threading.Timer(0.2, (tmp_path / "go").touch).start()
     assert outcome(late, *others) == [0, 1, 2] == outcome(first, *others)
 
 
 def test_ranks_that_end_at_once_do_not_count_as_dead() -> None:
     for _ in range(10):
-        assert outcome(WELL, WELL, WELL) == [1, 1, 1]
+        assert outcome(RETURN_ONE, RETURN_ONE, RETURN_ONE) == [1, 1, 1]
 
 
 def test_a_report_sent_just_before_the_rank_ends_is_read() -> None:
     """A rank may report and end after its pipe was read, but before the supervisor checks which ranks are alive."""
-    with Supervisor(does, [(WELL,)], PATIENCE) as ranks:
-        ranks.processes[0].join(PATIENCE)
+    with Supervisor(report_result_of, [(RETURN_ONE,)], TIMEOUT_SECONDS) as ranks:
+        ranks.processes[0].join(TIMEOUT_SECONDS)
         assert ranks._dead() == []
         assert ranks.reports[0] is not None
         assert ranks.wait(StopRequest()) == [1]
@@ -105,7 +105,7 @@ def test_a_report_sent_just_before_the_rank_ends_is_read() -> None:
 
 @hanging
 def test_an_error_comes_with_its_traceback() -> None:
-    error = blamed(hang, partial(work.fail, ValueError("a bad number")))
+    error = rank_error_of(sleep_until_killed, partial(work.fail, ValueError("a bad number")))
     assert str(error) == "rank 1 failed: ValueError: a bad number"
     assert error.trace.count("Traceback (most recent call last)") == 1
     assert "in fail\n    raise error" in error.trace
@@ -114,32 +114,35 @@ def test_an_error_comes_with_its_traceback() -> None:
 
 @hanging
 def test_the_memory_error_of_a_rank_is_reported() -> None:
-    assert str(blamed(partial(work.fail, MemoryError("no room")), hang)) == "rank 0 failed: MemoryError: no room"
+    assert (
+        str(rank_error_of(partial(work.fail, MemoryError("no room")), sleep_until_killed))
+        == "rank 0 failed: MemoryError: no room"
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_fail_because_a_peer_is_gone_are_not_blamed(rank: int, tmp_path: Path) -> None:
     """Even if they report first."""
-    works = [partial(work.fail, LOST)] * 3
+    works = [partial(work.fail, CONNECTION_CLOSED)] * 3
     works[rank] = partial(work.fail, KeyError("the reason"), after=tmp_path / "reported")
-    assert str(blamed(*works, reported=tmp_path / "reported")) == f"rank {rank} failed: KeyError: 'the reason'"
+    assert str(rank_error_of(*works, reported=tmp_path / "reported")) == f"rank {rank} failed: KeyError: 'the reason'"
 
 
 def test_the_first_of_two_errors_is_blamed(tmp_path: Path) -> None:
     late = partial(work.fail, ValueError("late"), after=tmp_path / "reported")
-    error = blamed(late, partial(work.fail, TypeError("early")), reported=tmp_path / "reported")
+    error = rank_error_of(late, partial(work.fail, TypeError("early")), reported=tmp_path / "reported")
     assert str(error) == "rank 1 failed: TypeError: early"
 
 
 def test_if_all_ranks_lost_a_peer_the_first_to_report_is_blamed(tmp_path: Path) -> None:
-    late = partial(work.fail, LOST, after=tmp_path / "reported")
-    error = blamed(late, partial(work.fail, LOST), reported=tmp_path / "reported")
+    late = partial(work.fail, CONNECTION_CLOSED, after=tmp_path / "reported")
+    error = rank_error_of(late, partial(work.fail, CONNECTION_CLOSED), reported=tmp_path / "reported")
     assert "rank 1 failed: RuntimeError: [gloo" in str(error)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT])
 def test_the_error_names_a_killed_rank_and_its_signal(number: signal.Signals) -> None:
-    error = blamed(partial(work.fail, LOST), partial(work.signal_oneself, number))
+    error = rank_error_of(partial(work.fail, CONNECTION_CLOSED), partial(work.signal_own_process, number))
     hint = " (the kernel does that where memory runs out)" if number == signal.SIGKILL else ""
     assert error.rank == 1, "after SIGABRT too, which NCCL's watchdog sends to ranks that wait: rank 0 knows as little"
     assert str(error) == f"rank 1 was killed by {number.name}{hint}"
@@ -147,12 +150,15 @@ def test_the_error_names_a_killed_rank_and_its_signal(number: signal.Signals) ->
 
 @hanging
 def test_a_rank_that_exits_without_a_report_is_blamed() -> None:
-    assert str(blamed(hang, hang, partial(work.exit_with, 7))) == "rank 2 exited with code 7"
+    assert (
+        str(rank_error_of(sleep_until_killed, sleep_until_killed, partial(work.exit_with, 7)))
+        == "rank 2 exited with code 7"
+    )
 
 
 def test_a_config_error_of_a_rank_is_raised_unchanged() -> None:
     with pytest.raises(ConfigError) as caught:
-        outcome(partial(work.fail, LOST), work.refuse)
+        outcome(partial(work.fail, CONNECTION_CLOSED), work.raise_config_error)
     assert (caught.value.key, caught.value.got, caught.value.remedy) == ("model", "x", "take another")
 
 
@@ -161,8 +167,8 @@ DID_NOT_REACH = "did not reach the collective that the others waited in: it is s
 
 @hanging
 def test_a_stopped_rank_is_blamed_after_the_timeout(tmp_path: Path) -> None:
-    stopping = partial(work.signal_oneself, signal.SIGSTOP, after=tmp_path / "go")
-    with Supervisor(does, [(hang,), (stopping,)], 5) as ranks:
+    stopping = partial(work.signal_own_process, signal.SIGSTOP, after=tmp_path / "go")
+    with Supervisor(report_result_of, [(sleep_until_killed,), (stopping,)], 5) as ranks:
         while min(ranks.silence) < 0:  # the timeout counts from the first heartbeat
             ranks._read_pipes()
         (tmp_path / "go").touch()
@@ -174,34 +180,34 @@ def test_a_stopped_rank_is_blamed_after_the_timeout(tmp_path: Path) -> None:
 @hanging
 def test_a_rank_that_stops_before_its_first_heartbeat_is_blamed() -> None:
     """Its missing heartbeats do not count yet, but another rank has lost the connection to it."""
-    error = blamed(partial(work.fail, LOST), partial(work.signal_oneself, signal.SIGSTOP))
+    error = rank_error_of(partial(work.fail, CONNECTION_CLOSED), partial(work.signal_own_process, signal.SIGSTOP))
     assert str(error).startswith(f"rank 1 {DID_NOT_REACH}")
 
 
 @hanging
 def test_a_rank_that_hangs_with_heartbeats_is_blamed() -> None:
-    error = blamed(hang, partial(work.fail, LOST))
+    error = rank_error_of(sleep_until_killed, partial(work.fail, CONNECTION_CLOSED))
     assert str(error).startswith(f"rank 0 {DID_NOT_REACH}")
 
 
 @hanging
 def test_the_heartbeat_timeout_starts_at_the_first_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it, a rank has START_SECONDS more, because it may still be importing torch."""
-    with Supervisor(work.say_nothing, [(None,)], 0.5) as ranks:
+    with Supervisor(work.send_nothing, [(None,)], 0.5) as ranks:
         for _ in range(5):
             ranks._read_pipes()
         assert not ranks._broken()
     monkeypatch.setattr(supervisor, "START_SECONDS", 0.0)
     with (
         pytest.raises(RankError, match=f"rank 0 {DID_NOT_REACH}"),
-        Supervisor(work.say_nothing, [(None,)], 0.5) as ranks,
+        Supervisor(work.send_nothing, [(None,)], 0.5) as ranks,
     ):
         ranks.wait(StopRequest())
 
 
 def test_suspending_the_supervisor_does_not_time_out_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the process is suspended (Ctrl-Z, laptop lid), the clock advances but no heartbeats are read."""
-    with Supervisor(does, [(hang,)], 5) as ranks:
+    with Supervisor(report_result_of, [(sleep_until_killed,)], 5) as ranks:
         ranks.silence = [0.0]
         clock = iter([0.0, 3600.0])
         monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -222,7 +228,7 @@ def test_suspending_the_supervisor_does_not_time_out_the_ranks(monkeypatch: pyte
 def test_ranks_that_wait_for_a_hanging_rank_are_detected(
     progress: list[int], reports: list[Report | None], seconds: float, stalled: bool
 ) -> None:
-    ranks = Supervisor(does, [], 5)
+    ranks = Supervisor(report_result_of, [], 5)
     ranks.progress.update(enumerate(progress))
     ranks.reports, ranks.stalled = reports, seconds
     assert ranks._has_stalled() == stalled
@@ -230,7 +236,7 @@ def test_ranks_that_wait_for_a_hanging_rank_are_detected(
 
 @hanging
 def test_the_rank_that_has_started_the_fewest_collectives_is_blamed_for_a_hang() -> None:
-    with Supervisor(work.reports_progress, [(1,), (3,), (0,)], 2) as ranks, pytest.raises(RankError) as caught:
+    with Supervisor(work.send_progress, [(1,), (3,), (0,)], 2) as ranks, pytest.raises(RankError) as caught:
         ranks.wait(StopRequest())
     assert str(caught.value) == f"rank 2 {DID_NOT_REACH} (parallel.timeout=2)"
 
@@ -243,21 +249,24 @@ def test_a_stop_signal_is_forwarded_to_all_ranks_once() -> None:
 
 def test_ranks_start_with_signals_blocked() -> None:
     """A signal that arrives before a rank has installed its handlers does not kill the rank."""
-    with Supervisor(does, [(work.wait_for_signal,)] * 2, PATIENCE) as ranks:
+    with Supervisor(report_result_of, [(work.wait_for_signal,)] * 2, TIMEOUT_SECONDS) as ranks:
         for process, number in zip(ranks.processes, (signal.SIGTERM, signal.SIGINT), strict=True):
             os.kill(process.pid, number)
         assert ranks.wait(StopRequest()) == ["SIGTERM", "SIGINT"]
 
 
 def test_an_interrupt_leaves_no_rank_behind() -> None:
-    with pytest.raises(KeyboardInterrupt), Supervisor(does, [(hang,), (hang,)], PATIENCE):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Supervisor(report_result_of, [(sleep_until_killed,), (sleep_until_killed,)], TIMEOUT_SECONDS),
+    ):
         raise KeyboardInterrupt
 
 
 def test_if_a_rank_cannot_start_the_ranks_before_it_are_killed() -> None:
     unpicklable = threading.Lock()
     with pytest.raises(TypeError, match="pickle"):
-        Supervisor(does, [(hang,), (unpicklable,)], PATIENCE)
+        Supervisor(report_result_of, [(sleep_until_killed,), (unpicklable,)], TIMEOUT_SECONDS)
 
 
 KILLED = "was killed by SIGKILL (the kernel does that where memory runs out)"
@@ -266,9 +275,9 @@ KILLED = "was killed by SIGKILL (the kernel does that where memory runs out)"
 def test_a_dead_fork_server_is_noticed_and_replaced() -> None:
     """Runs in a separate process: a new fork server for the other tests would take seconds to import torch."""
     words = [sys.executable, "-m", "helpers.dead_fork_server"]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE, "check": False}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS, "check": False}
     blamed = "the fork server, the process that starts the ranks, "
-    done = subprocess.run(words, env=environment(), **options)
+    done = subprocess.run(words, env=child_environment(), **options)
     assert done.stdout.splitlines() == [f"{blamed}{KILLED}", "[1, 1]"], done.stderr
 
 
@@ -281,7 +290,7 @@ def ended_by(code: int) -> SimpleNamespace:
 
 
 ALIVE = SimpleNamespace(exitcode=None, is_alive=lambda: True)
-OWN, OTHERS = report_of(ValueError("x")), report_of(LOST)
+OWN, OTHERS = report_of(ValueError("x")), report_of(CONNECTION_CLOSED)
 DONE = Report(value=1)
 
 
@@ -314,7 +323,7 @@ DONE = Report(value=1)
 def test_the_rank_that_caused_the_failure_is_blamed(
     processes: list[int | None], reports: list[Report | None], silent: list[int], wanted: str
 ) -> None:
-    ranks = Supervisor(does, [], PATIENCE)
+    ranks = Supervisor(report_result_of, [], TIMEOUT_SECONDS)
     ranks.processes = [ALIVE if code is None else ended_by(code) for code in processes]
     ranks.pipes = [SimpleNamespace(poll=lambda: False) for _ in processes]  # pyright: ignore[reportAttributeAccessIssue]
     ranks.reports = list(reports)
@@ -341,7 +350,7 @@ def test_the_report_of_a_crashed_error_contains_its_cause_and_result() -> None:
 @pytest.mark.parametrize(
     ("error", "by_others"),
     [
-        (LOST, True),
+        (CONNECTION_CLOSED, True),
         (RuntimeError("NCCL communicator was aborted"), True),
         (
             RuntimeError("Application timeout caused pair closure"),

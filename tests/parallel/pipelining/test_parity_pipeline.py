@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.command import Command, succeed
-from helpers.compose import FAST, built, composed, train_in
-from helpers.events import curves, events
-from helpers.narrow import narrow, narrowed
+from helpers.command import Command, run_successfully
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
+from helpers.events import load_events, scalar_curves
+from helpers.narrow_resnet import narrow_session, use_narrow_resnet
 from helpers.plain_loop import (
-    CASES,
-    MODE_CASES,
-    Plain,
-    Settings,
+    ALL_OPTIMIZER_CASES,
+    OPTIMIZER_CASES,
+    PlainResult,
+    PlainSettings,
     largest_difference,
     plain_evaluation,
     plain_loop,
     weights_at,
 )
-from helpers.plain_loop import COMMON as TEN_STEPS
-from helpers.ranks import Ranks
-from helpers.runs import assert_bitwise, weights
+from helpers.plain_loop import PLAIN_LOOP_OVERRIDES as TEN_STEPS
+from helpers.ranks import PersistentRanks
+from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors
 
 from runner.parallel.launch.launcher import Launcher
 from runner.run import Result, Run, Session, build_run
@@ -54,19 +54,19 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 STREAMS = "parallel.engine=streams"
 
 
-def gentle(parameters: Any) -> torch.optim.Optimizer:
+def low_lr_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.002, momentum=0.9)
 
 
 @functools.cache
 def plain(
     case: str = "sgd", more: tuple[str, ...] = SIX, max_norm: float | None = None, steps: int = STEPS
-) -> tuple[Plain, tuple[float, float]]:
+) -> tuple[PlainResult, tuple[float, float]]:
     """Return the weights and curves of the plain loop, and the loss and accuracy of an evaluation at its end."""
-    run = narrowed(built(*FAST, *COMMON, *MODE_CASES[case][0], *more))
+    run = use_narrow_resnet(build_composed_run(*TINY_CPU, *COMMON, *ALL_OPTIMIZER_CASES[case][0], *more))
     kind = torch.float64 if DOUBLE in more else torch.float32
-    optimizer = gentle if "model=resnet18" in more else MODE_CASES[case][1]
-    found = plain_loop(run, optimizer, Settings(max_norm=max_norm, dtype=kind, num_steps=steps))
+    optimizer = low_lr_sgd if "model=resnet18" in more else ALL_OPTIMIZER_CASES[case][1]
+    found = plain_loop(run, optimizer, PlainSettings(max_norm=max_norm, dtype=kind, num_steps=steps))
     return found, plain_evaluation(run, found.weights)
 
 
@@ -82,7 +82,7 @@ def on_one_device(run: Run) -> Run:
 
 def run_here(directory: Path, *overrides: str, change: Callable[[Session], Any] = lambda session: None) -> Result:
     """Train a run in this process, or in processes that its mode starts, and return the result."""
-    return train_in(directory, built(*FAST, *overrides), change).result
+    return train_in(directory, build_composed_run(*TINY_CPU, *overrides), change).result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,11 +93,11 @@ def run_here(directory: Path, *overrides: str, change: Callable[[Session], Any] 
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pipeline_equals_a_plain_loop(
-    schedule: str, processes: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
+    schedule: str, processes: int, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     options = ("parallel=pipeline", f"parallel.schedule={schedule}", f"accumulation={accumulation}")
-    overrides = (*COMMON, *CASES["sgd"][0], *SIX, *options, "workload.eval_batch_size=50")
-    result = ranks(processes).train(composed(*FAST, *overrides), tmp_path)
+    overrides = (*COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, *options, "workload.eval_batch_size=50")
+    result = ranks(processes).train(compose_config(*TINY_CPU, *overrides), tmp_path)
     assert (result.status, result.steps, result.world_size) == ("done", STEPS, processes)
     assert_as_plain(tmp_path, result, *plain())
 
@@ -105,10 +105,10 @@ def test_a_pipeline_equals_a_plain_loop(
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_streams_equal_a_plain_loop(
-    stages: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
+    stages: int, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     options = ("parallel=pipeline", STREAMS, f"parallel.stages={stages}", f"accumulation={accumulation}")
-    result = ranks(1).train(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, *options), tmp_path)
+    result = ranks(1).train(compose_config(*TINY_CPU, *COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, *options), tmp_path)
     assert_as_plain(tmp_path, result, *plain())
 
 
@@ -116,21 +116,25 @@ def test_streams_equal_a_plain_loop(
 @pytest.mark.parametrize("machine", [on_two_devices, on_one_device])
 def test_model_parallel_equals_a_plain_loop(machine: Callable[[Run], Run], accumulation: int, tmp_path: Path) -> None:
     options = (*SIX, "parallel=model", f"accumulation={accumulation}")
-    result = train_in(tmp_path, machine(built(*FAST, *COMMON, *CASES["sgd"][0], *options))).result
+    result = train_in(
+        tmp_path, machine(build_composed_run(*TINY_CPU, *COMMON, *OPTIMIZER_CASES["sgd"][0], *options))
+    ).result
     assert_as_plain(tmp_path, result, *plain())
 
 
 @pytest.mark.parametrize("case", ["nadam", "rmsprop", "muon"])
-def test_optimizers_in_float64_equal_a_plain_loop(case: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    overrides = (*COMMON, *MODE_CASES[case][0], *SIX, DOUBLE, "parallel=pipeline", "accumulation=2")
-    ranks(2).train(composed(*FAST, *overrides), tmp_path)
+def test_optimizers_in_float64_equal_a_plain_loop(
+    case: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    overrides = (*COMMON, *ALL_OPTIMIZER_CASES[case][0], *SIX, DOUBLE, "parallel=pipeline", "accumulation=2")
+    ranks(2).train(compose_config(*TINY_CPU, *overrides), tmp_path)
     wanted, _ = plain(case, (*SIX, DOUBLE))
     assert largest_difference(weights_at(tmp_path, STEPS), wanted.weights) <= 1e-12
 
 
-def assert_as_plain(directory: Path, result: Any, wanted: Plain, evaluation: tuple[float, float]) -> None:
+def assert_as_plain(directory: Path, result: Any, wanted: PlainResult, evaluation: tuple[float, float]) -> None:
     assert largest_difference(weights_at(directory, STEPS), wanted.weights) <= 1e-6
-    logged = curves(directory)
+    logged = scalar_curves(directory)
     assert [value for _, value in logged["train/loss"]] == pytest.approx(wanted.losses, rel=1e-5)
     assert [value for _, value in logged["train/accuracy"]] == pytest.approx(wanted.accuracies)
     assert result.metrics["eval/loss"] == pytest.approx(evaluation[0], rel=1e-5)
@@ -146,19 +150,21 @@ ALL = [(schedule, stages, accumulation) for schedule in SCHEDULES for stages in 
     [pytest.param(*row, marks=[] if row in FEW else [pytest.mark.slow]) for row in ALL],
 )
 def test_a_residual_network_with_group_normalization_equals_a_plain_loop(
-    schedule: str, processes: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
+    schedule: str, processes: int, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     """In float64, almost exactly; in float32, compared with one device that accumulates the same micro-batches."""
     if schedule == "zero_bubble" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 crashes: zero_bubble computes gradients of group normalization from a freed graph")
     options = ("parallel=pipeline", f"parallel.schedule={schedule}", f"accumulation={accumulation}")
-    ranks(processes).train(composed(*FAST, *COMMON, *GROUP, DOUBLE, *options), tmp_path / "exact", narrow)
+    ranks(processes).train(
+        compose_config(*TINY_CPU, *COMMON, *GROUP, DOUBLE, *options), tmp_path / "exact", narrow_session
+    )
     wanted, _ = plain("sgd", (*GROUP, DOUBLE), None, SHORT)
     assert largest_difference(weights_at(tmp_path / "exact", SHORT), wanted.weights) <= 1e-12
 
     count = 6 // accumulation
-    config = composed(*FAST, *COMMON, *GROUP, *options, f"parallel.num_micro_batches={count}")
-    ranks(processes).train(config, tmp_path / "rounded", narrow)
+    config = compose_config(*TINY_CPU, *COMMON, *GROUP, *options, f"parallel.num_micro_batches={count}")
+    ranks(processes).train(config, tmp_path / "rounded", narrow_session)
     assert largest_difference(weights_at(tmp_path / "rounded", SHORT), in_six_micro_batches()) <= 1e-6
 
 
@@ -166,24 +172,24 @@ def test_a_residual_network_with_group_normalization_equals_a_plain_loop(
 def in_six_micro_batches() -> dict[str, torch.Tensor]:
     """Return the weights after training on one device that accumulates over six micro-batches."""
     with tempfile.TemporaryDirectory() as directory:
-        run_here(Path(directory), *COMMON, *GROUP, "accumulation.steps=6", change=narrow)
+        run_here(Path(directory), *COMMON, *GROUP, "accumulation.steps=6", change=narrow_session)
         return weights_at(Path(directory), SHORT)
 
 
 def test_a_residual_network_on_two_devices_equals_accumulation_on_one(tmp_path: Path) -> None:
     options = ("accumulation.steps=6", "parallel=model", "parallel.cuts=[layer3]")
-    train_in(tmp_path, on_two_devices(built(*FAST, *COMMON, *GROUP, *options)), narrow)
+    train_in(tmp_path, on_two_devices(build_composed_run(*TINY_CPU, *COMMON, *GROUP, *options)), narrow_session)
     assert largest_difference(weights_at(tmp_path, SHORT), in_six_micro_batches()) <= 1e-6
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("case", ["nesterov", "adamw"])
 def test_schedules_with_nesterov_and_adamw_equal_a_plain_loop(
-    case: str, schedule: str, ranks: Callable[[int], Ranks], tmp_path: Path
+    case: str, schedule: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     more = (*SIX, DOUBLE)  # Adam divides by the size of a gradient, and so amplifies the rounding of the smallest
     options = ("parallel=pipeline", f"parallel.schedule={schedule}", "accumulation=2")
-    ranks(2).train(composed(*FAST, *COMMON, *CASES[case][0], *more, *options), tmp_path)
+    ranks(2).train(compose_config(*TINY_CPU, *COMMON, *OPTIMIZER_CASES[case][0], *more, *options), tmp_path)
     assert largest_difference(weights_at(tmp_path, STEPS), plain(case, more)[0].weights) <= 1e-13
 
 
@@ -200,18 +206,20 @@ def test_schedules_with_nesterov_and_adamw_equal_a_plain_loop(
     ids=" ".join,
 )
 def test_partition_and_memory_options_change_nothing(
-    options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+    options: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    result = ranks(2).train(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, "parallel=pipeline", *options), tmp_path)
+    result = ranks(2).train(
+        compose_config(*TINY_CPU, *COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, "parallel=pipeline", *options), tmp_path
+    )
     assert_as_plain(tmp_path, result, *plain())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["processes", "streams"])
 def test_compiled_stages_equal_a_plain_loop(engine: str, tmp_path: Path) -> None:
-    """The mode starts its own processes, because compiling takes longer than the timeout of `Ranks`."""
+    """The mode starts its own processes, because compiling takes longer than the timeout of `PersistentRanks`."""
     options = ("compile=true", "parallel=pipeline", f"parallel.engine={engine}")
-    assert_as_plain(tmp_path, run_here(tmp_path, *COMMON, *CASES["sgd"][0], *SIX, *options), *plain())
+    assert_as_plain(tmp_path, run_here(tmp_path, *COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, *options), *plain())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,19 +228,24 @@ def test_compiled_stages_equal_a_plain_loop(engine: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("options", [("parallel.processes=2",), ("parallel.processes=3",), (STREAMS,)], ids=" ".join)
 def test_gradients_are_clipped_by_the_norm_of_all_stages(
-    options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+    options: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (*COMMON, *CASES["sgd"][0], *SIX, "parallel=pipeline", *options)
+    overrides = (*COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, "parallel=pipeline", *options)
     count = {"2": 2, "3": 3}.get(options[0][-1], 1)
-    ranks(count).train(composed(*FAST, *overrides, "max_grad_norm=0.1"), tmp_path)
+    ranks(count).train(compose_config(*TINY_CPU, *overrides, "max_grad_norm=0.1"), tmp_path)
     assert largest_difference(weights_at(tmp_path, STEPS), plain("sgd", SIX, 0.1)[0].weights) <= 1e-6
 
 
-def test_the_logged_gradient_norm_is_that_of_all_stages(trained, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    alone = trained(*COMMON, *CASES["sgd"][0], *SIX, directory="alone")
-    ranks(2).train(composed(*FAST, *COMMON, *CASES["sgd"][0], *SIX, "parallel=pipeline"), tmp_path / "two")
+def test_the_logged_gradient_norm_is_that_of_all_stages(
+    trained, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    alone = trained(*COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, directory="alone")
+    ranks(2).train(
+        compose_config(*TINY_CPU, *COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, "parallel=pipeline"), tmp_path / "two"
+    )
     norms = [
-        [value for _, value in curves(path)["train/gradient_norm"]] for path in (alone.directory, tmp_path / "two")
+        [value for _, value in scalar_curves(path)["train/gradient_norm"]]
+        for path in (alone.directory, tmp_path / "two")
     ]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
@@ -260,26 +273,33 @@ def with_an_overflow(session: Session) -> None:
 
 @pytest.mark.parametrize("log_every", [1, 100])
 def test_all_stages_skip_an_update_if_a_gradient_of_one_stage_overflows(
-    log_every: int, ranks: Callable[[int], Ranks], tmp_path: Path
+    log_every: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (*TEN_STEPS, *CASES["sgd"][0], *SIX, "precision=16", f"log_every={log_every}", "schedule=onecycle")
+    overrides = (
+        *TEN_STEPS,
+        *OPTIMIZER_CASES["sgd"][0],
+        *SIX,
+        "precision=16",
+        f"log_every={log_every}",
+        "schedule=onecycle",
+    )
     run_here(tmp_path / "one", *overrides, "accumulation=8", change=with_an_overflow)
-    config = composed(*FAST, *overrides, "parallel=pipeline", "parallel.num_micro_batches=8")
+    config = compose_config(*TINY_CPU, *overrides, "parallel=pipeline", "parallel.num_micro_batches=8")
     ranks(2).train(config, tmp_path / "two", with_an_overflow)
     assert largest_difference(weights_at(tmp_path / "two", 10), weights_at(tmp_path / "one", 10)) <= 1e-6
     for tag, last in (("train/skipped_steps", 1.0), ("train/loss_scale", 512.0)):
-        logged = [curves(tmp_path / name)[tag] for name in ("one", "two")]
+        logged = [scalar_curves(tmp_path / name)[tag] for name in ("one", "two")]
         assert logged[0] == logged[1]
         assert logged[0][-1][1] == last
 
 
 @pytest.mark.parametrize("precision", ["bf16", "16"])
 def test_16_bit_precision_rounds_as_in_one_process(
-    precision: str, ranks: Callable[[int], Ranks], tmp_path: Path
+    precision: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (*COMMON, *CASES["sgd"][0], *SIX, f"precision={precision}")
+    overrides = (*COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, f"precision={precision}")
     run_here(tmp_path / "one", *overrides, "accumulation=8")
-    two = composed(*FAST, *overrides, "parallel=pipeline", "parallel.num_micro_batches=8")
+    two = compose_config(*TINY_CPU, *overrides, "parallel=pipeline", "parallel.num_micro_batches=8")
     ranks(2).train(two, tmp_path / "two")
     got, alone = (weights_at(tmp_path / name, STEPS) for name in ("two", "one"))
     assert all(tensor.dtype == torch.float32 for tensor in got.values())
@@ -302,21 +322,25 @@ RESNET50 = (*COMMON, "model=resnet50", *RESNET[1:], DOUBLE)
     ids=["resnet50 in two processes", "resnet18 in streams"],
 )
 def test_batch_normalization_uses_the_statistics_of_each_micro_batch(
-    network: tuple[str, ...], options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+    network: tuple[str, ...], options: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     """Weights and running statistics equal those of one device that accumulates over as many micro-batches."""
-    run_here(tmp_path / "one", *network, "steps=2", "accumulation.steps=3", change=narrow)
+    run_here(tmp_path / "one", *network, "steps=2", "accumulation.steps=3", change=narrow_session)
     overrides = ("steps=2", "parallel=pipeline", "parallel.split_size=4", *options)
-    ranks(1 if STREAMS in options else 2).train(composed(*FAST, *network, *overrides), tmp_path / "two", narrow)
+    ranks(1 if STREAMS in options else 2).train(
+        compose_config(*TINY_CPU, *network, *overrides), tmp_path / "two", narrow_session
+    )
     assert largest_difference(weights_at(tmp_path / "two", 2), weights_at(tmp_path / "one", 2)) <= 1e-13
 
 
-def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_deferred_statistics_are_those_of_the_whole_batch(
+    ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
     """Compared in the first layer, whose inputs do not depend on the split; a step counts as one tracked batch."""
-    run_here(tmp_path / "one", *BATCH_NORM, "steps=1", change=narrow)
+    run_here(tmp_path / "one", *BATCH_NORM, "steps=1", change=narrow_session)
     options = ("steps=1", "parallel=pipeline", "parallel.batch_norm=defer", "accumulation=2", "parallel.split_size=2")
     more = ("model.checkpoint_activations=true",)  # the forward pass runs twice, but counts once
-    ranks(2).train(composed(*FAST, *BATCH_NORM, *options, *more), tmp_path / "two", narrow)
+    ranks(2).train(compose_config(*TINY_CPU, *BATCH_NORM, *options, *more), tmp_path / "two", narrow_session)
     whole, parts = (weights_at(tmp_path / name, 1) for name in ("one", "two"))
     for name in ("bn1.running_mean", "bn1.running_var"):
         assert torch.allclose(parts[name], whole[name], rtol=1e-12, atol=1e-15)
@@ -329,11 +353,11 @@ def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Callable[[int],
 
 
 def test_a_pipeline_logs_the_same_curves_as_a_single_process(tmp_path: Path) -> None:
-    overrides = (*FAST, *TEN_STEPS, *SIX, "data.crop=2", "eval_every=5", "log_every=5")
+    overrides = (*TINY_CPU, *TEN_STEPS, *SIX, "data.crop=2", "eval_every=5", "log_every=5")
     for name, mode in (("one", "parallel=single"), ("three", "parallel=pipeline parallel.stages=3")):
-        result = train_in(tmp_path / name, built(*overrides, *mode.split())).result
+        result = train_in(tmp_path / name, build_composed_run(*overrides, *mode.split())).result
     assert result.world_size == 3
-    got, wanted = curves(tmp_path / "three"), curves(tmp_path / "one")
+    got, wanted = scalar_curves(tmp_path / "three"), scalar_curves(tmp_path / "one")
     own = {tag for tag in got if tag.startswith("pipeline/")}
     assert got.keys() - own == wanted.keys(), "tags know no mode"
     for tag in wanted:
@@ -355,17 +379,20 @@ def assert_bubble(directory: Path, logged: dict[str, list[tuple[int, float]]], w
         assert all(sum(pair) == pytest.approx(whole, rel=1e-4) for pair in spans)
         assert share == pytest.approx(1 - sum(busy for busy, _ in spans) / (workers * whole), abs=1e-4)
         assert 0 <= logged["pipeline/bubble_bound"][place][1] <= share < 1
-    picture = events(directory).Images("pipeline/step")
+    picture = load_events(directory).Images("pipeline/step")
     assert [each.step for each in picture] == [5, 10]
     assert (directory / "pipeline.png").read_bytes()[:8] == picture[-1].encoded_image_string[:8]
 
 
 @pytest.mark.parametrize("options", [(), ("parallel.schedule=interleaved_1f1b",)], ids=" ".join)
 def test_each_process_holds_only_its_own_stages(
-    options: tuple[str, ...], ranks: Callable[[int], Ranks], tmp_path: Path
+    options: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    names = ranks(2).do(names_held, composed(*FAST, *COMMON, *SIX, "parallel=pipeline", *options), tmp_path)
-    everything = {name for name, _ in built(*FAST, *SIX).workload.model.build((1, 16, 16), 10).named_parameters()}  # type: ignore[attr-defined]
+    names = ranks(2).call_on_all(
+        names_held, compose_config(*TINY_CPU, *COMMON, *SIX, "parallel=pipeline", *options), tmp_path
+    )
+    build = build_composed_run(*TINY_CPU, *SIX).workload.model.build  # type: ignore[attr-defined]
+    everything = {name for name, _ in build((1, 16, 16), 10).named_parameters()}
     assert set(names[0]) | set(names[1]) == everything
     assert not set(names[0]) & set(names[1])
     assert all(names)
@@ -382,9 +409,9 @@ def names_held(config: dict[str, Any], directory: Path) -> list[str]:
     return list(held)
 
 
-def test_a_loss_that_is_not_finite_stops_all_processes(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_all_processes(ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
     overrides = (*COMMON, *SIX, "parallel=pipeline", "optimizer.lr=1000", "steps=30")
-    result = ranks(2).train(composed(*FAST, *overrides), tmp_path)
+    result = ranks(2).train(compose_config(*TINY_CPU, *overrides), tmp_path)
     assert result.status == "diverged"
     assert "is not finite at step" in result.error
 
@@ -399,7 +426,7 @@ MODES = {
     "interleaved": ("parallel=pipeline", "parallel.schedule=interleaved_1f1b", "parallel.batch_norm=defer"),
     "streams": ("parallel=pipeline", STREAMS),
 }
-WAYS = [
+MODE_SEQUENCES = [
     ("pipeline", "ddp", "single"),
     ("single", "pipeline", "interleaved"),
     ("ddp", "interleaved", "streams"),
@@ -407,35 +434,36 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=" ".join)
+@pytest.mark.parametrize("way", MODE_SEQUENCES, ids=" ".join)
 @pytest.mark.parametrize("case", ["sgd", "adamw"])
 def test_a_run_resumes_in_any_mode(
-    way: tuple[str, ...], case: str, ranks: Callable[[int], Ranks], tmp_path: Path
+    way: tuple[str, ...], case: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     more = (*SIX, DOUBLE)
     for steps, mode in zip((1, 3, STEPS), way, strict=True):
-        overrides = (*COMMON, *CASES[case][0], *more, *MODES[mode], f"steps={steps}", "accumulation=2")
+        overrides = (*COMMON, *OPTIMIZER_CASES[case][0], *more, *MODES[mode], f"steps={steps}", "accumulation=2")
         if mode == "single":
             run_here(tmp_path, *overrides)
         else:
-            ranks(1 if mode == "streams" else 2).train(composed(*FAST, *overrides), tmp_path)
+            ranks(1 if mode == "streams" else 2).train(compose_config(*TINY_CPU, *overrides), tmp_path)
     assert largest_difference(weights_at(tmp_path, STEPS), plain(case, more)[0].weights) <= 1e-13
 
 
 def test_verify_finds_a_pipeline_equivalent(capfd: pytest.CaptureFixture[str]) -> None:
-    assert verify.main([*FAST, "parallel=pipeline", "accumulation=2", "max_grad_norm=0.1"]) == verify.SAME
+    assert verify.main([*TINY_CPU, "parallel=pipeline", "accumulation=2", "max_grad_norm=0.1"]) == verify.SAME
     assert "the same" in capfd.readouterr().out
 
 
 def test_resume_of_a_pipeline_after_a_stop_signal_is_bitwise_exact(
-    ranks: Callable[[int], Ranks], tmp_path: Path
+    ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (*FAST, *COMMON, *SIX, *MODES["pipeline"], "save_every=5", "log_every=50")
-    stopped = Command(tmp_path / "stopped", *overrides, "steps=1000000").saved(5)
-    stopped.kill(signal.SIGTERM)
-    code, told = stopped.ended()
-    assert code == 75, told
-    more = f"steps={int(weights(stopped.directory)['step']) + 7}"  # the learning rate does not depend on `steps`
-    succeed(tmp_path / "stopped", f"resume={stopped.directory}", more)
-    ranks(2).train(composed(*overrides, more), tmp_path / "whole")
-    assert_bitwise(stopped.directory, weights(tmp_path / "whole"))
+    overrides = (*TINY_CPU, *COMMON, *SIX, *MODES["pipeline"], "save_every=5", "log_every=50")
+    stopped = Command(tmp_path / "stopped", *overrides, "steps=1000000").wait_for_checkpoint(5)
+    stopped.signal_processes(signal.SIGTERM)
+    code, output = stopped.wait_for_all_processes()
+    assert code == 75, output
+    run = stopped.single_run_directory
+    more = f"steps={int(checkpoint_tensors(run)['step']) + 7}"  # the learning rate does not depend on `steps`
+    run_successfully(tmp_path / "stopped", f"resume={run}", more)
+    ranks(2).train(compose_config(*overrides, more), tmp_path / "whole")
+    assert_checkpoint_bitwise_equal(run, checkpoint_tensors(tmp_path / "whole"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import built
+from helpers.compose import build_composed_run
 
 from models.convnet import ConvNet
 from runner.config.errors import ConfigError
@@ -103,7 +103,7 @@ def test_a_list_of_cuts_determines_the_number_of_stages() -> None:
 
 
 def test_the_checks_allocate_no_weights() -> None:
-    run = built("model=resnet50", "data.size=8", "parallel=pipeline", "parallel.cuts=[layer2]")
+    run = build_composed_run("model=resnet50", "data.size=8", "parallel=pipeline", "parallel.cuts=[layer2]")
     run.workload.prepare()
     assert all(parameter.is_meta for parameter in without_memory(run.workload.build_model).parameters())
     with pytest.raises(ConfigError) as refusal:

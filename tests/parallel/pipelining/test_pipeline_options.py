@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.compose import built, prepared
+from helpers.compose import build_composed_run, prepare_session
 
 from runner.config.errors import ConfigError
 from runner.parallel.pipeline import Pipeline
@@ -14,7 +14,7 @@ TINY = ("model=tiny", "data.size=8")
 
 
 def prepare(*overrides: str) -> Session:
-    return prepared(built(*TINY, "parallel=pipeline", *overrides))
+    return prepare_session(build_composed_run(*TINY, "parallel=pipeline", *overrides))
 
 
 def refusal(*overrides: str) -> ConfigError:
@@ -66,16 +66,16 @@ def test_invalid_options_are_refused(overrides: str, key: str, got: object, reme
 @pytest.mark.parametrize("mode", ["pipeline", "model"])
 def test_a_workload_without_a_criterion_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        prepared(built("workload=dqn", f"parallel={mode}"))
+        prepare_session(build_composed_run("workload=dqn", f"parallel={mode}"))
     assert (refused.value.key, refused.value.got) == ("workload", "DQN")
     assert "ddp" in refused.value.remedy
 
 
 def test_a_network_that_lists_no_blocks_is_refused() -> None:
-    run = built(*TINY, "parallel=pipeline")
+    run = build_composed_run(*TINY, "parallel=pipeline")
     run.workload.build_model = lambda: torch.nn.Linear(1, 1)
     with pytest.raises(ConfigError) as refused:
-        prepared(run)
+        prepare_session(run)
     assert (refused.value.key, refused.value.got) == ("model", "Linear")
 
 

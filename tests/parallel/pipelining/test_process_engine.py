@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.ranks import Ranks
+from helpers.ranks import PersistentRanks
 from torch import nn
 
 from runner.parallel.launch.cluster import external_rank_info
@@ -47,11 +47,13 @@ def stages_of(schedule: str) -> list[list[nn.Module]]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_and_outputs_are_those_of_the_whole_network(schedule: str, ranks: Callable[[int], Ranks]) -> None:
+def test_gradients_and_outputs_are_those_of_the_whole_network(
+    schedule: str, ranks: Callable[[int], PersistentRanks]
+) -> None:
     whole, (inputs, targets) = nn.Sequential(*network()), batch()
     outputs = whole(inputs)
     loss(outputs, targets).backward()
-    found = ranks(2).do(in_rank, schedule)
+    found = ranks(2).call_on_all(in_rank, schedule)
     got = {number: gradients for each, _, _ in found for number, gradients in each.items()}
     flat = [gradient for number in sorted(got) for gradient in got[number]]
     for gradient, parameter in zip(flat, whole.parameters(), strict=True):

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.command import PATIENCE, until
-from helpers.compose import FAST
+from helpers.command import TIMEOUT_SECONDS, wait_until
+from helpers.compose import TINY_CPU
 
 from runner.config.errors import ConfigError
 from runner.sweep.console import is_running
@@ -29,14 +29,16 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 
 def job(tmp_path: Path, number: int, *arguments: str, **demand: int) -> Job:
-    words = [*FAST, *arguments, f"--run-directory={tmp_path / str(number)}"]
+    words = [*TINY_CPU, *arguments, f"--run-directory={tmp_path / str(number)}"]
     return Job(number, words, tmp_path / f"{number}.txt", Demand(**demand))
 
 
 def ended(pool: Pool, *wanted: int) -> dict[int, int | None]:
     """Wait until all jobs in `wanted` have ended, and return the exit codes of the jobs that have ended."""
     codes: dict[int, int | None] = {}
-    until(lambda: (codes.update({each.number: each.code for each in pool.wait(0.1)}), set(codes) >= set(wanted))[1])
+    wait_until(
+        lambda: (codes.update({each.number: each.code for each in pool.wait(0.1)}), set(codes) >= set(wanted))[1]
+    )
     return codes
 
 
@@ -52,7 +54,7 @@ def test_jobs_run_concurrently_as_commands_and_print_to_their_files(pool: Pool, 
 def test_a_stopped_job_saves_and_a_killed_job_does_not(pool: Pool, tmp_path: Path) -> None:
     for number in (0, 1):
         pool.submit(job(tmp_path, number, "steps=1000000", "save_every=5"))
-    until(lambda: all(list((tmp_path / n / "checkpoints").glob("step_*")) for n in "01"))
+    wait_until(lambda: all(list((tmp_path / n / "checkpoints").glob("step_*")) for n in "01"))
     assert is_running(tmp_path / "0.txt")
     pool.stop([0])
     assert ended(pool, 0) == {0: 75}
@@ -72,10 +74,10 @@ def test_the_exit_code_of_a_job_killed_by_a_signal_is_negative(pool: Pool, tmp_p
 
 def test_killing_a_job_ends_its_ranks(pool: Pool, tmp_path: Path) -> None:
     pool.submit(job(tmp_path, 0, "steps=1000000", "save_every=5", "parallel=ddp", processes=2))
-    until(lambda: list((tmp_path / "0" / "checkpoints").glob("step_*")))
+    wait_until(lambda: list((tmp_path / "0" / "checkpoints").glob("step_*")))
     assert is_running(tmp_path / "0.txt")
     pool.kill()
-    until(lambda: not is_running(tmp_path / "0.txt"), what="a rank is left")
+    wait_until(lambda: not is_running(tmp_path / "0.txt"), what="a rank is left")
     assert not (tmp_path / "0" / "result.json").exists(), "it had no time to end by itself"
 
 
@@ -101,7 +103,7 @@ def test_stop_signals_only_the_process_that_has_opened_the_console_file(tmp_path
                 pool = LocalPool("auto", "auto", 1)
                 assert pool.adopt(earlier, Started("core 0", process.pid))
                 assert pool.stop([0]) == unreached
-            assert own.wait(PATIENCE) == -signal.SIGTERM
+            assert own.wait(TIMEOUT_SECONDS) == -signal.SIGTERM
             assert other.poll() is None
         finally:
             for process in (own, other):

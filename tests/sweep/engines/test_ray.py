@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from helpers import fake_run
-from helpers.command import Command, processes_in, run_command, until
-from helpers.compose import FAST
-from helpers.pools import codes, ended, seen, started
+from helpers.command import Command, processes_in, run_command, wait_until
+from helpers.compose import TINY_CPU
+from helpers.pool_jobs import exit_codes_of, reports_of_job, wait_until_ended, wait_until_started
 
 from runner.config.errors import ConfigError
 from runner.sweep.engines import child
@@ -44,7 +44,7 @@ def pool(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.chdir(tmp_path)
     with Ray().connect(9, tmp_path) as pool:
         yield pool
-    until(lambda: not processes(), what="a job is left")
+    wait_until(lambda: not processes(), what="a job is left")
 
 
 def processes() -> set[int]:
@@ -63,12 +63,12 @@ def test_jobs_return_their_exit_codes_and_get_the_requested_threads_and_gpus(
     assert pool.submit(job(0, "exit=3")) == ("Ray, 1 core", 0)
     assert pool.submit(job(1, "exit=2", gpus=1)) == ("Ray, 1 core, 1 GPU", 0)
     assert pool.submit(job(2, threads=2)) is None, "both cores are taken"
-    assert codes(pool, 0, 1) == {0: 3, 1: 2}
+    assert exit_codes_of(pool, 0, 1) == {0: 3, 1: 2}
     assert pool.submit(job(2, "exit=75", threads=2)) == ("Ray, 2 cores", 0)
-    assert codes(pool, 2) == {2: 75}
+    assert exit_codes_of(pool, 2) == {2: 75}
     assert pool.submit(job(3, processes=2, gpus=2)) == ("Ray, 2 cores, 2 GPUs", 0)
-    assert codes(pool, 3) == {3: 0}
-    saw = [seen(number)[0] for number in range(4)]
+    assert exit_codes_of(pool, 3) == {3: 0}
+    saw = [reports_of_job(number)[0] for number in range(4)]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in saw] in (["", gpu, "", "0,1"] for gpu in "01")
     assert [each["OMP_NUM_THREADS"] for each in saw] == ["1", "1", "2", "1"]
     assert {each["cwd"] for each in saw} == {os.getcwd()}
@@ -78,47 +78,47 @@ def test_stop_makes_a_running_job_save_and_a_waiting_job_never_start(pool: Pool)
     with Ray(slots=3).connect(3, Path.cwd()) as pool:
         for number in (0, 1):
             pool.submit(job(number, "until=go", f"saved=saved{number}"))
-        started(pool, 0, 1)
+        wait_until_started(pool, 0, 1)
         assert pool.submit(job(2, "saved=saved2")) is not None
         assert pool.submit(job(3)) is None
         assert pool.stop([0, 2]) == []
-        assert codes(pool, 0, 2) == {0: 75, 2: 75}
+        assert exit_codes_of(pool, 0, 2) == {0: 75, 2: 75}
         assert [path.name for path in Path.cwd().glob("saved*")] == ["saved0"]
         Path("go").touch()
-        assert codes(pool, 1) == {1: 0}, "the other one goes on"
-        assert seen(2) == []
+        assert exit_codes_of(pool, 1) == {1: 0}, "the other one goes on"
+        assert reports_of_job(2) == []
 
 
 def test_killed_jobs_leave_no_process_and_do_not_save(cluster: None, pool: Pool) -> None:
     for number in (0, 1):
         pool.submit(job(number, "until=never", f"saved=saved{number}", "with_child"))
-    started(pool, 0, 1)
+    wait_until_started(pool, 0, 1)
     assert len(processes()) >= 4
     pool.kill()
-    until(lambda: not processes(), what="a job is left")
+    wait_until(lambda: not processes(), what="a job is left")
     assert list(Path.cwd().glob("saved*")) == []
     assert pool.wait(0) == []
     assert pool.submit(job(2, "exit=3")) is not None, "the cores are free"
-    assert codes(pool, 2) == {2: 3}
+    assert exit_codes_of(pool, 2) == {2: 3}
 
 
 def test_a_job_whose_worker_dies_is_lost_and_can_be_started_again(pool: Pool) -> None:
     pool.submit(job(0, "until=never"))
-    started(pool, 0)
-    os.kill(seen(0)[0]["parent"], signal.SIGKILL)
-    lost = ended(pool, 0)[0]
+    wait_until_started(pool, 0)
+    os.kill(reports_of_job(0)[0]["parent"], signal.SIGKILL)
+    lost = wait_until_ended(pool, 0)[0]
     assert lost.code is None
     assert "died" in lost.reason
-    until(lambda: not processes(), what="the command goes on")
+    wait_until(lambda: not processes(), what="the command goes on")
     pool.submit(job(0, "exit=3"))
-    assert codes(pool, 0) == {0: 3}
+    assert exit_codes_of(pool, 0) == {0: 3}
 
 
 def test_the_exit_code_of_a_job_killed_by_a_signal_is_negative(pool: Pool) -> None:
     pool.submit(job(0, "until=never"))
-    started(pool, 0)
-    os.kill(seen(0)[0]["pid"], signal.SIGSEGV)
-    assert codes(pool, 0) == {0: -signal.SIGSEGV}
+    wait_until_started(pool, 0)
+    os.kill(reports_of_job(0)[0]["pid"], signal.SIGSEGV)
+    assert exit_codes_of(pool, 0) == {0: -signal.SIGSEGV}
 
 
 @pytest.mark.parametrize("demand", [{"processes": 3}, {"threads": 3}, {"gpus": 3}])
@@ -130,8 +130,8 @@ def test_a_demand_that_no_machine_can_satisfy_is_refused(demand: dict[str, int],
 def test_the_number_of_gpus_can_be_set(cluster: None, pool: Pool) -> None:
     with Ray(gpus=1).connect(1, Path.cwd()) as own:
         own.submit(job(0))
-        assert codes(own, 0) == {0: 0}
-    assert seen(0)[0]["CUDA_VISIBLE_DEVICES"] in ("0", "1")
+        assert exit_codes_of(own, 0) == {0: 0}
+    assert reports_of_job(0)[0]["CUDA_VISIBLE_DEVICES"] in ("0", "1")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -160,46 +160,46 @@ def test_impossible_options_are_refused(options: dict, key: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Sweeps that run as commands
 
-RUN = (*FAST, "batch_size=8", "steps=2000", "save_every=100", "eval_every=0")
+RUN = (*TINY_CPU, "batch_size=8", "steps=2000", "save_every=100", "eval_every=0")
 
 
-def swept(cwd: Path, *words: str) -> Command:
+def start_sweep(cwd: Path, *words: str) -> Command:
     return Command(cwd, *RUN, "-m", "seed=1", "sweep=ray", *words)
 
 
 def saved(command: Command) -> list[Path]:
     found = sorted(command.cwd.glob("outputs/sweeps/*/*/*/checkpoints/step_????????"))
-    assert found or command.code is None, command.console
+    assert found or command.command_exit_code is None, command.console
     return found
 
 
 def test_resume_of_a_stopped_sweep_is_bitwise_exact(tmp_path: Path) -> None:
-    command = swept(tmp_path / "sweep")
-    until(lambda: saved(command))
-    command.kill(signal.SIGTERM)
-    code, told = command.wait()
-    assert code == 75, told
+    command = start_sweep(tmp_path / "sweep")
+    wait_until(lambda: saved(command))
+    command.signal_processes(signal.SIGTERM)
+    code, output = command.wait()
+    assert code == 75, output
     last = saved(command)[-1].name
     assert last < "step_00002000"
-    code, told = swept(tmp_path / "sweep", "resume=auto").ended()
-    assert code == 0, told
+    code, output = start_sweep(tmp_path / "sweep", "resume=auto").wait_for_all_processes()
+    assert code == 0, output
     assert run_command(*RUN, "seed=1", cwd=tmp_path / "alone")[0] == 0
     [undisturbed] = tmp_path.glob("alone/outputs/*/*/checkpoints/step_00002000/model.safetensors")
     assert (saved(command)[-1] / "model.safetensors").read_bytes() == undisturbed.read_bytes(), "to the last bit"
 
 
 def test_no_process_is_left_when_the_scheduler_is_killed(tmp_path: Path) -> None:
-    command = swept(tmp_path / "sweep", "parallel=ddp", "steps=1000000")
-    until(lambda: saved(command))
-    command.kill(signal.SIGKILL)
+    command = start_sweep(tmp_path / "sweep", "parallel=ddp", "steps=1000000")
+    wait_until(lambda: saved(command))
+    command.signal_processes(signal.SIGKILL)
     command.wait()
     commands = lambda: [words for words in processes_in(command.cwd).values() if not words.startswith("ray::")]  # noqa: E731
-    until(lambda: not commands(), what="a job is left")  # two agent processes of Ray itself exit a minute later
+    wait_until(lambda: not commands(), what="a job is left")  # two agent processes of Ray itself exit a minute later
 
 
 def test_an_unreachable_cluster_is_refused_without_a_traceback(tmp_path: Path) -> None:
-    code, told = run_command("-m", "seed=1,2", "sweep=ray", "sweep.address=127.0.0.1:1", cwd=tmp_path)
-    assert code == 2, told
-    assert "sweep.address" in told
-    assert "Traceback" not in told
+    code, output = run_command("-m", "seed=1,2", "sweep=ray", "sweep.address=127.0.0.1:1", cwd=tmp_path)
+    assert code == 2, output
+    assert "sweep.address" in output
+    assert "Traceback" not in output
     assert not (tmp_path / "outputs").exists()

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from helpers import fake_run
-from helpers.command import GATED, Command, processes_in, run_command, until
-from helpers.compose import FAST
-from helpers.fake_slurm import LIVE, FakeSlurm
-from helpers.pools import codes, ended, seen, started
+from helpers.command import STEP_GATE_PYTHONPATH, Command, processes_in, run_command, wait_until
+from helpers.compose import TINY_CPU
+from helpers.fake_slurm import ACTIVE_STATES, FakeSlurm
+from helpers.pool_jobs import exit_codes_of, reports_of_job, wait_until_ended, wait_until_started
 
 from runner.config.errors import ConfigError
 from runner.sweep.engines import child, slurm
@@ -40,7 +40,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlu
     monkeypatch.chdir(tmp_path / "sweep")
     yield cluster
     cluster.close()
-    until(lambda: not processes(), what="a job is left")
+    wait_until(lambda: not processes(), what="a job is left")
 
 
 def processes() -> set[int]:
@@ -65,16 +65,16 @@ def test_jobs_with_the_same_demand_form_one_array_and_get_what_they_request(
     for number, code in enumerate((0, 3, 2)):
         assert pool.submit(job(number, f"exit={code}")) is not None
     pool.submit(job(3, "exit=75", processes=2, gpus=2, threads=3))
-    assert codes(pool, 0, 1, 2, 3) == {0: 0, 1: 3, 2: 2, 3: 75}
+    assert exit_codes_of(pool, 0, 1, 2, 3) == {0: 0, 1: 3, 2: 2, 3: 75}
     options = [each["options"] for each in cluster.jobs.values()]
     assert list(cluster.jobs) == ["101_0", "101_1", "101_2", "102"]
     assert [each.get("array") for each in options] == [*["0-2%3"] * 3, None]
     assert [(each["cpus-per-task"], each.get("gpus-per-node")) for each in options[2:]] == [("2", None), ("6", "2")]
     for number, (threads, gpus) in enumerate([("2", "")] * 3 + [("3", "0,1")]):
-        [saw] = seen(number)
+        [saw] = reports_of_job(number)
         assert (saw["OMP_NUM_THREADS"], saw["CUDA_VISIBLE_DEVICES"]) == (threads, gpus)
         assert saw["cwd"] == os.getcwd()
-        assert [saw[name] for name in fake_run.SEEN if name.startswith("SLURM")] == [None] * 3, (
+        assert [saw[name] for name in fake_run.REPORTED_VARIABLES if name.startswith("SLURM")] == [None] * 3, (
             "no launcher's variables"
         )
     assert Path("1.txt").read_text().startswith("SLURM job 101_1 on ")
@@ -85,9 +85,9 @@ def test_slots_limits_the_number_of_jobs_in_the_queue(cluster: FakeSlurm) -> Non
         for number in (0, 1):
             assert pool.submit(job(number)) is not None
         assert pool.submit(job(2)) is None
-        assert codes(pool, 0, 1) == {0: 0, 1: 0}
+        assert exit_codes_of(pool, 0, 1) == {0: 0, 1: 0}
         assert pool.submit(job(2, "exit=3")) is not None
-        assert codes(pool, 2) == {2: 3}
+        assert exit_codes_of(pool, 2) == {2: 3}
     assert [each["options"].get("array") for each in cluster.jobs.values()] == [*["0-1%2"] * 2, None]
 
 
@@ -96,10 +96,10 @@ def test_a_job_that_is_preempted_or_reaches_its_time_limit_saves_and_is_requeued
     signals: tuple[signal.Signals, ...], pool: Pool, cluster: FakeSlurm
 ) -> None:
     pool.submit(job(0, "exit=3", "until=never", "saved=saved"))
-    started(pool, 0)
+    wait_until_started(pool, 0)
     cluster.signal("101", *signals)
-    assert codes(pool, 0) == {0: 3}, "not 75: it goes on"
-    assert [saw["resumed"] for saw in seen(0)] == [False, True]
+    assert exit_codes_of(pool, 0) == {0: 3}, "not 75: it goes on"
+    assert [saw["resumed"] for saw in reports_of_job(0)] == [False, True]
     assert cluster.jobs["101"]["starts"] == 2
     assert len(cluster.calls("sbatch")) == 1
 
@@ -107,78 +107,78 @@ def test_a_job_that_is_preempted_or_reaches_its_time_limit_saves_and_is_requeued
 def test_stop_makes_running_jobs_save_and_cancels_waiting_jobs(pool: Pool, cluster: FakeSlurm) -> None:
     for number in (0, 1):
         pool.submit(job(number, "until=never", f"saved=saved{number}"))
-    started(pool, 0, 1)
+    wait_until_started(pool, 0, 1)
     cluster.hold()
     pool.submit(job(2, "saved=saved2"))
-    until(lambda: (pool.wait(0.05), "102" in cluster.jobs)[1])
+    wait_until(lambda: (pool.wait(0.05), "102" in cluster.jobs)[1])
     pool.submit(job(3, "saved=saved3"))
     assert pool.stop([0, 2, 3]) == []
-    assert codes(pool, 0, 2, 3) == {0: 75, 2: 75, 3: 75}
+    assert exit_codes_of(pool, 0, 2, 3) == {0: 75, 2: 75, 3: 75}
     assert [path.name for path in Path.cwd().glob("saved*")] == ["saved0"]
     assert cluster.jobs["101_0"]["starts"] == 1, "it is not requeued"
     assert cluster.jobs["102"]["state"].startswith("CANCELLED")
     assert cluster.jobs.keys() == {"101_0", "101_1", "102"}, "the last one has not been submitted"
     cluster.end("101_1", "NODE_FAIL")
-    assert ended(pool, 1)[1].reason == "SLURM says NODE_FAIL"
+    assert wait_until_ended(pool, 1)[1].reason == "SLURM says NODE_FAIL"
 
 
 def test_killed_jobs_leave_no_process_and_do_not_save(cluster: FakeSlurm) -> None:
     with Slurm().connect(2, Path.cwd()) as pool:
         for number in (0, 1):
             pool.submit(job(number, "until=never", f"saved=saved{number}", "with_child"))
-        started(pool, 0, 1)
-    until(lambda: not processes(), what="a job is left")
+        wait_until_started(pool, 0, 1)
+    wait_until(lambda: not processes(), what="a job is left")
     assert list(Path.cwd().glob("saved*")) == []
-    assert [each["state"] in LIVE for each in cluster.jobs.values()] == [False, False]
+    assert [each["state"] in ACTIVE_STATES for each in cluster.jobs.values()] == [False, False]
 
 
 def test_a_command_ends_when_its_parent_task_process_is_killed(pool: Pool, cluster: FakeSlurm) -> None:
     pool.submit(job(0, "until=never"))
-    started(pool, 0)
+    wait_until_started(pool, 0)
     cluster.signal("101", signal.SIGKILL)
-    pid = seen(0)[0]["pid"]
-    until(lambda: pid not in processes())
-    assert ended(pool, 0)[0] == Ended(0, None, "SLURM says FAILED")
+    pid = reports_of_job(0)[0]["pid"]
+    wait_until(lambda: pid not in processes())
+    assert wait_until_ended(pool, 0)[0] == Ended(0, None, "SLURM says FAILED")
 
 
 def test_a_job_that_is_canceled_with_scancel_counts_as_stopped_not_as_lost(pool: Pool, cluster: FakeSlurm) -> None:
     pool.submit(job(0, "until=never"))
-    started(pool, 0)
+    wait_until_started(pool, 0)
     slurm._answer("scancel", "101")
-    assert codes(pool, 0) == {0: 75}
+    assert exit_codes_of(pool, 0) == {0: 75}
 
 
 def test_a_later_command_adopts_the_jobs_of_a_killed_scheduler(cluster: FakeSlurm) -> None:
     earlier = SlurmPool(Slurm(), Path.cwd())
     words = (("exit=3",), ("until=go", "exit=3"), ("exit=75",))
     slots = [earlier.submit(job(number, *each)) or Started("") for number, each in enumerate(words)]
-    started(earlier, 1)
-    until(lambda: all(cluster.jobs[f"101_{index}"]["state"] == "COMPLETED" for index in (0, 2)))
+    wait_until_started(earlier, 1)
+    wait_until(lambda: all(cluster.jobs[f"101_{index}"]["state"] == "COMPLETED" for index in (0, 2)))
     with Slurm().connect(3, Path.cwd()) as pool:
         assert [pool.adopt(job(number), each) for number, each in enumerate(slots)] == [True, True, False]
-        assert codes(pool, 0) == {0: 3}, "it has ended in the meantime"
+        assert exit_codes_of(pool, 0) == {0: 3}, "it has ended in the meantime"
         Path("go").touch()
-        assert codes(pool, 1) == {1: 3}
+        assert exit_codes_of(pool, 1) == {1: 3}
     assert len(cluster.calls("sbatch")) == 1, "nothing is run twice"
 
 
 def test_an_adopted_job_is_not_killed_with_the_pool_but_can_be_stopped(cluster: FakeSlurm) -> None:
     earlier = SlurmPool(Slurm(), Path.cwd())
     slot = earlier.submit(job(0, "until=never")) or Started("")
-    started(earlier, 0)
+    wait_until_started(earlier, 0)
     with Slurm().connect(3, Path.cwd()) as pool:
         assert pool.adopt(job(0), slot)
     assert cluster.jobs["101"]["state"] == "RUNNING"
     with Slurm().connect(3, Path.cwd()) as pool:
         assert pool.adopt(job(0), slot)
         assert pool.stop([0]) == []
-        assert codes(pool, 0) == {0: 75}
+        assert exit_codes_of(pool, 0) == {0: 75}
 
 
 def test_only_handles_of_running_jobs_of_this_sweep_are_adopted(pool: Pool, cluster: FakeSlurm, tmp_path: Path) -> None:
     slot = pool.submit(job(0, "until=never"))
     assert slot is not None
-    started(pool, 0)
+    wait_until_started(pool, 0)
     token = cluster.jobs["101"]["options"]["job-name"].rpartition("-")[2]
     assert slot.slot == f"slurm {token}_0"
     others = ("", "core 0", "slurm 101", "slurm 101_0", "slurm {}", "slurm {}_1", "slurm {}_0 ", "slurm ../{}_0")
@@ -204,13 +204,13 @@ def test_rejection_of_the_first_jobs_is_a_config_error_and_leaves_no_files(pool:
 
 def test_later_jobs_are_submitted_again_before_they_count_as_lost(pool: Pool, cluster: FakeSlurm) -> None:
     pool.submit(job(0))
-    assert codes(pool, 0) == {0: 0}
+    assert exit_codes_of(pool, 0) == {0: 0}
     cluster.fail("sbatch", 1, out="what?\n", code=0)
     pool.submit(job(1))
-    assert codes(pool, 1) == {1: 0}
+    assert exit_codes_of(pool, 1) == {1: 0}
     cluster.fail("sbatch", 9, err="sbatch: error: Socket timed out")
     pool.submit(job(2))
-    lost = ended(pool, 2)[2]
+    lost = wait_until_ended(pool, 2)[2]
     assert lost.code is None
     assert "Socket timed out" in lost.reason
 
@@ -218,12 +218,12 @@ def test_later_jobs_are_submitted_again_before_they_count_as_lost(pool: Pool, cl
 @pytest.mark.parametrize(("out", "code"), [("<html>\n", 0), ("", 1)])
 def test_no_job_is_lost_while_squeue_fails(out: str, code: int, pool: Pool, cluster: FakeSlurm) -> None:
     pool.submit(job(0, "until=go", "exit=3"))
-    started(pool, 0)
+    wait_until_started(pool, 0)
     before = len(cluster.calls("squeue"))
     cluster.fail("squeue", 4, out=out, code=code)
-    until(lambda: pool.wait(0.05) == [] and len(cluster.calls("squeue")) > before + 5)
+    wait_until(lambda: pool.wait(0.05) == [] and len(cluster.calls("squeue")) > before + 5)
     Path("go").touch()
-    assert codes(pool, 0) == {0: 3}
+    assert exit_codes_of(pool, 0) == {0: 3}
 
 
 @pytest.mark.parametrize("out", ["", "no table\n", "A|B\n1|2\n"])
@@ -233,18 +233,18 @@ def test_sacct_is_called_again_after_a_failure(
     monkeypatch.setattr(slurm, "_MOST_LOOKS", 100)
     cluster.fail("sacct", 1, out=out, code=int(not out))
     pool.submit(job(0, "until=never"))
-    started(pool, 0)
+    wait_until_started(pool, 0)
     cluster.end("101", "OUT_OF_MEMORY")
-    assert ended(pool, 0) == {0: Ended(0, None, "SLURM says OUT_OF_MEMORY")}
+    assert wait_until_ended(pool, 0) == {0: Ended(0, None, "SLURM says OUT_OF_MEMORY")}
     assert len(cluster.calls("sacct")) >= 2
 
 
 def test_a_job_that_its_engine_does_not_know_is_recorded_as_lost(pool: Pool, cluster: FakeSlurm) -> None:
     cluster.fail("sacct", 99)
     pool.submit(job(0, "until=never"))
-    started(pool, 0)
+    wait_until_started(pool, 0)
     cluster.end("101", "NODE_FAIL")
-    assert ended(pool, 0) == {0: Ended(0, None, "SLURM no longer knows the job")}
+    assert wait_until_ended(pool, 0) == {0: Ended(0, None, "SLURM no longer knows the job")}
 
 
 def test_a_cluster_that_does_not_answer_is_refused(cluster: FakeSlurm) -> None:
@@ -317,14 +317,14 @@ def test_options_reach_sbatch(cluster: FakeSlurm) -> None:
     own = Slurm(**options, gpus=2, mem_gb=1.5, timeout_min=30, setup=["echo begun > setup"], additional={"nice": 7})
     with own.connect(1, Path.cwd()) as pool:
         pool.submit(job(0))
-        assert codes(pool, 0) == {0: 0}
+        assert exit_codes_of(pool, 0) == {0: 0}
     sent = cluster.jobs["101"]["options"]
     wanted = options | {"gpus-per-node": "2", "mem": "1536M", "time": "30", "nice": "7", "signal": "USR2@120"}
     assert sent.items() >= wanted.items()
     assert "requeue" in sent
     assert sent["cpus-per-task"] == "8", "four for each of the processes that will use the GPUs"
     assert Path("setup").read_text() == "begun\n"
-    assert seen(0)[0]["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert reports_of_job(0)[0]["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,20 +338,23 @@ def test_submitit_requeues_a_preempted_job(tmp_path: Path, monkeypatch: pytest.M
     executor = submitit.LocalExecutor(tmp_path / "submitit", max_num_timeout=2)
     executor.update_parameters(timeout_min=10)
     submitted = executor.submit(SlurmTask(task(words, tmp_path / "0.txt", {}), str(tmp_path / "end")))
-    until(lambda: seen(0))
-    os.kill(seen(0)[0]["parent"], signal.SIGUSR2)
-    until(lambda: (tmp_path / "end").exists())
+    wait_until(lambda: reports_of_job(0))
+    os.kill(reports_of_job(0)[0]["parent"], signal.SIGUSR2)
+    wait_until(lambda: (tmp_path / "end").exists())
     assert submitted.result() == 3
     assert (tmp_path / "end").read_text() == "3\n"
-    assert [saw["resumed"] for saw in seen(0)] == [False, True]
+    assert [saw["resumed"] for saw in reports_of_job(0)] == [False, True]
 
 
-RUN = (*FAST, "batch_size=8", "steps=40", "save_every=10", "eval_every=0")
+RUN = (*TINY_CPU, "batch_size=8", "steps=40", "save_every=10", "eval_every=0")
 
 
-def swept(cwd: Path, cluster: FakeSlurm, *words: str) -> Command:
+def start_sweep(cwd: Path, cluster: FakeSlurm, *words: str) -> Command:
     """Start a sweep whose jobs wait before step 30 until the file `go` exists in `cwd`, or they are asked to stop."""
-    gate = {"STEP_GATE": f"30:{cwd / 'go'}", "PYTHONPATH": os.pathsep.join([cluster.variables["PYTHONPATH"], GATED])}
+    gate = {
+        "STEP_GATE": f"30:{cwd / 'go'}",
+        "PYTHONPATH": os.pathsep.join([cluster.variables["PYTHONPATH"], STEP_GATE_PYTHONPATH]),
+    }
     return Command(cwd, *RUN, "-m", *words, "sweep=slurm", "sweep.threads=1", **cluster.variables | gate)
 
 
@@ -362,15 +365,15 @@ def checkpoints(cwd: Path, number: int) -> list[Path]:
 def test_resume_of_a_preempted_job_is_bitwise_exact(tmp_path: Path) -> None:
     cluster = FakeSlurm(tmp_path / "cluster")
     try:
-        command = swept(tmp_path / "sweep", cluster, "seed=1", "+sweep.additional.nice=7")
-        until(lambda: command.code is not None or checkpoints(command.cwd, 0))
+        command = start_sweep(tmp_path / "sweep", cluster, "seed=1", "+sweep.additional.nice=7")
+        wait_until(lambda: command.command_exit_code is not None or checkpoints(command.cwd, 0))
         cluster.signal("101", signal.SIGUSR2)
-        until(lambda: command.code is not None or cluster.jobs["101"]["starts"] == 2)
+        wait_until(lambda: command.command_exit_code is not None or cluster.jobs["101"]["starts"] == 2)
         (command.cwd / "go").touch()
-        code, told = command.ended()
+        code, output = command.wait_for_all_processes()
     finally:
         cluster.close()
-    assert code == 0, told
+    assert code == 0, output
     assert (cluster.jobs["101"]["starts"], cluster.jobs["101"]["options"]["nice"]) == (2, "7")
     assert run_command(*RUN, "seed=1", cwd=tmp_path / "alone")[0] == 0
     [undisturbed] = tmp_path.glob("alone/outputs/*/*/checkpoints/step_00000040/model.safetensors")
@@ -382,18 +385,18 @@ def test_resume_after_the_scheduler_was_killed_adopts_its_running_jobs(tmp_path:
     """One of the two jobs trains with DDP, and starts its ranks itself."""
     cluster = FakeSlurm(tmp_path / "cluster")
     try:
-        first = swept(tmp_path / "sweep", cluster, "parallel=single,ddp")
-        until(lambda: first.code is not None or checkpoints(first.cwd, 1))
-        first.kill(signal.SIGKILL)
+        first = start_sweep(tmp_path / "sweep", cluster, "parallel=single,ddp")
+        wait_until(lambda: first.command_exit_code is not None or checkpoints(first.cwd, 1))
+        first.signal_processes(signal.SIGKILL)
         first.wait()
         asked = len(cluster.calls("squeue"))
-        later = swept(tmp_path / "sweep", cluster, "parallel=single,ddp", "resume=auto")
-        until(lambda: later.code is not None or len(cluster.calls("squeue")) > asked + 1)
+        later = start_sweep(tmp_path / "sweep", cluster, "parallel=single,ddp", "resume=auto")
+        wait_until(lambda: later.command_exit_code is not None or len(cluster.calls("squeue")) > asked + 1)
         (later.cwd / "go").touch()  # the jobs were still running when the later command adopted them
-        code, told = later.ended()
+        code, output = later.wait_for_all_processes()
     finally:
         cluster.close()
-    assert code == 0, told
+    assert code == 0, output
     assert [each["starts"] for each in cluster.jobs.values()] == [1, 1], "nothing is run twice"
     [ledger] = first.cwd.glob("outputs/sweeps/*/*/sweep.json")
     assert [entry["state"] for entry in json.loads(ledger.read_text())["jobs"].values()] == ["done", "done"]
@@ -405,15 +408,15 @@ def test_resume_after_the_scheduler_was_killed_adopts_its_running_jobs(tmp_path:
     ("word", "why"), [("sweep.additional=5", "mapping"), ("+sweep.additional.array=0-1", "itself")]
 )
 def test_invalid_additional_options_of_sbatch_are_refused(word: str, why: str, tmp_path: Path) -> None:
-    code, told = run_command("-m", "seed=1,2", "sweep=slurm", word, cwd=tmp_path)
-    assert code == 2, told
-    assert told.startswith(word.lstrip("+").partition("=")[0])
-    assert why in told
+    code, output = run_command("-m", "seed=1,2", "sweep=slurm", word, cwd=tmp_path)
+    assert code == 2, output
+    assert output.startswith(word.lstrip("+").partition("=")[0])
+    assert why in output
 
 
 def test_a_sweep_without_sbatch_is_refused_without_a_traceback(tmp_path: Path) -> None:
-    code, told = run_command("-m", "seed=1,2", "sweep=slurm", cwd=tmp_path, PATH="/nowhere")
-    assert code == 2, told
-    assert "there is no sbatch" in told
-    assert "Traceback" not in told
+    code, output = run_command("-m", "seed=1,2", "sweep=slurm", cwd=tmp_path, PATH="/nowhere")
+    assert code == 2, output
+    assert "there is no sbatch" in output
+    assert "Traceback" not in output
     assert not (tmp_path / "outputs").exists()

@@ -7,15 +7,20 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.runs import assert_same
-from helpers.scripted_env import Scripted, is_over, scripted_actor
+from helpers.runs import assert_bitwise_equal
+from helpers.scripted_env import ScriptedEnv, is_episode_end, scripted_actor
 
 
 def test_only_finished_episodes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = scripted_actor(monkeypatch, 2, 3, 0.9)
     for _ in range(60):
         agent.step(None, 1.0)
-    ended = [steps for episodes in Scripted.diary.values() for steps in episodes if steps and is_over(steps)]
+    ended = [
+        steps
+        for episodes in ScriptedEnv.transition_log.values()
+        for steps in episodes
+        if steps and is_episode_end(steps)
+    ]
     means = agent.take_episodes()
     assert means["episode/length"] == pytest.approx(np.mean([len(steps) for steps in ended]))
     assert means["episode/return"] == pytest.approx(np.mean([sum(step[2] for step in steps) for steps in ended]))
@@ -40,7 +45,7 @@ def test_the_possible_returns_are_those_of_the_rewards_seen_so_far(monkeypatch: 
     assert agent.possible_returns() == (0.0, 0.0)
     for _ in range(60):
         agent.step(None, 1.0)
-        rewards = [step[2] for episodes in Scripted.diary.values() for steps in episodes for step in steps]
+        rewards = [step[2] for episodes in ScriptedEnv.transition_log.values() for steps in episodes for step in steps]
         possible = (min(0.0, *rewards) / (1 - 0.9), max(0.0, *rewards) / (1 - 0.9))
         assert agent.possible_returns() == pytest.approx(possible, rel=1e-6)
     assert possible[0] < 0 < possible[1]
@@ -70,8 +75,8 @@ def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch: pytes
         first.step(None, 1.0)
     second = scripted_actor(monkeypatch, 2, 2, 0.9)
     second.load_state_dict(first.state_dict())
-    assert_same(second.replay.rows, first.replay.rows)
+    assert_bitwise_equal(second.replay.rows, first.replay.rows)
     assert second.num_episodes == first.num_episodes
     first._random.integers(2**62)  # the second actor has drawn this number to seed its new episodes
-    assert_same(second.sample(20), first.sample(20))
+    assert_bitwise_equal(second.sample(20), first.sample(20))
     assert isinstance(first.sample(1), torch.Tensor)

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers.compose import built, composed, train_in
-from helpers.events import curves
+from helpers.compose import build_composed_run, compose_config, train_in
+from helpers.events import scalar_curves
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.ranks import Ranks
+from helpers.ranks import PersistentRanks
 from torch import nn
 
 from runner.config.options import groups
@@ -47,9 +47,11 @@ AGENT = (
 )
 
 
-def do(ranks: Callable[[int], Ranks], processes: int, directory: Path, *overrides: str, change: Any = None) -> Any:
+def do(
+    ranks: Callable[[int], PersistentRanks], processes: int, directory: Path, *overrides: str, change: Any = None
+) -> Any:
     """Train a run in `processes` processes, and return its result."""
-    config = composed(*AGENT, *overrides)
+    config = compose_config(*AGENT, *overrides)
     if processes > 1:
         return ranks(processes).train(config, directory, change)
     return train_in(directory, build_run(config), change or (lambda session: None)).result
@@ -122,7 +124,7 @@ def plain(seed: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize(("mode", "processes"), [("single", 1), ("dp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2)])
 def test_every_mode_equals_plain_torch_on_the_same_transitions(
-    mode: str, processes: int, accumulation: int, ranks: Callable[[int], Ranks], tmp_path: Path
+    mode: str, processes: int, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
     overrides = (f"parallel={mode}", f"accumulation={accumulation}", f"max_grad_norm={CLIP}", "precision=64")
@@ -130,14 +132,14 @@ def test_every_mode_equals_plain_torch_on_the_same_transitions(
     assert (result.status, result.world_size) == ("done", processes)
     weights, losses, values = plain(0)
     assert largest_difference(weights_at(directory, STEPS), weights) <= 1e-12
-    logged = curves(directory)
+    logged = scalar_curves(directory)
     assert [value for _, value in logged["train/td_loss"]] == pytest.approx(losses, rel=1e-5)
     assert [value for _, value in logged["train/q_mean"]] == pytest.approx(values, rel=1e-5)
 
 
 @pytest.mark.parametrize(("mode", "processes"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 def test_every_mode_equals_plain_torch_in_float32_up_to_rounding(
-    mode: str, processes: int, ranks: Callable[[int], Ranks], tmp_path: Path
+    mode: str, processes: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
     overrides = (f"parallel={mode}", "accumulation=2", f"max_grad_norm={CLIP}")
@@ -154,7 +156,7 @@ PROCESSES = {"single": 1, "dp": 1, "ddp": 2, "fsdp": 2, "ensemble": 2}
 
 @pytest.mark.parametrize("mode", PROCESSES)
 def test_every_precision_and_accumulation_keeps_the_number_of_environment_steps(
-    mode: str, ranks: Callable[[int], Ranks], tmp_path: Path
+    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     for number, precision in enumerate(groups()["precision"]):
         # Accumulation alternates, starting with the other value in the next mode, so that all pairs of options occur.
@@ -172,23 +174,23 @@ def test_every_precision_and_accumulation_keeps_the_number_of_environment_steps(
 @pytest.mark.parametrize(("precision", "accumulation"), [("32", "1"), ("bf16", "4")])
 def test_hogwild_actors_share_the_environment_steps(precision: str, accumulation: str, tmp_path: Path) -> None:
     overrides = ("parallel=hogwild", f"precision={precision}", f"accumulation={accumulation}", "log_every=4")
-    result = train_in(tmp_path, built(*AGENT, *overrides)).result
+    result = train_in(tmp_path, build_composed_run(*AGENT, *overrides)).result
     assert (result.status, result.steps, result.world_size) == ("done", STEPS, 2)
     assert result.notes["env_steps"] == 120 + STEPS / 0.1
     assert math.isfinite(result.metrics["train/td_loss"])
-    assert [step for step, _ in curves(tmp_path)["hogwild/updates"]] == [4, 8, 12]
+    assert [step for step, _ in scalar_curves(tmp_path)["hogwild/updates"]] == [4, 8, 12]
 
 
 def test_one_hogwild_actor_equals_single_bitwise(tmp_path: Path) -> None:
     for name, mode in (("one", "parallel=single"), ("alone", "parallel=hogwild parallel.processes=1")):
-        train_in(tmp_path / name, built(*AGENT, *mode.split()))
+        train_in(tmp_path / name, build_composed_run(*AGENT, *mode.split()))
     wanted, got = (weights_at(tmp_path / name, STEPS) for name in ("one", "alone"))
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize(("mode", "processes"), [("ddp", 2), ("fsdp", 2), ("ensemble", 2)])
 def test_an_agent_of_several_processes_resumes_bitwise(
-    mode: str, processes: int, ranks: Callable[[int], Ranks], tmp_path: Path
+    mode: str, processes: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     whole = do(ranks, processes, tmp_path / "whole", f"parallel={mode}")
     first = do(ranks, processes, tmp_path / "halves", f"parallel={mode}", "steps=5")
@@ -206,7 +208,7 @@ def test_an_agent_of_several_processes_resumes_bitwise(
 # Ensembles
 
 
-def test_members_vote_by_their_mean_action_values(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_members_vote_by_their_mean_action_values(ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
     result = do(ranks, 2, tmp_path / "run", "parallel=ensemble", "optimizer.lr=0.05")
     checkpoint = tmp_path / "run/checkpoints" / f"step_{STEPS:08d}"
     second = torch.load(checkpoint / "rank_1.pt", weights_only=True)["parallel"]["tensors"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.runs import assert_same
-from helpers.scripted_env import Scripted, reference, scripted_actor, stored
+from helpers.runs import assert_bitwise_equal
+from helpers.scripted_env import ScriptedEnv, expected_transitions, replay_transitions, scripted_actor
 
 from runner.workloads.dqn.n_step import NStepBuffer
 
@@ -19,7 +19,7 @@ def test_every_transition_equals_that_of_a_slow_reference(
     agent = scripted_actor(monkeypatch, num_envs, length, 0.9)
     for steps in range(1, 120):
         agent.step(None, 1.0)
-        wanted, got = reference(length, 0.9), stored(agent.replay)
+        wanted, got = expected_transitions(length, 0.9), replay_transitions(agent.replay)
         assert len(agent.replay) == len(got), "an observation was stored twice"
         assert got.keys() == wanted.keys(), steps
     for key, (action, total, following, worth) in wanted.items():
@@ -29,7 +29,7 @@ def test_every_transition_equals_that_of_a_slow_reference(
         assert got[key][3] == pytest.approx(worth, rel=1e-6)
     kinds = {worth == 0 for *_, worth in wanted.values()}
     assert kinds == {True, False}, "the script both ends and cuts off"
-    whole = sum(len(episodes) - 1 for episodes in Scripted.diary.values())
+    whole = sum(len(episodes) - 1 for episodes in ScriptedEnv.transition_log.values())
     assert agent.num_episodes in range(whole, whole + num_envs + 1)
 
 
@@ -61,4 +61,4 @@ def test_a_restored_buffer_continues_bitwise() -> None:
         if time == 9:
             buffers[1].load_state_dict(buffers[0].state_dict())
         if time >= 10:
-            assert_same(torch.from_numpy(found[1]), torch.from_numpy(found[0]))
+            assert_bitwise_equal(torch.from_numpy(found[1]), torch.from_numpy(found[0]))

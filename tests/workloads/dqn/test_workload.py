@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 from gymnasium.envs.registration import EnvSpec
 from helpers.command import run_command
-from helpers.compose import Trained, built, prepared, train_in
-from helpers.events import curves, events
-from helpers.kills import assert_kills_change_nothing
+from helpers.compose import TrainedRun, build_composed_run, prepare_session, train_in
+from helpers.events import load_events, scalar_curves
+from helpers.random_kills import assert_resume_after_kills_is_exact
 from PIL import Image
 from torch import nn
 
@@ -72,7 +72,7 @@ BOOTSTRAPS = {True: [1.0, 6.0, 3.0], False: [3.0, 6.0, 3.0]}
 @pytest.mark.parametrize(("kind", "delta"), [("huber", 1.0), ("huber", 0.25), ("huber", 5.0), ("mse", 1.0)])
 def test_loss_and_gradient_equal_those_computed_by_hand(double: bool, kind: str, delta: float) -> None:
     options = (f"workload.double={double}", f"workload.td_loss={kind}", f"workload.huber_delta={delta}")
-    run = built("workload=dqn", *options)
+    run = build_composed_run("workload=dqn", *options)
     model = linear_agent()
     loss, sums = run.workload.loss(model, BATCH)
     values = [1.0, -2.0, 0.5]
@@ -108,7 +108,7 @@ def test_loss_and_gradient_equal_those_computed_by_hand(double: bool, kind: str,
 def test_the_next_values_are_clipped_to_the_possible_returns(
     precision: str, possible: tuple[float, float], bootstraps: list[float]
 ) -> None:
-    run = built("workload=dqn", f"precision={precision}", "workload.td_loss=mse")
+    run = build_composed_run("workload=dqn", f"precision={precision}", "workload.td_loss=mse")
     run.precision.prepare(torch.device("cpu"))
     batch = BATCH._replace(possible_returns=possible)
     with run.precision.autocast():
@@ -116,14 +116,14 @@ def test_the_next_values_are_clipped_to_the_possible_returns(
     targets = [1 + 0.5 * bootstraps[0], 0 + 0.9 * bootstraps[1], 5.0]
     assert loss.item() == pytest.approx(sum((v - t) ** 2 for v, t in zip([1, -2, 0.5], targets, strict=True)) / 3)
     options = ("workload.clip_targets=false", "workload.huber_delta=1")
-    unclipped, _ = built("workload=dqn", *options).workload.loss(linear_agent(), batch)
+    unclipped, _ = build_composed_run("workload=dqn", *options).workload.loss(linear_agent(), batch)
     assert unclipped.item() == pytest.approx((0.125 + 6.9 + 4.0) / 3)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_batch_split_over_ranks_and_micro_batches_has_the_same_gradient(count: int) -> None:
     """Each rank computes micro-batches, whose losses are weighted by their fraction of the batch."""
-    workload: Any = built(*SMALL).workload
+    workload: Any = build_composed_run(*SMALL).workload
     models = [WithTarget(QNet(2, 2, (16,))).double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     rows = torch.randn(32, 7, dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_the_bootstrap_has_no_gradient_through_the_online_network() -> None:
 
 @pytest.mark.parametrize("precision", ["32", "bf16", "16", "64"])
 def test_the_loss_is_summed_in_float32_in_every_precision(precision: str) -> None:
-    run = built(*SMALL, f"precision={precision}", "workload.huber_delta=1")
+    run = build_composed_run(*SMALL, f"precision={precision}", "workload.huber_delta=1")
     run.precision.prepare(torch.device("cpu"))
     model = run.precision.convert(linear_agent())
     with run.precision.autocast():
@@ -158,8 +158,8 @@ def test_the_loss_is_summed_in_float32_in_every_precision(precision: str) -> Non
 
 
 def test_only_the_online_network_is_trained_and_the_target_follows_it() -> None:
-    run = built(*SMALL, "workload.target_tau=0.25", "workload.target_every=2")
-    prepared(run)
+    run = build_composed_run(*SMALL, "workload.target_tau=0.25", "workload.target_every=2")
+    prepare_session(run)
     model: Any = run.workload.build_model()
     assert {id(p) for p in trainable(model)} == {id(p) for p in model.online.parameters()}
     with torch.no_grad():
@@ -183,16 +183,16 @@ def test_the_number_of_updates_follows_from_the_environment_steps(
     env_steps: int, warm_up: int, ratio: float, steps: int
 ) -> None:
     overrides = (f"workload.env_steps={env_steps}", f"workload.warm_up={warm_up}", f"workload.replay_ratio={ratio}")
-    run = built("workload=dqn", *overrides)
-    assert prepared(run).num_steps == steps
-    assert prepared(built("workload=dqn", *overrides, "steps=7")).num_steps == 7
+    run = build_composed_run("workload=dqn", *overrides)
+    assert prepare_session(run).num_steps == steps
+    assert prepare_session(build_composed_run("workload=dqn", *overrides, "steps=7")).num_steps == 7
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 3.0])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_each_update_follows_its_share_of_environment_steps(ratio: float, count: int) -> None:
-    run = built(*SMALL, f"workload.replay_ratio={ratio}")
-    prepared(run)
+    run = build_composed_run(*SMALL, f"workload.replay_ratio={ratio}")
+    prepare_session(run)
     workload: Any = run.workload
     model = workload.build_model()
     for index in range(count):
@@ -206,8 +206,8 @@ def test_each_update_follows_its_share_of_environment_steps(ratio: float, count:
 
 
 def test_processes_that_divide_the_steps_act_for_their_own_steps() -> None:
-    run = built(*SMALL)
-    prepared(run)
+    run = build_composed_run(*SMALL)
+    prepare_session(run)
     workload: Any = run.workload
     batches = workload.batches(workload.build_model(), Plan(64, 1, (0, 1), (1, 2)), 0, torch.device("cpu"))
     for step in (2, 4, 6):
@@ -216,8 +216,8 @@ def test_processes_that_divide_the_steps_act_for_their_own_steps() -> None:
 
 
 def test_processes_act_in_different_environments() -> None:
-    run = built(*SMALL)
-    prepared(run)
+    run = build_composed_run(*SMALL)
+    prepare_session(run)
     workload: Any = run.workload
     model = workload.build_model()
     seen = [next(workload.batches(model, Plan(64, 1, (i, 2)), 0, torch.device("cpu"))) for i in (0, 1, 0)]
@@ -226,10 +226,10 @@ def test_processes_act_in_different_environments() -> None:
 
 
 def test_actions_are_epsilon_greedy() -> None:
-    run = built(
+    run = build_composed_run(
         *SMALL, "env.num_envs=64", "workload.warm_up=320", "workload.epsilon_start=0.5", "workload.epsilon_final=0.5"
     )
-    prepared(run)
+    prepare_session(run)
     workload: Any = run.workload
     model = workload.build_model()
     batches = workload.batches(model, Plan(64), 0, torch.device("cpu"))
@@ -247,21 +247,21 @@ def test_actions_are_epsilon_greedy() -> None:
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Callable[..., Trained]:
+def agent(tmp_path: Path) -> Callable[..., TrainedRun]:
     """Train a small agent in this process."""
 
-    def train_it(*overrides: str, directory: str = "run") -> Trained:
-        return train_in(tmp_path / directory, built(*SMALL, *overrides))
+    def train_it(*overrides: str, directory: str = "run") -> TrainedRun:
+        return train_in(tmp_path / directory, build_composed_run(*SMALL, *overrides))
 
     return train_it
 
 
-def weights(run: Trained) -> dict[str, torch.Tensor]:
+def weights(run: TrainedRun) -> dict[str, torch.Tensor]:
     newest = max(run.directory.glob("checkpoints/step_*"))
     return safetensors.torch.load_file(newest / "model.safetensors")
 
 
-def test_accumulation_changes_nothing(agent: Callable[..., Trained]) -> None:
+def test_accumulation_changes_nothing(agent: Callable[..., TrainedRun]) -> None:
     common = ("precision=64", "steps=60", "log_every=20", "eval_every=0", "save_every=0", "batch_size=32")
     whole, *others = (agent(*common, f"accumulation={n}", directory=f"in_{n}") for n in (1, 2, 4))
     for other in others:
@@ -270,7 +270,7 @@ def test_accumulation_changes_nothing(agent: Callable[..., Trained]) -> None:
         assert other.result.metrics == pytest.approx(whole.result.metrics)  # pyright: ignore
 
 
-def test_the_loop_equals_a_plain_torch_loop_on_the_same_transitions(agent: Callable[..., Trained]) -> None:
+def test_the_loop_equals_a_plain_torch_loop_on_the_same_transitions(agent: Callable[..., TrainedRun]) -> None:
     """The plain loop trains on the batches that the run has drawn from its replay buffer."""
     drawn: list[torch.Tensor] = []
     sample = Actor.sample
@@ -311,14 +311,14 @@ def test_the_loop_equals_a_plain_torch_loop_on_the_same_transitions(agent: Calla
             torch.testing.assert_close(plain[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def run_order(run: Trained) -> list[str]:
+def run_order(run: TrainedRun) -> list[str]:
     """Return the names of the model's tensors in the order of the model; files sort them."""
     return list(run.run.workload.build_model().state_dict())
 
 
-def test_an_agent_logs_its_curves(agent: Callable[..., Trained]) -> None:
+def test_an_agent_logs_its_curves(agent: Callable[..., TrainedRun]) -> None:
     run = agent("steps=100", "log_every=20", "eval_every=50", "workload.eval_episodes=6")
-    seen = curves(run.directory)
+    seen = scalar_curves(run.directory)
     assert {"train/td_loss", "train/q_mean", "episode/return", "episode/length", "episode/epsilon"} <= seen.keys()
     assert [step for step, _ in seen["eval/return"]] == [50, 100]
     assert seen["eval/return"] == seen["eval/length"], "CartPole pays 1 a step"
@@ -349,7 +349,7 @@ class Corridor(gymnasium.Env):
 
 @pytest.mark.parametrize(("n_step", "near"), [(1, 0.03), (3, 0.1)])  # 3-step returns include the cost of exploration
 def test_the_learned_action_values_equal_the_true_ones(
-    agent: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, n_step: int, near: float
+    agent: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch, n_step: int, near: float
 ) -> None:
     monkeypatch.setitem(gymnasium.registry, "Corridor-v0", EnvSpec("Corridor-v0", Corridor, disable_env_checker=True))
     small = ("env.id=Corridor-v0", "workload.env_steps=4000", "workload.discount=0.9", "workload.target_tau=0.05")
@@ -389,8 +389,8 @@ def plain_returns(model: nn.Module, seeds: list[int], id: str, longest: int) -> 
 @pytest.mark.parametrize("shard", [(0, 1), (0, 3), (2, 3), (6, 8)])
 @pytest.mark.parametrize("vectorization", ["sync", "auto"])
 def test_evaluation_plays_each_episode_once_in_any_number_of_shards(shard: tuple[int, int], vectorization: str) -> None:
-    run = built(*SMALL, f"env.vectorization={vectorization}", "workload.eval_episodes=7")
-    prepared(run)
+    run = build_composed_run(*SMALL, f"env.vectorization={vectorization}", "workload.eval_episodes=7")
+    prepare_session(run)
     model = run.workload.build_model()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
@@ -409,8 +409,8 @@ def test_evaluation_plays_each_episode_once_in_any_number_of_shards(shard: tuple
 
 
 def test_all_ranks_make_equally_many_forward_passes_in_an_evaluation() -> None:
-    run = built(*SMALL, "env.vectorization=sync", "workload.eval_episodes=5")
-    prepared(run)
+    run = build_composed_run(*SMALL, "env.vectorization=sync", "workload.eval_episodes=5")
+    prepare_session(run)
     model = run.workload.build_model()
     passes = []
     for index in range(8):  # more than there are episodes
@@ -421,8 +421,8 @@ def test_all_ranks_make_equally_many_forward_passes_in_an_evaluation() -> None:
 
 
 def test_observations_with_bounds_are_normalized_by_them() -> None:
-    run = built("workload=dqn", "env=mountaincar", "workload.normalize=true", "device=cpu")
-    prepared(run)
+    run = build_composed_run("workload=dqn", "env=mountaincar", "workload.normalize=true", "device=cpu")
+    prepare_session(run)
     model: Any = run.workload.build_model()
     torch.testing.assert_close(model.shift, torch.tensor([-0.3, 0.0]))  # the position is in [-1.2, 0.6]
     torch.testing.assert_close(model.scale, torch.tensor([1 / 0.9, 1 / 0.07]))  # the velocity in [-0.07, 0.07]
@@ -431,8 +431,8 @@ def test_observations_with_bounds_are_normalized_by_them() -> None:
 
 
 def test_observations_without_bounds_are_normalized_by_fixed_statistics() -> None:
-    run = built(*SMALL, "workload.normalize=true", "workload.warm_up=2000")
-    prepared(run)
+    run = build_composed_run(*SMALL, "workload.normalize=true", "workload.warm_up=2000")
+    prepare_session(run)
     model: Any = run.workload.build_model()
     batches = run.workload.batches(model, Plan(512), 0, torch.device("cpu"))
     seen = torch.cat([next(batches).observations for _ in range(4)])
@@ -469,7 +469,7 @@ class Drawn(gymnasium.Env):
 
 
 def test_the_best_policy_is_recorded_as_an_animation(
-    agent: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+    agent: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(gymnasium.registry, "Drawn-v0", EnvSpec("Drawn-v0", Drawn, disable_env_checker=True))
     run = agent("env.id=Drawn-v0", "steps=4", "eval_every=2", "workload.record_video=true")
@@ -480,7 +480,7 @@ def test_the_best_policy_is_recorded_as_an_animation(
             film.seek(frame)
             shades.append(film.convert("RGB").getpixel((2, 2)))
     assert shades == [(shade,) * 3 for shade in (0, 80, 160)], "every other picture"
-    [picture] = events(run.directory).Images("eval/best_policy")
+    [picture] = load_events(run.directory).Images("eval/best_policy")
     assert picture.encoded_image_string == (run.directory / "best_policy.gif").read_bytes()
     assert (picture.step, picture.width, picture.height) == (2, 10, 5), "the second was no better"
 
@@ -511,7 +511,7 @@ REFUSED: dict[str, tuple[str, object, str]] = {
 def test_a_config_that_cannot_run_is_refused(typed: str) -> None:
     overrides = [f"+{text}" if "overfit" in text else text for text in typed.split()]
     with pytest.raises(ConfigError) as refusal:
-        prepared(built("workload=dqn", *overrides))
+        prepare_session(build_composed_run("workload=dqn", *overrides))
     key, got, remedy = REFUSED[typed]
     assert (refusal.value.key, refusal.value.got) == (key, got)
     assert remedy in refusal.value.remedy
@@ -520,8 +520,8 @@ def test_a_config_that_cannot_run_is_refused(typed: str) -> None:
 def test_a_replay_larger_than_the_memory_of_its_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = {"available_bytes": 10**6, "limit_bytes": None, "total_bytes": 10**9}
     monkeypatch.setattr("runner.workloads.dqn.workload.host_memory", lambda: memory)
-    run = built(*SMALL, "workload.replay_size=40000")  # transitions of 44 bytes each
-    prepared(run)
+    run = build_composed_run(*SMALL, "workload.replay_size=40000")  # transitions of 44 bytes each
+    prepare_session(run)
     workload, model = run.workload, run.workload.build_model()
 
     def begin(num_processes: int, on_this_machine: int, device: str = "cpu") -> None:
@@ -538,14 +538,14 @@ def test_a_replay_larger_than_the_memory_of_its_machine_is_refused(monkeypatch: 
 
 
 def test_environments_that_cannot_be_divided_evenly_are_refused() -> None:
-    run = built(*SMALL)
-    prepared(run)
+    run = build_composed_run(*SMALL)
+    prepare_session(run)
     with pytest.raises(ConfigError) as refusal:
         run.workload.check_plan(Plan(63, 1, (0, 3)))
     assert (refusal.value.key, refusal.value.got, refusal.value.remedy) == ("env.num_envs", 8, "env.num_envs=9")
     for mode in ("ddp", "hogwild"):
         with pytest.raises(ConfigError) as refusal:  # before any process starts
-            prepared(built(*SMALL, "env.num_envs=3", f"parallel={mode}"))
+            prepare_session(build_composed_run(*SMALL, "env.num_envs=3", f"parallel={mode}"))
         assert (refusal.value.key, refusal.value.got) == ("env.num_envs", 3)
 
 
@@ -560,7 +560,7 @@ def test_a_refused_environment_exits_with_2_and_leaves_no_directory(tmp_path: Pa
 @pytest.mark.skipif(importlib.util.find_spec("pygame") is not None, reason="the render extra is installed")
 def test_recording_without_the_render_extra_is_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
-        prepared(built(*SMALL, "workload.record_video=true"))
+        prepare_session(build_composed_run(*SMALL, "workload.record_video=true"))
     assert (refusal.value.key, refusal.value.got) == ("workload.record_video", True)
     assert "gymnasium[classic-control]" in refusal.value.remedy
 
@@ -574,11 +574,11 @@ def test_recording_without_the_render_extra_is_refused() -> None:
 def test_resume_of_an_agent_after_kills_is_bitwise_exact(tmp_path: Path, env: str, kills: int) -> None:
     schedule = ("steps=60", "save_every=4", "log_every=3", "eval_every=30", "accumulation=2", "workload.n_step=3")
     small = ("workload.replay_size=300", "workload.eval_episodes=1", "env.num_envs=4", "workload.epsilon_repeat=9")
-    assert_kills_change_nothing(tmp_path, [*SMALL, *schedule, *small, env], kills)
+    assert_resume_after_kills_is_exact(tmp_path, [*SMALL, *schedule, *small, env], kills)
 
 
 def test_environments_that_cannot_be_saved_start_new_episodes_with_a_warning(
-    agent: Callable[..., Trained], caplog: pytest.LogCaptureFixture
+    agent: Callable[..., TrainedRun], caplog: pytest.LogCaptureFixture
 ) -> None:
     common = ("env.vectorization=async", "env.num_envs=2", "eval_every=0", "save_every=4")
     agent(*common, "steps=4")
@@ -589,8 +589,8 @@ def test_environments_that_cannot_be_saved_start_new_episodes_with_a_warning(
 
 
 def test_an_additional_process_fills_its_replay_and_keeps_the_number_of_steps(caplog: pytest.LogCaptureFixture) -> None:
-    run = built(*SMALL)
-    prepared(run)
+    run = build_composed_run(*SMALL)
+    prepare_session(run)
     workload: Any = run.workload
     with caplog.at_level("WARNING", "runner"):
         batches = workload.batches(workload.build_model(), Plan(64, 1, (1, 2)), 20, torch.device("cpu"))
@@ -603,8 +603,8 @@ def test_an_additional_process_fills_its_replay_and_keeps_the_number_of_steps(ca
 def test_another_number_of_environments_keeps_the_replay_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     states, model = [], None
     for shard in ((0, 2), (0, 1)):
-        run = built(*SMALL)
-        prepared(run)
+        run = build_composed_run(*SMALL)
+        prepare_session(run)
         workload: Any = run.workload
         model = model or workload.build_model()
         if states:
@@ -636,7 +636,7 @@ class Poisoned(gymnasium.Env):
 
 
 def test_a_nan_observation_crashes_the_run_and_leaves_the_checkpoint(
-    agent: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    agent: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(gymnasium.registry, "Poisoned-v0", EnvSpec("Poisoned-v0", Poisoned, disable_env_checker=True))
     options = ("env.id=Poisoned-v0", "env.max_episode_steps=null", "steps=60", "save_every=7", "eval_every=0")
