@@ -13,6 +13,7 @@ import torch
 from models.blocks import block_indices, blocks_of
 from runner.config.errors import ABSENT, check, check_range, did_you_mean, see_comments
 from runner.config.name_patterns import matching, names_to_match
+from runner.system import fused_update
 
 _LARGEST = 1000  # a larger value is a typo: with it, every optimizer here diverges within a few steps
 
@@ -207,7 +208,9 @@ class SGD(Optimizer):
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
         parameters, own = trainable(model), self._torch_groups(model, groups)
         # For DTensor parameters torch implements fused Adam, but not fused SGD.
-        options = self._shared() | {"fused": self.fused and not any(map(_is_dtensor, parameters))}
+        sharded = any(map(fused_update.is_shard, parameters))
+        options = self._shared() | {"fused": self.fused and not sharded}
+        own = [group | {fused_update.FUSED_SHARDS: self.fused and sharded} for group in own]
         optimizer = torch.optim.SGD(own, **options, momentum=self.momentum, nesterov=self.nesterov)
         if self.momentum > 0:
             # The fused step allocates the buffers itself, but leaves them uninitialized if loss scaling skips the
@@ -215,11 +218,6 @@ class SGD(Optimizer):
             for parameter in parameters:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
-
-
-def _is_dtensor(parameter: torch.Tensor) -> bool:
-    """Return whether `parameter` is a `DTensor`, without the slow import of `torch.distributed.tensor`."""
-    return hasattr(parameter, "device_mesh")
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """The update of torch's fused optimizers on a CPU, without the bookkeeping of `Optimizer.step`.
 
 For six small tensors, `Optimizer.step` takes 110 µs with Adam and 47 µs with SGD, of which the kernels take 33 and
-13 µs. The rest is spent on hooks, on a label for the profiler, and on sorting the tensors by device and dtype.
+13 µs. The rest is spent on hooks, on a label for the profiler, and on sorting the tensors by device and dtype. For the
+shards of FSDP, which are DTensors, torch has no fused SGD at all: for ResNet50 its loop takes 55 ms, the kernel 20 ms.
 
 The kernels have no public names in torch, and no torch issue that asks for public names is known. If torch renames the
 kernels, callers of `step` can call `optimizer.step()` instead.
@@ -10,9 +11,13 @@ kernels, callers of `step` can call `optimizer.step()` instead.
 from __future__ import annotations
 
 import functools
+from itertools import repeat
 from typing import Any
 
 import torch
+
+FUSED_SHARDS = "fused_shards"
+"""The option of a parameter group of SGD that selects the fused kernel for DTensors; it is true or false."""
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
@@ -24,16 +29,19 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     - Every parameter has a dense gradient on the CPU, and all gradients of a parameter group have the same dtype.
     - The optimizer has its state. The first update creates the state; SGD without momentum has no state.
     - No hooks are registered, and no profiler is running.
+
+    Shards (DTensors) are updated in the same way, each process its own, because these updates are elementwise. torch's
+    SGD refuses `fused=True` for them; the option `FUSED_SHARDS` of a parameter group replaces it. `optimizer.step()`
+    then computes the same up to rounding.
     """
     supported = type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-    groups = _groups(optimizer) if supported and not _is_observed(optimizer) else None
+    with torch.no_grad():
+        groups = _groups(optimizer) if supported and not _is_observed(optimizer) else None
+        update = _sgd if type(optimizer) is torch.optim.SGD else _adam
+        for group, tensors in groups or ():
+            update(group, *tensors)
     if groups is None:
         optimizer.step()
-        return
-    update = _sgd if type(optimizer) is torch.optim.SGD else _adam
-    with torch.no_grad():
-        for group, tensors in groups:
-            update(group, *tensors)
 
 
 def _is_observed(optimizer: Any) -> bool:
@@ -61,22 +69,41 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list
     found = []
     for group in optimizer.param_groups:
         parameters = group["params"]
+        if not parameters:
+            continue
         gradients = [parameter.grad for parameter in parameters]
-        plain = group["fused"] and not group.get("amsgrad")
-        if not plain or not all(_fits(gradient, parameters[0].dtype) for gradient in gradients):
+        fused = (group["fused"] or group.get(FUSED_SHARDS)) and not group.get("amsgrad")
+        if not fused or not all(map(_fits, parameters, gradients, repeat(parameters[0].dtype))):
             return None
         names = _state_names(optimizer, group)
         states = [optimizer.state[parameter] for parameter in parameters]
         if any(name not in state for state in states for name in names):
             return None  # before the first update
-        if parameters:
-            found.append((group, [parameters, gradients, *([state[name] for state in states] for name in names)]))
+        tensors = [parameters, gradients, *([state[name] for state in states] for name in names)]
+        if any(map(is_shard, gradients)):
+            tensors = [list(map(_local, each)) for each in tensors]
+        found.append((group, tensors))
     return found
 
 
-def _fits(gradient: torch.Tensor | None, dtype: torch.dtype) -> bool:
-    """Return whether `gradient` is a dense tensor of `dtype` on the CPU. Other classes, such as DTensor, do not fit."""
+def _fits(parameter: torch.Tensor, gradient: Any, dtype: torch.dtype) -> bool:
+    """Return whether `gradient` is a dense tensor of `dtype` on the CPU, or a DTensor with such shards.
+
+    The shards of a DTensor must be those of its parameter. Other classes of tensors do not fit.
+    """
+    if is_shard(gradient):
+        same = is_shard(parameter) and gradient.placements == parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
+        return same and _fits(_local(parameter), _local(gradient), dtype)
     return type(gradient) is torch.Tensor and gradient.is_cpu and not gradient.is_sparse and gradient.dtype is dtype
+
+
+def is_shard(tensor: Any) -> bool:
+    """Return whether `tensor` is a `DTensor`, without the slow import of `torch.distributed.tensor`."""
+    return hasattr(tensor, "device_mesh")
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if is_shard(tensor) else tensor
 
 
 def _state_names(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
