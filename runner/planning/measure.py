@@ -40,6 +40,7 @@ from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.micro_batches import divisors
 from runner.parallel.pipelining.partition import blocks_of, first_inputs
 from runner.run import Result, Run, Session, build_run
+from runner.system import fused_update
 from runner.training import initial_state
 
 _REPEATS = 3
@@ -265,7 +266,7 @@ def _update(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opt
     """Measure a step of `optimizer`, which updates the parameters of `model`."""
     for parameter in trainable(model):
         parameter.grad = torch.zeros_like(parameter)
-    return {"update": _seconds(session, optimizer.step)}
+    return {"update": _seconds(session, lambda: fused_update.step(optimizer))}
 
 
 def _seconds(session: Session, work: Callable[[], Any]) -> float:

@@ -11,10 +11,13 @@ kernels, callers of `step` can call `optimizer.step()` instead.
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from typing import Any
 
 import torch
+
+_NO_LABEL = nullcontext()
 
 FUSED_SHARDS = "fused_shards"
 """The option of a parameter group of SGD that selects the fused kernel for DTensors; it is true or false."""
@@ -28,7 +31,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     - `optimizer` is torch's SGD, Adam or AdamW with `fused=True`, and without `amsgrad`.
     - Every parameter has a dense gradient on the CPU, and all gradients of a parameter group have the same dtype.
     - The optimizer has its state. The first update creates the state; SGD without momentum has no state.
-    - No hooks are registered, and no profiler is running.
+    - No hooks are registered.
 
     Shards (DTensors) are updated in the same way, each process its own, because these updates are elementwise. torch's
     SGD refuses `fused=True` for them; the option `FUSED_SHARDS` of a parameter group replaces it. `optimizer.step()`
@@ -36,22 +39,26 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     """
     supported = type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
     with torch.no_grad():
-        groups = _groups(optimizer) if supported and not _is_observed(optimizer) else None
-        update = _sgd if type(optimizer) is torch.optim.SGD else _adam
-        for group, tensors in groups or ():
-            update(group, *tensors)
+        groups = _groups(optimizer) if supported and not _has_hooks(optimizer) else None
     if groups is None:
         optimizer.step()
+        return
+    update = _sgd if type(optimizer) is torch.optim.SGD else _adam
+    with torch.no_grad(), _label(optimizer):
+        for group, tensors in groups:
+            update(group, *tensors)
 
 
-def _is_observed(optimizer: Any) -> bool:
-    """Return whether `optimizer.step()` has hooks to call, or a profiler to report to."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or any(_global_hooks())
-        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-    )
+def _label(optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+    """Return a context manager that labels the update in the results of a profiler, as `optimizer.step()` does."""
+    if not torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
+        return _NO_LABEL
+    return torch.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step")
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    """Return whether `optimizer.step()` has hooks to call."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or any(_global_hooks()))
 
 
 @functools.cache
