@@ -150,8 +150,8 @@ def compare(own: Pair | None, exact: Pair | None, precision: Precision) -> Outco
     """Compare the first steps of a config with the first steps of the reference.
 
     Args:
-        own: the steps of both runs in the config's own precision; None if this precision is float64.
-        exact: the steps of both runs in float64; None if the device does not support float64.
+        own: the steps of the config and of the reference in the config's own precision; None if it is float64.
+        exact: the steps of the config and of the reference in float64; None if the device does not support float64.
         precision: the config's own precision.
     """
     pairs = [pair for pair in (exact, own) if pair is not None]
