@@ -39,7 +39,7 @@ def with_runner(mode: str) -> float:
 
 
 def first_step() -> float:
-    """Train a step on the digits with two processes, and return the seconds from the command to the log of this step."""
+    """Train a step on the digits with two processes, and return the seconds from the command to its log."""
     began = time.time()
     with command(["parallel=ddp", "steps=1", "log_every=1"]) as directory:
         return points(directory, "train/loss")[0][0] - began
