@@ -25,7 +25,7 @@ def nondeterministic_operation(error: BaseException) -> str:
     """Return the message of `error` if an operation has no deterministic implementation; otherwise an empty string.
 
     `torch.use_deterministic_algorithms` makes such operations raise a RuntimeError. Only the first line of its message
-    is returned, without torch's advice. No GitHub issue is known.
+    is returned, without torch's advice.
     """
     text = str(error)
     if "does not have a deterministic implementation" not in text and "not deterministic" not in text:
@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocator raised `error` because there is not enough memory.
 
     On CUDA this is `torch.OutOfMemoryError`; torch's allocators for the CPU and for MPS raise a RuntimeError, and
-    Python raises a MemoryError. No GitHub issue is known.
+    Python raises a MemoryError.
     """
     texts = (
         "DefaultCPUAllocator: can't allocate memory",
@@ -50,6 +50,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_single_value_batch_norm(error: BaseException) -> bool:
     """Return whether batch normalization raised `error` because a channel has a single value and thus no variance.
 
-    torch raises a ValueError. No GitHub issue is known.
+    torch raises a ValueError.
     """
     return "Expected more than 1 value per channel" in str(error)

@@ -224,7 +224,10 @@ def test_processes_without_held_out_samples_do_not_hang(
 def test_16_bit_precision_rounds_as_a_single_process_does(
     mode: str, tolerance: float, precision: str, trained, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    """Two processes have the micro-batches of one that accumulates. FSDP also rounds parameters that autocast keeps."""
+    """Two processes are compared with one process that accumulates the gradients of the same two micro-batches.
+
+    FSDP also rounds parameters that autocast keeps in float32.
+    """
     overrides = (*PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES["sgd"][0], f"precision={precision}")
     alone = weights_at(trained(*overrides, "accumulation=2", directory="alone").directory, STEPS)
     ranks(2).train(compose_config(*TINY_CPU, *overrides, f"parallel={mode}"), tmp_path / "two")
