@@ -1,11 +1,12 @@
-"""The agents of `conf/experiment/dqn_*.yaml` after training, beside Stable-Baselines3 with the settings of the RL Zoo.
+"""The returns of the agents of `conf/experiment/dqn_*.yaml`, compared with those of Stable-Baselines3.
 
-`python -m benchmarks.agents [acrobot mountaincar lunarlander] [--first-seed 7500] [--seeds 10] [--sb3-seeds 2]`. The
-value is the mean return of 100 greedy episodes after the last update; each agent is trained once per seed, with one
-thread. `--at-once` agents are trained at the same time. LunarLander needs the extra `box2d`.
+`python -m benchmarks.agents [acrobot mountaincar lunarlander] [--first-seed 7500] [--seeds 10] [--sb3-seeds 2]` trains
+one agent per seed, with one thread each, and prints the mean return of 100 greedy episodes after the last update.
+`--at-once` sets how many agents are trained at the same time. LunarLander needs the extra `box2d`.
 
-`PUBLISHED` has the returns that the RL Zoo publishes for its DQN agents (https://huggingface.co/sb3), each of one
-trained agent. The settings in `ZOO` are those of its hyperparameters/dqn.yml (https://github.com/DLR-RM/rl-baselines3-zoo).
+The agents of Stable-Baselines3 are trained with the settings in `ZOO`. These settings come from the RL Zoo, from the
+file hyperparameters/dqn.yml in https://github.com/DLR-RM/rl-baselines3-zoo. For each task, `PUBLISHED` has the return
+of the DQN agent that the RL Zoo has trained and published (https://huggingface.co/sb3).
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ ZOO: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def with_runner(task: str, seed: int) -> dict[str, Any]:
-    """Train the agent of the experiment, and return its final return, its environment steps and the seconds."""
+    """Train the agent of the experiment.
+
+    Returns:
+        A dict with the mean return after training (`return`), the number of environment steps (`env_steps`), and the
+        duration of the command in seconds (`seconds`).
+    """
     began = time.perf_counter()
     line = [f"experiment=dqn_{task}", f"seed={seed}", "eval_every=0", "save_every=0", "keep=0", "device=cpu"]
     with command([*line, "device.threads=1"]) as directory:

@@ -1,9 +1,10 @@
 """The overhead of `parallel=ddp` on a small network, compared with a hand-written loop of two processes.
 
 `python -m benchmarks.ddp_overhead [--repeats 7] [--steps 2000]`. The network, the digits and the optimizer are those of
-`benchmarks.overhead`, in channels_last; the global batch size is 64, each of two processes has one thread. The runner
-logs every 50 steps, shows its progress and counts its steps with the loss and the accuracy; the loop with
-`DistributedDataParallel`, a `DataLoader` and a `DistributedSampler` does not. The rate is that of the median step.
+`benchmarks.overhead`, in channels_last. The global batch size is 64, and each of the two processes has one thread. The
+hand-written loop uses `DistributedDataParallel`, a `DataLoader` and a `DistributedSampler`. Only the runner logs (every
+50 steps), shows its progress, and adds up the loss and the accuracy of every step. The rate in steps per second is 1
+divided by the median duration of a step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The speed of DQN: compared with Stable-Baselines3 at equal settings, and in one and two processes.
 
-`python -m benchmarks.dqn [--repeats 5] [--steps 50000] [--cleanrl DIRECTORY]`. CartPole-v1, a 4-120-84-2 network,
-batch size 128, one update per ten environment steps after the first 10,000, a replay buffer of 10,000, Adam with
-learning rate 2.5e-4, a target network copied every 500 environment steps, 1-step returns without double Q-learning, ε
-from 1 to 0.05 over half of the run (CleanRL's dqn.py; Huang et al., 2022). All use one thread. The runner steps ten
-environments at once, logs every 100 updates and shows its progress. Stable-Baselines3 steps one environment, as CleanRL
-does, or ten, and logs every 100 episodes.
+`python -m benchmarks.dqn [--repeats 5] [--steps 50000] [--cleanrl DIRECTORY]`. The settings are those of CleanRL's
+dqn.py (Huang et al., 2022): CartPole-v1, a 4-120-84-2 network, batch size 128, one update per ten environment steps
+after the first 10,000 steps, a replay buffer of 10,000 transitions, Adam with learning rate 2.5e-4, a target network
+copied every 500 environment steps, 1-step returns without double Q-learning, and ε from 1 to 0.05 over half of the run.
+By default, each contender uses one thread. The runner steps ten environments at once, logs every 100 updates and shows
+its progress. Stable-Baselines3 logs every 100 episodes. It is measured with one environment, which is what CleanRL
+uses, and with ten environments.
 
 With `--cleanrl`, CleanRL's own dqn.py is measured, too. It needs gymnasium 0.29, which is installed in a separate
 directory, so that all contenders use the same torch and numpy:

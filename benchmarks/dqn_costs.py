@@ -1,9 +1,9 @@
 """The CPU time of each operation of an update of the agent, in microseconds, with CleanRL's settings.
 
-`python -m benchmarks.dqn_costs [--steps 50000] [--repeats 5]`. In a run of `benchmarks.dqn`, each operation is timed by
-the CPU clock of the training thread, which other programs on the machine affect less than the time of the wall clock.
-If an operation calls another operation in the table, its time does not include that of the other operation. An update
-includes the ten environment steps before it.
+`python -m benchmarks.dqn_costs [--steps 50000] [--repeats 5]`. Each operation is timed in a run of `benchmarks.dqn`, by
+the CPU clock of the training thread. Other programs on the machine affect CPU time less than wall-clock time. If an
+operation calls another operation in the table, the time of the caller does not include the time of the called
+operation. The time of an update includes the ten environment steps before the update.
 
 The rows `by itself` time three of the operations in isolation: they are called repeatedly on one batch or in one set of
 environments, so that their code and data stay in the processor's caches.
@@ -58,7 +58,11 @@ ACTING, EVALUATION = "acting: forward pass of ten observations", "the final eval
 
 
 class Clock:
-    """Measures the CPU seconds of each operation, by name, without those of other operations that it calls."""
+    """Measures the CPU seconds of each operation, by name.
+
+    The seconds of an operation do not include the seconds of the timed operations that it calls, unless the operation
+    is timed with `whole=True`.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -67,9 +71,10 @@ class Clock:
         self._whole = False
 
     def timed(self, name: str, function: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
-        """Return `function`, whose calls are counted as the operation `name`.
+        """Return a function that calls `function`, and adds the CPU time of the call to the operation `name`.
 
-        If `whole` is True, the operations that it calls are counted as parts of it.
+        If `whole` is True, the timed operations that `function` calls are not timed separately. Their time is part of
+        the time of `name`.
         """
 
         def wrapper(*arguments: Any, **options: Any) -> Any:

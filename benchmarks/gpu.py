@@ -47,9 +47,10 @@ def bytes_per_second(size: int = 2**30) -> float:
 def traffic_per_image() -> float:
     """Return the bytes of memory traffic for training on one image in bfloat16, without reuse between operations.
 
-    A convolution reads its input and writes its output in the forward pass, and moves as much for the gradient of the
-    input and for that of the weight. Batch normalization with its activation reads its input for the statistics, reads
-    and writes to normalize, and moves as much in the backward pass.
+    A convolution moves its input and its output three times: in the forward pass, for the gradient of the input, and
+    for the gradient of the weight. In the forward pass, batch normalization with its activation reads its input for the
+    statistics, reads its input again to normalize it, and writes its output. The backward pass moves as many bytes as
+    this forward pass.
     """
     from torchvision.models import resnet50
 

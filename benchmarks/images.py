@@ -1,8 +1,11 @@
 """ResNet18 on JPEG files: the runner compared with a plain torchvision loop with the same settings.
 
-`python -m benchmarks.images FOLDER`, where FOLDER has `train/` and `test/` with a folder of images per class, such as
-CIFAR-10 as JPEG files: 32×32 pixels, two epochs, one loading process, one thread each. In each round, both train once
-with the same new seed, so that the accuracies of the rounds show the spread over seeds.
+Run `python -m benchmarks.images FOLDER`. FOLDER has the folders `train/` and `test/`, each of which has a folder of
+images per class, for example CIFAR-10 as JPEG files.
+
+In each round, the runner and the plain loop train once with the same seed. They train for two epochs on crops of 32×32
+pixels, with one thread and one process that loads images. Each round has another seed, so that the accuracies of the
+rounds show the spread over seeds.
 """
 
 from __future__ import annotations

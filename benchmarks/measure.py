@@ -92,7 +92,7 @@ def points(directory: Path, tag: str) -> list[tuple[float, float]]:
 
 
 def ratios(rates: dict[str, list[float]], name: str, other: str) -> dict[str, float]:
-    """Return the median and the range of the ratios of `name` to `other` in each round."""
+    """Return the median, minimum and maximum over all rounds of the rate of `name` divided by the rate of `other`."""
     per_round = [a / b for a, b in zip(rates[name], rates[other], strict=True)]
     return {"median": statistics.median(per_round), "least": min(per_round), "most": max(per_round)}
 

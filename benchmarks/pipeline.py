@@ -1,8 +1,9 @@
-"""ResNet50 in two pipeline stages, compared with one process, with its theoretical bound and with a hand-written loop.
+"""ResNet50 in two pipeline stages, compared with one process, with a hand-written loop and with a theoretical bound.
 
-`python -m benchmarks.pipeline [--precision bf16]`: 128×128, global batch size 48, channels_last, two processes with one
-thread each, on a CPU. The rate is that of the median step. It also reports the fraction of the bound that was reached:
-the minimum step time, given the measured times of the stages, divided by the step time.
+`python -m benchmarks.pipeline [--precision bf16]` trains with images of 128×128, a global batch size of 48 and
+channels_last, on a CPU with one thread per process. A rate is computed from the median step time. For each pipeline,
+the benchmark also reports the fraction of the theoretical bound that was reached. This fraction is the minimum step
+time that the measured times of the stages allow, divided by the actual step time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ CUT, SPLIT = "layer3.1", 6
 
 
 def with_runner(*options: str) -> Callable[[str], float]:
-    """Return a function that returns images per second of a run, and prints the fraction of the bound of a pipeline."""
+    """Return a function that trains a run with `options` in a given precision, and returns its images per second.
+
+    If the run is a pipeline, the function also prints the fraction of the theoretical bound that the run has reached.
+    """
 
     def rate(precision: str) -> float:
         line = [*options, f"precision={precision}", "model=resnet50", "data=synthetic", f"data.size={SIZE}"]

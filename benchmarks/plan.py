@@ -1,9 +1,10 @@
-"""Plans compared with measurements: the peak memory of tensors on each rank, and the step time.
+"""Compares plans with measurements: the peak memory of tensors on each rank, and the step time.
 
-On a CPU, one thread per process. The time that a plan takes is measured, too.
+All runs are on a CPU, with one thread per process.
 
-- `python -m benchmarks.plan memory [CASE]…`: the profiler records the allocations of the first two steps. They are the
-  same in each repeat, except with fsdp on gloo, whose threads release copies of gradients at varying times.
+- `python -m benchmarks.plan memory [CASE]…`: the profiler records the allocations of the first two steps. The
+  allocations are the same in each repeat, except with fsdp on gloo, whose threads release copies of gradients at
+  varying times. The time that it takes to make a plan is measured, too.
 - `python -m benchmarks.plan time`: the step time that `plan --measure` predicts is compared with the median step time
   of a run. Plans and runs alternate.
 """
@@ -115,7 +116,10 @@ def times(repeats: int) -> None:
 
 
 def wrongly_ranked(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the pairs of cases whose measured times differ by more than 10 %, and are predicted in the other order."""
+    """Return the pairs of cases for which the plan predicts the wrong case to be faster.
+
+    Pairs whose measured times differ by at most 10 % are left out.
+    """
     found = []
     for one, other in itertools.combinations(rows, 2):
         a, b = (statistics.median(each["measured"]) for each in (one, other))
@@ -144,7 +148,17 @@ def memory(cases: list[str], repeats: int) -> None:
 
 
 def row(name: str, predicted: list[int], repeats: list[list[int]], seconds: list[float]) -> dict[str, Any]:
-    """Print and return the prediction and the measurements of a case, and the largest error of a rank's median."""
+    """Print the predicted and the measured memory of a case, and return them as a row of the table.
+
+    The row also contains the largest error. The error of a rank is the relative difference between the predicted peak
+    and the median of the measured peaks.
+
+    Args:
+        name: the name of the case.
+        predicted: the predicted peak of each rank.
+        repeats: the measured peak of each rank, for each repeat.
+        seconds: the time that each plan took.
+    """
     medians = [statistics.median(each) for each in zip(*repeats, strict=True)]
     errors = [prediction / median - 1 for prediction, median in zip(predicted, medians, strict=True)]
     worst = max(errors, key=abs)

@@ -65,7 +65,10 @@ def measure(name: str) -> float:
 
 
 def main() -> None:
-    """Measure both, or with `--run` a single one in this process."""
+    """Run the benchmark: compare runs with and without checkpoints, print the result, and write it.
+
+    With `--run NAME`, only measure the run `NAME` of `EVERY` in this process, and print its images per second.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--run", choices=EVERY)

@@ -1,9 +1,10 @@
-"""The CPU time of a training step beyond forward pass, backward pass and update, by part, in microseconds.
+"""Measures how much CPU time each part of a training step takes besides forward pass, backward pass and update.
 
-`python -m benchmarks.step_costs [--rounds 1000]`. One run trains the small network of `benchmarks.overhead`. Every 10
-steps, another part of the loop is replaced by a no-op, in a random order in each round. The cost of a
-part is how much less time these steps take than 10 unchanged steps of the same round. It is the CPU time of the
-training thread, which other programs on the machine affect less than the time of the wall clock.
+`python -m benchmarks.step_costs [--rounds 1000]`. One run trains the small network of `benchmarks.overhead`. A round
+has 10 unchanged steps and, for each part of the loop, 10 steps in which the part is replaced by a no-op. The order is
+random in each round. The cost of a part in a round is the time of an unchanged step minus the time of a step without
+the part, in microseconds. The result is the median cost over all rounds. All times are CPU times of the training
+thread, because other programs on the machine affect CPU time less than wall-clock time.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Benchmarks of sweeps: their duration, their overhead, and whether a search that is killed loses trials.
 
-`python -m benchmarks.sweep [jobs|overhead|enumerate|search|kills]…`: all parts, or those named. On a CPU.
+`python -m benchmarks.sweep [PART …]` runs the named parts, or all parts if none is named. The jobs train on the CPU.
 
-- `jobs`: eight and 32 jobs of half a second each, as many at once as there are cores and one at a time.
+- `jobs`: the duration of sweeps of 8 and of 32 jobs that each train for half a second. Each sweep is run twice: with as
+  many jobs at once as the machine allows, and with one job at a time.
 - `overhead`: the time of a job without its training; the scheduler's CPU time, its memory and the time to write the
   ledger, in a sweep of 1,000 jobs that end immediately.
-- `enumerate`: the time until the first of 10,000 combinations starts, half of which are refused.
+- `enumerate`: the time until the first job starts in a sweep of 10,000 combinations, half of which are refused.
 - `search`: the best accuracy of 30 trials of 2 epochs on the digits, with TPE and with random search, for five seeds of
   the sampler.
 - `kills`: a search that is killed 20 times at random moments, compared with one that is not.
@@ -62,7 +63,10 @@ def sweep(scratch: Path, *words: str) -> float:
 
 
 def jobs() -> dict[str, Any]:
-    """Return the median seconds of sweeps of 8 and 32 jobs, in parallel and one at a time, interleaved."""
+    """Return the seconds of sweeps of 8 and of 32 jobs, with jobs in parallel and with one job at a time.
+
+    The two kinds of sweep alternate. The result contains each measurement, the medians, and the ratio of the medians.
+    """
     found: dict[str, Any] = {}
     for count, repeats in ((8, REPEATS), (32, 3)):
         seconds: dict[str, list[float]] = {"at once": [], "one at a time": []}
@@ -158,7 +162,10 @@ def overhead() -> dict[str, Any]:
 
 
 def enumerate_many() -> dict[str, Any]:
-    """Return the seconds until the first of 10,000 combinations starts, half of which are refused."""
+    """Return the median seconds until the first job starts in a sweep of 10,000 combinations.
+
+    Half of the combinations are refused.
+    """
     seconds = []
     for _ in range(3):
         with tempfile.TemporaryDirectory() as scratch:

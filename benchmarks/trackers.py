@@ -1,8 +1,13 @@
 """The cost of a second tracker in the training loop, and of starting a run from Python.
 
-`python -m benchmarks.trackers [--repeats 15] [--steps 6000]`: the small network of `benchmarks.overhead`, one thread,
-logs every 50 steps. All but `two trackers` write to TensorBoard alone; `from Python` calls `runner.train` instead of
-the command.
+`python -m benchmarks.trackers [--repeats 15] [--steps 6000]` trains the small network of `benchmarks.overhead` with one
+thread, and logs every 50 steps. It compares three contenders:
+
+- `tensorboard`: the command, which writes to TensorBoard;
+- `two trackers`: the command, which writes to TensorBoard and to a CSV file;
+- `from Python`: `runner.train`, which writes to TensorBoard.
+
+The time of a single log is also measured, for TensorBoard and for the CSV file.
 """
 
 from __future__ import annotations

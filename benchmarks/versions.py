@@ -1,8 +1,9 @@
 """`make test-all`: the tests on every supported Python, with the lowest and with the pinned versions of the packages.
 
-Each environment is created under `.venv-all/`, tested and removed; it takes about 5 GB. The number of passed tests, the
-failed tests, and the reasons for skipped tests are added to results/versions.json, from which docs/versions.md is
-written. It needs only the standard library. `make test-all ARGS="--only 3.12-lowest --quick"` runs a selection.
+Each environment takes about 5 GB. It is created under `.venv-all/`, tested and removed. The number of passed tests, the
+failed tests, and the reasons for skipped tests are added to benchmarks/results/versions.json, from which
+docs/versions.md is written. This module needs only the standard library.
+`make test-all ARGS="--only 3.12-lowest --quick"` runs a selection.
 """
 
 from __future__ import annotations
@@ -112,7 +113,13 @@ def find_python(version: str) -> Path | None:
 
 
 def write_constraints(packages: str, path: Path) -> Path:
-    """Return the constraints of an environment: constraints.txt or, at `path`, the lower bounds in pyproject.toml."""
+    """Return the path of the file with the constraints of an environment.
+
+    Args:
+        packages: `pinned` or `lowest`. For `pinned`, the file is constraints.txt. For `lowest`, the lower bounds in
+            pyproject.toml are written to `path`, and `path` is returned.
+        path: the file to write for `lowest`.
+    """
     if packages == "pinned":
         return ROOT / "constraints.txt"
     path.parent.mkdir(exist_ok=True)
@@ -121,7 +128,10 @@ def write_constraints(packages: str, path: Path) -> Path:
 
 
 def lower_bounds() -> list[str]:
-    """Return each package with a lower bound in pyproject.toml, pinned to it: `torch==2.11`."""
+    """Return the constraints that pin each package to its lower bound in pyproject.toml, such as `torch==2.11`.
+
+    The packages are the dependencies and those of the extra `test`. Packages without a lower bound are left out.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     found = (re.match(r"([\w-]+)(?:\[[\w,-]+\])?>=([\d.]+)", line) for line in lines)
@@ -181,7 +191,12 @@ def run_tests(
 
 
 def read_report(report: Path) -> dict[str, Any]:
-    """Return from a JUnit XML report the number of tests that passed, those that failed, and why some were skipped."""
+    """Read a JUnit XML report, and return the results of the tests.
+
+    Returns:
+        A dict with the keys `passed` (the number of passed tests), `failed` (the sorted names of the failed tests) and
+        `skipped` (a dict from each reason for skipping tests to the number of tests skipped for this reason).
+    """
     passed, failed, skipped = 0, [], Counter[str]()
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname', '')}.{case.get('name', '')}"
@@ -259,7 +274,7 @@ def _reasons(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _selections(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the lines that list the selected tests of environments in which not all tests were run."""
+    """Return the lines that list the selected tests of each environment that was tested with only a selection."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, row in rows.items():
         names.setdefault(tuple(row["tests"]), []).append(name)

@@ -19,8 +19,9 @@ class Device:
 
     Args:
         kind: `cpu`, `cuda`, `mps`, or `auto` for the first available device of `cuda`, `mps` and `cpu`.
-        index: use only the CUDA device with this index, counted among the visible devices (CUDA_VISIBLE_DEVICES). null
-            chooses the first device; in a parallel mode with several devices, it chooses the devices in `indices`.
+        index: use only the CUDA device with this index, counted among the visible devices (CUDA_VISIBLE_DEVICES). If
+            `index` is null, a parallel mode with several devices uses the devices in `indices`, and any other mode uses
+            the first device.
         indices: the indices of the CUDA devices that a parallel mode with several devices may use; empty for all
             visible devices.
         threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`). In a run

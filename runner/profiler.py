@@ -215,9 +215,10 @@ class Trace(Profiler):
 
 @contextmanager
 def _failures_logged() -> Iterator[None]:
-    """Log errors of the file system in this context, such as a full disk, instead of raising them.
+    """Log each `OSError` that is raised inside the context, such as that of a full disk, instead of propagating it.
 
-    If a profile cannot be written, the run goes on. If another error has already ended the run, that error is raised.
+    A run therefore continues if its profile cannot be written. If the run has already failed, the error that made it
+    fail is not replaced by the `OSError`.
     """
     try:
         yield

@@ -69,7 +69,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """Escape bytes in reports that are not UTF-8, which xdist cannot send; some tests use such file names."""
+    """Escape the bytes in a report that are not UTF-8, because xdist cannot send them.
+
+    Some tests use file names with such bytes.
+    """
     report = yield
     report.sections = [(title, _utf8(text)) for title, text in report.sections]
     if report.longrepr is not None and (text := str(report.longrepr)) != _utf8(text):
@@ -83,7 +86,7 @@ def _utf8(text: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _collected_tests_are_no_garbage() -> None:
-    """Exclude existing objects from garbage collection, which each run does before its first step."""
+    """Exclude existing objects from garbage collection, because each run collects garbage before its first step."""
     gc.collect()
     gc.freeze()
 

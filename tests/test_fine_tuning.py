@@ -61,7 +61,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @functools.cache
 def plain(pretrained: str) -> PlainResult:
-    """Train the same in plain PyTorch, starting with torchvision's network."""
+    """Train torchvision's network in plain PyTorch, as a run with `OVERRIDES` and the override `pretrained` does."""
     run = build_composed_run(*OVERRIDES, pretrained)
     run.workload.prepare()
     torch.manual_seed(derive(0, "weights"))

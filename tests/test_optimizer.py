@@ -1,4 +1,4 @@
-"""Tests that the optimizers equal torch's own over a few steps, and of parameter groups and options."""
+"""Tests of the optimizers: equality with torch's own, resume, frozen parameters, parameter groups and options."""
 
 from __future__ import annotations
 

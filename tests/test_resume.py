@@ -174,7 +174,7 @@ def test_random_states_are_restored(session: Callable[..., TrainedRun]) -> None:
 
 
 class OneOfTwo(ProcessGroup):
-    """The collectives of one of two ranks, of which the other does not exist."""
+    """The process group of `rank`, one of two ranks; the other rank does not exist."""
 
     def __init__(self, rank: int):
         self.rank, self.world_size = rank, 2
@@ -183,7 +183,10 @@ class OneOfTwo(ProcessGroup):
 def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(
     session: Callable[..., TrainedRun], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The next log all-reduces them, so only one rank may have them. A rank without saved state logs this."""
+    """The next log all-reduces the metric sums, so only one rank may hold the saved sums.
+
+    The checkpoint is that of a single process. Rank 1 therefore logs that it has saved nothing in the checkpoint.
+    """
     directory = session("ranks", *SHORT, signalled=5).directory  # steps 4 and 5 are not logged yet
     rows = {}
     for rank in (0, 1):
@@ -482,7 +485,7 @@ def test_a_new_directory_that_another_process_has_locked_is_refused(
 def test_a_directory_without_a_run_stays_locked_until_it_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, the process that has just created it could begin its run in it."""
+    """Without the lock, another process that has just created the directory could begin its run there."""
     path, locks, replace = tmp_path / "test" / "here", [], os.replace
     path.mkdir(parents=True)
 

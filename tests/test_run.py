@@ -285,7 +285,7 @@ DQN = (
     ids=lambda overrides: " ".join(text for text in overrides if text not in (*SHORT, *DQN)) or overrides[0],
 )
 def test_options_never_change_during_a_run(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    """Values determined at run time never overwrite options, in this process and in those that the mode starts."""
+    """No process of a run overwrites an option with a value that is determined at run time."""
     run = build_composed_run(*overrides)
     before, config = options_of(run), copy.deepcopy(run.config)
     assert {"seed", "steps", "eval_every", "workload.model", "optimizer.lr"} <= before.keys()

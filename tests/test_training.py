@@ -249,7 +249,11 @@ def test_finite_tensors_are_recognized_even_if_their_sum_overflows(dtype: torch.
 def test_points_are_dropped_only_if_the_checkpoint_after_them_is_complete(
     trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At `flush`, a tracker drops the points up to the previous checkpoint, which a resumed run would log again."""
+    """The previous checkpoint must be complete when `flush` is called.
+
+    At `flush`, a tracker forgets which points it has logged up to the previous checkpoint. If the run were resumed from
+    an even earlier checkpoint, it would log these points again.
+    """
     write, flush, complete = Checkpoints._write, Recorder.flush, []
 
     def slow(self: Checkpoints, *arguments: Any) -> None:
@@ -319,7 +323,11 @@ class SyncDetector(TorchDispatchMode):
 
 
 def between_logs(session: Session, monkeypatch: pytest.MonkeyPatch, begin: Callable, end: Callable) -> None:
-    """Call `begin` at the end of each step except the last, and `end` after the update of each step that logs."""
+    """Patch the run of `session` so that it calls `begin` and `end`, between which nothing is logged.
+
+    At the end of each step except the last, the run calls `begin`. In each step that logs, it calls `end` after the
+    optimizer step and before the log.
+    """
     run = session.run
     after_step = run.workload.after_step
 

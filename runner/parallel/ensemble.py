@@ -76,12 +76,12 @@ class Ensemble(MultiProcess):
         return metrics, sums
 
     def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the members' vote on `inputs`, and add to `tally` how many of their predictions differ from it.
+        """Return the members' vote on `inputs`, and count the members' predictions in `tally`.
 
         Args:
             model: this process's member.
-            tally: int64 [2], updated in place: the number of predictions that differ from the vote, and the number of
-                all predictions.
+            tally: int64 [2], updated in place: the number of predictions of members that differ from the prediction of
+                the vote, and the number of all predictions of members.
             inputs: inputs of the model.
         """
         own = model(inputs).float().contiguous()

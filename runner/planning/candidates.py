@@ -125,7 +125,13 @@ class Candidates:
         return Candidate(overrides, run, self._results(run, context, overrides))
 
     def _results(self, run: Run, context: Context, overrides: Overrides) -> str:
-        """Return a key of `RESULTS`: how the results of `run` differ from those of the run as it is."""
+        """Return the key of `RESULTS` that describes how `overrides` change the results.
+
+        Args:
+            run: the run with `overrides`. It is compared with `base`, the run without `overrides`.
+            context: the context of `run`.
+            overrides: the overrides of a candidate.
+        """
         before = self.session.context
         if context.layout.non_equivalence_reason != before.layout.non_equivalence_reason:
             return ASYNCHRONOUS if context.plan.steps_per_round > 1 else OTHER

@@ -284,7 +284,10 @@ def _blocks(model: torch.nn.Module) -> list[str]:
 
 
 def _classify(tracker: MemoryTracker, state: State) -> None:
-    """Tell `tracker` which tensors are parameters or buffers, gradients, and optimizer state or averaged weights."""
+    """Tell `tracker` the kind of each tensor in `state`: `parameters`, `gradients` or `optimizer state`.
+
+    Buffers count as `parameters`, and averaged weights count as `optimizer state`.
+    """
     tracker.set_kind("parameters", [*state.model.parameters(), *state.model.buffers()])
     tracker.set_kind("gradients", [parameter.grad for parameter in state.model.parameters()])
     values = [value for of_parameter in state.optimizer.state.values() for value in of_parameter.values()]
@@ -354,9 +357,9 @@ class FakeCollectives(Collectives):
 
     Args:
         rank, world_size: the rank of the process, and the number of processes.
-        sent: list of the results of `from_rank_0` on rank 0, in the order of the calls. On rank 0, each call appends
-            its result. On any other rank, each call returns the next result in the list; if none is left, it calls the
-            given function on this rank.
+        sent: list of the results of `from_rank_0` on rank 0, in the order of the calls. On rank 0, `from_rank_0`
+            appends its result to the list. On any other rank, `from_rank_0` returns the next result in the list; if
+            none is left, it calls `make` on this rank and returns the result.
     """
 
     def __init__(self, rank: int, world_size: int, sent: list[Any]):

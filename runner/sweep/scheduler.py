@@ -299,10 +299,14 @@ class Scheduler:
             self.stop(f"{self.display.title(job)} failed, and sweep.on_failure=stop")
 
     def _record_earlier(self, number: int, ended: Ended) -> None:
-        """Record in the ledger how job `number`, which an earlier command started, has ended.
+        """Record in the ledger the end of a job that an earlier command started.
 
-        This method is called if the sweep is stopped before the source has returned the job. The source is not told
-        how the job ended until a later command resumes the sweep.
+        This method is called if the sweep is stopped before the source has returned the job. The source is not told now
+        how the job ended. If the job need not run again, the source is told when a later command resumes the sweep.
+
+        Args:
+            number: the number of the job.
+            ended: how the job ended.
         """
         entry = self.ledger.jobs[number]
         name = entry.get("directory", "")

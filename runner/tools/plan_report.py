@@ -108,7 +108,8 @@ def remedies(
         - `peak_bytes`: the memory of the rank that needs most, with the change;
         - `fits`: whether the run fits with the change.
 
-        Unlike in a `Change`, the value of `results` includes the effect of `divides_batches`.
+        The value of `results` is the text that `Change.effects` returns. It includes the effect of `divides_batches`,
+        which the field `results` of a `Change` does not include.
     """
     found: list[dict[str, Any]] = []
     for change in changes(num_devices):

@@ -1,8 +1,8 @@
 """Functions that draw the figures of a `Study`, a set of saved runs.
 
 A study of parallel modes has up to three figures: the run time of each mode, the run time with and without a pipeline,
-and the run time of the pipeline for each `split_size`. If a study has no figure for `split_size`, it also has the
-figures of `runner.tools.plot_quality` that suit it.
+and the run time of the pipeline for each `split_size`. If there is no figure for `split_size`, the study also has
+the figures of `runner.tools.plot_quality` that suit the study.
 """
 
 from __future__ import annotations

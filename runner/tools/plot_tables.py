@@ -73,8 +73,8 @@ def plus_minus(spread: Spread) -> str:
     """Return `mean ± deviation` as text, both with the same number of decimals.
 
     The number of decimals is the largest for which the deviation has at most two significant digits, and the mean at
-    most five. If a number has more digits than that before its decimal point, these digits are all kept. If there is
-    only one value, and therefore no deviation, return the value with at most four significant digits.
+    most five. All digits before the decimal point are kept, even if there are more than two or five of them. If there
+    is only one value, and therefore no deviation, return the value with at most four significant digits.
     """
     if math.isnan(spread.deviation):
         return f"{spread.mean:.4g}"

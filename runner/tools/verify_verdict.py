@@ -35,7 +35,7 @@ _OPTIONAL = ("loss per sample", "evaluation")  # a mode may compute these withou
 
 
 class Verdict(IntEnum):
-    """The verdict on a config, whose value is the exit code of `runner.tools.verify`.
+    """The verdict on a config. The value of a verdict is the exit code of `runner.tools.verify`.
 
     No verdict has the value 2, because exit code 2 means that the config was refused instead of compared.
     """
@@ -93,7 +93,8 @@ class Row(NamedTuple):
     def is_same(self) -> bool:
         """Whether `exact` and `own` are within their limits.
 
-        The limit of `own` is `limit`, or `tolerance` if the reference is noisy (see `is_noisy`) or `exact` is None.
+        The limit of `own` is usually `limit`. If `exact` is None, or if the reference is noisy (see `is_noisy`), the
+        limit of `own` is `tolerance`.
         """
         close = self.own is None or self.own.size <= self.tolerance
         small = close or (self.exact is not None and self.own is not None and self.own.size <= self.limit)

@@ -57,9 +57,10 @@ class LoggedPoints:
         """Return the entries of `values` that still have to be logged at `step`.
 
         An entry is left out if, according to the file, an earlier session logged the same tag and value at the same
-        step. For measurements such as times (see `_MEASURED`), the values are not compared. If a run is resumed from a
-        checkpoint before the second-last one, points before the second-last checkpoint are logged again, because the
-        file no longer contains them.
+        step. For measurements such as times (see `_MEASURED`), the values are not compared.
+
+        The file contains only points after the second-last checkpoint. If a run is resumed from an older checkpoint,
+        the points between the older and the second-last checkpoint are therefore logged again.
 
         Args:
             values: scalars or images by tag.

@@ -210,7 +210,10 @@ def test_new_processes_do_not_import_the_program_that_starts_them(recorded_main:
 
 @pytest.fixture
 def recorded_main(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    """A function that returns what new processes import as their main module, in a program that has a file."""
+    """Pretend that the main module has a file; return a function that returns what a new process would import as main.
+
+    The function returns a path or a module name; None if a new process would import nothing.
+    """
     from multiprocessing.spawn import get_preparation_data
 
     program = ModuleType("__main__")

@@ -210,7 +210,10 @@ def test_configs_from_a_directory_with_many_files_are_not_cached(
 
 
 def test_the_cache_works_after_hydra_has_imported_its_plugins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra does so when its singletons are reset: the class of a cached config is then not the one in its module."""
+    """Hydra imports its plugins again when its singletons are reset.
+
+    A config then cannot be pickled, because its class is no longer the class of the same name in the plugin's module.
+    """
     wanted = Composer().run(["seed=1", "name=kept"]).config
     monkeypatch.setattr(config_loader, "_kept", {})
     monkeypatch.setattr(basic_launcher, "BasicLauncherConf", type("BasicLauncherConf", (), {}))

@@ -1,4 +1,4 @@
-"""Tests of `runner.cli.preload_options`, with which the fork server of a sweep composes options before the jobs run."""
+"""Tests of `runner.cli.preload_options`, which composes options in a sweep's fork server before the jobs run."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ STOPPED = {
 def test_a_stopped_sweep_resumes_where_it_was_stopped(
     kind: str, sent: signal.Signals, by_tool: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The jobs of the first command are found by their directories, although it was typed without `resume=auto`."""
+    """The resumed sweep keeps the directories of its jobs, although the sweep was started without `resume=auto`."""
     monkeypatch.chdir(tmp_path)
     words = (*TINY_CPU, "-m", *STOPPED[kind], "steps=60", "save_every=20", "eval_every=0", "output_root=runs")
     command = Command(tmp_path, *words, STEP_GATE=f"50:{tmp_path / 'go'}")

@@ -133,7 +133,7 @@ def test_a_hostile_config_is_refused_and_nothing_is_written(values: dict[str, An
 
 
 def test_a_download_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
-    """Otherwise, a saved config could write files to any directory."""
+    """If a saved config could turn on `data.download`, it could make the command write files to any directory."""
     mnist = {"_target_": "runner.data.torchvision_data.Mnist", "root": str(tmp_path / "elsewhere"), "download": True}
     change(run, data=mnist)
     assert show(tmp_path, f"resume={run}")["data"] == mnist | {"download": False}

@@ -308,7 +308,14 @@ def test_an_option_file_lists_every_field_with_a_value_of_its_type(path: Path) -
 
 
 def assert_typed(node: dict[str, Any], values: dict[str, Any]) -> None:
-    """Check that the class gets the values in the file unconverted, except integers as floats and lists as tuples."""
+    """Check that each value in an option file reaches the class without a conversion.
+
+    Two conversions are allowed: an integer in the file may become a float, and a list may become a tuple.
+
+    Args:
+        node: the values in the option file, by key.
+        values: the values that the class gets, by key.
+    """
     for key, value in node.items():
         got = list(values[key]) if isinstance(values[key], tuple) else values[key]
         assert got == value, key

@@ -150,7 +150,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 def typed(line: str) -> dict[str, Any]:
-    """Return the default config with the overrides in `line`, which two spaces separate, as Hydra parses them."""
+    """Return the default config, changed by the overrides in `line`, which are parsed by Hydra.
+
+    Two spaces separate the overrides. If `line` contains two spaces in single quotes, it is one override.
+    """
     found = OmegaConf.create(compose_config())
     for override in OverridesParser.create().parse_overrides(line.split("  ") if "'  '" not in line else [line]):
         OmegaConf.update(found, override.key_or_group, override.value(), merge=False, force_add=True)
@@ -353,7 +356,7 @@ def test_a_package_without_an_entry_point_is_not_even_imported(plugin: Path) -> 
 
 
 def test_the_remedy_for_a_missing_package_is_to_install_it() -> None:
-    """For example, a run is resumed in an environment without the package of its workload."""
+    """A package may be missing if, for example, a run is resumed in another environment."""
     with pytest.raises(ConfigError, match="no package absent is installed here") as refusal:
         build_run(typed("optimizer._target_=absent.module.PluginSGD"))
     assert "install it" in refusal.value.remedy

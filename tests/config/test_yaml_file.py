@@ -1,4 +1,7 @@
-"""Tests of `runner.config.yaml_file`: plain values are read; numbers that mean something else if typed are refused."""
+"""Tests of `runner.config.yaml_file`: it reads plain values, and refuses all other values.
+
+It also refuses numbers that YAML and the command line read differently.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of the option files in conf/data/: each can be built, and lists and explains every field."""
+"""Tests of the option files in conf/data/.
+
+Each file contains every field of its class, explains each field in a comment, and can be built without loading torch.
+"""
 
 from __future__ import annotations
 

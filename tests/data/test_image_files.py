@@ -25,7 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  #
 
 
 class ConstantColorReader:
-    """A reader without files: it returns an image of one color, whose channels are the file's number and the draws."""
+    """A reader that opens no files, and returns images of one color.
+
+    Red is the number that `path` contains. Green and blue are the two draws times 255, or 0 without draws.
+    """
 
     num_draws = 2
 

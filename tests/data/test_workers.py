@@ -26,7 +26,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  #
 
 
 class Squares:
-    """A loader that returns the square of a job's number, and its process id; or fails as the job's `fate` says."""
+    """A loader for jobs of the form (number, seconds, fate), which sleeps for `seconds` before it handles a job.
+
+    If `fate` is `live`, the loader returns the square of `number`, and the id and the number of threads of the process
+    that the loader runs in. If `fate` is `raise`, it raises an error. Otherwise, `fate` is the name of a signal, which
+    the loader sends to its own process.
+    """
 
     def __getitem__(self, job):
         number, seconds, fate = job
@@ -196,7 +201,10 @@ def test_the_default_leaves_a_core_to_each_training_process(monkeypatch, cores, 
 
 @pytest.fixture
 def program():
-    """Return a function that starts a process with two workers; it returns the process, and the ids of its children."""
+    """Return a function that starts a process that reads with two workers.
+
+    The function returns the process, and a list of three process ids: those of the workers and that of their parent.
+    """
     started: list[tuple[subprocess.Popen[str], list[int]]] = []
 
     def start(what: str) -> tuple[subprocess.Popen[str], list[int]]:

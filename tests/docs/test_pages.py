@@ -29,7 +29,10 @@ def anchors(text: str) -> set[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the overrides of each `python -m runner` in the code blocks of a page that can be composed unchanged."""
+    """Return the arguments of each `python -m runner` command in the code blocks of a page.
+
+    Commands that need files of the user, or that are not runs (such as `--help`), are left out.
+    """
     blocks = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("python -m runner ")]
     words = [shlex.split(line, comments=True)[3:] for line in lines]

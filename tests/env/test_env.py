@@ -1,4 +1,4 @@
-"""Tests of environments: their options, that they step as in gymnasium, restoring their state, and their errors."""
+"""Tests of environments: options, equality with gymnasium's single environments, restored states, and errors."""
 
 from __future__ import annotations
 
@@ -173,7 +173,10 @@ class Dying(Broken):
 @pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting:UserWarning")
 @pytest.mark.parametrize("first_seed", [0, 1])
 def test_all_environment_processes_end_if_one_of_them_dies(first_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gymnasium's own `close` would wait forever for a result that the run has already received."""
+    """Without `terminate=True`, gymnasium's `close` may wait forever.
+
+    It waits for a result from every process, but the run may already have received the result of a live process.
+    """
     env = prepared(registered(monkeypatch, Dying), num_envs=3, vectorization="async")
     processes = []
 

@@ -47,9 +47,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
 @pytest.fixture
 def count_fault(request: pytest.FixtureRequest) -> FaultCounter:
-    """Count faults: `with count_fault("a killed rank"): …` counts one fault of that kind, passed if nothing is raised.
+    """Return a function that counts faults: `with count_fault("a killed rank"): …` counts one fault of this kind.
 
-    The context manager yields a function to call if the fault did not happen, so that it is not counted.
+    The fault has passed if the block raises nothing. If the fault did not happen, call the function that the context
+    manager yields; the fault is then not counted.
     """
 
     @contextmanager

@@ -400,7 +400,11 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Try the bugs whose description contains one of `words`, or all bugs; return 1 if one is not noticed."""
+    """Try all bugs whose description contains one of `words`, or every bug if `words` is empty.
+
+    Returns:
+        The exit code: 0 if a test noticed each of these bugs, otherwise 1.
+    """
     chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.bug for word in words)]
     outcomes = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:

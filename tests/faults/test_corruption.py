@@ -1,6 +1,7 @@
 """Tests with damaged files: a run resumes from its intact files with the same results, or is refused with an error.
 
-Each file of a run directory is damaged in many ways; `RUNNER_FAULTS=all` tries all of them, otherwise some.
+`DAMAGE` lists the ways to damage a file. With `RUNNER_FAULTS=all`, each file of a run directory is damaged in all of
+these ways; by default, it is damaged in a few of them.
 """
 
 from __future__ import annotations

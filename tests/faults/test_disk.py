@@ -1,6 +1,7 @@
-"""Tests with full, broken or read-only disks: a run ends with an error message, and resumes with the same results.
+"""Tests with full, broken or read-only disks: a run reports the error, and resumes with the same results.
 
-In each case, one kind of call that writes fails with one error. `RUNNER_FAULTS=all` tries all cases, otherwise some.
+In most tests, one kind of file operation fails with one error. If the environment contains `RUNNER_FAULTS=all`, all
+cases are tested; otherwise, only some of them.
 """
 
 from __future__ import annotations

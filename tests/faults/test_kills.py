@@ -47,7 +47,14 @@ only_in_make_faults = pytest.mark.skipif(not RUN_ALL_FAULTS, reason="part of `ma
 
 
 def faults_at_each_point(points: list[str]) -> list[Fault]:
-    """Return a kill for each point of an undisturbed run: when a process reaches it the second time, if it does."""
+    """Return a fault for each point that a process of an undisturbed run reaches.
+
+    The fault kills the run when the process reaches the point for the second time, or for the first time if the process
+    reaches the point only once.
+
+    Args:
+        points: all points that the undisturbed run reached, as `process: point`, in order.
+    """
     faults = []
     for line in dict.fromkeys(points):
         process, _, point = line.partition(": ")

@@ -136,7 +136,10 @@ def test_a_wrong_exit_code_or_console_output_is_detected(code: int, console: str
 
 
 def test_every_mutation_can_be_applied() -> None:
-    """Each text to replace occurs exactly once. Otherwise this would be noticed late: the mutations are run rarely."""
+    """The text that a mutation replaces occurs exactly once in its file, and the test files of the mutation exist.
+
+    The mutations themselves are run rarely, so without this test, an outdated mutation would be noticed late.
+    """
     spec = importlib.util.spec_from_file_location("mutations", Path(__file__).with_name("mutations.py"))
     assert spec is not None
     assert spec.loader is not None

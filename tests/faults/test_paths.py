@@ -1,6 +1,7 @@
 """Tests with unusual names of directories and files: a run trains and resumes, or is refused with an error message.
 
-Runs are resumed with the command that they print. `RUNNER_FAULTS=all` tries all names in all places, otherwise some.
+A run that crashes prints the command that resumes it. Unless a test moves the run, the test resumes it with this
+command. If `RUNNER_FAULTS` is `all`, all names are tried in all places; otherwise, some names in some places.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tests of a power loss at any time: saved checkpoints are intact, and the resumed run has the same results.
 
-The file system changes of two runs are recorded: a run of three sessions, and a run with `keep=0`. `RUNNER_FAULTS=all`
-tries hundreds of the states in which a power loss may leave the disk, otherwise a few.
+The file system changes of two runs are recorded: a run of three sessions, and a run with `keep=0`. From these changes,
+the tests derive the states in which a power loss may leave the disk, and try a sample of them. The sample is larger
+with `RUNNER_FAULTS=all`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,14 @@ class Mark(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Results of a session: its checkpoints by step, including earlier ones; curves; outcome, empty with `keep=0`."""
+    """The results of a session.
+
+    Args:
+        run: the run.
+        checkpoints: the checkpoints by step, including those of earlier sessions that the session continues.
+        curves: the curves without times and memory (see `compared`).
+        outcome: what `run_outcome` returns at the end of the session; empty if the run has `keep=0`.
+    """
 
     run: Run
     checkpoints: dict[int, Checkpoint]

@@ -157,7 +157,10 @@ def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(
 
 
 def handles_signals(pid: int, ignored: str = "") -> bool:
-    """Return whether a process handles all stop signals except `ignored`, as it does before any slow import."""
+    """Return whether a process has installed handlers for all stop signals except `ignored`.
+
+    The command installs these handlers before any slow import.
+    """
     status = Path(f"/proc/{pid}/status").read_text()
     caught = int(re.findall(r"SigCgt:\s+(\w+)", status)[0], 16)
     return all(caught >> (signal.Signals[name] - 1) & 1 for name in STOP_SIGNALS if name != ignored)
@@ -165,7 +168,7 @@ def handles_signals(pid: int, ignored: str = "") -> bool:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)])
 def test_an_exception_that_replaces_a_stop_does_not_change_the_exit_code(number: signal.Signals, code: int) -> None:
-    """An exception may replace the stop, because `finally` clauses of libraries fail if they are entered too early."""
+    """A stop signal raises an exception. If it interrupts a library, a `finally` clause there may raise another one."""
 
     def main() -> int:
         try:

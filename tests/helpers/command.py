@@ -62,8 +62,9 @@ class Command:
     """`python -m runner ARGUMENTS` in `cwd`, in the background.
 
     Args:
-        kind: the kind of the server that forks it (see `command_server`).
-        variables: environment variables. The ranks of the command get only the directories in PYTHONPATH.
+        kind: the kind of the server that forks the command (see `command_server`).
+        variables: environment variables of the command. The ranks of the command do not get these variables, only the
+            directories in PYTHONPATH.
     """
 
     def __init__(self, cwd: Path, *arguments: str, kind: str = "ranks", **variables: str):
@@ -79,7 +80,7 @@ class Command:
 
     @property
     def single_run_directory(self) -> Path:
-        """The run directory of its only run."""
+        """The directory of the only run in `cwd`."""
         [path] = self.cwd.glob("outputs/*/*/")
         return path
 

@@ -1,4 +1,6 @@
-"""A server that has imported what the command needs, and forks a child for each command in 1 s instead of 4 s.
+"""A server that forks a child process for each command, after importing what all commands need.
+
+A command takes 1 s in a child of this server, instead of 4 s in a new interpreter.
 
 `python -m helpers.command_server KIND`, where KIND is one of
 
@@ -82,7 +84,11 @@ def import_everything() -> None:
 
 
 def compose_options(arguments: list[str]) -> None:
-    """Compose the options that a command chooses, its slowest part; this command and later ones find them cached."""
+    """Compose the options that a command chooses, before this process forks a child for the command.
+
+    Composing options is the slowest part of a command. The children for this command and for later ones find the
+    composed options in a cache.
+    """
     from runner.config.options import CONF
 
     files = {word: CONF / f"{word.replace('=', '/', 1)}.yaml" for word in arguments}
@@ -112,7 +118,10 @@ def share_fork_server(*modules: str) -> None:
 
 @contextmanager
 def fork_server_from_fork() -> Iterator[None]:
-    """A context in which a fork server is started by forking this process, so that it does not repeat its imports."""
+    """A context in which multiprocessing starts its fork server by forking this process.
+
+    The fork server then does not have to import again what this process has already imported.
+    """
     resource_tracker.ensure_running()
     original_spawn = util.spawnv_passfds
     with mock.patch.object(util, "spawnv_passfds", partial(fork_instead_of_spawn, original_spawn)):
@@ -120,10 +129,17 @@ def fork_server_from_fork() -> Iterator[None]:
 
 
 def fork_instead_of_spawn(original_spawn: Any, path: bytes, words: list[str], descriptors: list[int]) -> int:
-    """Fork this process, which has imported everything, where multiprocessing would start a new interpreter.
+    """Fork this process instead of starting a new interpreter; a replacement for a function of multiprocessing.
 
     Args:
-        original_spawn: the replaced function of multiprocessing, restored in the child for jobs that start a server.
+        original_spawn: the function that this function replaces. The child restores it, so that jobs that start a
+            fork server of their own start it in a new interpreter.
+        path: the path of the interpreter; not used.
+        words: the command line of the new interpreter, `python … -c PROGRAM`. The child executes `PROGRAM`.
+        descriptors: the file descriptors that the child keeps open, besides standard input, output and error.
+
+    Returns:
+        The process id of the child.
     """
     if (child := os.fork()) != 0:
         return child

@@ -20,14 +20,15 @@ from safetensors import SafetensorError
 
 @dataclass(frozen=True)
 class DiskFault:
-    """A file operation that fails from some call on.
+    """A disk fault: a file operation fails at one call, or at all calls from some call on.
 
     Args:
-        call: `open`, `write`, `fsync`, `rename` or `mkdir`.
-        file: pattern that the end of its path matches; for `rename`, of the new path.
+        call: the operation: `open` (for writing), `write`, `fsync`, `rename` or `mkdir`.
+        file: pattern that the end of the path must match. For `rename`, the new path must match.
         errno_code: the errno of the error.
-        first_failing_call: number of the first such call that fails, from 1.
-        fails_once: whether later calls succeed.
+        first_failing_call: number of the first call that fails. Only calls of this operation on paths that match `file`
+            are counted, starting at 1.
+        fails_once: whether the calls after the first failing call succeed.
     """
 
     call: str
@@ -136,7 +137,10 @@ class _FaultyCalls:
 
 @contextmanager
 def inject_disk_fault(fault: DiskFault) -> Iterator[Callable[[], bool]]:
-    """A context in which the calls of `fault` fail; yields a function that returns whether one has failed."""
+    """A context in which file operations fail as `fault` describes.
+
+    Yields a function that returns whether a file operation has failed so far.
+    """
     faulty = _FaultyCalls(fault)
     patches = [
         (io, "open", faulty.open),

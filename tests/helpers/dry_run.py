@@ -1,4 +1,7 @@
-"""Run the command in this process up to the start of training: what it would resume from, or why it refuses to run."""
+"""Run the command in this process up to the start of training.
+
+Tests use this to find out what the command would resume from, or why it refuses to run.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,12 @@ def scalar_curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def hparams_table(root: Path) -> tuple[list[dict[str, Any]], dict[str, bool]]:
-    """The rows of the HPARAMS tab as the plugin reads them, and whether the values of each column, in order, differ."""
+    """Return the content of the HPARAMS tab as the plugin reads it.
+
+    Returns:
+        A list with a dict for each row, and a dict from the name of each hyper-parameter to whether its values differ
+        between the rows. The dict has the order of the columns.
+    """
     experiment, groups = _hparams(root)
     rows = [
         {

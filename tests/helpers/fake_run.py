@@ -1,11 +1,12 @@
-"""A fake of `python -m runner` for tests of engines, which starts quickly: `python -S fake_run.py WORD …`.
+"""A fake of `python -m runner` that starts quickly, for tests of engines: `python -S fake_run.py WORD …`.
 
-It prints a line of JSON with its process ids, directory and environment variables. On SIGTERM it saves and exits with
-code 75; if it is started again after that, it counts as resumed and ends at once. The words:
+It prints a line of JSON with its process IDs, its directory, some environment variables, and whether it is resumed. On
+SIGTERM, it exits with code 75. The words:
 
 - `exit=N`: end with exit code N.
 - `until=FILE`: run until FILE exists.
-- `saved=FILE`: the file that it saves.
+- `saved=FILE`: write FILE on SIGTERM. If FILE already exists at the start, the program counts as resumed, and does not
+  wait for the file of `until`.
 - `with_child`: start a child process that sleeps.
 """
 

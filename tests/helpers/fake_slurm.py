@@ -83,7 +83,7 @@ class FakeSlurm:
             known["held"] = held
 
     def signal(self, job: str, *numbers: signal.Signals) -> None:
-        """Send signals to the process of a job, as SLURM does when it needs the node or the time limit is reached."""
+        """Send signals to the process of a job, as SLURM does at the job's time limit, or when it preempts the job."""
         for number in numbers:
             os.kill(self.jobs[job]["step"], number)
 

@@ -5,7 +5,7 @@ assert_one_value_per_step(run)                  each curve has one value per log
 assert_each_sample_once(cwd, mode, ...)         each epoch reads each sample once; at most `limit` steps are redone
 assert_newest_checkpoint_valid(run, saved)      the newest checkpoint is valid, and not older than the last one saved
 assert_no_temporary_files(run)                  no temporary or damaged file is left in the run directory
-ExternalResources(cwd)                          no process, port, shared memory or temporary file is left outside of it
+ExternalResources(cwd)                          the commands leave no process, port, shared memory or temporary file
 assert_exit(code, console, expected_code, ...)  the expected exit code and console output, without a traceback
 """
 
@@ -191,10 +191,14 @@ def assert_no_temporary_files(run: Path) -> None:
 
 
 class ExternalResources:
-    """Resources outside of `cwd` that its commands hold. Create this before they start; call `sample` while they run.
+    """The processes, ports, shared memory and temporary files of the commands that run in `cwd`.
+
+    Create an instance before the commands start, and call `sample` while the commands run.
 
     Args:
-        temporary: their own directory for temporary files; None if they use that of this machine.
+        cwd: the working directory of the commands.
+        temporary: a directory for the temporary files of these commands only. None if the commands use the temporary
+            directory of this machine, which is not checked.
     """
 
     def __init__(self, cwd: Path, temporary: Path | None = None):

@@ -123,7 +123,10 @@ def _append(name: str, line: str) -> None:
 
 
 def install() -> None:
-    """Wrap the functions whose calls are points, in this process and those forked from it."""
+    """Wrap the functions of a run at which a test can plant a fault, and record the samples of each step.
+
+    The wrappers take effect in this process and in all processes that are later forked from it.
+    """
     import runner.state
     import runner.training
     from runner.data.digits import Digits
@@ -201,9 +204,10 @@ def _record_samples(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_sample_ids(batches: Iterator[Any], samples: list[str]) -> Iterator[Any]:
-    """Yield the batches as the training step expects them, and append an identifier of each sample to `samples`.
+    """Yield the batches with their original targets, and append an identifier of each sample to `samples`.
 
-    The identifier is the index of the sample or, if its target has none, a hash of its pixels (without augmentation).
+    If the targets encode the indices of the samples (see `INDEX_STRIDE`), the identifier is the index. Otherwise, the
+    identifier is a hash of the pixels, which must not be augmented. A batch without targets adds no identifiers.
     """
     for batch in batches:
         targets = getattr(batch, "targets", None)

@@ -127,11 +127,12 @@ class Fault:
 
     Args:
         fault_action: what happens; see `helpers.fault_points.trigger_fault`.
-        at_point: the point at which it happens; if empty, it happens to the command `after` seconds from its start.
-        visit_number: at which visit of the point in the session it happens, from 1.
+        at_point: the point at which the fault happens; empty for a fault at a certain time.
+        visit_number: at which visit of the point in the session the fault happens, from 1.
         process: the process that reaches the point.
-        codes: the exit codes that the command may have. If they do not include 0, a command that ends with 0 finished
-            the run before the fault happened.
+        after: the time of a fault without `at_point`, in seconds since the start of the command.
+        codes: the exit codes that the command may have. If they do not include 0 and the command exits with 0, the run
+            finished before the fault happened.
         console_pattern: a regular expression that the console output must match.
         traceback: whether the console output may contain a traceback.
         arguments: overrides of this session only.
@@ -223,7 +224,9 @@ class FaultTrial:
         """Run a session with `fault`; return False if the run finished before the fault happened.
 
         Args:
-            cause_fault: causes the fault while the command runs, if it is one that a `Fault` cannot describe.
+            fault: the fault.
+            cause_fault: function that is called with the running command and causes the fault; None if `fault` itself
+                says when the fault happens.
         """
         with ExitStack() as stack:
             not_counted = stack.enter_context(self.count_fault(self.kind)) if self.count_fault else lambda: None

@@ -305,7 +305,10 @@ class ChaoticNet(nn.Module):
 
 @dataclass
 class AmplifiesRounding(Classifier):
-    """Correct, but rounding errors of a single device are too large for a comparison in float32."""
+    """A correct workload whose float32 rounding errors are so large that results cannot be compared.
+
+    The errors are this large even on a single device.
+    """
 
     def build_model(self) -> nn.Module:
         channels, height, width = self.train.shape

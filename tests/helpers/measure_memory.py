@@ -16,7 +16,10 @@ from runner.system import memory
 
 
 def map_new_pages(size: int) -> mmap.mmap:
-    """Map new pages and write to them; memory of the heap could be reused without the process growing."""
+    """Map new pages and write to them, so that the memory of this process grows by `size` bytes.
+
+    An allocation on the heap could reuse free memory that this process already has, and the process would not grow.
+    """
     block = mmap.mmap(-1, size)
     for _ in range(0, size, mmap.PAGESIZE):  # one page at a time, because the written bytes take memory, too
         block.write(b"x" * mmap.PAGESIZE)

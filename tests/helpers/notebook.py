@@ -15,7 +15,7 @@ assert not hasattr(sys.modules["__main__"], "__file__"), "or it would not be lik
 
 
 def ignored() -> set[signal.Signals]:
-    """The signals that this process blocks or handles."""
+    """Return the signals that this process blocks, and the signals for which it has a handler in Python."""
     handled = {number for number in signal.valid_signals() if callable(signal.getsignal(number))}
     return signal.pthread_sigmask(signal.SIG_BLOCK, ()) | handled
 

@@ -14,9 +14,10 @@ from runner.training import train
 
 
 def options_of(component: Any, path: str = "") -> dict[str, Any]:
-    """Deep copies of the fields of `component` and of the components that it holds, by dotted name.
+    """Return deep copies of the fields of `component`, by dotted name.
 
-    The name of a component is mapped to the name of its class.
+    If a field holds another component, the value of the field is the name of that component's class, and the fields of
+    that component are included too.
     """
     options: dict[str, Any] = {}
     for field in dataclasses.fields(component):

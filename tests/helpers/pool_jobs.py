@@ -23,12 +23,16 @@ def wait_until_started(pool: Pool, *numbers: int) -> None:
 
 
 def wait_until_ended(pool: Pool, *wanted: int) -> dict[int, Ended]:
-    """Wait until the `wanted` jobs have ended; return how jobs have ended, by number."""
+    """Wait until the `wanted` jobs have ended, and return the ends of all jobs that ended meanwhile, by job number."""
     found: dict[int, Ended] = {}
     wait_until(lambda: (found.update({each.number: each for each in pool.wait(0.05)}), set(found) >= set(wanted))[1])
     return found
 
 
 def exit_codes_of(pool: Pool, *wanted: int) -> dict[int, int | None]:
-    """Wait until the `wanted` jobs have ended; return exit codes, by number."""
+    """Wait until the `wanted` jobs have ended, and return the exit codes of all jobs that ended meanwhile.
+
+    Returns:
+        A dict from the number of each job to its exit code.
+    """
     return {number: each.code for number, each in wait_until_ended(pool, *wanted).items()}

@@ -143,7 +143,11 @@ class DiskRecorder:
 
 
 def name_changes(before: DirectoryEntries, after: DirectoryEntries) -> Iterator[NameChange]:
-    """Yield the changes: moving an entry changes two names atomically; every other name is a separate change."""
+    """Yield the changes of names from `before` to `after`.
+
+    If an entry has moved, its old and its new name are one atomic change. Any other name that differs is a separate
+    change.
+    """
     single: list[tuple[int, str, int | None]] = []
     for directory in {*before, *after}:
         old, new = before.get(directory, {}), after.get(directory, {})
@@ -197,7 +201,15 @@ def state_after_power_loss(instant: DiskState, applied: Collection[int], content
 
 
 def content_after_power_loss(synced: bytes, written: bytes, content: str) -> bytes:
-    """Return what is left of the content of a file: everything that was synced, unless it was overwritten."""
+    """Return the content of a file after a power loss.
+
+    Synced content survives, unless the file was overwritten after the sync.
+
+    Args:
+        synced: the content at the last fsync of the file.
+        written: the content before the power loss.
+        content: what happens to content that is not synced, one of `UNSYNCED_OUTCOMES`.
+    """
     if content == "kept" or synced == written:
         return written
     if content == "lost":

@@ -1,7 +1,8 @@
-"""Imported last by a server before it forks: load what each run would load itself, and call `gc.freeze`.
+"""Load what each run would otherwise load itself, and call `gc.freeze`.
 
-A run imports TensorBoard when it opens its first file. It also collects garbage before its first step. Without
-`gc.freeze`, that would visit a million objects of torch, whose memory pages a child of the server would have to copy.
+A server imports this module before it forks. Each run imports TensorBoard when it opens its first file, and collects
+garbage before its first step. Without `gc.freeze`, this garbage collection would visit a million objects of torch, and
+a child of the server would have to copy the memory pages of these objects.
 """
 
 import gc

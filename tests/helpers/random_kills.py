@@ -44,7 +44,10 @@ def train_with_kills(cwd: Path, arguments: list[str], kills: int, seconds: float
 
 
 def assert_resume_after_kills_is_exact(tmp_path: Path, arguments: list[str], kills: int, kind: str = "ranks") -> None:
-    """Fail unless runs of `arguments` that are killed, `kills` times in total, end like one that is not killed."""
+    """Kill and resume runs of the command with `arguments`, until there have been `kills` kills over all runs.
+
+    Fail unless each of these runs ends with the same results as a run that is not killed.
+    """
     code, console = run_command(*arguments, cwd=tmp_path / "whole", kind=kind)
     assert code == 0, console
     result = json.loads((only_run(tmp_path / "whole") / "result.json").read_text())

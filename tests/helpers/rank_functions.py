@@ -1,4 +1,7 @@
-"""Functions that ranks run in tests, mostly instead of `train_rank`; imported in each rank, so with few imports."""
+"""Functions that ranks run in tests, mostly instead of `train_rank`.
+
+This module imports few other modules, because every rank imports it.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,11 @@ def record_attempt_and_fail(config: dict[str, Any], directory: Path, process: Pr
 
 
 def signal_after_training(config: dict[str, Any], directory: Path, process: Process) -> int:
-    """Send this process SIGUSR1 after training, while a thread that was started during training has it unblocked."""
+    """Send SIGUSR1 to this process after training, and return the rank of this process.
+
+    After training, the main thread blocks SIGUSR1 again, but a thread that was started during training is still running
+    and does not block SIGUSR1.
+    """
     process.collectives.barrier()  # as in training: gloo fails on a rank that still connects when another one exits
     done = threading.Event()
     with StopRequest():
@@ -118,7 +125,14 @@ def rank_infos(config: dict[str, Any], directory: Path, process: Process) -> lis
 
 
 def report_num_threads(pipe: Connection, asked: str | None, config: dict[str, Any], rank_info: RankInfo) -> None:
-    """Report the number of threads that operations use during training if OMP_NUM_THREADS is `asked`."""
+    """Report the number of threads that operations use during training.
+
+    Args:
+        pipe: connection to the supervisor.
+        asked: the value to which this function sets OMP_NUM_THREADS; None to unset OMP_NUM_THREADS.
+        config: the config of the run.
+        rank_info: rank of this process, and address of the store.
+    """
     report = start_heartbeat(pipe)
     os.environ.pop("OMP_NUM_THREADS", None)
     if asked:

@@ -1,4 +1,7 @@
-"""Persistent ranks: processes that train one run after another, each of which starts in 0.1 s instead of 2 s."""
+"""Persistent ranks: processes that train one run after another.
+
+A run starts in 0.1 s in these processes, instead of 2 s in new ones.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ TIMEOUT_SECONDS = 300.0
 
 
 class PersistentRanks:
-    """`count` processes in the environment of torchrun: with their ranks in environment variables, and a shared store.
+    """`count` processes with the environment variables of torchrun, which contain the rank and the address of a store.
 
-    Modes join such processes instead of starting their own, and keep their process group from run to run.
+    Because of these variables, a parallel mode trains in these processes instead of starting its own. The processes
+    keep their process group from one run to the next.
     """
 
     def __init__(self, count: int) -> None:

@@ -1,4 +1,7 @@
-"""Functions that the processes of a supervisor run in tests; imported in each of them, so with few imports."""
+"""Functions that the processes of a supervisor run in tests.
+
+Each of these processes imports this module. The module therefore imports only a few other modules.
+"""
 
 from __future__ import annotations
 

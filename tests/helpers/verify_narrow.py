@@ -20,10 +20,14 @@ def use_narrow_networks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def record_first_steps(configs: list[dict[str, Any]], directory: Path) -> list[Steps] | None:
-    """Do in one of several processes what `first_steps` does for the runs of `configs`; return the steps on rank 0.
+    """Record the first steps of the runs of `configs`, with narrow networks; called in each process of the runs.
 
     Args:
-        directory: for files; it may contain packages with components.
+        configs: the configs of the runs.
+        directory: the directory for the records; it may also contain packages with components that the configs use.
+
+    Returns:
+        On rank 0, the first steps of each run; on the other ranks, None.
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.syspath_prepend(str(directory))

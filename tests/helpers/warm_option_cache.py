@@ -1,6 +1,7 @@
-"""Import what a command imports before it builds a run, without torch, and compose the options of most tests.
+"""Import the modules that a command imports before it builds a run, and compose the options that most tests use.
 
-Hydra takes long to compose options. The commands of a server that has imported this module find them cached.
+Composing options takes Hydra a long time. If a server imports this module, the commands of the server find the composed
+options in the cache. This module does not import torch.
 """
 
 import runner.cli.main  # first: it defers the import of torch

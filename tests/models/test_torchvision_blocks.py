@@ -59,7 +59,7 @@ def test_there_is_a_test_network_of_each_supported_class() -> None:
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_blocks_in_sequence_equal_the_network(name: str) -> None:
-    """In float64, the two samples have different outputs with every network."""
+    """The test uses float64, in which every network has different outputs for the two samples."""
     model, x = copy.deepcopy(network(name)).double(), inputs(name).double()
     with torch.no_grad():
         wanted = model(x)

@@ -133,7 +133,10 @@ def test_from_rank_0_returns_or_raises_on_all_ranks(on_three: Callable[[Work], l
 
 
 def decided(collectives: Collectives) -> tuple[Path, str, str]:
-    """Return the result of `from_rank_0`, and what it raises after an error and a config error of rank 0."""
+    """Return the result of `from_rank_0`, and two errors that it raises, as texts.
+
+    `from_rank_0` raises the first error after a `ValueError` on rank 0, and the second after a `ConfigError` on rank 0.
+    """
     path = collectives.from_rank_0(lambda: Path(f"by rank {collectives.rank}"))
     failures = []
     for raised in (ValueError("no"), ConfigError("steps", -1, "they are counted", "steps=1")):

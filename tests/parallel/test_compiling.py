@@ -16,7 +16,7 @@ from runner.parallel.compiling import compile_in_place, modules_of_blocks
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
-    """The modules whose `compile` was called; it is replaced, so that nothing is compiled."""
+    """Replace `torch.nn.Module.compile`, so that nothing is compiled; return a list of the modules that call it."""
     modules: list[torch.nn.Module] = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: modules.append(self))
     return modules

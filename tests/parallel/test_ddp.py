@@ -63,7 +63,7 @@ def test_batch_normalization_uses_a_shard_or_with_sync_the_whole_batch(
 def test_a_compiled_network_equals_a_plain_loop(
     synchronized: bool, parts: int, bucket_mb: float, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    """The gradients are in several buckets, at which the compiler splits the network if it can."""
+    """The gradients fill several buckets. If the compiler can split the network, it does so between the buckets."""
     options = [f"parallel.sync_batch_norm={synchronized}", f"parallel.bucket_mb={bucket_mb}", "compile=true"]
     ranks(2).train(
         compose_config(*TINY_CPU, *BATCH_NORM, "parallel=ddp", *options), tmp_path, narrow_session_without_codegen
@@ -78,7 +78,7 @@ def test_a_compiled_network_equals_a_plain_loop(
 def test_the_compiler_splits_a_network_at_buckets_if_it_can(
     options: list[str], split: bool, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    """Only the setting is checked: a wrong one fails only at the end of compiling, after a minute."""
+    """Only the compiler's setting is checked, because a wrong setting fails only after a minute of compiling."""
     given = ("parallel=ddp", "compile=true", *options)
     assert ranks(2).call_on_all(compiler_splits, compose_config(*TINY_CPU, *BATCH_NORM, *given)) == [split] * 2
 
@@ -98,7 +98,10 @@ def test_a_checkpoint_without_an_evaluation_has_averaged_statistics(
 
 
 def test_averaged_running_means_are_exact_and_variances_are_not() -> None:
-    """As documented in `DDP`. Compared in the first layer after the first step, where nothing else differs."""
+    """The docstring of `DDP` documents this difference between the statistics of shards and of the whole batch.
+
+    The test compares the first layer after the first step, because the inputs of later layers and steps differ.
+    """
     whole, parts = plain_batch_norm(1, num_steps=1), plain_batch_norm(2, num_steps=1)
     assert torch.allclose(parts["bn1.running_mean"], whole["bn1.running_mean"], rtol=1e-12, atol=1e-15)
     assert not torch.allclose(parts["bn1.running_var"], whole["bn1.running_var"], rtol=1e-6)

@@ -64,7 +64,10 @@ def test_replica_threads_use_the_autocast_dtype() -> None:
 
 
 def replicas(model: nn.Module) -> list[nn.Module]:
-    """Return two copies of a module without children, made by the method that `torch.nn.parallel.replicate` calls."""
+    """Return two copies of `model`, which must be a module without children.
+
+    Each copy is made by the method that `torch.nn.parallel.replicate` calls.
+    """
     copies = [model._replicate_for_data_parallel() for _ in range(2)]
     for copy in copies:
         for name, parameter in model._parameters.items():

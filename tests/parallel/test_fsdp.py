@@ -84,7 +84,7 @@ def test_updates_of_shards_equal_those_of_the_whole_network(
 
 
 def updated_shards(optimizer: Optimizer, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
-    """In a rank: do `updated` with parameters and gradients that are sharded over the ranks."""
+    """In a rank: call `updated` with a `shard` that shards tensors over the ranks, and return the result."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -163,7 +163,12 @@ def test_gradients_are_reduced_once_a_step_and_weights_gathered_per_option(
 
 
 def collectives(config: dict[str, Any], directory: Path) -> tuple[list[int], int]:
-    """In a rank: return the number of reduce-scatters after each micro-batch, and of all-gathers in the last one."""
+    """In a rank: train for a step, evaluate, train for another step, and count collective operations.
+
+    Returns:
+        For each micro-batch of the first step, the total number of reduce-scatters until the end of this micro-batch;
+        and the number of all-gathers during the last micro-batch of the second step.
+    """
     with connected_session(config) as session, Operations() as seen:
         state = prepare(session, directory)
         sent = one_step(state, lambda: seen.count("reduce_scatter"))

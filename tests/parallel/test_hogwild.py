@@ -73,7 +73,11 @@ def trained_in_shared_memory(config: dict[str, Any], directory: Path, process: P
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_workers_together_do_every_step_once(workers: int, tmp_path: Path) -> None:
-    """31 is not divisible by 2, 3 or 5, so that the last round is not full, and logs are due within rounds."""
+    """A round has one step of each worker. The last round is not full, and some logs are due within a round.
+
+    The last round is not full because the number of steps, 31, is not divisible by 2 or 3. Logs are due within a round
+    because their interval, 5 steps, is not divisible by 2 or 3 either.
+    """
     schedule = ("steps=31", "log_every=5", "eval_every=10", "save_every=10", f"parallel.processes={workers}")
     result, logged = launched(tmp_path, *schedule), scalar_curves(tmp_path)
     assert (result.status, result.steps, result.world_size) == ("done", 31, workers)
@@ -125,7 +129,12 @@ def test_all_workers_see_the_same_weights(tmp_path: Path) -> None:
 
 
 def written_by_the_last(config: dict[str, Any], directory: Path, process: Process) -> list[float]:
-    """In a worker: the workers set all weights to their rank + 1 in turn; return the value that each of them sees."""
+    """In a worker: set all weights to the worker's rank + 1, after the workers with lower ranks have done so.
+
+    Returns:
+        The value of the weights that each worker sees after the last worker has set them; −1 for a worker that sees
+        different values.
+    """
     model = prepare(build_run(config).prepare(process), directory).model
     for rank in range(3):
         if rank == process.rank_info.rank:

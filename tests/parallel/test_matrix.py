@@ -46,13 +46,20 @@ def cell(mode: str, precision: str, accumulation: str) -> tuple[str, ...]:
 
 
 def selected(mode: str, precision: str) -> list[str]:
-    """Return the accumulations that run by default: one, which differs from those of the next row and column."""
+    """Return the accumulations that run by default: a list of one accumulation.
+
+    The accumulation changes from each mode to the next and from each precision to the next, so that all pairs of
+    options occur.
+    """
     place = MODES.index(mode) + PRECISIONS.index(precision)
     return [ACCUMULATIONS[place % len(ACCUMULATIONS)]]
 
 
 def rows(*modes: str) -> list[Any]:
-    """Return (mode, precision, accumulations) of the cells of `modes`: the selection, and, marked `slow`, all cells."""
+    """Return two pytest parameters (mode, precision, accumulations) for each of `modes` and each precision.
+
+    The first has the accumulations that run by default. The second has all accumulations, and is marked `slow`.
+    """
     found: list[Any] = []
     for mode, precision in itertools.product(modes, PRECISIONS):
         found.append(pytest.param(mode, precision, selected(mode, precision), id=f"{mode}-{precision}"))

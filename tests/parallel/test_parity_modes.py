@@ -32,7 +32,7 @@ HALF = STEPS // 2
 
 
 def freeze(name: str, session: Session) -> None:
-    """Freeze the module `name` of the network, for which there is no option."""
+    """Freeze the module `name` of the network in the same way as `plain_loop`, not by the option `model.freeze`."""
     build = session.run.workload.build_model
 
     def frozen() -> torch.nn.Module:
@@ -121,7 +121,10 @@ ROWS = [
 def reference(
     case: str, max_norm: float | None, more: tuple[str, ...], frozen: str
 ) -> tuple[PlainResult, dict[int, tuple[float, float]]]:
-    """Return the result of the plain loop, and (loss, accuracy) of evaluations at an earlier step and at its end."""
+    """Return the result of the plain loop, and a dict from step to the (loss, accuracy) of the evaluation at this step.
+
+    The dict has two steps: one in the middle or near the end of the loop, and the last one.
+    """
     run, dtype = plain_run(case, more), torch.float64 if DOUBLE[0] in more else torch.float32
     steps, half = (SHORT, SHORT - 1) if more == GROUP else (STEPS, HALF)
     ends = {

@@ -102,10 +102,11 @@ def assert_same_curves(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
     mode: str, processes: int, others: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    """With another number of processes, the random numbers differ, and a rank without saved state logs this.
+    """If the number of processes changes, the random numbers differ, and a rank without saved state logs this fact.
 
     With three ddp processes, a resume would be exact only up to rounding: DDP reorders its buckets after the first step
-    of a session, and so the order in which gloo adds up the gradients. The order of two summands does not matter.
+    of a session, which changes the order in which gloo adds up the gradients of the processes. With two processes, the
+    sum of two gradients does not depend on their order.
     """
     overrides = (*COMMON, "steps=24", "model.dropout=0.2", "save_every=0", "eval_every=0", f"parallel={mode}")
     config = compose_config(*TINY_CPU, *overrides)

@@ -1,4 +1,4 @@
-"""Tests of batch normalization over the shards of several processes, compared with the whole batch in one."""
+"""Tests that batch normalization over the shards of several processes equals that of the whole batch in one process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_shards_are_normalized_with_the_statistics_of_the_whole_batch(
 
 
 def in_rank(shape: tuple[int, ...], momentum: float | None, affine: bool, config: dict[str, Any]) -> Any:
-    """In a rank: return the results of `trained` for its third of each batch."""
+    """Return the results of `trained` for this rank's third of each batch."""
     with connected_session(config) as session:
         module = convert_sync_batch_norm(norm(shape, momentum, affine), CPU)
         return trained(module, [batch.chunk(3)[session.rank] for batch in batches(shape)])

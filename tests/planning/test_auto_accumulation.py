@@ -21,11 +21,11 @@ TYPED = ("model=convnet", "data.size=32", "device=cpu", "batch_size=512")
 
 
 class FakeTrials:
-    """A replacement for `Trial`, which runs out of memory with fewer than `least` micro-batches.
+    """A replacement for `Trial` that raises an out-of-memory error for fewer than `least` micro-batches.
 
     Args:
-        least: the fewest micro-batches that fit.
-        error: an error that every attempt raises instead.
+        least: the smallest number of micro-batches that fits.
+        error: if not None, every attempt raises this error, regardless of `least`.
     """
 
     def __init__(self, least: int = 1, error: TrialError | None = None):

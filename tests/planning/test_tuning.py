@@ -81,7 +81,7 @@ def search_all(search: Search, layouts: Iterable[Candidate], *groups: Any, **opt
 
 
 def changes(*options: str) -> list[Callable[[Overrides], Iterator[Candidate]]]:
-    """Functions that add one of the options to a candidate."""
+    """Return one function for each option. The function yields a candidate with the option added to the overrides."""
 
     def add(option: str, overrides: Overrides) -> Iterator[Candidate]:
         yield Candidate((*overrides, option), None, LAST_BITS)
@@ -99,7 +99,7 @@ def test_the_fastest_candidate_is_found(noise: float) -> None:
 
 
 def test_candidates_are_compared_within_rounds() -> None:
-    """The machine becomes five times as slow during the search, which is no disadvantage for later candidates."""
+    """The machine becomes five times as slow during the search; the last candidate, the fastest, is still chosen."""
     seconds = {"": 0.010, "a": 0.012, "b": 0.011, "c": 0.009}
     machine = SimulatedMachine(seconds, 0.02, slowness=lambda now: 1.0 if now < 4 else 5.0)
     assert search_all(machine.search(), candidates(seconds)).overrides == ("c",)

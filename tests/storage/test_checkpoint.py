@@ -71,7 +71,11 @@ class Crash(BaseException):
 
 
 class Disk:
-    """Records calls that change the disk; crashes before, after, or halfway through writing at call `crash_at`."""
+    """Records the calls that change the disk, and simulates a crash at the call with the number `crash_at`, from 1.
+
+    The attribute `how` says when the crash occurs: `before` or `after` the call, or `torn`, when the file is half
+    written.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.calls: list[tuple[str, Path]] = []
@@ -419,7 +423,7 @@ def test_an_index_that_cannot_be_written_is_a_warning(
 
 
 def test_a_resumed_run_writes_the_index_that_an_interrupted_save_has_not(tmp_path: Path) -> None:
-    """This also holds for a run that saves no more checkpoints, because only its result was missing."""
+    """The index is written when the run is resumed, because the run may have no steps left and not save again."""
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2):
         save_and_wait(checkpoints, checkpoint(step))

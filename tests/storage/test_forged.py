@@ -137,7 +137,11 @@ def forger(saved: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Forg
 
 
 def chosen(content: Any) -> Iterator[tuple[Keys, Any]]:
-    """Yield values of a file; of the optimizer state and of the environments, only a part that stands for the rest."""
+    """Yield the values in a file with their keys.
+
+    For the optimizer state, only the values of the first parameter are yielded. For vectorized environments, only the
+    values of a few attributes are yielded.
+    """
     kept = {next(iter(content.get("optimizer", [""])))}
     for keys, value in nested_values(content):
         if keys[0] == "optimizer" and len(keys) > 1 and keys[1] not in kept:
@@ -148,7 +152,7 @@ def chosen(content: Any) -> Iterator[tuple[Keys, Any]]:
 
 
 def is_free(keys: Keys) -> bool:
-    """Whether other values may be valid too, as for the attributes of environments."""
+    """Whether a checkpoint with another value at `keys` may be accepted; true for the environments' state and seed."""
     return keys[:3] == ("workload", "environments", "envs") or keys[:3] == ("workload", "environments", "seed")
 
 
@@ -173,7 +177,11 @@ def is_valid(keys: Keys, value: Any, forged: Any) -> bool:
 @pytest.mark.parametrize("file", ["state.pt", "rank_0.pt"])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_value_of_another_form_is_refused(forger: Callable[[str], Forger], name: str, file: str) -> None:
-    """Each value is replaced by the next three forms in turn, so that each form is tried in several places."""
+    """Each value is replaced by three forms, one after the other, and then removed; valid changes are skipped.
+
+    The forms are taken cyclically from `TENSORS` for tensors, and from `VALUES` for other values, so that each form is
+    tried in several places.
+    """
     run = forger(name)
     content, forms = (
         read_checkpoint_file(run.original / file),

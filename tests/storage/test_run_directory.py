@@ -236,7 +236,10 @@ def test_modules_and_configs_in_the_current_directory_do_not_shadow_ours(tmp_pat
 
 
 def test_a_refusal_removes_the_directories_that_were_made_for_it(tmp_path: Path) -> None:
-    """The model is built after the directory is created. Only directories that existed before remain."""
+    """The run directory is created first; then the model is built, which is refused.
+
+    After the refusal, only the directory `outputs` remains, because it existed before the command.
+    """
     too_small = (*TINY_CPU, "model=convnet", "model.kernel_size=31")
     (tmp_path / "outputs").mkdir()
     code, output = run_command(*too_small, cwd=tmp_path)

@@ -48,7 +48,10 @@ def test_any_change_is_found(change: tuple[str, str]) -> None:
 
 
 def test_a_file_that_is_truncated_within_its_sha256_is_refused() -> None:
-    """A file that ends before its SHA-256 cannot be told from one of an earlier version, which wrote none."""
+    """Only cuts within the digits of the SHA-256 are tested.
+
+    A file that is cut before the digits looks like a file of an earlier version, which did not write a SHA-256.
+    """
     text = config_text({"optimizer": {"lr": 0.2}, "steps": 60})
     body = text.index("# sha256")
     for length in range(body + 1, len(text) - 1):

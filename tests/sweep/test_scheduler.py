@@ -219,7 +219,7 @@ def test_attempts_of_earlier_commands_do_not_use_up_the_retries(ledger: Ledger) 
 
 
 def test_a_crash_of_an_adopted_job_does_not_use_up_the_retries(ledger: Ledger) -> None:
-    """If the job had crashed before this command began, it would be started again too."""
+    """The job is started again even with `retries=0`, as if it had crashed before this command began."""
     ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
     pool = FakePool({0: [1, 1]})
     pool.surviving_jobs = {0}
@@ -297,7 +297,10 @@ def test_a_study_that_cannot_be_written_stops_the_sweep(where: str, ledger: Ledg
 
 @pytest.mark.parametrize("name", ["002", "../002", ""])
 def test_the_result_of_an_adopted_job_is_read_only_from_the_sweep_directory(name: str, ledger: Ledger) -> None:
-    """The result is read because the exit code of the job is not known."""
+    """The exit code of an adopted job is unknown, so it is derived from the result in the directory of the job.
+
+    If the ledger does not give the plain name of a directory, the result is not read, and the job counts as crashed.
+    """
     ledger.update(2, config_hash="hash 2", state="running", pid=0, started=0.0, tries=1, directory=name)
     for directory in (ledger.path / "002", ledger.path.parent / "002"):
         directory.mkdir()

@@ -58,7 +58,7 @@ def loss(overrides: list[str]) -> float:
 
 
 class FakeTrainingPool(FakePool):
-    """A fake pool whose jobs have the value of `loss` for their overrides as their loss."""
+    """A fake pool in which the function `loss` computes the loss of each job from the overrides of the job."""
 
     def __init__(self, path: Path, slots: int = 1, codes: dict[int, list[int | None]] | None = None):
         super().__init__(codes or {}, slots)
@@ -227,7 +227,12 @@ class SimulatedKill(BaseException):
 
 @pytest.fixture
 def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Callable[[], int]]:
-    """A function that kills the search at write number n: before a write of the ledger, or during one of the study."""
+    """Return a function `kill_at(n)`, which makes write number n raise `SimulatedKill`; None for no kill.
+
+    Writes of the ledger and writes of the study are counted together. If write n is a write of the ledger, nothing is
+    written; if it is a write of the study, only a part is written. `kill_at` returns a function that returns the number
+    of writes since the call of `kill_at`.
+    """
     from optuna.storages.journal import JournalFileBackend
 
     from runner.sweep import ledger
@@ -441,7 +446,7 @@ def test_the_median_rule_stops_a_trial_only_if_it_is_compared_with_four_others(t
 
 @pytest.mark.parametrize("deleted", [False, True], ids=["runs kept", "runs deleted"])
 def test_pruned_trials_stay_pruned_when_a_search_is_resumed(deleted: bool, tmp_path: Path) -> None:
-    """They stay pruned even if their run directories were deleted, which contain the evaluations to compare."""
+    """Pruned trials stay pruned even if their run directories, which contain their evaluations, were deleted."""
     options = Local(search="random", trials=8, prune="median")
     stop = StopRequest()
     with open_search(tmp_path, options) as source:

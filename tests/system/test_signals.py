@@ -122,7 +122,10 @@ def test_the_third_ctrl_c_exits_without_a_traceback() -> None:
 def test_a_signal_while_exceptions_are_postponed_raises_at_the_end(
     number: signal.Signals, error: type[BaseException]
 ) -> None:
-    """As during the import of torch, whose C++ code aborts the process if Python code that it calls raises."""
+    """Exceptions are postponed during the import of torch: its C++ code calls Python code.
+
+    If this Python code raised an exception, the C++ code would abort the process.
+    """
     ended = []
 
     def send() -> None:
@@ -139,7 +142,7 @@ def test_a_signal_while_exceptions_are_postponed_raises_at_the_end(
 
 
 def test_a_signal_in_a_nested_context_raises_at_the_end_of_the_outermost() -> None:
-    """As during the import of torchvision, which imports torch."""
+    """The contexts are nested during the import of torchvision, because torchvision imports torch."""
     reached = []
 
     def load() -> None:
@@ -408,7 +411,10 @@ def test_a_closed_terminal_stops_the_run(tmp_path: Path) -> None:
 def test_a_signal_before_the_first_step_ends_the_command_at_once(
     words: tuple[str, ...], number: signal.Signals, expected: int, tmp_path: Path
 ) -> None:
-    """The signal arrives while the run directory is being created, where a fake `git` that hangs blocks the command."""
+    """The signal arrives while the run directory is being created.
+
+    At this point, the command has called a fake `git`, which hangs.
+    """
     started, git = tmp_path / "started", tmp_path / "bin" / "git"
     git.parent.mkdir()
     git.write_text(f"#!/bin/sh\ntouch '{started}'\nexec sleep 60\n")

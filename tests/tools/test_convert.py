@@ -122,7 +122,7 @@ def test_best_means_the_best_step_in_the_result_of_the_run(run: TrainedRun, tmp_
 
 
 def call_best(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every checkpoint that is loaded name `step` as the step of the best evaluation."""
+    """Change the state of every checkpoint that is loaded, so that the best evaluation was at step `step`."""
 
     def told(path: Path) -> Checkpoint:
         checkpoint = checkpoint_at(path)
@@ -456,7 +456,10 @@ def test_a_full_disk_leaves_the_existing_file_unchanged(
 
 
 def test_it_runs_as_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only a refusal is run in a subprocess; another test runs a conversion in one."""
+    """The module runs in a subprocess for a conversion that is refused.
+
+    Another test runs the module in a subprocess for a conversion that succeeds.
+    """
     save_file({"a": torch.zeros(3)}, tmp_path / "in.safetensors")
     assert converted(tmp_path / "in.safetensors", tmp_path / "out.pt") == 0
     assert same(read(tmp_path / "out.pt"), {"a": torch.zeros(3)})

@@ -52,7 +52,7 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An NVML that finds devices only by UUID, because their indices may differ from those of CUDA."""
+    """Install a fake NVML without a lookup by index. NVML and CUDA may number devices differently, but UUIDs agree."""
     clocks = {"GPU-aaaa-0": {"sm": 1200, "mem": 2600}, "GPU-bbbb-1": {"sm": 300, "mem": 405}}
     fake = SimpleNamespace(
         nvmlInit=lambda: None,

@@ -87,7 +87,10 @@ def test_predicted_peak_memory_of_each_rank_matches_the_allocator(
 
 
 def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path: Path) -> None:
-    """The plan counts a copy that gloo makes of a block's gradients to reduce them; a fake process group makes none."""
+    """The plan includes a copy of a block's gradients, because gloo reduces a copy.
+
+    The fake process group of this test makes no copy, so the size of the copy is subtracted from the plan.
+    """
     rank, _ = planned(*RESNET, "parallel=fsdp")
     copied = sum(p.nbytes for p in _network(*RESNET).layer4[1].parameters())  # pyright: ignore
     with fake_process_group(0, 2):

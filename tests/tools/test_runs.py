@@ -29,7 +29,10 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three runs of different ages, and a sweep with a done and a crashed run and a refused job."""
+    """Return a directory with three runs and a sweep of three jobs: one done, one crashed, and one refused.
+
+    All five runs have different ages. The refused job has no run.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     path = tmp_path / "outputs"

@@ -50,7 +50,10 @@ def test_a_step_without_a_micro_batch_adds_nothing() -> None:
 @pytest.mark.parametrize("at", [0, 2, 4])
 @pytest.mark.parametrize(("metric", "name"), [(0, "the loss"), (1, "train/accuracy")])
 def test_the_first_step_whose_sums_are_not_finite_is_named(bad: float, at: int, metric: int, name: str) -> None:
-    """Also after a flush, and after rows were loaded from a mode with other rounds of steps."""
+    """The error names the correct step even if the buffer was flushed and then loaded with rows of a checkpoint.
+
+    The rows may come from a mode whose rounds contain a different number of steps.
+    """
     buffer = MetricBuffer(("loss", "accuracy"))
     buffer.end_step(1)
     buffer.flush(lambda sums: sums)
@@ -114,7 +117,7 @@ def test_pauses_are_left_out_of_step_times(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_timer_synchronizes_with_the_device_only_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of computations that are still running belongs to the steps, not to the log that waits for them."""
+    """Before a pause, such as a log, the timer waits for pending computations, so that they count as part of a step."""
     waited = []
     monkeypatch.setattr(runner.tracking.metrics, "synchronize", waited.append)
     steps = StepTimer(torch.device("meta"))

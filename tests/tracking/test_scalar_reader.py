@@ -98,7 +98,7 @@ def test_curves_and_events_beyond_the_limits_are_reported(
 
 
 def test_the_start_of_a_session_counts_as_one_event_per_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, the limit would not bound the time, which grows with the number of sessions times curves."""
+    """The reader examines every curve at the start of a session, so the time is bounded only if each curve counts."""
     monkeypatch.setattr(scalar_reader, "_MOST_EVENTS", 500)
     write(
         tmp_path,

@@ -258,7 +258,11 @@ def test_calls_are_made_in_order_and_a_resumed_run_continues_the_same_one(tmp_pa
 
 
 def test_a_resumed_run_logs_only_new_points(tmp_path: Path) -> None:
-    """A resumed run repeats the points after its checkpoint, some with other values, as with another learning rate."""
+    """A resumed run repeats the points after its checkpoint.
+
+    A repeated point is logged again only if its value has changed, for example because the user has changed the
+    learning rate. Repeated measurements of time are never logged again.
+    """
     first, second, third = Noted(), Noted(), Noted()
     first.open(tmp_path, 1)
     for step in range(1, 7):
@@ -280,7 +284,11 @@ def test_a_resumed_run_logs_only_new_points(tmp_path: Path) -> None:
 
 
 def test_points_of_the_first_session_are_not_repeated_if_the_run_is_killed_again(tmp_path: Path) -> None:
-    """Checkpoints are due every 10 steps. Session 1 is killed at step 23, while that of step 20 is being written."""
+    """Checkpoints are due every 10 steps.
+
+    Session 1 is killed at step 23, while the checkpoint of step 20 is still being written. The next session therefore
+    starts from the checkpoint of step 10.
+    """
 
     def session(first_step: int, last_step: int) -> list[int]:
         tracker = Noted()
@@ -435,7 +443,10 @@ def test_mlflow_has_every_point_in_one_run(tmp_path: Path) -> None:
 
 
 class Experiments:
-    """A fake MLflow client: another run creates the experiment just before this one tries to."""
+    """A fake MLflow client. When a run tries to create an experiment, another run has just created that experiment.
+
+    Creating an experiment named `refused` raises a `ConnectionError`.
+    """
 
     def __init__(self, tracking_uri: str):
         self.known: list[str] = []

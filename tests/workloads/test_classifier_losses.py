@@ -137,7 +137,7 @@ def test_the_loss_without_options_is_torchs_cross_entropy() -> None:
 
 @pytest.mark.parametrize("option", ["mixup=0.4", "cutmix=1"])
 def test_a_mixed_batch_does_not_depend_on_how_it_is_divided(option: str) -> None:
-    """Also with augmentation, whose random numbers depend on each sample alone."""
+    """The samples are also augmented; the random numbers for a sample do not depend on the other samples."""
     workload = classifier(f"workload.{option}", "data.crop=2", "data.random_erase=0.5")
     model = workload.build_model()
 

@@ -47,7 +47,11 @@ MODES = {
 
 @functools.cache
 def plain(loss_function: str) -> tuple[dict[str, torch.Tensor], list[float], list[float], dict[str, float]]:
-    """Return the weights, both curves and the evaluation metrics of a plain loop with SGD and momentum."""
+    """Train in a plain loop, using SGD with momentum.
+
+    Returns:
+        The weights, the loss of each step, the mean absolute error of each step, and the evaluation metrics.
+    """
     workload: Any = build_composed_run(*SMALL).workload
     workload.prepare()
     samples, held_out, loss_of = workload.train, workload.held_out, LOSSES[loss_function]
@@ -134,7 +138,7 @@ def test_resume_is_bitwise_exact(tmp_path: Path) -> None:
 
 
 def evaluated(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) -> dict[str, float]:
-    """Return the metrics of samples for which a network returns `outputs`, evaluated in two shards."""
+    """Evaluate a network that returns `outputs` for `inputs`, in two shards, and return the metrics."""
     workload: Any = build_composed_run(*SMALL, "workload.eval_batch_size=2").workload
     zero, one = torch.zeros(targets.shape[1]), torch.full((targets.shape[1],), 2.0)
     table = Table(inputs, targets * 2, ["a", "b", "c"][: targets.shape[1]])

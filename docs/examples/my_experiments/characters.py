@@ -91,7 +91,7 @@ class Transformer(nn.Sequential):
         super().__init__(Embedding(length, num_characters, width), *(Layer(width, heads) for _ in range(layers)), head)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return what pipelines and model parallelism may cut between."""
+        """Return the name and module of each block; the network can be cut between any two consecutive blocks."""
         return list(self.named_children())
 
 

@@ -15,7 +15,7 @@ class CsvTracker(Tracker):
     """Appends a line `step,tag,value` for each point of a curve.
 
     Args:
-        file: its name in the run directory.
+        file: name of the CSV file in the run directory.
     """
 
     file: str = "curves.csv"

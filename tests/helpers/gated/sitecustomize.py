@@ -1,4 +1,7 @@
-"""Run by each interpreter with this directory on PYTHONPATH: installs `step_gate` in commands and fork servers."""
+"""Installs `step_gate` in processes that run `python -m runner` or a fork server.
+
+If this directory is on PYTHONPATH, every Python interpreter imports this module when it starts.
+"""
 
 import sys
 

@@ -87,7 +87,7 @@ def test_a_given_master_address_takes_precedence(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_batch_script_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sbatch --ntasks=7` sets these variables in the batch script, but only srun starts the tasks."""
+    """`sbatch --ntasks=7` sets SLURM_NTASKS=7 in the batch script, but runs the script once: srun starts the tasks."""
     assert started(monkeypatch, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SLURM_PROCID": "0"}) is None
 
 

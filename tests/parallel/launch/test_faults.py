@@ -272,7 +272,11 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], C
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, paused: object, hanging: object) -> dict[str, Command]:
-    """For each case, a command with one stopped rank; needs `paused` and `hanging`, so that the timeouts overlap."""
+    """For each case in `STOPS`, a command with one stopped rank.
+
+    This fixture requests `paused` and `hanging` only to start their commands too. The timeouts of all commands then run
+    at the same time.
+    """
     commands = {}
     for case, (mode, rank, moment) in STOPS.items():
         endless = ("steps=100000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
@@ -305,7 +309,7 @@ def steps_saved(cwd: Path) -> int:
 
 @pytest.mark.parametrize("mode", PAUSED)
 def test_a_run_goes_on_after_all_its_processes_were_suspended(mode: str, paused: dict[str, Paused]) -> None:
-    """After Ctrl-Z and fg, no rank may be declared dead, because the supervisor was suspended for the same time."""
+    """Ctrl-Z suspends the supervisor together with the ranks, so after fg, it must not declare a rank dead."""
     command = paused[mode]
     before = steps_saved(command.cwd)
     command.go_on()

@@ -93,7 +93,7 @@ def test_each_rank_gets_its_rank_info_and_process_group(tmp_path: Path) -> None:
 
 
 def test_a_stop_signal_after_training_kills_no_rank(tmp_path: Path) -> None:
-    """If Ctrl-C in the terminal has already stopped a rank, the supervisor's signal arrives after training."""
+    """Ctrl-C also reaches the ranks, so a rank may end its training before it gets the supervisor's signal."""
     run = build_composed_run(*TWO_RANK_DDP, *SHORT)
     result = train_in(tmp_path, run, train_rank=rank_functions.signal_after_training).result  # type: ignore[arg-type]
     assert result == 0

@@ -36,7 +36,8 @@ def _server() -> None:
 def _none_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Check after each test that all processes of its supervisors have ended.
 
-    During the test, ranks that run on after another rank has failed have a long time to report; see `short_grace`.
+    During the test, after a rank has failed, the supervisor waits longer than usual for the reports of the other ranks,
+    except in tests that use `short_grace`.
     """
     pids: list[int] = []
     start = Supervisor.__init__
@@ -122,7 +123,7 @@ def test_the_memory_error_of_a_rank_is_reported() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_fail_because_a_peer_is_gone_are_not_blamed(rank: int, tmp_path: Path) -> None:
-    """Even if they report first."""
+    """The rank that failed for another reason is blamed, even if the ranks that lost a peer report first."""
     works = [partial(work.fail, CONNECTION_CLOSED)] * 3
     works[rank] = partial(work.fail, KeyError("the reason"), after=tmp_path / "reported")
     assert str(rank_error_of(*works, reported=tmp_path / "reported")) == f"rank {rank} failed: KeyError: 'the reason'"
@@ -273,7 +274,10 @@ KILLED = "was killed by SIGKILL (the kernel does that where memory runs out)"
 
 
 def test_a_dead_fork_server_is_noticed_and_replaced() -> None:
-    """Runs in a separate process: a new fork server for the other tests would take seconds to import torch."""
+    """The test kills the fork server of a separate process, because the other tests need the one of this process.
+
+    A new fork server for the other tests would take seconds to import torch.
+    """
     words = [sys.executable, "-m", "helpers.dead_fork_server"]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS, "check": False}
     blamed = "the fork server, the process that starts the ranks, "

@@ -28,7 +28,7 @@ def batches(count: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def test_running_statistics_are_those_of_the_whole_batch(
     momentum: float | None, recompute: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """In each layer, they equal those of its concatenated inputs from all micro-batches."""
+    """In each layer, the expected statistics are computed from the layer's inputs in all micro-batches together."""
     model, seen = network(dtype, momentum, recompute), {}
     defer(model)
     wanted = {name: [torch.zeros_like(m.running_mean), torch.ones_like(m.running_var)] for name, m in norms(model)}

@@ -152,7 +152,10 @@ ALL = [(schedule, stages, accumulation) for schedule in SCHEDULES for stages in 
 def test_a_residual_network_with_group_normalization_equals_a_plain_loop(
     schedule: str, processes: int, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    """In float64, almost exactly; in float32, compared with one device that accumulates the same micro-batches."""
+    """Float64 weights equal those of the plain loop.
+
+    Float32 weights equal those of one device that accumulates over the same micro-batches.
+    """
     if schedule == "zero_bubble" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11 crashes: zero_bubble computes gradients of group normalization from a freed graph")
     options = ("parallel=pipeline", f"parallel.schedule={schedule}", f"accumulation={accumulation}")
@@ -217,7 +220,7 @@ def test_partition_and_memory_options_change_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["processes", "streams"])
 def test_compiled_stages_equal_a_plain_loop(engine: str, tmp_path: Path) -> None:
-    """The mode starts its own processes, because compiling takes longer than the timeout of `PersistentRanks`."""
+    """The runs do not use `PersistentRanks`, because compiling takes longer than its timeout."""
     options = ("compile=true", "parallel=pipeline", f"parallel.engine={engine}")
     assert_as_plain(tmp_path, run_here(tmp_path, *COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, *options), *plain())
 
@@ -324,7 +327,7 @@ RESNET50 = (*COMMON, "model=resnet50", *RESNET[1:], DOUBLE)
 def test_batch_normalization_uses_the_statistics_of_each_micro_batch(
     network: tuple[str, ...], options: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    """Weights and running statistics equal those of one device that accumulates over as many micro-batches."""
+    """Weights and running statistics equal those of one device that accumulates over the same micro-batches."""
     run_here(tmp_path / "one", *network, "steps=2", "accumulation.steps=3", change=narrow_session)
     overrides = ("steps=2", "parallel=pipeline", "parallel.split_size=4", *options)
     ranks(1 if STREAMS in options else 2).train(
@@ -336,7 +339,11 @@ def test_batch_normalization_uses_the_statistics_of_each_micro_batch(
 def test_deferred_statistics_are_those_of_the_whole_batch(
     ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    """Compared in the first layer, whose inputs do not depend on the split; a step counts as one tracked batch."""
+    """The test compares running means and variances only in the first layer.
+
+    The inputs of later layers depend on how the batch is split into micro-batches. In all layers, a
+    step counts as one tracked batch.
+    """
     run_here(tmp_path / "one", *BATCH_NORM, "steps=1", change=narrow_session)
     options = ("steps=1", "parallel=pipeline", "parallel.batch_norm=defer", "accumulation=2", "parallel.split_size=2")
     more = ("model.checkpoint_activations=true",)  # the forward pass runs twice, but counts once
@@ -399,7 +406,7 @@ def test_each_process_holds_only_its_own_stages(
 
 
 def names_held(config: dict[str, Any], directory: Path) -> list[str]:
-    """Return the names of the parameters that this process holds, which must be those of its optimizer."""
+    """Return the names of this process's parameters, after asserting that its optimizer updates the same parameters."""
     directory.mkdir(exist_ok=True)
     run = build_run(config)
     with run.parallel.launcher(run.device).connect() as process:

@@ -41,7 +41,7 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def stages_of(schedule: str) -> list[list[nn.Module]]:
-    """Return the blocks of each stage: one stage for each of two processes, or two, as the schedule requires."""
+    """Return the blocks of each stage. Each of the two processes has one stage or two, as the schedule requires."""
     blocks = network()
     return [blocks[:2], blocks[2:]] if schedule in ("gpipe", "1f1b") else [[block] for block in blocks]
 

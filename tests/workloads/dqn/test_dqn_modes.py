@@ -237,7 +237,11 @@ def network(weights: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def played(policy: Callable[[torch.Tensor], torch.Tensor], members: list[nn.Module]) -> tuple[np.ndarray, float]:
-    """Return the returns of five evaluation episodes, and the fraction of members' actions other than the policy's."""
+    """Play five evaluation episodes with `policy`.
+
+    Returns:
+        The return of each episode, and the fraction of the actions of `members` that differ from those of `policy`.
+    """
     envs = gymnasium.make_vec("CartPole-v1", 5, "vector_entry_point", max_episode_steps=60)
     seen, _ = envs.reset(seed=derive(0, "evaluation"))
     returns, running, differ, asked = np.zeros(5), np.ones(5, bool), 0, 0

@@ -12,7 +12,11 @@ NUM_ENVS, LONGEST = 500, 6
 
 
 def explored(chance: float, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which of 500 environments explore in each step, [num_steps, 500], and their actions; draws are unique."""
+    """Return which of 500 environments explore in each step, and their actions, both [num_steps, 500].
+
+    In each step, an environment that is not repeating an action begins a repetition with probability `chance`. No two
+    repetitions have the same action.
+    """
     random, repeats = np.random.default_rng(1), Repeats(NUM_ENVS, LONGEST)
     steps = []
     for step in range(num_steps):
@@ -23,7 +27,7 @@ def explored(chance: float, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_repetition_lengths_have_the_distribution_of_the_paper() -> None:
-    """If a new repetition always follows, the numbers of consecutive equal actions are the lengths that were drawn."""
+    """Each repetition has its own action, so the length of a repetition is the number of steps with its action."""
     explores, actions = explored(1.0, 400)
     assert explores.all()
     _, lengths = np.unique(actions[:-LONGEST], return_counts=True)

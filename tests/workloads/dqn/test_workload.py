@@ -46,7 +46,10 @@ SMALL = (
 
 
 def linear_agent() -> WithTarget:
-    """Return linear networks, whose action values o · w are easy to compute by hand; online and target w differ."""
+    """Return a linear online network and a linear target network, with different weights and without bias.
+
+    The action values of these networks are easy to compute by hand.
+    """
     model = WithTarget(QNet(2, 2, ()))
     with torch.no_grad():
         model.online.head.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))  # pyright: ignore
@@ -312,7 +315,7 @@ def test_the_loop_equals_a_plain_torch_loop_on_the_same_transitions(agent: Calla
 
 
 def run_order(run: TrainedRun) -> list[str]:
-    """Return the names of the model's tensors in the order of the model; files sort them."""
+    """Return the names of the model's tensors in the order of its state dict, which a checkpoint does not keep."""
     return list(run.run.workload.build_model().state_dict())
 
 
@@ -371,7 +374,7 @@ def test_the_learned_action_values_equal_the_true_ones(
 
 
 def plain_returns(model: nn.Module, seeds: list[int], id: str, longest: int) -> list[float]:
-    """Return the return of an episode for each seed; they are played one by one, as in gymnasium's tutorial."""
+    """Play one greedy episode per seed, one after another as in gymnasium's tutorial, and list their total rewards."""
     returns = []
     for seed in seeds:
         env = gymnasium.make(id, max_episode_steps=longest)
