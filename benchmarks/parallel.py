@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.measure import command, interleave, points, print_value, report, result, write
 
-BATCH, SIZE, STEPS, WARMUP = 48, 128, 7, 2
+BATCH, SIZE, STEPS, WARMUP = 48, 128, 10, 2
 GOALS = {("ddp", "single"): 1.7, ("ddp", "ddp-by-hand"): 0.97, ("fsdp", "fsdp-by-hand"): 0.95}
 FIRST_STEP_GOAL = 8.0
 
