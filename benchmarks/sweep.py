@@ -2,8 +2,8 @@
 
 `python -m benchmarks.sweep [PART …]` runs the named parts, or all parts if none is named. The jobs train on the CPU.
 
-- `jobs`: the duration of sweeps of 8 and of 32 jobs that each train for half a second. Each sweep is run twice: with as
-  many jobs at once as the machine allows, and with one job at a time.
+- `jobs`: the duration of sweeps of 8 and of 32 jobs that each train for half a second. Each sweep is run in two ways:
+  with as many jobs at once as the CPU cores allow, and with one job at a time.
 - `overhead`: the time of a job without its training; the scheduler's CPU time, its memory and the time to write the
   ledger, in a sweep of 1,000 jobs that end immediately.
 - `enumerate`: the time until the first job starts in a sweep of 10,000 combinations, half of which are refused.

@@ -54,7 +54,7 @@ def test_it_prints_where_its_results_are(finished):
 
 @pytest.mark.parametrize("words", [("parallel=ddp",), ("-m", "seed=1,2")])
 def test_no_process_imports_a_module_of_the_current_directory(words: tuple[str, ...], tmp_path: Path) -> None:
-    """The processes include ranks and jobs. They are forked from a server, which is started by `python -c`."""
+    """Ranks and jobs are included: they are forked from a server that is started by `python -c`."""
     for name in ("socket", "selectors", "pickle", "tempfile", "models", "torch"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
     ended = run_in_new_interpreter(*TINY_CPU, *words, "steps=2", cwd=tmp_path)
