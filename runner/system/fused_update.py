@@ -6,7 +6,7 @@ shards of FSDP are DTensors, for which torch has no fused SGD: an update of ResN
 20 ms with the fused kernel.
 
 The kernels have no public names in torch, and no torch issue that asks for public names is known. If torch renames the
-kernels, callers of `step` can call `optimizer.step()` instead.
+kernels, this module can be removed: torch's own `optimizer.step()` then replaces the function `step` below.
 """
 
 from __future__ import annotations
