@@ -1,4 +1,7 @@
-"""The session of rank 0 of a run that is only planned, for this machine or another one; no process is started."""
+"""Creates the session of rank 0 of a run that is only planned. The run may be planned for another machine.
+
+No process is started.
+"""
 
 from __future__ import annotations
 

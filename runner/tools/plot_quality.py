@@ -138,10 +138,9 @@ def _line_keys(study: Study) -> tuple[str, str | None] | None:
 def _varies_by_itself(study: Study, key: str) -> bool:
     """Return whether the values of `key` vary enough over the points to show the effect of this key alone.
 
-    Only the points that have the key are considered. The condition depends on the values:
-
-    - If there are three or more different values, all of them numbers, no value occurs at more than half of the points.
-    - Otherwise, there are 2 to 16 different values, and at least two of the values occur at several points.
+    Only the points that have the key are considered. Three or more different values, all of them numbers, vary enough
+    if none of them occurs at more than half of the points. Other values vary enough if there are 2 to 16 different
+    values, of which at least two occur at several points.
     """
     counts = Counter(_value(point, key) for point in study.points if key in point.values)
     if len(counts) > 2 and all(map(is_number, counts)):

@@ -197,7 +197,7 @@ def test_if_one_of_several_trackers_fails_the_others_are_closed(broken: str, not
 
 @dataclass
 class Noted(RemoteTracker):
-    """A backend that records its calls, and fails in the one named `broken`."""
+    """A backend that records the calls of its methods. The method whose name is in `broken` raises an error."""
 
     package: ClassVar[str] = "torch"
     broken: str = ""
