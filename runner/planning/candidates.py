@@ -268,7 +268,7 @@ class Candidates:
         return [each for each in changes if not isinstance(each, partial) or self._is_free(each.args[0])]
 
     def _laid_out(self, overrides: Overrides) -> Iterator[Candidate]:
-        """Yield the candidates that combine `overrides` with each of the `layouts`, except the empty one."""
+        """Yield a candidate for each layout in `layouts` that is not empty: `overrides` combined with this layout."""
         return (self.judged((*layout, *overrides)) for layout in self.layouts() if layout)
 
     def _retuned(self, overrides: Overrides) -> Iterator[Candidate]:
