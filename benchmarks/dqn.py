@@ -112,7 +112,10 @@ def with_runner(steps: int) -> float:
 
 
 def in_mode(options: Sequence[str], steps: int) -> float:
-    """Return the median of the logged environment steps per second, which exclude logs and evaluations."""
+    """Train a run with `options`, and return the median of its logged environment steps per second.
+
+    The time that the run spends on logging, evaluating and saving does not count in the logged values.
+    """
     line = ["workload=dqn", f"workload.env_steps={steps}", "workload.eval_episodes=1", "log_every=200", *options]
     with command([*line, "eval_every=0", "save_every=0", "keep=0", "device=cpu", "device.threads=1"]) as directory:
         return statistics.median(rate for _, rate in points(directory, "time/env_steps_per_second"))

@@ -64,7 +64,7 @@ _PREFIX = "beside: "
 
 
 def print_value(what: str, value: float) -> None:
-    """Report a value other than the rate to `interleave`, which has started this process."""
+    """Print `value` in the format in which `interleave` reads all values other than the rate."""
     print(f"{_PREFIX}{what} {value}")
 
 

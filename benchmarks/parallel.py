@@ -39,14 +39,18 @@ def with_runner(mode: str) -> float:
 
 
 def first_step() -> float:
-    """Train a step on the digits with two processes, and return the seconds from the command to its log."""
+    """Train one step on the digits with two processes.
+
+    Returns:
+        The seconds from the start of the command until the step is logged.
+    """
     began = time.time()
     with command(["parallel=ddp", "steps=1", "log_every=1"]) as directory:
         return points(directory, "train/loss")[0][0] - began
 
 
 def by_hand(mode: str) -> float:
-    """Return images per second of the loop in torch's tutorials, with the same settings."""
+    """Return images per second of a loop as in torch's tutorials, with the same settings as in `with_runner`."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "seconds.json")
         torch.multiprocessing.spawn(_rank, (mode, str(path), f"file://{scratch}/store"), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]

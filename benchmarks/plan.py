@@ -191,7 +191,7 @@ def planned_report(words: Sequence[str]) -> dict[str, Any]:
 
 
 def run(name: str) -> list[int]:
-    """Return the measured peak of each rank, in new processes."""
+    """Call `measured(name)` in a new process, and return the result."""
     command = [sys.executable, "-m", "benchmarks.plan", "--run", name]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -201,7 +201,10 @@ def run(name: str) -> list[int]:
 
 
 def measured(name: str) -> list[int]:
-    """Return the measured peak of each rank of a case, which trains in this process or in ranks that it starts."""
+    """Train two steps of the case `name`, and return the measured peak of each rank.
+
+    A case with several ranks trains in processes that this process starts. Any other case trains in this process.
+    """
     run = compose_run(
         [
             *CASES[name],

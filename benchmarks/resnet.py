@@ -77,7 +77,10 @@ CONTENDERS: dict[str, Callable[[Setting], float]] = {"plain": plain, "runner": w
 
 
 def compare(module: str, name: str, setting: Setting) -> None:
-    """Measure both loops, or with `--run` a single one in this process."""
+    """Measure each loop several times, each time in a new process, and write a table.
+
+    If `--run` names a loop, measure only this loop, once and in the current process, and print the images per second.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--run", choices=CONTENDERS)

@@ -25,7 +25,7 @@ MOST_PAUSE = 0.15
 
 
 class WriteTimes(logging.Handler):
-    """A log handler that collects the times in which checkpoints were written."""
+    """A log handler that collects how many seconds it took to write each checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,10 +37,13 @@ class WriteTimes(logging.Handler):
 
 
 def measure(name: str) -> float:
-    """Return the images per second of one run; if it saves checkpoints, print the median seconds of a save.
+    """Return the images per second of one run. If the run saves checkpoints, also print how long a save takes.
+
+    Three medians over the saves are printed: the seconds for which a save pauses the training, the seconds until the
+    checkpoint is written, and the ratio of the two.
 
     Args:
-        name: key of `EVERY`, which says how often the run saves.
+        name: key of `EVERY`; the value of this key is the number of steps between saves, or 0 for no saves.
     """
     pauses: list[float] = []
     save, writes = State.save, WriteTimes()

@@ -1,4 +1,4 @@
-"""Measures how much CPU time each part of a training step takes besides forward pass, backward pass and update.
+"""Measures the CPU time of each part of a training step other than the forward pass, the backward pass and the update.
 
 `python -m benchmarks.step_costs [--rounds 1000]`. One run trains the small network of `benchmarks.overhead`. A round
 has 10 unchanged steps and, for each part of the loop, 10 steps in which the part is replaced by a no-op. The order is

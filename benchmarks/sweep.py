@@ -226,7 +226,11 @@ def search() -> dict[str, Any]:
 
 
 def kills() -> dict[str, Any]:
-    """Return whether a search that is killed 20 times ends with the same trials as one that is not killed."""
+    """Compare a search that is killed and resumed up to 20 times with a search that is not killed.
+
+    The result contains the number of kills, whether both searches have the same trials (`equal`), and the numbers of
+    trials and of completed jobs in the search that is killed.
+    """
     options = [*JOB[:4], "save_every=5", *SEARCH, "sweep.search=tpe", "sweep.trials=15", "sweep.slots=1", "resume=auto"]
     rng, num_killed = random.Random(0), 0
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:

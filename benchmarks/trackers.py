@@ -53,15 +53,14 @@ CONTENDERS: dict[str, Callable[[int], float]] = {
 
 
 def log_microseconds(tracker: Tracker, logs: int = 2000) -> float:
-    """Return the time of a log in microseconds: nine scalars in four calls, as the loop makes them."""
-    calls = [["train/loss", "train/accuracy"], ["train/gradient_norm", "lr"], ["epoch"]]
-    calls.append(["time/samples_per_second", "time/step_seconds", "time/data_share", "memory/peak"])
+    """Return the time to log nine scalars in one call, as the training loop does, in microseconds."""
+    tags = ["train/loss", "train/accuracy", "train/gradient_norm", "lr", "epoch"]
+    tags += ["time/samples_per_second", "time/step_seconds", "time/data_share", "memory/peak"]
     with tempfile.TemporaryDirectory() as directory:
         tracker.open(Path(directory), 1)
         began = time.perf_counter()
         for step in range(1, logs + 1):
-            for tags in calls:
-                tracker.scalars(dict.fromkeys(tags, 0.1), step)
+            tracker.scalars(dict.fromkeys(tags, 0.1), step)
         seconds = time.perf_counter() - began
         tracker.close(True)
     return 1e6 * seconds / logs

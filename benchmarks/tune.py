@@ -116,7 +116,11 @@ def _burst_length(trial: Trial) -> int:
 
 
 def compared(name: str, verify: bool) -> dict[str, Any]:
-    """Return the row of a case: the choice, the best combination, and how much longer the choice's step takes."""
+    """Return the row of the case `name` in the table.
+
+    The row contains the choice of tune, the best combination, and how much longer a step takes with the choice than
+    with the best combination.
+    """
     overrides, budget, allowed = CASES[name]
     began = time.perf_counter()
     report = tuned(overrides, budget, allowed)

@@ -139,9 +139,10 @@ def with_blocks(network: nn.Module) -> nn.Module:
 
 
 def checkpoint_activations(network: nn.Module) -> int:
-    """Let the backward pass recompute the activations of the blocks of `network` that have submodules.
+    """Let the backward pass recompute the activations in the blocks of `network`.
 
-    Blocks that `blocks()` creates from several layers are left out, because each call creates new ones.
+    Blocks without submodules are left out. Blocks that `network.blocks()` creates from several layers are also left
+    out: each call of `blocks()` creates them anew, and the forward pass of `network` does not use them.
 
     Returns:
         The number of blocks that recompute their activations; 0 if there are none, or `network` has no `blocks()`.

@@ -308,13 +308,13 @@ def _check_named(session: Session, path: Path, source: str) -> None:
 
 
 def _check_newest(path: Path, session: Session) -> None:
-    """Check that the checkpoint to resume from was written by a run with the same samples and model.
+    """Check that `session` can continue the run that wrote the checkpoint to resume from.
 
-    It is not enough to check the config file of the run directory, because that file or the checkpoint may have been
-    copied from another run.
+    The config in the checkpoint is checked; if it cannot be read, nothing is checked here. It is not enough to check
+    the config file of the run directory, because that file or the checkpoint may have been copied from another run.
 
     Raises:
-        ConfigError: if the samples, the model or the type of the optimizer differ.
+        ConfigError: as in `check_resumable`.
     """
     checkpoint = _named_checkpoint(session) or path / "checkpoints" / run_directory.step_name(
         run_directory.newest_step(path)
@@ -402,7 +402,7 @@ def _has_same_config(path: Path, session: Session) -> bool:
 
     Raises:
         ConfigError: if the config cannot be read, and the directory has checkpoints or may have some (see
-            `_may_have_checkpoints`). The run may then be the one to resume.
+            `_may_have_checkpoints`). Returning False would be wrong if this were the run to resume.
     """
     try:
         saved = saved_config(path).values

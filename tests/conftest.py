@@ -86,14 +86,20 @@ def _utf8(text: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _collected_tests_are_no_garbage() -> None:
-    """Exclude existing objects from garbage collection, because each run collects garbage before its first step."""
+    """Exclude existing objects from garbage collection, to save time.
+
+    Each run collects garbage before its first step, and would otherwise examine the objects of all collected tests.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., TrainedRun]:
-    """Return a function that trains a fast run with overrides, in this process or in those of its mode."""
+    """Return a function that trains a fast run with overrides.
+
+    The run is trained in this process or in the processes of its parallel mode.
+    """
 
     def train_it(*overrides: str, directory: str = "run") -> TrainedRun:
         return train_in(tmp_path / directory, build_composed_run(*TINY_CPU, *overrides))

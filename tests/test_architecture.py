@@ -47,7 +47,7 @@ def modules() -> dict[str, Path]:
 
 
 def layer_of(module: str) -> tuple[int, object]:
-    """Return the index of the layer of `module`, and its group of modules."""
+    """Return the index of the layer to which `module` belongs, and the group in this layer to which it belongs."""
     for level, groups in enumerate(LAYERS):
         for group in groups:
             names = group if isinstance(group, tuple) else (group,)

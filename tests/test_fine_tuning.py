@@ -61,7 +61,11 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @functools.cache
 def plain(pretrained: str) -> PlainResult:
-    """Train torchvision's network in plain PyTorch, as a run with `OVERRIDES` and the override `pretrained` does."""
+    """Train torchvision's network in plain PyTorch, with the settings in `OVERRIDES` and the weights of `pretrained`.
+
+    Args:
+        pretrained: the override that names the file with the initial weights.
+    """
     run = build_composed_run(*OVERRIDES, pretrained)
     run.workload.prepare()
     torch.manual_seed(derive(0, "weights"))

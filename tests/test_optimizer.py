@@ -166,7 +166,7 @@ def test_decay_norms_false_exempts_norms_and_biases_unless_a_pattern_matches() -
     ],
 )
 def test_groups_without_parameters_are_refused(options: dict[str, Any], key: str, got: object) -> None:
-    """`layer_decay` is refused because the network has no blocks."""
+    """`layer_decay` is refused, too, because the network lists no blocks."""
     with pytest.raises(ConfigError) as refused:
         groups_of(**options)
     assert (refused.value.key, refused.value.got) == (key, got)

@@ -75,7 +75,11 @@ class CrashError(Exception):
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainedRun]:
-    """Return a function to train in `tmp_path / name` until a SIGTERM at step `signalled`, or an error at `crashed`."""
+    """Return a function that trains a run in the directory `tmp_path / name`.
+
+    The function takes `name`, the overrides of the run, and two optional steps: at step `signalled`, this process
+    receives SIGTERM; at step `crashed`, the run fails with a `CrashError`.
+    """
 
     def train_it(name: str, *overrides: str, signalled: int = 0, crashed: int = 0) -> TrainedRun:
         run = build_composed_run(*TINY_CPU, *HARD, *overrides)
@@ -185,7 +189,7 @@ def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(
 ) -> None:
     """The next log all-reduces the metric sums, so only one rank may hold the saved sums.
 
-    The checkpoint is that of a single process. Rank 1 therefore logs that it has saved nothing in the checkpoint.
+    The checkpoint was saved by a run with a single process, so it contains no state of rank 1, and rank 1 logs this.
     """
     directory = session("ranks", *SHORT, signalled=5).directory  # steps 4 and 5 are not logged yet
     rows = {}
@@ -382,7 +386,7 @@ def test_auto_skips_a_run_of_a_package_that_has_been_removed(tmp_path: Path) -> 
 
 
 def test_auto_does_not_follow_links(tmp_path: Path) -> None:
-    """For example a link `latest` to a run in the same directory."""
+    """The directory that `resume=auto` searches contains a run and a link `latest` to this run."""
     path = claim(tmp_path)
     (path.parent / "latest").symlink_to(path.name)
     assert claim(tmp_path, "resume=auto") == path
@@ -390,7 +394,7 @@ def test_auto_does_not_follow_links(tmp_path: Path) -> None:
 
 
 def test_auto_is_refused_if_checkpoints_have_no_readable_config(tmp_path: Path) -> None:
-    """They may be those of this run, which would otherwise begin again in a new directory."""
+    """The checkpoints may be those of the run to resume. If they were ignored, the run would begin again."""
     ours = claim(tmp_path)
     make_checkpoint(ours, "step_00000002")
     (ours / "config.yaml").write_text("")
@@ -485,7 +489,7 @@ def test_a_new_directory_that_another_process_has_locked_is_refused(
 def test_a_directory_without_a_run_stays_locked_until_it_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the lock, another process that has just created the directory could begin its run there."""
+    """If another process has just created the directory, the lock keeps that process from beginning its run there."""
     path, locks, replace = tmp_path / "test" / "here", [], os.replace
     path.mkdir(parents=True)
 
@@ -537,7 +541,7 @@ def test_a_new_run_in_an_unreadable_directory_is_refused(secret: str, resume: st
 
 
 def test_auto_is_refused_if_a_run_directory_cannot_be_read(tmp_path: Path) -> None:
-    """It may be that of this run, which would otherwise begin again in a new directory."""
+    """The directory may be that of the run to resume. If it were ignored, the run would begin again."""
     with enforced_permissions(claim(tmp_path), 0) as ours:
         error = refusal(tmp_path, "resume=auto")
     assert (error.key, error.got) == ("resume", "auto")

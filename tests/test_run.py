@@ -69,7 +69,7 @@ def test_rounding_errors_in_epochs_add_no_step() -> None:
 
 
 def endless(epoch: float | None) -> Any:
-    """Return a workload with `epoch` steps per epoch; None for a workload without epochs."""
+    """Return a workload with `epoch` steps per epoch. If `epoch` is None, the workload has no epochs."""
     return SimpleNamespace(
         num_steps=lambda _: None,
         check_plan=lambda plan: None,
@@ -311,7 +311,11 @@ def test_the_check_of_options_detects_changes() -> None:
 
 
 def first_lines(text: str) -> dict[str, str]:
-    """Return the first lines of a run by key, from its console or its log."""
+    """Return the lines that describe a run at its start, as a dict from key (such as `model`) to the rest of the line.
+
+    Args:
+        text: the console output or the log of the run.
+    """
     keys = "model|data|env|replay|device|precision|parallel|batch|length|directory"
     return dict(re.findall(rf"^(?:.* INFO \S+: )?({keys}) +(\S.*)$", text, re.MULTILINE))
 

@@ -249,10 +249,11 @@ def test_finite_tensors_are_recognized_even_if_their_sum_overflows(dtype: torch.
 def test_points_are_dropped_only_if_the_checkpoint_after_them_is_complete(
     trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The previous checkpoint must be complete when `flush` is called.
+    """The previous checkpoint must be complete when `Recorder.flush` is called.
 
-    At `flush`, a tracker forgets which points it has logged up to the previous checkpoint. If the run were resumed from
-    an even earlier checkpoint, it would log these points again.
+    In `flush`, a tracker drops its record of the points that were logged up to the previous checkpoint. If the previous
+    checkpoint were incomplete, the run could be resumed from an even earlier checkpoint, and would log the points after
+    the earlier checkpoint a second time.
     """
     write, flush, complete = Checkpoints._write, Recorder.flush, []
 

@@ -74,8 +74,8 @@ class Background:
     def leave_terminal(self, path: Path) -> None:
         """Redirect all further output of this process to a file in the sweep's directory.
 
-        This method also sends the directory to the command that started this sweep. If the sweep fails before it calls
-        `announce_start`, that command shows the end of the file.
+        This method also sends the path of the sweep's directory to the command that started the sweep. If the sweep
+        ends before it calls `announce_start`, the command that started it prints the last lines of the output file.
 
         Args:
             path: the directory of the sweep.

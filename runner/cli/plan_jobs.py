@@ -52,8 +52,8 @@ class Planner:
         config_dir: the directory of `--config-dir`; None if the flag was not typed.
 
     Attributes:
-        config: the config of the first job in `jobs.samples()` that can run. A job counts as able to run even if
-            `build_run` refuses its value of a swept key, because other jobs have other values of the key.
+        config: the config of the first job in `jobs.samples()` that can run. If `build_run` refuses a job because of
+            a swept key, the job counts as able to run, because other values of the key may be accepted.
         path: the directory of the sweep. It must be set before `plan` is called.
 
     Raises:

@@ -1,8 +1,9 @@
 """Composes the config of a sweep's first job when this module is imported.
 
 The fork server imports this module before it forks the jobs of the sweep. Each job inherits the cache of
-`runner.cli.config_loader`. If a job has the same options as the first job and differs only in values, it finds its
-options in the cache, and saves the tenth of a second that Hydra takes to compose them.
+`runner.cli.config_loader`. If a job chooses the same options as the first job, such as `optimizer=adam`, and differs
+from it only in single values, such as `optimizer.lr=0.1`, the job takes the composed options from the cache. This saves
+the tenth of a second that Hydra takes to compose the options.
 """
 
 import io

@@ -43,7 +43,8 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
         jobs: the combinations of values in the sweep.
         typed: the overrides on the command line.
         config_dir: the directory of `--config-dir`; None if the flag was not typed.
-        pipe: the file descriptor of a pipe to the command that started this sweep in the background; otherwise None.
+        pipe: None for a sweep in the foreground. If another command has started this sweep in the background, the file
+            descriptor of a pipe to that command.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the sweep or its search is invalid, or no job can run.

@@ -38,10 +38,11 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 
 
 def _marked(text: str) -> str:
-    """Return `text`, with a mark in each reference to an environment variable that must not be resolved.
+    """Return `text` with a mark in each reference to an environment variable, unless the reference must be resolved.
 
-    In `${oc.env:A,${oc.env:B}}`, both references are marked: the second is the default of the first. A reference
-    inside any other interpolation is not marked, as in `${oc.decode:${oc.env:NAME}}`.
+    A reference must be resolved if it is inside an interpolation other than `oc.env`, such as
+    `${oc.decode:${oc.env:NAME}}`. A reference that is the default of another reference is marked: in
+    `${oc.env:A,${oc.env:B}}`, both references are marked.
     """
     kept: list[bool] = []
     """An item per open brace: False if it begins an interpolation that is resolved, otherwise True."""

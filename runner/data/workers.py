@@ -86,10 +86,11 @@ class Workers:
 
 
 def default_count() -> int:
-    """Return the default number of workers per rank: at most eight, and less than the rank's share of the CPU cores.
+    """Return the default number of workers per rank.
 
-    If there is an accelerator, the number is one less than this share. Otherwise, it is about a quarter of this
-    share, because a network on a CPU takes much longer than decoding its inputs.
+    If there is an accelerator, the number is the rank's share of the CPU cores minus one, but at most eight. Otherwise,
+    the number is about a quarter of the share, at most eight, and less than the share: a network on a CPU takes much
+    longer than decoding its inputs.
     """
     cores = cores_per_process()
     accelerated = torch.cuda.is_available() or torch.backends.mps.is_available()

@@ -42,7 +42,9 @@ class Average:
         return {}
 
     def load(self, tensors: Mapping[str, torch.Tensor], load: Callable[[torch.optim.Optimizer, Any], None]) -> None:
-        """Restore the average from `tensors`, which `full_tensors` returned on rank 0; called on every rank.
+        """Restore the average from `tensors`, which `full_tensors` returned on rank 0.
+
+        Every rank must call this method.
 
         Args:
             tensors: the tensors; empty if the checkpoint has no average. The average then begins after the next step.

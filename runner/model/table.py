@@ -65,7 +65,7 @@ def rows_of(model: torch.nn.Module, shape: tuple[int, ...]) -> list[Row]:
         shape: shape of one input.
 
     Raises:
-        Exception: whatever the forward pass of the network raises for such an input.
+        Exception: whatever the forward pass of the network raises for an input of this shape.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imported here: its imports take a tenth of a second
 

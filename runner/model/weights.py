@@ -71,7 +71,8 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
     Args:
         model: the network, whose weights are replaced.
         path: a file as described in `read_weights`.
-        reset_head: whether to keep the current weights of the last layer of the last block in `model.blocks()`.
+        reset_head: if True, the last layer of `model` keeps its current parameters, instead of those in the file. The
+            last layer is the last one in `model.blocks()` that has parameters.
 
     Raises:
         ConfigError: if the file cannot be read, if the names or shapes of its tensors differ from the model's, or if

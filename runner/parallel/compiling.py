@@ -23,8 +23,8 @@ _VARIANTS = 8
 def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the blocks of `model` that have parameters and are submodules of `model`.
 
-    If `model.blocks()` creates a new block in each call, to group several submodules, this block is not a submodule of
-    `model`, and is left out.
+    `model.blocks()` may create blocks that group several submodules, for example the stem of a ResNet. These blocks are
+    not submodules of `model` themselves, and are left out.
     """
     own = {id(module) for module in model.modules()}
     found = [block for _, block in blocks_of(model)]

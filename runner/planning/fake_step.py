@@ -39,11 +39,11 @@ _TRACED = 3
 
 
 class RankPlan(NamedTuple):
-    """What a step of one rank takes.
+    """The memory, the operations and the messages of a training step of one rank.
 
     Args:
         rank: the rank.
-        peak: memory of tensors in bytes, by kind, at the moment of the step when the sum is largest.
+        peak: memory of tensors in bytes, by kind, at the moment of the step when the total of all kinds is largest.
         kept: memory of tensors in bytes, by kind, between two steps.
         placed: the largest memory of tensors in bytes before the first step, while the model is created and placed.
         costs: operations and messages of the step.
@@ -265,8 +265,8 @@ def _create_optimizer_state(state: State) -> None:
 def _saved(state: State) -> dict[str, int]:
     """Return a dict from the name of each tensor of the model to the bytes that this tensor adds to a checkpoint.
 
-    The bytes include the optimizer state of the tensor. With a moving average, the checkpoint has the tensors of the
-    model a second time, with the averaged weights.
+    The bytes include the optimizer state of the tensor. If the run averages its weights, the bytes also include the
+    averaged copy of the tensor.
     """
     of_parameter = state.optimizer.state
     models = 2 if state.average.tensors() else 1
@@ -324,11 +324,11 @@ class CpuWorkspace:
 
 
 def _is_summed_per_thread(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether oneDNN computes the weight gradient of a convolution with separate buffers for each thread.
+    """Return whether oneDNN uses separate buffers for each thread to compute the weight gradient of a convolution.
 
-    It does so on CPUs without AVX-512, if the inputs are a float32 batch of several samples, and at least one of their
-    spatial dimensions is smaller than that of the kernel. The buffers of each thread are four times as large as the
-    weights (oneDNN 3.12: `gemm:jit`, backward_weights; found by measuring).
+    oneDNN uses separate buffers if the CPU has no AVX-512, the inputs are a float32 batch of several samples, and the
+    inputs are smaller than the kernel in at least one spatial dimension. The buffers of each thread are four times as
+    large as the weights (oneDNN 3.12: `gemm:jit`, backward_weights; found by measuring).
     """
     smaller = any(size < kernel for size, kernel in zip(inputs.shape[2:], weight.shape[2:], strict=True))
     without_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX2"

@@ -150,7 +150,7 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def _passes(session: Session, model: torch.nn.Module) -> dict[str, float]:
-    """Measure the forward and backward pass of a micro-batch, with its messages, and how long it takes to make a batch.
+    """Measure the times `last_pass`, `pass` (only with accumulation) and `batch`, which `Parts` describes.
 
     Args:
         session: the prepared run.

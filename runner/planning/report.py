@@ -204,16 +204,17 @@ def _add_step_seconds(session: Session, parts: Parts, rows: Sequence[dict[str, A
 
 
 def _corrected(cell: dict[str, float], simulated: dict[str, float], measured: float) -> float:
-    """Return the predicted time of one accumulation step of the pipeline `cell`, in seconds.
+    """Return the predicted time of one accumulation step of a pipeline, in seconds.
 
-    The simulated time of `cell` is corrected by the error of another simulation, that of a pipeline that was measured.
-    If this other pipeline took longer than simulated, the additional time per round is added for each round of `cell`.
-    If it took less time than simulated, the time of `cell` is reduced by the same ratio.
+    The simulation `cell` of this pipeline is corrected by comparing the measured time of a reference pipeline with its
+    simulated time. If the reference pipeline took longer than simulated, its additional time per round is added for
+    each round of `cell`. If the reference pipeline took less time than simulated, the time of `cell` is reduced by the
+    same ratio.
 
     Args:
-        cell: the simulation to correct, as in the result of `bubbles`.
-        simulated: the simulation of the pipeline that was measured.
-        measured: the measured time of that pipeline's accumulation step, in seconds.
+        cell: the simulation to correct: the value for one schedule in the result of `bubbles`.
+        simulated: the simulation of the reference pipeline, with the same keys as `cell`.
+        measured: the measured time of one accumulation step of the reference pipeline, in seconds.
     """
     overhead = max(0.0, measured - simulated["time"]) / simulated["rounds"]
     return cell["time"] * min(1.0, measured / simulated["time"]) + cell["rounds"] * overhead

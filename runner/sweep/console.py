@@ -10,9 +10,10 @@ from runner.system.utf8 import printable
 
 
 def is_running(console: Path) -> bool:
-    """Return whether the job that prints to `console` is still running: its process holds a lock on the file.
+    """Return whether the job that prints to the file `console` is still running.
 
-    The result is also False if the file cannot be opened, or its file system does not support locks.
+    The process of a running job holds a lock on this file. The result is also False if the file cannot be opened, or
+    its file system does not support locks.
     """
     return is_locked(console)
 

@@ -301,8 +301,9 @@ class Scheduler:
     def _record_earlier(self, number: int, ended: Ended) -> None:
         """Record in the ledger the end of a job that an earlier command started.
 
-        This method is called if the sweep is stopped before the source has returned the job. The source is not told now
-        how the job ended. If the job need not run again, the source is told when a later command resumes the sweep.
+        This method is called if the sweep is stopped before the source has returned the job. The source does not learn
+        from this method how the job ended. When a later command resumes the sweep, and the source returns the job, the
+        scheduler either tells the source how the job ended, or starts the job again if this is necessary.
 
         Args:
             number: the number of the job.

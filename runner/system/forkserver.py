@@ -51,8 +51,8 @@ def start_server(*modules: str) -> None:
 def server_stopped() -> Iterator[None]:
     """A context manager that stops the fork server at the end, unless the server was running at the beginning.
 
-    This protects other code of this process that uses `multiprocessing`: the children of a server that `start_server`
-    has started begin with SIGTERM blocked, so `Process.terminate` would not end them.
+    This protects other code of this process that uses `multiprocessing`. If `start_server` has started the fork server,
+    SIGTERM is blocked in the server's children, and `Process.terminate` would not end them.
     """
     from multiprocessing import forkserver
 

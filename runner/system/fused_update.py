@@ -31,7 +31,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
     - `optimizer` is torch's SGD, Adam or AdamW with `fused=True`, and without `amsgrad`.
     - Every parameter has a dense gradient on the CPU, and all gradients of a parameter group have the same dtype.
-    - The optimizer has its state. The first update creates the state; SGD without momentum has no state.
+    - The optimizer has its state, which the first update creates, or needs no state (SGD without momentum).
     - No hooks are registered.
 
     If the parameters are DTensors, each process calls the kernel for its own shards, because the updates are
@@ -71,9 +71,10 @@ def _global_hooks() -> tuple[Any, Any]:
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[list[torch.Tensor]]]] | None:
-    """Return the groups of `optimizer` with their tensors; None if `_sgd` or `_adam` cannot update them.
+    """Return the parameter groups of `optimizer`, each with its tensors; None if the kernel cannot update a group.
 
     The tensors of a group are a list of its parameters, a list of their gradients, and a list for each kind of state.
+    Groups without parameters are left out.
     """
     found = []
     for group in optimizer.param_groups:

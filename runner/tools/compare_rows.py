@@ -134,8 +134,9 @@ class Comparison:
     def _sorted(self, rows: list[Row], sort: str | None) -> list[Row]:
         """Return the rows sorted by the column `sort`; if `sort` is None, by the metric.
 
-        The best value of the metric comes first, and so do the largest `samples/s` and `runs`. All other columns are
-        in ascending order. Rows that have no value in the column come last.
+        The columns `best` and `last` are sorted from the best value of the metric to the worst; `samples/s` and `runs`
+        are sorted in descending order, and all other columns in ascending order. Rows that have no value in the column
+        come last.
         """
         known = [*(_TYPED.get(name, name) for name in self.measures), "runs", *self.keys]
         check(sort is None or sort in known, "--sort", sort, "there is no such column", did_you_mean(str(sort), known))

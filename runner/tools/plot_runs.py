@@ -31,7 +31,7 @@ class Point:
 
     @property
     def seconds(self) -> Spread:
-        """The median step time of a run in seconds, as the mean and the standard deviation over the repeats."""
+        """The median step time of a run in seconds: mean and standard deviation of the medians over the repeats."""
         return Spread.of(run.seconds for run in self.runs)
 
     @property

@@ -44,9 +44,9 @@ class SplitCurve:
     def seconds_without_bubble(self) -> float:
         """The estimated step time of a pipeline without a bubble, in seconds.
 
-        The estimate is the smallest ratio of measured step time to theoretical slowdown. With this estimate, the
-        theoretical curve goes through at least one measured point, and no measured point lies below the curve. The
-        curve is a lower bound because the theory ignores the overhead of small micro-batches.
+        The estimate is the smallest ratio of measured step time to theoretical slowdown. The theoretical curve is
+        therefore a lower bound: it goes through at least one measured point, and no measured point lies below it.
+        Points may lie above the curve, because the theory ignores the overhead of small micro-batches.
         """
         return min(point.seconds.mean / self.slowdown(split_size) for split_size, point in self.points)
 

@@ -159,9 +159,9 @@ def resume(path: Path) -> int:
     """Run the command of the sweep at `path` again with `resume=auto`, and return the exit code of the command.
 
     Raises:
-        ConfigError: if the sweep is running or complete, or if its full command is not in the current user's cache. The
-            cache lacks the command if, for example, another user started the sweep, or the sweep's directory was moved.
-            Credentials are not stored, so a command with a credential is not complete.
+        ConfigError: if the sweep is running or complete; if its command is not in the current user's cache, for
+            example because another user started the sweep, or because the sweep's directory was moved; or if its
+            command contains a credential, because the cache does not store credentials.
     """
     ledger, words = read_ledger(path), remembered_command(path)
     check(not is_locked(path), "PATH", str(path), "a process runs this sweep", "--follow shows it")

@@ -146,7 +146,9 @@ class StepTimer:
         self._started, self._pauses = now, pauses
 
     def rates(self, samples_per_round: int) -> dict[str, float]:
-        """Return averages over the steps or rounds since the last call; there must be at least one.
+        """Return averages over the steps or rounds since the last call.
+
+        At least one step or round must have ended since the last call.
 
         Args:
             samples_per_round: number of samples in a step or round, over all ranks.

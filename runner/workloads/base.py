@@ -37,13 +37,13 @@ class Workload(ABC):
     """Options that may differ on resume: those that do not affect the training, and the length of the run."""
 
     def prepare(self) -> None:
-        """Load the data, and check that the model and the options of the workload suit it.
+        """Load the data, and check that the model and the options of the workload suit the data.
 
         If the data is read or generated during training, only check that this is possible.
 
         Raises:
-            ConfigError: if the data is missing or cannot be used, or the model or an option does not suit it; the error
-                names the key, such as `data.root` or `model`.
+            ConfigError: if the data is missing or cannot be used, or the model or an option does not suit the data; the
+                error names the key, such as `data.root` or `model`.
         """
 
     @property
@@ -110,7 +110,8 @@ class Workload(ABC):
     def input_shape(self) -> tuple[int, ...] | None:
         """Return the shape of one input of the model, such as (channels, height, width).
 
-        None (the default) if the model's forward pass does not take a single tensor; `--summary` is then refused.
+        None (the default) if the model's forward pass takes anything other than exactly one tensor; `--summary` is then
+        refused.
         """
         return None
 
@@ -222,7 +223,7 @@ class Workload(ABC):
         """Restore the state that `state_dict` returned.
 
         Raises:
-            UnexpectedContentError: if `state` is not the state of such a workload.
+            UnexpectedContentError: if `state` is not the state of a workload of this class.
         """
 
 

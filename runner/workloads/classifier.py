@@ -199,7 +199,14 @@ class Classifier(DataWorkload[LabeledSamples]):
     def _captioned(
         self, indices: torch.Tensor, predictions: torch.Tensor, targets: torch.Tensor, confidence: torch.Tensor
     ) -> torch.Tensor:
-        """Return a grid of the held-out images `indices`; the other arguments have a value for every held-out image."""
+        """Return a grid of held-out images, each with its predicted class and, if that is wrong, its true class.
+
+        Args:
+            indices: the indices of the images to show among all held-out images.
+            predictions: the predicted class of every held-out image.
+            targets: the true class of every held-out image.
+            confidence: the probability of the predicted class of every held-out image, in thousandths.
+        """
         names, rows = self.held_out.class_names, indices.tolist()
         pairs = [(int(predictions[i]), int(targets[i])) for i in rows]
         predicted = [f"{names[p]} {int(confidence[i]) / 10:.0f}%" for i, (p, _) in zip(rows, pairs, strict=True)]

@@ -47,7 +47,10 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def outcome(loader: ConfigLoaderImpl, overrides: list[str], mode: RunMode = RunMode.RUN) -> Any:
-    """Return the config that `loader` composes and its flags, or the type and message of the error that it raises."""
+    """Compose a config with `loader`; return the config and two flags, or the type and message of the error.
+
+    The flags say whether the config is in struct mode, and whether its node `hydra` is read-only.
+    """
     try:
         config = loader.load_configuration("config", overrides, mode)
     except (HydraException, ValueError) as error:

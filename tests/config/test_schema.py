@@ -152,7 +152,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
 def typed(line: str) -> dict[str, Any]:
     """Return the default config, changed by the overrides in `line`, which are parsed by Hydra.
 
-    Two spaces separate the overrides. If `line` contains two spaces in single quotes, it is one override.
+    Two spaces separate the overrides. A line that contains the value `'  '` (two spaces in single quotes) is not split:
+    the whole line is one override.
     """
     found = OmegaConf.create(compose_config())
     for override in OverridesParser.create().parse_overrides(line.split("  ") if "'  '" not in line else [line]):

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  #
 class ConstantColorReader:
     """A reader that opens no files, and returns images of one color.
 
-    Red is the number that `path` contains. Green and blue are the two draws times 255, or 0 without draws.
+    The red value is the number in `path`. The green and the blue value are the two random numbers in `draws`, each
+    multiplied by 255 and rounded down. If `draws` is None, green and blue are 0.
     """
 
     num_draws = 2
@@ -74,7 +75,10 @@ def take(samples: Samples, plan: Plan, after_step: int, count: int) -> list[Batc
 
 
 def levels(batch: Batch) -> torch.Tensor:
-    """Return the colors of images of one color, before their normalization, int64 [n, 3]."""
+    """Return the color of each image in `batch` as the reader returned it, not normalized: int64 [n, 3].
+
+    Each image must have a single color.
+    """
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
     return ((batch.inputs * std + mean) * 255).round().long()[:, :, 0, 0]
 

@@ -32,7 +32,7 @@ def component(root: Path, **options) -> Data:
 
 
 def paint(root: Path, classes: dict[str, tuple[int, int, int]], count: int, size: int = 12) -> Path:
-    """Write `count` noisy images in the color of each class, and return `root`."""
+    """Write `count` noisy images for each class, in the color of the class, and return `root`."""
     generator = numpy.random.default_rng(0)
     for name, colour in classes.items():
         (root / name).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Tests of the examples in docs/extending.md, as a separate package that is found through its entry point."""
+"""Tests of the examples in docs/extending.md, which are in a separate package that is found by its entry point."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_python(*arguments: str, cwd: Path, path: tuple[Path, ...]) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` in `cwd`, with the directories of `path` on its sys.path."""
+    """Run `python ARGUMENTS` in the directory `cwd`, with the directories of `path` on its sys.path."""
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=600)

@@ -34,7 +34,10 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReferenceRun]:
-    """Return a function that trains the run `helpers.faults.RUNS[name]` without faults, at its first call per name."""
+    """Return a function that takes the name of a run in `helpers.faults.RUNS`, and trains this run without faults.
+
+    Each run is trained only once: further calls with the same name return the same `ReferenceRun`.
+    """
     done: dict[str, ReferenceRun] = {}
 
     def get(run: str) -> ReferenceRun:
@@ -68,7 +71,11 @@ def count_fault(request: pytest.FixtureRequest) -> FaultCounter:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print how many faults of each kind were tried and passed; a test that counts no faults counts as one fault."""
+    """Print how many faults of each kind were tried, and how many of them passed.
+
+    A test that does not count its faults with `count_fault` is itself counted as one fault, of a kind that is named
+    after the test's file.
+    """
     tried: dict[str, list[bool]] = defaultdict(list)
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, []):

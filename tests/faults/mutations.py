@@ -403,7 +403,7 @@ def main(words: list[str]) -> int:
     """Try all bugs whose description contains one of `words`, or every bug if `words` is empty.
 
     Returns:
-        The exit code: 0 if a test noticed each of these bugs, otherwise 1.
+        The exit code: 0 if the tests noticed every bug that was tried, otherwise 1.
     """
     chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.bug for word in words)]
     outcomes = []

@@ -1,4 +1,4 @@
-"""Tests with data workers, or ranks started by an external launcher, that are killed, stopped or fail."""
+"""Tests of runs whose data worker is killed or stopped, and of torchrun runs in which a rank is killed or fails."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ FAULTS = [
 def test_a_torchrun_run_resumes_after_its_ranks_died(
     tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
-    """The other rank also ends, with exit code 1, as soon as it waits for the dead rank."""
+    """If one of the two ranks is killed or fails, the other rank waits for it in vain, and ends with exit code 1."""
     launched = Launched(tmp_path, count_fault)
     for do, rank, at, count in FAULTS if RUN_ALL_FAULTS else FAULTS[:2]:
         ended = launched.strike(do, rank, at, count)

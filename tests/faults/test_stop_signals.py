@@ -37,19 +37,22 @@ SAVED = r"^{name}: finishing the step, then saving; press Ctrl-C to stop at once
 
 
 def during_training(name: str, run: str, at: str = "after step", count: int = 3) -> Fault:
-    """Return a signal during training, after which the run saves a checkpoint and ends."""
+    """Return a fault that sends the signal `name` during training, so that the run saves a checkpoint and ends."""
     return Fault(name, at, count, training_process(run), codes=(STOPPED,), console_pattern=SAVED.format(name=name))
 
 
 def twice(names: str, run: str) -> Fault:
-    """Return two signals: if the second is SIGINT (Ctrl-C), the command exits at once; otherwise it has no effect."""
+    """Return a fault that sends the two signals in `names` during training.
+
+    If the second signal is SIGINT (Ctrl-C), the command exits at once. Otherwise, the second signal has no effect.
+    """
     first, second = names.split()
     code, says = (INTERRUPTED, "^interrupted$") if second == "SIGINT" else (STOPPED, SAVED.format(name=first))
     return Fault(names, "after step", 3, training_process(run), codes=(code,), console_pattern=says)
 
 
 def before_training(name: str, at: str) -> Fault:
-    """Return a signal to a command that has not yet started to train."""
+    """Return a fault that sends the signal `name` to a command before the command starts to train."""
     code, says = (INTERRUPTED, "interrupted") if name == "SIGINT" else (STOPPED, f"{name}: stopped before the first")
     return Fault(name, at, 1, "main", codes=(code,), console_pattern=f"^{says}")
 
@@ -168,7 +171,7 @@ def handles_signals(pid: int, ignored: str = "") -> bool:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)])
 def test_an_exception_that_replaces_a_stop_does_not_change_the_exit_code(number: signal.Signals, code: int) -> None:
-    """A stop signal raises an exception. If it interrupts a library, a `finally` clause there may raise another one."""
+    """A stop signal raises an exception. A `finally` clause of a library may replace it with another exception."""
 
     def main() -> int:
         try:

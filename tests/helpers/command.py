@@ -24,7 +24,10 @@ TIMEOUT_SECONDS = 300.0
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """Return the environment of a child process: this checkout, one thread, and no variables that change the output."""
+    """Return the environment variables for a child process, including `variables`.
+
+    The child imports this checkout and uses one OpenMP thread. Variables that would change its output are left out.
+    """
     drop = ("CI", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "HYDRA_FULL_ERROR")
     kept = {name: value for name, value in os.environ.items() if name not in drop}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -50,7 +53,10 @@ def run_in_new_interpreter(
 
 @functools.cache
 def _command_server(kind: str) -> subprocess.Popen[str]:
-    """Return the command server of a kind (see `command_server`), which the first call starts."""
+    """Return the command server of the given kind (see `command_server`).
+
+    The first call for each kind starts the server.
+    """
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     words = [sys.executable, "-m", "helpers.command_server", kind]
     server = subprocess.Popen(words, env=child_environment(), cwd="/", **pipes)
@@ -120,7 +126,10 @@ class Command:
         return self
 
     def signal_processes(self, number: signal.Signals, *pids: int) -> float:
-        """Send a signal to `pids`, or to the command itself if none are given, and return the time."""
+        """Send the signal `number` to the processes `pids`, and return `time.monotonic()` after sending it.
+
+        If no `pids` are given, the signal is sent to the process of the command.
+        """
         for pid in pids or [self.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -38,7 +38,7 @@ def build_composed_run(*overrides: str) -> Run:
 
 
 def prepare_session(run: Run) -> Session:
-    """The session of a run in this process: that of rank 0, even if its mode would start other processes."""
+    """Return the session of `run` in this process. If the mode starts the ranks, return the session of rank 0."""
     with run.parallel.launcher(run.device).connect() as process:
         return run.prepare(process)
 

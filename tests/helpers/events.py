@@ -34,8 +34,8 @@ def hparams_table(root: Path) -> tuple[list[dict[str, Any]], dict[str, bool]]:
     """Return the content of the HPARAMS tab as the plugin reads it.
 
     Returns:
-        A list with a dict for each row, and a dict from the name of each hyper-parameter to whether its values differ
-        between the rows. The dict has the order of the columns.
+        A list with a dict for each row, and a dict that maps the name of each hyper-parameter to whether its values
+        differ between the rows. The names are in the order of the columns.
     """
     experiment, groups = _hparams(root)
     rows = [

@@ -8,10 +8,11 @@ from runner.sweep.engines.base import Ended, Job, Pool, Started
 
 
 class FakePool(Pool):
-    """Jobs end in the order in which they were started, one in each call of `wait`.
+    """A pool whose jobs end in the order in which they were started, one job in each call of `wait`.
 
     Args:
-        codes: by job number, the exit codes of its attempts; 0 if none are left.
+        codes: maps the number of a job to the exit codes of its attempts, in order. Further attempts, and jobs that are
+            not in `codes`, end with 0. A job that was asked to stop always ends with 75.
         slots: number of jobs that can run at once.
 
     Attributes:

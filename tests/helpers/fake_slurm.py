@@ -73,7 +73,10 @@ class FakeSlurm:
             return [words for name, *words in known["calls"] if name == program]
 
     def fail(self, program: str, times: int, out: str = "", err: str = "", code: int = 1) -> None:
-        """Make the next `times` calls of a program only print `out` and `err`, and exit with `code`."""
+        """Replace the next `times` calls of `program`: each call prints `out` and `err`, and exits with `code`.
+
+        `out` is printed to standard output, and `err` to standard error. The replaced calls do nothing else.
+        """
         with locked_state(self.directory) as known:
             known["faults"][program] = [times, out, err, code]
 
@@ -88,7 +91,7 @@ class FakeSlurm:
             os.kill(self.jobs[job]["step"], number)
 
     def end(self, job: str, final: str) -> None:
-        """Kill the processes of a job that SLURM tracks, so that the job ends in the state `final`."""
+        """Kill the process group of the job's batch script, so that the job ends in the state `final`."""
         with locked_state(self.directory) as known:
             known["jobs"][job]["final"] = final
             batch = known["jobs"][job]["batch"]

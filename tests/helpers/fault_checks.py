@@ -120,7 +120,10 @@ def assert_each_sample_once(cwd: Path, mode: str, num_samples: int, limit: int) 
 
 
 def _divided(streams: dict[str, dict[int, list[str]]], mode: str) -> dict[str, dict[int, list[str]]]:
-    """The samples of each model by step, merged over processes that divide the samples of one model."""
+    """The samples that each model is trained on, by step.
+
+    If several processes train one model, their samples are merged.
+    """
     names = sorted(streams)
     if mode in ("ddp", "fsdp"):  # the ranks divide the samples of each step
         steps = {tuple(sorted(own)) for own in streams.values()}
@@ -162,10 +165,14 @@ def assert_newest_checkpoint_valid(run: Path, saved: int = 0) -> int:
 
 
 def newest_checkpoint_is_valid(run: Path) -> bool:
-    """Like `assert_newest_checkpoint_valid`, during a run.
+    """Check the newest checkpoint of `run` while the run may be saving and deleting checkpoints.
 
     Returns:
-        False if there is no checkpoint, or it was just replaced.
+        True if the newest checkpoint is valid; False if there is none, or if the check failed because the run saved or
+        deleted a checkpoint during the check.
+
+    Raises:
+        Exception: any exception of `assert_newest_checkpoint_valid`, if the newest checkpoint is not valid.
     """
     before = set(run.glob("checkpoints/step_????????"))
     try:

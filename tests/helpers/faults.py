@@ -128,8 +128,8 @@ class Fault:
     Args:
         fault_action: what happens; see `helpers.fault_points.trigger_fault`.
         at_point: the point at which the fault happens; empty for a fault at a certain time.
-        visit_number: at which visit of the point in the session the fault happens, from 1.
-        process: the process that reaches the point.
+        visit_number: the fault happens when a process reaches the point for the `visit_number`-th time.
+        process: the role of this process, for example `main` or `rank 1`.
         after: the time of a fault without `at_point`, in seconds since the start of the command.
         codes: the exit codes that the command may have. If they do not include 0 and the command exits with 0, the run
             finished before the fault happened.
@@ -284,13 +284,12 @@ def run_all_faults(
 ) -> None:
     """Run all faults, one per session, in as many runs as they need.
 
-    A run that is nearly finished may not reach the point of the next fault, such as a second evaluation. That fault is
-    then left to the next run.
+    If a run finishes before it reaches the point of the next fault, the next run begins with this fault.
 
     Args:
         faults: the faults; a new run must be able to reach each of them.
-        new_trial: returns the trial of a new run, given its number from 1.
-        check: called with the console output of each session in which a fault happened.
+        new_trial: function that takes the number of a run, counted from 1, and returns the trial of this run.
+        check: function that is called with the console output of each session in which a fault happened.
     """
     left, number = list(faults), 0
     while left:

@@ -1,4 +1,7 @@
-"""Parallel modes and workloads with one error each, compared to a single device, and some that are correct."""
+"""Parallel modes and workloads for the tests of `runner.tools.verify`: most have one error, and some are correct.
+
+`runner.tools.verify` compares the training of a config with training on a single device.
+"""
 
 from __future__ import annotations
 

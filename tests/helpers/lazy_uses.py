@@ -1,6 +1,7 @@
-"""`python -m helpers.lazy_uses NAME` imports torch lazily, and first uses it in the way that NAME selects.
+"""`python -m helpers.lazy_uses NAME` imports torch and torchvision lazily, and checks that torch is not loaded yet.
 
-Then it checks that the package is complete and was loaded only once.
+Unless NAME is `nothing`, the command then calls `FIRST_USES[NAME]`, which uses one of the two packages for the first
+time. At the end, the command checks that both packages work, and that torch was loaded only once.
 """
 
 # ruff: noqa: F401

@@ -50,7 +50,11 @@ class DiskState:
 
 
 class DiskRecorder:
-    """A context manager that records `instants` before and after each call that syncs or changes names below `root`."""
+    """A context manager that records the state of the disk below `root` before and after each call in `CALLS`.
+
+    These calls sync a file or directory, or change the names in a directory. The last state is recorded when the
+    context ends. All recorded states are in `instants`.
+    """
 
     def __init__(self, root: Path):
         self.root, self.mark = root, None

@@ -145,10 +145,12 @@ def report_num_threads(pipe: Connection, asked: str | None, config: dict[str, An
 
 
 def run_sweep_jobs(configs: list[dict[str, Any]], directory: Path) -> list[str]:
-    """Run the jobs of a sweep in turn, in processes that another launcher started; rank 1 fails in the second job.
+    """Run the jobs of a sweep one after another on this rank, which was started from outside, as by `torchrun`.
+
+    Rank 1 fails in the second job.
 
     Returns:
-        The status of each job on this rank, or its error.
+        For each job, its status on this rank or, if the job failed on this rank, its error.
     """
     return [run_sweep_job(config, directory / str(number), fails=number == 1) for number, config in enumerate(configs)]
 

@@ -86,7 +86,10 @@ class PersistentRanks:
         return [answers[pipe] for pipe in self.pipes]
 
     def _lost(self, pipe: Connection) -> RuntimeError:
-        """Return an error that says how the rank behind `pipe` ended. The next call starts new ranks."""
+        """End all ranks, and return an error that says how the rank behind `pipe` ended.
+
+        The next call of `call_on_all` starts new ranks.
+        """
         rank = self.pipes.index(pipe)
         process = self.processes[rank]
         process.join(TIMEOUT_SECONDS)

@@ -12,7 +12,10 @@ FIXED_TIME = "2026-01-02_03-04-05"
 
 
 def create_run_directories(count: int = 5) -> None:
-    """Read a line, then create `count` run directories, all named for the same second, and print them."""
+    """Read a line, then create `count` run directories and print their paths.
+
+    The names of all directories contain the same time.
+    """
     run_directory.time.strftime = lambda *_: FIXED_TIME
     print("ready", flush=True)
     sys.stdin.readline()

@@ -92,7 +92,7 @@ def assert_bitwise_equal(got: Any, wanted: Any, where: str = "") -> None:
 
 
 def held_resources(cwd: Path) -> tuple[set[str], set[str]]:
-    """(inodes of listening sockets, names in shared memory) that the processes in `cwd` have."""
+    """Return the inodes of the listening sockets, and the files in /dev/shm, that the processes in `cwd` hold."""
     sockets, names = set(), set()
     for pid in processes_in(cwd):
         with suppress(OSError):
@@ -104,7 +104,10 @@ def held_resources(cwd: Path) -> tuple[set[str], set[str]]:
 
 
 def listening_addresses(cwd: Path) -> set[tuple[str, int]]:
-    """(address as /proc/net writes it, port) at which the processes in `cwd` accept TCP connections."""
+    """Return the pairs (address, port) at which the processes in `cwd` accept TCP connections.
+
+    Each address is in the hexadecimal form that /proc/net uses.
+    """
     inodes = held_resources(cwd)[0]
     lines = "".join(Path(f"/proc/net/{family}").read_text() for family in ("tcp", "tcp6")).splitlines()
     found = [line.split()[1].split(":") for line in lines if line.split()[9] in inodes]

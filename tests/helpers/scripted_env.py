@@ -68,7 +68,11 @@ def scripted_actor(
 
 
 def expected_transitions(length: int, discount: float) -> dict[tuple, tuple]:
-    """The n-step transitions that the diary implies: {observation: (action, return, next observation, discount)}."""
+    """The n-step transitions that follow from the steps in `ScriptedEnv.transition_log`.
+
+    Returns:
+        A dict that maps each observation to (action, return, next observation, discount).
+    """
     wanted = {}
     for episodes in ScriptedEnv.transition_log.values():
         for number, steps in enumerate(episodes):

@@ -142,7 +142,7 @@ def test_inputs_that_are_too_small_are_refused_by_key() -> None:
 
 
 def spelled(folder: Path, spelling: str, state: dict[str, torch.Tensor]) -> str:
-    """Write `state` in the format of the file name `spelling`, and return the path of the file."""
+    """Write `state` to the file `spelling` in `folder`, in the format that its name stands for, and return its path."""
     wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
     contents = {
         "plain.pt": state,

@@ -55,7 +55,10 @@ def test_running_statistics_are_updated_once_with_and_without_early_stop(early_s
 
 
 def test_torch_checkpoint_updates_running_statistics_twice() -> None:
-    """`models.recompute` prevents this; if torch fixes it, that code can be removed."""
+    """`models.recompute` prevents the second update. If torch prevents it one day, this test fails.
+
+    The code in `models.recompute` that prevents the second update can then be removed.
+    """
     layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     checkpoint(layers, torch.randn(2, 3, 8, 8), use_reentrant=False).sum().backward()
 

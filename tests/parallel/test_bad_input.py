@@ -73,7 +73,10 @@ TABLE = [
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the starts of the fork server and of supervisors, which are not actually started."""
+    """Return a list to which each attempt to start the fork server or a supervisor adds `server` or `supervisor`.
+
+    The functions that would start them are replaced, so that nothing is started.
+    """
     calls: list[str] = []
     monkeypatch.setattr(runner.parallel.launch.processes, "start_server", lambda *_: calls.append("server"))
     monkeypatch.setattr(runner.parallel.launch.processes, "Supervisor", lambda *_: calls.append("supervisor"))
@@ -105,7 +108,7 @@ def test_the_command_exits_with_2_and_leaves_no_files(bad: Bad, tmp_path: Path) 
 
 
 def test_good_input_starts_the_fork_server_and_then_the_ranks(started: list[str], tmp_path: Path) -> None:
-    """Checks that `started` records the starts, on which the tests above rely."""
+    """`started` must record each start, because `test_bad_input_is_refused_before_a_process_starts` relies on it."""
     run = build_composed_run(*TINY_CPU, "parallel=ddp")
     prepare_session(run)
     assert started == ["server"]

@@ -98,7 +98,11 @@ def maximum(collectives: Collectives) -> list[float]:
 
 
 def test_the_mean_of_equal_values_is_bitwise_the_value(on_three: Callable[[Work], list[Any]]) -> None:
-    """In float32, the sum of three equal values, divided by three, may differ from the value."""
+    """`all_reduce_mean` must not change values that are the same on all ranks.
+
+    A mean computed in float32 could change them: the sum of three equal values, divided by three, may differ from the
+    value.
+    """
     torch.manual_seed(0)
     values = torch.rand(1000)
     assert not torch.equal((values + values + values) / 3, values)

@@ -98,9 +98,9 @@ def test_a_checkpoint_without_an_evaluation_has_averaged_statistics(
 
 
 def test_averaged_running_means_are_exact_and_variances_are_not() -> None:
-    """The docstring of `DDP` documents this difference between the statistics of shards and of the whole batch.
+    """Running statistics averaged over two shards are compared with those of the whole batch, as described in `DDP`.
 
-    The test compares the first layer after the first step, because the inputs of later layers and steps differ.
+    Only the first layer after the first step is compared, because the inputs of later layers and steps differ.
     """
     whole, parts = plain_batch_norm(1, num_steps=1), plain_batch_norm(2, num_steps=1)
     assert torch.allclose(parts["bn1.running_mean"], whole["bn1.running_mean"], rtol=1e-12, atol=1e-15)

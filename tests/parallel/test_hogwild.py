@@ -89,7 +89,11 @@ def test_the_workers_together_do_every_step_once(workers: int, tmp_path: Path) -
 
 
 def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> None:
-    """Gradients are clipped: otherwise, a stale one at the highest learning rate can cause a plateau that is no bug."""
+    """Gradients are clipped in this test.
+
+    Without clipping, a stale gradient at the highest learning rate can cause a plateau of the loss. A plateau would
+    fail the test although the code has no bug.
+    """
     schedule = ("schedule=onecycle", "steps=900", "save_every=0", "eval_every=0", "max_grad_norm=1")
     overrides = ("accumulation=1", "model.dropout=0", *schedule)
     alone = trained(*HARD, *overrides, directory="single").result.metrics["eval/accuracy"]
@@ -132,8 +136,8 @@ def written_by_the_last(config: dict[str, Any], directory: Path, process: Proces
     """In a worker: set all weights to the worker's rank + 1, after the workers with lower ranks have done so.
 
     Returns:
-        The value of the weights that each worker sees after the last worker has set them; −1 for a worker that sees
-        different values.
+        One number for each worker: the value of all weights that the worker sees after the last worker has set them;
+        −1 if the weights that the worker sees are not all equal.
     """
     model = prepare(build_run(config).prepare(process), directory).model
     for rank in range(3):
@@ -206,7 +210,10 @@ def wait_for_the_others(worker: Worker) -> None:
 @pytest.mark.parametrize("slow", [0, 2])
 @pytest.mark.parametrize("asked", [(0, 1), (2, 1), (1, 17), (2, 40)])
 def test_all_workers_stop_after_the_same_update(asked: tuple[int, int], slow: int) -> None:
-    """The speed of the workers does not matter: worker `slow` always waits until the others are ahead."""
+    """All workers stop after the same update even if one worker is slow.
+
+    Before each update, worker `slow` waits until the other workers are as far ahead as they may be, or have stopped.
+    """
     workers = workers_of(3)
     done, leads = [0, 0, 0], []
 

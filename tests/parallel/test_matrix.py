@@ -1,6 +1,7 @@
 """Tests of the README's matrix: a run for each combination of mode, precision and accumulation.
 
-By default, a selection of the cells runs, which covers all pairs of two options; `-m slow` runs all cells.
+By default, only some of the combinations are tested, but they contain all pairs of two options. `-m slow` tests all
+combinations.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def cell(mode: str, precision: str, accumulation: str) -> tuple[str, ...]:
 
 
 def selected(mode: str, precision: str) -> list[str]:
-    """Return the accumulations that run by default: a list of one accumulation.
+    """Return a list with the one option of `accumulation` that is tested by default with this mode and precision.
 
-    The accumulation changes from each mode to the next and from each precision to the next, so that all pairs of
-    options occur.
+    This option changes from each mode to the next and from each precision to the next, so that the combinations that
+    are tested contain all pairs of two options.
     """
     place = MODES.index(mode) + PRECISIONS.index(precision)
     return [ACCUMULATIONS[place % len(ACCUMULATIONS)]]
@@ -141,5 +142,5 @@ def train_all_together(
 
 
 def test_every_mode_is_in_the_matrix() -> None:
-    """Modes that split the network are tested in tests/parallel/pipelining."""
+    """The modes that split the network are excepted; they are tested in tests/parallel/pipelining."""
     assert set(groups()["parallel"]) - {"model", "pipeline"} == set(MODES)

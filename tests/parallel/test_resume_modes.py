@@ -102,11 +102,13 @@ def assert_same_curves(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
     mode: str, processes: int, others: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    """If the number of processes changes, the random numbers differ, and a rank without saved state logs this fact.
+    """A resume with another number of processes draws other random numbers, and is therefore not exact.
 
-    With three ddp processes, a resume would be exact only up to rounding: DDP reorders its buckets after the first step
-    of a session, which changes the order in which gloo adds up the gradients of the processes. With two processes, the
-    sum of two gradients does not depend on their order.
+    A rank that has no state in the checkpoint logs that its random numbers start anew.
+
+    The case ddp has two processes, because the sum of two gradients does not depend on their order. With three ddp
+    processes, a resume would be exact only up to rounding: DDP reorders its buckets after the first step of a session,
+    which changes the order in which gloo adds up the gradients of the processes.
     """
     overrides = (*COMMON, "steps=24", "model.dropout=0.2", "save_every=0", "eval_every=0", f"parallel={mode}")
     config = compose_config(*TINY_CPU, *overrides)

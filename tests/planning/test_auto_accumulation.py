@@ -1,4 +1,7 @@
-"""Tests of `accumulation=auto`: the fewest micro-batches that fit, by prediction, or by a trial if that is unclear."""
+"""Tests of `accumulation=auto`, which chooses the fewest micro-batches that fit into memory.
+
+If the predicted memory does not show clearly whether a number of micro-batches fits, a trial decides.
+"""
 
 from __future__ import annotations
 

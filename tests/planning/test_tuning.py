@@ -18,10 +18,11 @@ class SimulatedMachine:
     """A simulated machine on which the steps of each candidate take a known time, multiplied by noise and `slowness`.
 
     Args:
-        seconds: the seconds of a step of each candidate; the keys are its overrides, joined by spaces.
+        seconds: a dict from the overrides of each candidate, joined by spaces, to the seconds of one step.
         noise: standard deviation of the logarithm of a burst's time.
-        startup: the seconds until the first step of a candidate is done, with the same keys; one second by default.
-        slowness: function from the time of the clock to a factor of the step times.
+        startup: a dict from the overrides of a candidate, joined by spaces, to the seconds until its first step is
+            done. Candidates that are not in the dict need one second.
+        slowness: function that takes the time of the clock and returns the factor by which step times are multiplied.
     """
 
     def __init__(

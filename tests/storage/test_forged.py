@@ -137,7 +137,7 @@ def forger(saved: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Forg
 
 
 def chosen(content: Any) -> Iterator[tuple[Keys, Any]]:
-    """Yield the values in a file with their keys.
+    """Yield (keys, value) for the values in `content`, the content of a checkpoint file, that a test changes.
 
     For the optimizer state, only the values of the first parameter are yielded. For vectorized environments, only the
     values of a few attributes are yielded.
@@ -177,10 +177,11 @@ def is_valid(keys: Keys, value: Any, forged: Any) -> bool:
 @pytest.mark.parametrize("file", ["state.pt", "rank_0.pt"])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_value_of_another_form_is_refused(forger: Callable[[str], Forger], name: str, file: str) -> None:
-    """Each value is replaced by three forms, one after the other, and then removed; valid changes are skipped.
+    """Each value is replaced by three forged values, one after another, and then removed.
 
-    The forms are taken cyclically from `TENSORS` for tensors, and from `VALUES` for other values, so that each form is
-    tried in several places.
+    The forged values come from the functions in `TENSORS` if the value is a tensor, and from the functions in `VALUES`
+    otherwise. The functions are used in turn, so that each function is tried in several places. For a value that is
+    not a tensor, changes that a checkpoint may have (see `is_valid`) are skipped.
     """
     run = forger(name)
     content, forms = (

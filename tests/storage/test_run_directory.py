@@ -159,7 +159,10 @@ def test_twenty_runs_in_the_same_second_have_twenty_directories(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["with blanks in it", "größe-µ-日本", "a=1,b=2", "it's [1] {2} $HOME ~ %41 #"])
 def test_a_run_works_in_a_directory_of_any_name(name: str, tmp_path: Path) -> None:
-    """It runs in the directory `name`, writes to a directory beside it, and the commands that it prints work."""
+    """The run starts in the directory `name`, and writes to the directory `runs NAME` beside it.
+
+    The paths that the run prints are quoted for the shell. The printed run directory can be resumed.
+    """
     here, there = tmp_path / name, tmp_path / f"runs {name}"
     here.mkdir()
     code, output = run_command(*TINY_CPU, "debug=smoke", f"output_root=../runs {name}", cwd=here)

@@ -261,7 +261,7 @@ def test_a_ledger_that_is_not_a_regular_file_or_too_large_is_ignored(
 def test_a_sweep_directory_with_links_or_pipes_is_refused(
     kind: str, folder: str, open_ledger: OpenLedger, tmp_path: Path
 ) -> None:
-    """Through them, the output of the jobs or the best trial of a search would be written elsewhere."""
+    """Otherwise, the output of the jobs, or the best trial of a search, could be written outside of the directory."""
     path, elsewhere = write_ledger(tmp_path, VALID), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "000.txt").touch()

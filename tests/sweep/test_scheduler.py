@@ -268,7 +268,7 @@ def test_a_job_that_was_left_running_is_stopped_with_the_sweep(
 def test_a_job_that_was_left_running_with_another_config_runs_again(
     ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An option file was edited after its scheduler was killed."""
+    """The scheduler that started the job was killed, and then an option file was edited."""
     ledger.update(1, config_hash="hash of another config", state="running", pid=0, started=0.0, tries=1)
     pool = FakePool({}, slots=2)
     pool.surviving_jobs = {1}

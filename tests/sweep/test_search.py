@@ -38,7 +38,10 @@ EPOCHS = Dimension("epochs", ("epochs",), [["epochs=2"]])
 
 
 def has_key(groups: list[str], key: str) -> bool:
-    """Return whether the config has `key`: only sgd has a momentum."""
+    """Return whether the config has `key` if the options in `groups` are chosen.
+
+    The config has `optimizer.momentum` only with `optimizer=sgd`. It always has all other keys.
+    """
     return key != "optimizer.momentum" or groups == ["optimizer=sgd"]
 
 
@@ -271,7 +274,10 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Callable[
 def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
     seeds: int, tmp_path: Path, kill_at: Callable[[int | None], Callable[[], int]]
 ) -> None:
-    """With one job at a time, all parameters and values are the same, and each kill repeats at most one job."""
+    """With one job at a time, the trials have the same parameters and values as in a search that is not killed.
+
+    After each kill, at most one job that had ended runs again.
+    """
     options = Local(search="tpe", trials=13, seeds=seeds)  # TPE draws the first ten at random
     num_writes = kill_at(None)
     with open_search(tmp_path / "undisturbed", options) as source:

@@ -1,4 +1,4 @@
-"""Tests of the sweep summary as TensorBoard reads it: columns, tables and the figure; and of the best job."""
+"""Tests of the choice of the best job, and of the sweep summary: its columns, tables and figure in TensorBoard."""
 
 from __future__ import annotations
 

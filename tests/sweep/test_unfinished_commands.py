@@ -1,4 +1,4 @@
-"""Tests of the cache of the user's sweep commands, which keeps the command of a sweep until it is complete."""
+"""Tests of the cache of the user's sweep commands. The cache keeps a command until its sweep is complete or removed."""
 
 from __future__ import annotations
 

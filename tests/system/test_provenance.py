@@ -125,7 +125,7 @@ def test_a_missing_package_has_no_version(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_source_of_this_project_is_found() -> None:
-    """This fails if the module is moved within the repository and its `_ROOT` is not adapted."""
+    """The test fails if `provenance.py` is moved to another depth in the repository, and its `_ROOT` is not adapted."""
     if not (ROOT / ".git").exists():
         pytest.skip("this is no checkout")
     assert provenance.source() == provenance.source(ROOT) is not None

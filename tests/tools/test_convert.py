@@ -312,7 +312,7 @@ def test_a_symbolic_link_instead_of_the_checkpoints_directory_is_refused(
 def test_weights_that_the_manifest_does_not_list_are_not_opened(
     run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
-    """The file may be a named pipe; to open one without a writer would block forever."""
+    """In this test, `model.safetensors` is a named pipe without a writer. Opening the pipe would block forever."""
     newest = checkpoints(run)[-1]
     file = newest / "model.safetensors"
     file.unlink()

@@ -52,7 +52,10 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a fake NVML without a lookup by index. NVML and CUDA may number devices differently, but UUIDs agree."""
+    """Install a fake NVML that finds devices only by UUID, not by index.
+
+    A device has the same UUID in NVML and in CUDA, but it may have different indices.
+    """
     clocks = {"GPU-aaaa-0": {"sm": 1200, "mem": 2600}, "GPU-bbbb-1": {"sm": 300, "mem": 405}}
     fake = SimpleNamespace(
         nvmlInit=lambda: None,
@@ -270,7 +273,7 @@ def test_parallel_modes_are_listed_from_the_option_files(tmp_path: Path, monkeyp
 
 
 class Sleeping:
-    """A replacement for `Trial`, whose steps take known times."""
+    """A replacement for `Trial`. A step takes the number of seconds in `seconds` for the parallel mode."""
 
     startup_seconds = 0.01
     seconds: ClassVar[dict[str, float]] = {"Parallel": 0.004, "DDP": 0.002, "FSDP": 0.008}

@@ -57,7 +57,10 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.Result:
 
 @torch.no_grad()
 def by_hand(run: runner.Result, seed: int) -> tuple[float, int, list[int]]:
-    """Play a greedy episode without `runner.env`; return its total reward, length, and position at each step."""
+    """Play a greedy episode without `runner.env`; return the total reward, the number of steps, and all positions.
+
+    The positions are those of the environment before each step.
+    """
     assert run.directory
     model, env = runner.load(run.directory).model(), Corridor()
     observation, _ = env.reset(seed=seed)

@@ -130,7 +130,7 @@ def shown(figure: Figure) -> str:
 
 
 def modes(sweep: Sweep) -> Sweep:
-    """Add three seeds each of single, model, and pipeline with three split sizes."""
+    """For each of three seeds, add one run of `single`, one of `model`, and three of `pipeline`, by split size."""
     for seed in range(3):
         sweep.add(6.0 + 0.1 * seed, seed=seed)
         sweep.add(6.6 + 0.1 * seed, seed=seed, parallel=MODEL)

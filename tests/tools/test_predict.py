@@ -1,4 +1,4 @@
-"""`runner.tools.predict`: a table, CSV, JSON and a picture of the predictions, and what is refused."""
+"""Tests of `runner.tools.predict`: the printed table, the CSV, JSON and PNG files, and the refusal of mistakes."""
 
 from __future__ import annotations
 

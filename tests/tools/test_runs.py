@@ -29,9 +29,10 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a directory with three runs and a sweep of three jobs: one done, one crashed, and one refused.
+    """Return a directory with three single runs and a sweep.
 
-    All five runs have different ages. The refused job has no run.
+    The sweep has three jobs: the first is done, the second has crashed, and the third was refused and has no run. All
+    five runs, which include those of the first two jobs, have different ages.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO())

@@ -159,7 +159,7 @@ def test_invalid_tracking_options_are_refused(overrides: tuple[str, ...], key: s
 
 @dataclass
 class Opened(Tracker):
-    """A tracker that records when it is opened and closed, and fails in the method named `broken`."""
+    """A tracker that records when it is opened and closed. The method whose name is in `broken` raises an error."""
 
     name: str
     notes: list[str]

@@ -1,4 +1,7 @@
-"""Tests that class weights, mixup and CutMix equal plain loops in every mode, and tests of top-5 accuracy."""
+"""Tests of class weights, mixup, CutMix and top-5 accuracy.
+
+With class weights, mixup and CutMix, training in every mode must lead to the same weights as a plain PyTorch loop.
+"""
 
 from __future__ import annotations
 

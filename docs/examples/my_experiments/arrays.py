@@ -17,7 +17,8 @@ class Arrays(Data):
     """Images and labels as `numpy.savez(file, images=…, labels=…)` wrote them.
 
     Args:
-        file: an `.npz` file with `images`, uint8 [n, channels, height, width], and `labels`, integers from 0 [n].
+        file: an `.npz` file with `images`, uint8 [n, channels, height, width], and `labels`, integers [n]: the index of
+            each image's class, counted from 0.
         holdout: the share of the samples, taken from the end, that is kept for evaluation.
         flip: mirror half of the training images.
     """

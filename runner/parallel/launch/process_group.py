@@ -169,7 +169,7 @@ def _open_sockets() -> set[int]:
 
 
 def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:
-    """Return the store of torchrun's or SLURM's processes, with a new prefix for the keys in each call."""
+    """Return the store that the processes of torchrun or SLURM share. Each call adds a different prefix to all keys."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 

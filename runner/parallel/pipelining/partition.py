@@ -57,7 +57,9 @@ class Partition:
         return self.stages if self.cuts == "auto" else len(self.cuts) + 1
 
     def check_partition(self, workload: Workload, count: int) -> None:
-        """Check that the network of `workload` can be split into `count` stages, without allocating its weights.
+        """Check that the network of `workload` can be split into `count` stages.
+
+        The check does not allocate the weights of the network.
 
         Raises:
             ConfigError: if the network cannot be split in this way; the error names the key in full, such as

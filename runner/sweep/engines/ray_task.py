@@ -1,4 +1,4 @@
-"""The Ray actor of a job, which starts, stops and kills the job's command. It may run on another machine.
+"""The Ray actor that starts, stops and kills the command of a job. The actor may run on another machine.
 
 At the top, this module imports no third-party packages, because the process of the actor does not need torch.
 """

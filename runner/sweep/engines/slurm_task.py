@@ -33,10 +33,9 @@ SLURM kills a job KillWait or GraceTime seconds after SIGTERM. Almost all cluste
 class SlurmTask:
     """A task that saves a checkpoint and is requeued when its time limit is reached, or when SLURM preempts it.
 
-    The task handles these signals:
+    The task handles all of these signals except SIGUSR2, for which submitit calls `checkpoint`:
 
-    - SIGUSR2, which submitit handles: the time limit is reached, or the job is preempted. The job saves a checkpoint,
-      and is requeued.
+    - SIGUSR2: the time limit is reached, or the job is preempted. The job saves a checkpoint, and is requeued.
     - SIGTERM: SLURM is going to kill the job, because the job was canceled or preempted. The job saves a checkpoint,
       and the task then waits until it is killed or receives SIGUSR2. SLURM itself requeues a preempted job.
     - SIGHUP: the scheduler of the sweep stops the job. The job saves a checkpoint, and ends.

@@ -164,7 +164,8 @@ class Actor:
 
         Raises:
             Exception: an `EnvironmentBrokenError` or one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state`
-                is not the state of such an actor. The state of this actor may then be partly replaced.
+                cannot be restored, for example because a key is missing. The state of this actor may then be partly
+                replaced.
         """
         self.replay.load_state_dict(state["replay"])
         self.num_episodes = state["num_episodes"]

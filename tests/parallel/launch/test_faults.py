@@ -1,4 +1,7 @@
-"""Tests of runs whose ranks or parent are killed, stopped, fail or get signals; no process may be left behind."""
+"""Tests of runs in which a rank or the parent process is killed, is stopped, fails, or gets a signal.
+
+No process may be left behind.
+"""
 
 from __future__ import annotations
 
@@ -309,7 +312,7 @@ def steps_saved(cwd: Path) -> int:
 
 @pytest.mark.parametrize("mode", PAUSED)
 def test_a_run_goes_on_after_all_its_processes_were_suspended(mode: str, paused: dict[str, Paused]) -> None:
-    """Ctrl-Z suspends the supervisor together with the ranks, so after fg, it must not declare a rank dead."""
+    """Ctrl-Z suspends the supervisor and the ranks. After `fg`, the supervisor must not declare a rank dead."""
     command = paused[mode]
     before = steps_saved(command.cwd)
     command.go_on()
@@ -346,7 +349,10 @@ Work = Callable[..., Any]
 
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Return a function that trains as the command does, but calls `work` in place of `train_rank`."""
+    """Return a function that trains as the command does, but calls another function in place of `train_rank`.
+
+    The first argument of the returned function is the function to call. Further arguments are overrides.
+    """
 
     def run_it(work: Work, *overrides: str) -> Result:
         run = build_composed_run(*LONG, "steps=30", *overrides)
@@ -403,7 +409,10 @@ def test_the_error_of_a_rank_is_printed_once_with_its_traceback(
 def test_a_full_disk_is_explained_without_a_traceback(
     rank: int, num_bytes: int, failing: Callable[..., Result], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """20,000 bytes hold the log of rank 0 but not the weights; 1000 bytes do not hold the state of rank 1."""
+    """If files are limited to 20,000 bytes, rank 0 can write its log, but not the weights.
+
+    If files are limited to 1000 bytes, rank 1 cannot write its state.
+    """
     result = failing(changed(partial(rank_functions.limit_file_size, rank, num_bytes)), "save_every=5")
     assert result.status == "crashed"
     assert result.error.startswith(f"rank {rank} failed: StorageError: ")

@@ -193,7 +193,7 @@ def test_a_rank_that_hangs_with_heartbeats_is_blamed() -> None:
 
 @hanging
 def test_the_heartbeat_timeout_starts_at_the_first_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it, a rank has START_SECONDS more, because it may still be importing torch."""
+    """For its first heartbeat, a rank has the timeout plus START_SECONDS, because it may still be importing torch."""
     with Supervisor(work.send_nothing, [(None,)], 0.5) as ranks:
         for _ in range(5):
             ranks._read_pipes()
@@ -274,9 +274,9 @@ KILLED = "was killed by SIGKILL (the kernel does that where memory runs out)"
 
 
 def test_a_dead_fork_server_is_noticed_and_replaced() -> None:
-    """The test kills the fork server of a separate process, because the other tests need the one of this process.
+    """The test kills the fork server of a separate process, and not the fork server that the other tests use.
 
-    A new fork server for the other tests would take seconds to import torch.
+    Otherwise, the other tests would need a new fork server, which takes seconds to import torch.
     """
     words = [sys.executable, "-m", "helpers.dead_fork_server"]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS, "check": False}

@@ -70,7 +70,11 @@ def test_gradients_and_outputs_are_those_of_the_whole_network(
 
 
 def in_rank(schedule: str) -> tuple[dict[int, list[torch.Tensor]], torch.Tensor, list[Span]]:
-    """In a rank: return the gradients of its stages, the outputs for all samples but the last, and its spans."""
+    """Train on the batch in this rank, then compute outputs for the batch without its last sample.
+
+    Returns:
+        The gradients of each stage of this rank, by the number of the stage; the outputs; and the spans of this rank.
+    """
     rank_info = external_rank_info()
     assert rank_info is not None
     with ExternalProcesses(rank_info, CPU, 300).connect() as process:

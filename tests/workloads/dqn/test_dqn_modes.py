@@ -62,7 +62,10 @@ def do(
 
 
 def table() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return packed transitions, and the indices of the transitions in the batches of all steps, in order."""
+    """Return a table of packed transitions, and the row indices of the transitions that the batches contain.
+
+    The indices of all batches are concatenated in the order of the steps.
+    """
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(300, 11, generator=generator)
     rows[:, 8] = torch.randint(2, (300,), generator=generator)

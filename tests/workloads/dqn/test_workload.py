@@ -251,7 +251,7 @@ def test_actions_are_epsilon_greedy() -> None:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Callable[..., TrainedRun]:
-    """Train a small agent in this process."""
+    """Return a function that trains a small agent in this process."""
 
     def train_it(*overrides: str, directory: str = "run") -> TrainedRun:
         return train_in(tmp_path / directory, build_composed_run(*SMALL, *overrides))
@@ -315,7 +315,7 @@ def test_the_loop_equals_a_plain_torch_loop_on_the_same_transitions(agent: Calla
 
 
 def run_order(run: TrainedRun) -> list[str]:
-    """Return the names of the model's tensors in the order of its state dict, which a checkpoint does not keep."""
+    """Return the names of the model's tensors in the order of its state dict. Checkpoints do not keep this order."""
     return list(run.run.workload.build_model().state_dict())
 
 
