@@ -71,7 +71,7 @@ def sb3(steps: int, num_envs: int = 1) -> float:
 
 
 def cleanrl(steps: int, checkout: Path) -> float:
-    """Return environment steps per second of CleanRL's dqn.py with its own settings, as the script prints them."""
+    """Return the environment steps per second that CleanRL's dqn.py prints when it runs with its own settings."""
     paths = os.pathsep.join(map(str, (checkout / "packages", checkout)))
     line = [sys.executable, str(checkout / "cleanrl" / "dqn.py"), "--total-timesteps", str(steps)]
     variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(torch.get_num_threads())}
