@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from runner.config.errors import check, check_choice, check_range
 from runner.system.cpu import cores_per_process, cpu_model, local_world_size, usable_core_numbers
+from runner.system.freed_memory import freed_memory_kept
 
 
 @dataclass
@@ -103,6 +104,7 @@ class Device:
         """Set torch's global flags for one run, and restore them afterwards, because a process may train several runs.
 
         The current CUDA device and the environment variable CUBLAS_WORKSPACE_CONFIG are set, too, but not restored.
+        On a CPU, freed memory is kept in the process during the run (see `runner.system.freed_memory`).
 
         Args:
             device: the device of this process.
@@ -119,7 +121,8 @@ class Device:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            yield
+            with freed_memory_kept() if device.type == "cpu" else nullcontext():
+                yield
         finally:
             torch.set_num_threads(before[0])
             torch.backends.cudnn.benchmark = before[1]

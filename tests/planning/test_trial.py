@@ -88,12 +88,12 @@ def test_an_error_without_a_message_is_sent_with_its_name(tmp_path: Path, monkey
 
 
 def test_a_step_that_runs_out_of_memory_raises_an_out_of_memory_error() -> None:
-    trial = Trial(
-        compose_config("model=convnet", "data.size=32", "device=cpu", "batch_size=512", "device.threads=1"),
-        TIMEOUT_SECONDS,
-    )
+    # The first convolution returns 1.2 GiB. Smaller blocks are kept in the process for the next step.
+    sizes = ["data.size=32", "batch_size=2048", "data.num_samples=2056", "data.holdout=8"]
+    words = ["model=convnet", "model.channels=[200,4]", "data=synthetic", *sizes, "device=cpu", "device.threads=1"]
+    trial = Trial(compose_config(*words), TIMEOUT_SECONDS)
     process = psutil.Process(trial._process.pid)
-    enough = process.memory_info().vms + 10_000_000  # for Python; a step allocates ten times as much
+    enough = process.memory_info().vms + 10_000_000  # for Python
     process.rlimit(psutil.RLIMIT_AS, (enough, enough))
     with pytest.raises(TrialError) as caught:
         trial.steps(1, TIMEOUT_SECONDS)

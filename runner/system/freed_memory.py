@@ -1,0 +1,58 @@
+"""Keeps freed memory in the process, instead of returning it to the operating system after each use.
+
+By default, glibc returns large blocks to the operating system as soon as they are freed, and must get them again for
+the next micro-batch. For a step of ResNet50 with eight micro-batches of three samples, the operating system then
+provides 130,000 to 200,000 new pages of 4 KiB, and fills each of them with zeros.
+
+https://man7.org/linux/man-pages/man3/mallopt.3.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""The parameters M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of `mallopt`, from malloc.h."""
+
+_KEPT = 2**30
+"""Blocks of at least this size, such as a data set, are returned nevertheless."""
+
+_DEFAULT = 2**25
+"""The largest threshold that glibc chooses by itself (DEFAULT_MMAP_THRESHOLD_MAX on 64-bit systems)."""
+
+
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """A context in which glibc keeps freed blocks of less than 1 GiB for later allocations of this process.
+
+    At the end of the context, free memory is returned to the operating system. The thresholds of glibc are then those
+    that it reaches by itself in a process that frees large blocks. With any other C library, this context does nothing.
+    """
+    libc = _glibc()
+    if libc is None:
+        yield
+        return
+    _set_thresholds(libc, _KEPT)
+    try:
+        yield
+    finally:
+        _set_thresholds(libc, _DEFAULT)
+        libc.malloc_trim(0)
+
+
+def _set_thresholds(libc: ctypes.CDLL, size: int) -> None:
+    """Return only blocks of at least `size` bytes at once, and free memory at the end of the heap from `size` bytes."""
+    for parameter in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+        if not libc.mallopt(parameter, size):  # before glibc 2.35, thresholds above the default maximum are refused
+            libc.mallopt(parameter, _DEFAULT)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """Return the C library of this process if it is glibc; otherwise None."""
+    try:
+        libc = ctypes.CDLL(None)
+    except (OSError, TypeError):  # on Windows
+        return None
+    return libc if hasattr(libc, "gnu_get_libc_version") else None
