@@ -45,7 +45,7 @@ def freed_memory_kept() -> Iterator[None]:
 def _set_thresholds(libc: ctypes.CDLL, size: int) -> None:
     """Return only blocks of at least `size` bytes at once, and free memory at the end of the heap from `size` bytes."""
     for parameter in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
-        if not libc.mallopt(parameter, size):  # before glibc 2.35, thresholds above the default maximum are refused
+        if not libc.mallopt(parameter, size):  # older versions refuse more than the largest default
             libc.mallopt(parameter, _DEFAULT)
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from helpers.command import child_environment
 
 from runner.system import freed_memory
 from runner.system.freed_memory import freed_memory_kept
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc"
-)
 
 _PROGRAM = """
 import json, resource
@@ -42,6 +38,7 @@ print(json.dumps({"inside": inside, "kept": kept, "returned": returned}))
 """
 
 
+@pytest.mark.skipif(freed_memory._glibc() is None, reason="the C library is not glibc")
 def test_freed_blocks_are_used_again_and_returned_at_the_end() -> None:
     # 128 MiB are 32,768 pages, which four rounds would take four times.
     done = subprocess.run(
@@ -52,33 +49,28 @@ def test_freed_blocks_are_used_again_and_returned_at_the_end() -> None:
     assert found["kept"] - found["returned"] > 100 * 2**20
 
 
-def test_thresholds_are_those_that_glibc_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int]] = []
+class OldLibrary:
+    """A fake glibc that refuses thresholds above 32 MiB, and records its calls in `calls`; `malloc_trim` as 0."""
 
-    class OldLibrary:
-        """A glibc that refuses thresholds above 32 MiB, as those before 2.35."""
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
 
-        def mallopt(self, parameter: int, value: int) -> int:
-            calls.append((parameter, value))
-            return int(value <= 2**25)
+    def mallopt(self, parameter: int, value: int) -> int:
+        self.calls.append((parameter, value))
+        return int(value <= 2**25)
 
-        def malloc_trim(self, pad: int) -> int:
-            calls.append((0, pad))
-            return 1
-
-    monkeypatch.setattr(freed_memory, "_glibc", OldLibrary)
-    with freed_memory_kept():
-        assert calls == [(-3, 2**30), (-3, 2**25), (-1, 2**30), (-1, 2**25)]
-        calls.clear()
-    assert calls == [(-3, 2**25), (-1, 2**25), (0, 0)]
+    def malloc_trim(self, pad: int) -> int:
+        self.calls.append((0, pad))
+        return 1
 
 
-def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freed_memory, "_glibc", lambda: None)
-    with freed_memory_kept():
-        pass
-
-
-def test_settings_are_restored_after_an_error() -> None:
-    with pytest.raises(KeyError), freed_memory_kept():
-        raise KeyError
+@pytest.mark.parametrize("error", [False, True])
+def test_smaller_thresholds_are_set_if_glibc_refuses_larger_ones(error: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = OldLibrary()
+    monkeypatch.setattr(freed_memory, "_glibc", lambda: library)
+    with suppress(KeyError), freed_memory_kept():
+        assert library.calls == [(-3, 2**30), (-3, 2**25), (-1, 2**30), (-1, 2**25)]
+        library.calls.clear()
+        if error:
+            raise KeyError
+    assert library.calls == [(-3, 2**25), (-1, 2**25), (0, 0)]
