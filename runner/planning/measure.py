@@ -52,7 +52,10 @@ The times for numbers in between are interpolated.
 
 
 class Parts:
-    """Measured times of the parts of a step in seconds, the means over all ranks.
+    """Measured times of the parts of a step in seconds.
+
+    All ranks begin a pass at the same time, and it ends with the slowest rank: in a pipeline, the last stage is the
+    first to have no work left. The times of passes are therefore the maxima over all ranks, all others the means.
 
     Args:
         values: a dict with the following keys:
@@ -121,7 +124,7 @@ def measure(run: Run) -> Parts:
 
 
 def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
-    """Measure the parts of a step in `process`; rank 0 writes their means over all ranks to `directory`/parts.json."""
+    """Measure the parts of a step in `process`; rank 0 writes them (see `Parts`) to `directory`/parts.json."""
     run = build_run(config)
     session = run.prepare(process)
     with session.settings():
@@ -136,17 +139,23 @@ def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> R
         own["pipelines"] = {str(samples): own["last_pass"]} | _pipelines(config, others, directory, process)
     gathered = session.collectives.all_gather(own)
     if session.rank == 0:
-        (directory / "parts.json").write_text(json.dumps(_mean(gathered)), encoding="utf-8")
+        (directory / "parts.json").write_text(json.dumps(over_ranks(gathered)), encoding="utf-8")
     return Result("done")
 
 
-def _mean(values: Sequence[Any]) -> Any:
-    """Return the mean of `values`; for dicts or lists, a dict or list with the mean of each item."""
+def over_ranks(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the values for `Parts`, given the times that each rank has measured."""
+    passes = [{key: own[key] for key in ("pass", "last_pass", "pipelines") if key in own} for own in measured]
+    return _combined(measured, statistics.fmean) | _combined(passes, max)
+
+
+def _combined(values: Sequence[Any], function: Callable[[Any], float]) -> Any:
+    """Return `function(values)`; for dicts or lists, a dict or list with the result for each item."""
     if isinstance(values[0], dict):
-        return {key: _mean([each[key] for each in values]) for key in values[0]}
+        return {key: _combined([each[key] for each in values], function) for key in values[0]}
     if isinstance(values[0], list):
-        return [_mean(each) for each in zip(*values, strict=True)]
-    return statistics.fmean(values)
+        return [_combined(each, function) for each in zip(*values, strict=True)]
+    return function(values)
 
 
 def _passes(session: Session, model: torch.nn.Module) -> dict[str, float]:

@@ -22,7 +22,7 @@ from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.costs import Machine
 from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank
 from runner.planning.formatting import flops
-from runner.planning.measure import Parts, neighbors
+from runner.planning.measure import Parts, neighbors, over_ranks
 from runner.planning.memory_tracker import KINDS
 from runner.planning.planned_session import prepared
 from runner.planning.report import _corrected
@@ -344,6 +344,25 @@ def test_times_of_other_schedules_are_corrected_by_the_measured_time() -> None:
     assert slower == pytest.approx([2.9, 1.8 + 5 * 0.1]), "each micro-batch costs more"
     faster = [_corrected(cell, own, 1.5) for cell in (own, other)]
     assert faster == pytest.approx([1.5, 1.8 * 0.75]), "all blocks are faster"
+
+
+def test_a_pass_takes_as_long_as_on_the_slowest_rank() -> None:
+    """The first stage of a pipeline ends later than the last one, which has no messages to wait for."""
+    first = {"last_pass": 1.4, "pass": 1.2, "update": 0.02, "batch": 0.0, "blocks": {"4": [1.0, 2.0]}}
+    last = {"last_pass": 1.1, "pass": 1.3, "update": 0.04, "batch": 0.2, "blocks": {"4": [3.0, 2.0]}}
+    combined = over_ranks(
+        [first | {"pipelines": {"4": 1.4, "8": 2.0}}, last | {"pipelines": {"4": 1.1, "8": 2.5}}],
+    )
+    assert combined == {
+        "last_pass": 1.4,
+        "pass": 1.3,
+        "pipelines": {"4": 1.4, "8": 2.5},
+        "update": pytest.approx(0.03),
+        "batch": 0.1,
+        "blocks": {"4": [2.0, 2.0]},
+    }
+    alone = {"last_pass": 1.0, "update": 0.5, "batch": 0.1}
+    assert over_ranks([alone]) == alone
 
 
 def test_a_size_lies_between_its_nearest_measured_neighbors() -> None:
