@@ -14,6 +14,7 @@ from models.blocks import block_indices, blocks_of
 from runner.config.errors import ABSENT, check, check_range, did_you_mean, see_comments
 from runner.config.name_patterns import matching, names_to_match
 from runner.system import fused_update
+from runner.system.dtensor import is_dtensor
 
 _LARGEST = 1000  # a larger value is a typo: with it, every optimizer here diverges within a few steps
 
@@ -208,7 +209,7 @@ class SGD(Optimizer):
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
         parameters, own = trainable(model), self._torch_groups(model, groups)
         # For DTensor parameters torch implements fused Adam, but not fused SGD.
-        sharded = any(map(fused_update.is_shard, parameters))
+        sharded = any(map(is_dtensor, parameters))
         options = self._shared() | {"fused": self.fused and not sharded}
         own = [group | {fused_update.FUSED_SHARDS: self.fused and sharded} for group in own]
         optimizer = torch.optim.SGD(own, **options, momentum=self.momentum, nesterov=self.nesterov)

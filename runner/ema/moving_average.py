@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runner.ema.base import Average
+from runner.system.dtensor import local_part
 
 if TYPE_CHECKING:
     from runner.ema.base import CollectState
@@ -79,9 +80,9 @@ class _Averages(torch.optim.Optimizer):
             for parameter in parameters:
                 if not self.state[parameter]:
                     self.state[parameter]["average"] = parameter.detach().clone()
-            averages = [_local(self.state[parameter]["average"]) for parameter in parameters]
+            averages = [local_part(self.state[parameter]["average"]) for parameter in parameters]
             torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
-                averages, [_local(parameter) for parameter in parameters], 1 - group["decay"]
+                averages, [local_part(parameter) for parameter in parameters], 1 - group["decay"]
             )
 
 
@@ -89,9 +90,4 @@ class _Averages(torch.optim.Optimizer):
 def _copy(values: Mapping[torch.Tensor, torch.Tensor]) -> None:
     """Copy each value to the parameter that is its key: in place, because parallel modes hold views of parameters."""
     for parameter, value in values.items():
-        _local(parameter).copy_(_local(value))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a `DTensor`, or any other tensor unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+        local_part(parameter).copy_(local_part(value))

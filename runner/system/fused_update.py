@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from runner.system.dtensor import is_dtensor, local_part
+
 _NO_LABEL = nullcontext()
 
 FUSED_SHARDS = "fused_shards"
@@ -90,8 +92,8 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list
         if any(name not in state for state in states for name in names):
             return None  # before the first update
         tensors = [parameters, gradients, *([state[name] for state in states] for name in names)]
-        if any(map(is_shard, gradients)):
-            tensors = [list(map(_local, each)) for each in tensors]
+        if any(map(is_dtensor, gradients)):
+            tensors = [list(map(local_part, each)) for each in tensors]
         found.append((group, tensors))
     return found
 
@@ -102,19 +104,10 @@ def _fits(parameter: torch.Tensor, gradient: Any, dtype: torch.dtype) -> bool:
     A DTensor fits if its local shard is a dense tensor of `dtype` on the CPU, and `parameter` is a DTensor with the
     same placements. Other classes of tensors do not fit.
     """
-    if is_shard(gradient):
-        same = is_shard(parameter) and gradient.placements == parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
-        return same and _fits(_local(parameter), _local(gradient), dtype)
+    if is_dtensor(gradient):
+        same = is_dtensor(parameter) and gradient.placements == parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
+        return same and _fits(local_part(parameter), local_part(gradient), dtype)
     return type(gradient) is torch.Tensor and gradient.is_cpu and not gradient.is_sparse and gradient.dtype is dtype
-
-
-def is_shard(tensor: Any) -> bool:
-    """Return whether `tensor` is a `DTensor`, without the slow import of `torch.distributed.tensor`."""
-    return hasattr(tensor, "device_mesh")
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if is_shard(tensor) else tensor
 
 
 def _state_names(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
