@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,15 +47,15 @@ class TensorSamples(ArraySamples, LabeledSamples):
         self.shape = (inputs.shape[1], inputs.shape[2], inputs.shape[3])
         self.mean, self.std, self.flip, self.crop, self.augment = mean, std, flip, crop, augment
 
-    def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
-        self._move(device)
-        order = SampleOrder(len(self), seed, device)
-        for micro in micros:
-            indices = order.indices(micro.start, micro.stop)
-            inputs = self._normalized(self.inputs.index_select(0, indices))
-            if self.flip or self.crop or self.augment:
-                inputs = self._augmented(inputs, seed, order.epochs(micro.start, micro.stop), indices)
-            yield Batch(inputs, self.targets.index_select(0, indices))
+    def _training_samples(self, order: SampleOrder, micros: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        indices = order.indices_of(micros)
+        inputs = self._normalized(self.inputs.index_select(0, indices))
+        if self.flip or self.crop or self.augment:
+            inputs = self._augmented(inputs, order.seed, order.epochs_of(micros), indices)
+        return inputs, self.targets.index_select(0, indices)
+
+    def _input_bytes(self) -> int:
+        return 4 * math.prod(self.shape)  # a batch is float32, even if the samples are stored as uint8
 
     def _augmented(self, inputs: torch.Tensor, seed: int, epochs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """Return the augmented inputs; `epochs` and `indices` are the epoch and the index of each sample, int64 [n]."""
