@@ -22,7 +22,7 @@ from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo, external_world_size
 from runner.parallel.launch.launcher import Launcher
 from runner.system.section_timer import timer
-from runner.tracking.metrics import MetricSums
+from runner.tracking.metrics import BatchSums, MetricSums
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Parallel:
         compile_in_place(model, context.compile)
         return model
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         """Run the forward and the backward pass of a micro-batch, and add the gradients to the parameters' `grad`.
 
         The gradients are weighted by the fraction of the global batch that is in the micro-batch.
@@ -130,11 +130,12 @@ class Parallel:
 
         Returns:
             The metric sums over the micro-batch, in the order of `workload.metrics`: float32 [num_metrics], on the
-            device. A rank that does not compute the loss, such as the rank of a pipeline's first stage, returns zeros.
+            device, or a function that returns them. A rank that does not compute the loss, such as the rank of a
+            pipeline's first stage, returns zeros.
         """
         return self._accumulate(model, batch, micro.weight)
 
-    def _accumulate(self, module: torch.nn.Module, batch: Any, weight: float) -> torch.Tensor:
+    def _accumulate(self, module: torch.nn.Module, batch: Any, weight: float) -> BatchSums:
         """Run the forward and the backward pass of a micro-batch, and return its metric sums.
 
         Args:

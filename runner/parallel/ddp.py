@@ -17,7 +17,7 @@ from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess, average_buffers
 from runner.system import torch_private
-from runner.tracking.metrics import MetricSums
+from runner.tracking.metrics import BatchSums, MetricSums
 
 
 @dataclass
@@ -114,7 +114,7 @@ class DDP(MultiProcess):
 
         return None, getattr(default_hooks, f"{self.compression}_compress_hook")
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         # DDP averages over the processes, but the weights of their micro-batches already add up to one.
         weight = micro.weight * self._context.world_size
         with nullcontext() if micro.is_last else self._replica.no_sync():

@@ -14,6 +14,7 @@ from runner.parallel.base import Parallel
 from runner.parallel.context import Context
 from runner.parallel.devices import devices_of_one_process
 from runner.parallel.launch.launcher import Launcher
+from runner.tracking.metrics import BatchSums
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class DP(Parallel):
             log.warning("parallel=dp: there is one device, %s: nothing is split, this is parallel=single", device)
         return model
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         return self._accumulate(self._replicas, batch, micro.weight)
 
     def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:

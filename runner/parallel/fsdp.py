@@ -15,7 +15,7 @@ from runner.parallel.context import Context, Layout
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess, average_buffers
-from runner.tracking.metrics import MetricSums
+from runner.tracking.metrics import BatchSums, MetricSums
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -74,7 +74,7 @@ class FSDP(MultiProcess):
         compile_in_place(model, context.compile)
         return model
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         cast("FSDPModule", model).set_requires_gradient_sync(micro.is_last)
         # FSDP averages over the processes, but the weights of their micro-batches already add up to one.
         return self._accumulate(model, batch, micro.weight * self._context.world_size)

@@ -21,7 +21,7 @@ from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import LostError
 from runner.parallel.multiprocess import MultiProcess
 from runner.storage.content_checks import check_like
-from runner.tracking.metrics import MetricSums
+from runner.tracking.metrics import BatchSums, MetricSums
 
 _CACHE_LINE = 64
 """Size in bytes. Each tensor starts on a new cache line, so that neighboring tensors never share a cache line."""
@@ -162,7 +162,7 @@ class Hogwild(MultiProcess):
         context.collectives.barrier()
         return model
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         if self._step_start is None:
             self._step_start = self._read(model)
         sums = self._accumulate(model, batch, micro.weight)

@@ -42,7 +42,7 @@ from runner.parallel.pipelining.stages import ActivationSpec, StageModule, activ
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble
 from runner.system.section_timer import timer
 from runner.tracking.image_grids import save
-from runner.tracking.metrics import MetricSums
+from runner.tracking.metrics import MetricSums, computed
 
 log = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ class Pipeline(Partition, MultiProcess):
         def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             with precision.autocast():
                 value, own = workload.loss_of(outputs, targets)
-            sums.append(own.to(device, non_blocking=True))
+            sums.append(computed(own).to(device, non_blocking=True))
             return precision.scaled(value * share)
 
         if micro.is_last and log_due:

@@ -29,6 +29,7 @@ from runner.planning.planned_session import layout_of
 from runner.run import Session
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
+from runner.tracking.metrics import BatchSums
 from runner.training import prepare, refused_by_torch, train_step
 from runner.workloads.base import Workload
 
@@ -178,7 +179,7 @@ def _counted(parallel: Parallel, tracker: MemoryTracker) -> Parallel:
     copied = copy.copy(parallel)
     own = copied.accumulate
 
-    def accumulate(model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         with tracker.allocating("activations"):
             return own(model, batch, micro, log_due)
 

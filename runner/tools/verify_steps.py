@@ -27,7 +27,7 @@ from runner.precision import Double
 from runner.run import Result, Run, Session, build_run
 from runner.state import State
 from runner.tools.verify_samples import sample_hashes
-from runner.tracking.metrics import DivergedError, MetricSums
+from runner.tracking.metrics import BatchSums, DivergedError, MetricSums
 from runner.training import prepare, refused_by_torch, train_step
 from runner.workloads.base import SupervisedWorkload, Workload
 
@@ -225,7 +225,7 @@ class Recorder:
         if isinstance(workload, SupervisedWorkload):
             loss_of = workload.loss_of
 
-            def recording_loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            def recording_loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
                 self._losses[-1] += _loss_of_each(workload, outputs, targets, self._device)
                 return loss_of(outputs, targets)
 
@@ -233,7 +233,7 @@ class Recorder:
         if in_float64:
             loss = workload.loss
 
-            def watching_loss(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            def watching_loss(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
                 value, sums = loss(model, batch)
                 on_gradient(value, self._note_format)
                 return value, sums

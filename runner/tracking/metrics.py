@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import TypeAlias
 
 import torch
 
@@ -14,6 +17,32 @@ from runner.system.section_timer import timer
 
 MetricSums = dict[str, "torch.Tensor"]
 """Sums and counts by name, which can be added over batches and ranks. A metric is a sum divided by a count."""
+
+
+BatchSums: TypeAlias = "torch.Tensor | Callable[[], torch.Tensor]"
+"""The sums of the training metrics over a micro-batch, float32 [num_metrics]; or a function that returns them."""
+
+_MAX_DEFERRED_BYTES = 1 << 14
+
+
+def deferred(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> BatchSums:
+    """Return a function that calls `function(*tensors)`, or the result of the call if the tensors exceed 16 KiB.
+
+    `MetricBuffer` makes many such calls in a row. In the step of a small network, each of them would take several times
+    as long, because the network displaces the code of the metrics from the processor's caches.
+
+    Args:
+        function: a function that returns metric sums, float32 [num_metrics].
+        tensors: its arguments, detached from the autograd graph. They must not be changed later.
+    """
+    if sum(tensor.nbytes for tensor in tensors) > _MAX_DEFERRED_BYTES:
+        return function(*tensors)
+    return partial(function, *tensors)
+
+
+def computed(sums: BatchSums) -> torch.Tensor:
+    """Return `sums` if they are a tensor; otherwise call the function that returns them."""
+    return sums if isinstance(sums, torch.Tensor) else sums()
 
 
 class DivergedError(Exception):
@@ -29,7 +58,8 @@ class DivergedError(Exception):
         self.step, self.what = step, what
 
 
-_STEPS_PER_BLOCK = 256
+_STEPS_PER_BLOCK = 16
+_MAX_BLOCKS = 256
 
 
 class MetricBuffer:
@@ -37,8 +67,8 @@ class MetricBuffer:
 
     The sums stay on the device until a log or a checkpoint is due, so that the host does not wait for the device after
     every step. The buffer keeps separate sums for each step, so that `peek` can find the step whose sums are not
-    finite. The sums of many steps are stacked into one tensor. This takes a few bytes per step; one tensor per step
-    would take a kilobyte.
+    finite. The sums of 16 steps are computed together, if they were deferred, and stacked into one tensor. This takes a
+    few bytes per step; one tensor per step would take a kilobyte.
 
     Args:
         names: the names of the metrics; the first is the loss.
@@ -48,8 +78,8 @@ class MetricBuffer:
     def __init__(self, names: Sequence[str], device: torch.device | str = "cpu"):
         self._names = ["the loss", *(f"train/{name}" for name in names[1:])]
         self._zeros = torch.zeros(len(names), device=device)  # the sums of a step without micro-batches
-        self._step: torch.Tensor | None = None
-        self._rows: list[torch.Tensor] = []
+        self._step: list[BatchSums] = []  # of the micro-batches of the current step
+        self._rows: list[list[BatchSums]] = []  # the same of the latest steps
         self._blocks: list[torch.Tensor] = []
         self._steps = array("q")
 
@@ -64,22 +94,29 @@ class MetricBuffer:
         """
         self._rows, self._blocks, self._steps = [], [rows.to(self._zeros)], array("q", [step] * len(rows))
 
-    def add(self, sums: torch.Tensor) -> None:
-        """Add the metric sums of a micro-batch, [num_metrics], to the current step."""
-        self._step = sums if self._step is None else self._step + sums
+    def add(self, sums: BatchSums) -> None:
+        """Add the metric sums of a micro-batch, [num_metrics] or a function that returns them, to the current step."""
+        self._step.append(sums)
+        if len(self._step) == _STEPS_PER_BLOCK:
+            self._step = [self._total(self._step)]
 
     def end_step(self, step: int) -> None:
         """End the current step, after the sums of all its micro-batches have been added; `step` is its number."""
-        self._rows.append(self._zeros if self._step is None else self._step)
+        self._rows.append(self._step)
         self._steps.append(step)
-        self._step = None
+        self._step = []
         if len(self._rows) == _STEPS_PER_BLOCK:
             self._combine()
 
     def _combine(self) -> None:
-        """Stack the rows of the latest steps into one tensor."""
-        self._blocks.append(torch.stack(self._rows))
+        """Compute the sums of the latest steps, and stack them into one tensor."""
+        self._blocks.append(torch.stack([self._total(row) for row in self._rows]))
         self._rows = []
+        if len(self._blocks) == _MAX_BLOCKS:
+            self._blocks = [torch.cat(self._blocks)]
+
+    def _total(self, sums: list[BatchSums]) -> torch.Tensor:
+        return reduce(operator.add, map(computed, sums)) if sums else self._zeros
 
     def peek(self, all_reduce: Callable[[MetricSums], MetricSums]) -> torch.Tensor:
         """Wait for the device, and return the sums over all ranks, float32 [num_rows, num_metrics] on the CPU.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.data.base import Batch
-from runner.tracking.metrics import MetricSums
+from runner.tracking.metrics import BatchSums, MetricSums, deferred
 
 if TYPE_CHECKING:
     import torch
@@ -144,12 +144,12 @@ class Workload(ABC):
         return None
 
     @abstractmethod
-    def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
         """Return the mean loss and the metric sums of a micro-batch.
 
         Returns:
             The mean loss, a scalar to differentiate; and the sums of the metrics over the samples of the micro-batch, a
-            detached float32 tensor [len(metrics)].
+            detached float32 tensor [len(metrics)], or a function that returns it (see `deferred`).
         """
 
     @abstractmethod
@@ -245,12 +245,18 @@ class SupervisedWorkload(Workload):
 
     @abstractmethod
     def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """Return the metric sums of a micro-batch, detached float32 [len(metrics)]; `loss` is its mean loss."""
+        """Return the metric sums of a micro-batch, float32 [len(metrics)].
 
-    def loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        Args:
+            outputs: outputs of the network, [n, …], detached from the autograd graph.
+            targets: the targets of the batch, [n, …].
+            loss: the mean loss of the micro-batch, a detached scalar.
+        """
+
+    def loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
         """Return the mean loss and the metric sums of a micro-batch, given the outputs of the network."""
         loss = self.criterion(outputs, targets)
-        return loss, self.metric_sums(outputs, targets, loss)
+        return loss, deferred(self.metric_sums, outputs.detach(), targets, loss.detach())
 
-    def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, BatchSums]:
         return self.loss_of(model(batch.inputs), batch.targets)

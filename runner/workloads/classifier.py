@@ -134,8 +134,8 @@ class Classifier(DataWorkload[LabeledSamples]):
 
     def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         labels = targets if targets.dim() == 1 else targets.argmax(1)
-        correct = (outputs.detach().argmax(1) == labels).sum(dtype=torch.float32)
-        return torch.stack((loss.detach().float() * len(targets), correct))
+        correct = (outputs.argmax(1) == labels).sum(dtype=torch.float32)
+        return torch.stack((loss.float() * len(targets), correct))
 
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device

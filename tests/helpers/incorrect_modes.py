@@ -337,7 +337,7 @@ class OpaqueOwnSeed(ShufflesWithOwnSeed):
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, targets = model(batch.batch.inputs), batch.batch.targets
         loss = self.criterion(outputs, targets)
-        return loss, self.metric_sums(outputs, targets, loss)
+        return loss, self.metric_sums(outputs.detach(), targets, loss.detach())
 
 
 @dataclass

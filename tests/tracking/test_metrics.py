@@ -13,7 +13,16 @@ from helpers.compose import TrainedRun
 import runner.system.section_timer
 import runner.tracking.metrics
 from runner.system.section_timer import SectionTimer
-from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, in_words, quantiles
+from runner.tracking.metrics import (
+    BatchSums,
+    DivergedError,
+    MetricBuffer,
+    StepTimer,
+    computed,
+    deferred,
+    in_words,
+    quantiles,
+)
 
 
 def test_a_buffer_adds_micro_batches_and_separates_steps() -> None:
@@ -44,6 +53,51 @@ def test_a_step_without_a_micro_batch_adds_nothing() -> None:
     buffer = MetricBuffer(("loss", "accuracy"))
     buffer.end_step(1)
     assert buffer.flush(lambda sums: sums).tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3, 40])
+def test_deferred_sums_give_the_same_rows_as_computed_sums(num_micro_batches: int) -> None:
+    values = torch.rand(50, num_micro_batches, 2)
+    buffers = [MetricBuffer(("loss", "accuracy")) for _ in range(2)]
+    for step, micros in enumerate(values, start=1):
+        for sums in micros:
+            buffers[0].add(sums)
+            buffers[1].add(deferred(torch.clone, sums))
+        for buffer in buffers:
+            buffer.end_step(step)
+    plain, late = (buffer.flush(lambda sums: sums) for buffer in buffers)
+    assert torch.equal(plain, late)
+    torch.testing.assert_close(plain, values.sum(1))
+
+
+def test_deferred_sums_are_computed_after_sixteen_steps_or_micro_batches_and_before_a_log() -> None:
+    buffer, calls = MetricBuffer(("loss",)), []
+
+    def sums() -> torch.Tensor:
+        calls.append(1)
+        return torch.ones(1)
+
+    for step in range(1, 16):
+        buffer.add(sums)
+        buffer.end_step(step)
+    assert not calls
+    buffer.add(sums)
+    buffer.end_step(16)
+    assert len(calls) == 16
+    for _ in range(16):
+        buffer.add(sums)
+    assert len(calls) == 32
+    buffer.end_step(17)
+    buffer.add(sums)
+    buffer.end_step(18)
+    assert buffer.flush(lambda sums: sums).flatten().tolist() == [1.0] * 16 + [16.0, 1.0]
+
+
+def test_only_small_tensors_are_kept_for_deferred_sums() -> None:
+    small, large = torch.ones(4096), torch.ones(4097)
+    sums: list[BatchSums] = [deferred(torch.sum, each) for each in (small, large)]
+    assert [isinstance(each, torch.Tensor) for each in sums] == [False, True]
+    assert [computed(each).item() for each in sums] == [4096, 4097]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -12,7 +12,7 @@ from runner.parallel.context import Layout
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess, average_buffers
-from runner.tracking.metrics import MetricSums
+from runner.tracking.metrics import BatchSums, MetricSums
 
 
 @dataclass
@@ -24,7 +24,7 @@ class AllReduce(MultiProcess):
     def layout(self, rank_info: RankInfo) -> Layout:
         return Layout.data_parallel(rank_info)
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         sums = super().accumulate(model, batch, micro, log_due)
         if micro.is_last:
             # micro.weight is a share of the global batch, so the sum over the processes is the gradient of its mean.

@@ -21,7 +21,7 @@ from runner.storage.content_checks import CONTENT_ERRORS
 from runner.system.cpu import local_world_size
 from runner.system.memory import host_memory
 from runner.system.section_timer import timer
-from runner.tracking.metrics import MetricSums
+from runner.tracking.metrics import BatchSums, MetricSums, deferred
 from runner.workloads.base import Workload
 from runner.workloads.dqn.epsilon import epsilon
 
@@ -305,7 +305,7 @@ class DQN(Workload):
     # -----------------------------------------------------------------------------------------------------------------
     # Learning
 
-    def loss(self, model: torch.nn.Module, batch: Transitions) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, model: torch.nn.Module, batch: Transitions) -> tuple[torch.Tensor, BatchSums]:
         # A single forward pass for both networks, as wrappers such as DDP expect.
         values, next_values = model(batch.observations, batch.next_observations, double=self.double)
         if self.clip_targets:  # not in 16 bits, whose range may be smaller
@@ -318,8 +318,7 @@ class DQN(Workload):
             loss = torch.nn.functional.huber_loss(chosen, targets, delta=self.huber_delta)
         else:
             loss = torch.nn.functional.mse_loss(chosen, targets)
-        sums = torch.stack((loss.detach() * len(targets), chosen.detach().sum())).float()
-        return loss, sums
+        return loss, deferred(_metric_sums, loss.detach(), chosen.detach())
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:
         if step % self.target_every == 0:
@@ -376,6 +375,11 @@ class DQN(Workload):
             saved_state.check(state, size, self.env.num_actions, self.n_step, repeat)
         self._saved = state
         self._best = state.get("best", -math.inf)
+
+
+def _metric_sums(loss: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the metrics of a micro-batch, given its mean loss and the values of its actions, [n, 1]."""
+    return torch.stack((loss * len(chosen), chosen.sum())).float()
 
 
 def _training_time() -> float:
