@@ -10,7 +10,7 @@ import torch
 from runner.batching import MicroBatch, SampleOrder
 from runner.data.base import Batch, Samples, shard_bounds
 
-_GROUP_BYTES = 1 << 20
+_GROUP_BYTES = 1 << 18
 _ALIGNMENT = 64  # bytes; new tensors on a CPU begin at a multiple of it
 
 
@@ -22,7 +22,7 @@ class ArraySamples(Samples):
     the batches.
 
     On small tensors, an operation takes longer to start than to compute. Small micro-batches are therefore made in
-    groups: one operation takes the samples of several micro-batches, up to 1 MiB, and each micro-batch is a view.
+    groups: one operation takes the samples of several micro-batches, up to 256 KiB, and each micro-batch is a view.
 
     Args:
         inputs: any dtype, [n, *shape].

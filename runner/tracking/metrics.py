@@ -102,7 +102,8 @@ class MetricBuffer:
 
     def end_step(self, step: int) -> None:
         """End the current step, after the sums of all its micro-batches have been added; `step` is its number."""
-        self._rows.append(self._step)
+        # Deferred sums of many micro-batches would take memory that a plan of a few micro-batches does not have.
+        self._rows.append(self._step if len(self._step) < 2 else [self._total(self._step)])
         self._steps.append(step)
         self._step = []
         if len(self._rows) == _STEPS_PER_BLOCK:

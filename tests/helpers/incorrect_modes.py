@@ -21,7 +21,7 @@ from runner.parallel.context import Context, Layout
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess, average_buffers
-from runner.tracking.metrics import MetricSums
+from runner.tracking.metrics import BatchSums, MetricSums, computed
 from runner.workloads.classifier import Classifier
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ class Replicas(MultiProcess):
     def layout(self, rank_info: RankInfo) -> Layout:
         return Layout.data_parallel(rank_info)
 
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         sums = super().accumulate(model, batch, micro, log_due)
         if micro.is_last:
             self.reduce([p.grad for p in trainable(model) if p.grad is not None])
@@ -66,7 +66,7 @@ class NoAllReduce(Replicas):
 class SumsShardMeans(Replicas):
     """The gradients of the mean losses of the shards are summed instead of averaged."""
 
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         weight = micro.weight * self._context.world_size
         return super().accumulate(model, batch, micro._replace(weight=weight), log_due)
 
@@ -153,7 +153,7 @@ class UnequalShards(Replicas):
     def layout(self, rank_info: RankInfo) -> Layout:
         return Layout(eval_shard=(rank_info.rank, rank_info.world_size))
 
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         cut = len(batch.targets) // 4
         part = slice(None, cut) if self._context.rank == 0 else slice(cut, None)
         own = Batch(batch.inputs[part], batch.targets[part])
@@ -164,10 +164,10 @@ class UnequalShards(Replicas):
 class UnweightedMicroBatches(Parallel):
     """A batch is split into a quarter and three quarters, whose mean losses are weighted equally."""
 
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         cut, weight = len(batch.targets) // 4, micro.weight / 2
         parts = (Batch(batch.inputs[part], batch.targets[part]) for part in (slice(None, cut), slice(cut, None)))
-        first, second = (self._accumulate(model, part, weight) for part in parts)
+        first, second = (computed(self._accumulate(model, part, weight)) for part in parts)
         return first + second
 
 
@@ -175,7 +175,7 @@ class UnweightedMicroBatches(Parallel):
 class DropsLastMicroBatch(Parallel):
     """The gradient of the last micro-batch of a step is not added."""
 
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         weight = 0.0 if micro.is_last else micro.weight
         return super().accumulate(model, batch, micro._replace(weight=weight), log_due)
 
@@ -186,7 +186,7 @@ class SkipsUpdate(Parallel):
 
     _steps = 0
 
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         sums = super().accumulate(model, batch, micro, log_due)
         self._steps += 1
         if self._steps == 2:
@@ -198,7 +198,7 @@ class SkipsUpdate(Parallel):
 class PermutesTargets(Parallel):
     """Each sample has the target of the one before it in the batch."""
 
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         return super().accumulate(model, Batch(batch.inputs, batch.targets.roll(1)), micro, log_due)
 
 
@@ -206,7 +206,7 @@ class PermutesTargets(Parallel):
 class RepeatsSample(Parallel):
     """The last sample of each batch is left out, and the first one counts twice."""
 
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         inputs, targets = (torch.cat((t[:1], t[:-1])) for t in batch)
         return super().accumulate(model, Batch(inputs, targets), micro, log_due)
 
@@ -352,5 +352,5 @@ class Diverges(Classifier):
 class Crashes(Parallel):
     """Fails in the first step."""
 
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         raise ZeroDivisionError
