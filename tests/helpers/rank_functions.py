@@ -113,10 +113,11 @@ def signal_after_training(config: dict[str, Any], directory: Path, process: Proc
 
 
 def rank_infos(config: dict[str, Any], directory: Path, process: Process) -> list[dict[str, Any]]:
-    """Return the environment variables, `RankInfo` and process group that each rank gets."""
+    """Return the environment variables, `RankInfo`, process group and cores that each rank gets."""
     names = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
     own = {name: os.environ.get(name) for name in names} | {"rank_info": process.rank_info}
     own |= {"group": (torch.distributed.get_rank(), torch.distributed.get_world_size())}
+    own |= {"cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None}
     return process.collectives.all_gather(own)
 
 
