@@ -121,7 +121,7 @@ CONTENDERS: dict[str, Callable[[str], float]] = {
     "single": with_runner("parallel=single"),
     **{f"gpipe, split {split}": _pipeline("gpipe", split) for split in (6, 8, 12)},
     **{f"{name}, split 6": _pipeline(name, 6) for name in ("1f1b", "interleaved_1f1b")},
-    **{f"zero_bubble, split {split}": _pipeline("zero_bubble", split) for split in (6, 8, 12)},
+    **{f"zero_bubble, split {split}": _pipeline("zero_bubble", split) for split in (6, 8, 12, 16)},
     **{f"cut at {cut}": _pipeline("gpipe", SPLIT, f"[{cut}]") for cut in ("layer2.3", "layer3.0", CUT)},
     "by hand": by_hand,
 }

@@ -26,18 +26,19 @@ _MAX_DEFERRED_BYTES = 1 << 14
 
 
 def deferred(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> BatchSums:
-    """Return a function that calls `function(*tensors)`, or the result of the call if the tensors exceed 16 KiB.
+    """Return a function that calls `function(*tensors)`, or the result of the call.
 
     `MetricBuffer` makes many such calls in a row. In the step of a small network, each of them would take several times
-    as long, because the network displaces the code of the metrics from the processor's caches.
+    as long, because the network displaces the code of the metrics from the processor's caches. The call is not deferred
+    if the tensors exceed 16 KiB, which would take memory, or are not on a CPU, as a replay of a CUDA graph overwrites
+    the outputs of the previous one.
 
     Args:
         function: a function that returns metric sums, float32 [num_metrics].
         tensors: its arguments, detached from the autograd graph. They must not be changed later.
     """
-    if sum(tensor.nbytes for tensor in tensors) > _MAX_DEFERRED_BYTES:
-        return function(*tensors)
-    return partial(function, *tensors)
+    small = sum(tensor.nbytes for tensor in tensors) <= _MAX_DEFERRED_BYTES
+    return partial(function, *tensors) if small and tensors[0].is_cpu else function(*tensors)
 
 
 def computed(sums: BatchSums) -> torch.Tensor:

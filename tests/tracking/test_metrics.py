@@ -93,6 +93,10 @@ def test_deferred_sums_are_computed_after_sixteen_steps_or_micro_batches_and_bef
     assert buffer.flush(lambda sums: sums).flatten().tolist() == [1.0] * 16 + [16.0, 1.0]
 
 
+def test_sums_on_other_devices_are_not_deferred_because_cuda_graphs_overwrite_outputs() -> None:
+    assert isinstance(deferred(torch.sum, torch.ones(2, device="meta")), torch.Tensor)
+
+
 def test_only_small_tensors_are_kept_for_deferred_sums() -> None:
     small, large = torch.ones(4096), torch.ones(4097)
     sums: list[BatchSums] = [deferred(torch.sum, each) for each in (small, large)]
