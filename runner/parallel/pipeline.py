@@ -37,7 +37,7 @@ from runner.parallel.pipelining.partition import (
     profile_blocks,
     supervised,
 )
-from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES
+from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES, check_split_backward
 from runner.parallel.pipelining.stages import ActivationSpec, StageModule, activation_specs, keep_only
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble
 from runner.system.section_timer import timer
@@ -260,10 +260,12 @@ class Pipeline(Partition, MultiProcess):
             context: the context of the run.
 
         Raises:
-            ConfigError: with the key `parallel.cuts`, if the stages of this process have no trainable parameters.
+            ConfigError: with the key `parallel.cuts`, if the stages of this process have no trainable parameters; or as
+                in `check_split_backward`.
         """
         from runner.parallel.pipelining.process_engine import ProcessEngine
 
+        check_split_backward(self.schedule, model)
         own = range(context.rank, len(grouped), context.world_size)
         keep_only(model, {name for name, number in stage_of.items() if number in own})
         why = f"process {context.rank} has nothing to train"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from runner.config.errors import check
 from runner.system.torch_private import pipeline_actions
 
 _CLASSES = {
@@ -28,6 +31,20 @@ def schedule_class(schedule: str) -> Any:
     from torch.distributed import pipelining  # imported here: it takes half a second
 
     return getattr(pipelining, _CLASSES[schedule])
+
+
+def check_split_backward(schedule: str, model: torch.nn.Module) -> None:
+    """Check that torch can split the backward pass of `model`, as `zero_bubble` does.
+
+    torch 2.11 crashes with group normalization: it computes gradients from a freed graph.
+
+    Raises:
+        ConfigError: with the key `parallel.schedule`, if torch would crash.
+    """
+    crashes = schedule == "zero_bubble" and torch.__version__ < "2.12"
+    grouped = crashes and any(isinstance(module, torch.nn.GroupNorm) for module in model.modules())
+    why = f"torch {torch.__version__} crashes when it splits the backward pass of group normalization"
+    check(not grouped, "parallel.schedule", schedule, why, "another parallel.schedule, or install torch 2.14")
 
 
 def actions(schedule: str, num_stages: int, num_workers: int, num_micros: int) -> list[list[Action]]:
