@@ -36,12 +36,12 @@ def schedule_class(schedule: str) -> Any:
 def check_split_backward(schedule: str, model: torch.nn.Module) -> None:
     """Check that torch can split the backward pass of `model`, as `zero_bubble` does.
 
-    torch 2.11 crashes with group normalization: it computes gradients from a freed graph.
+    torch 2.11, 2.12 and 2.13 crash with group normalization: they compute gradients from a freed graph.
 
     Raises:
         ConfigError: with the key `parallel.schedule`, if torch would crash.
     """
-    crashes = schedule == "zero_bubble" and torch.__version__ < "2.12"
+    crashes = schedule == "zero_bubble" and torch.__version__ < "2.14"
     grouped = crashes and any(isinstance(module, torch.nn.GroupNorm) for module in model.modules())
     why = f"torch {torch.__version__} crashes when it splits the backward pass of group normalization"
     check(not grouped, "parallel.schedule", schedule, why, "another parallel.schedule, or install torch 2.14")

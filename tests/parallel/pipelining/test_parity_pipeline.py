@@ -156,8 +156,8 @@ def test_a_residual_network_with_group_normalization_equals_a_plain_loop(
 
     Float32 weights equal those of one device that accumulates over the same micro-batches.
     """
-    if schedule == "zero_bubble" and torch.__version__ < "2.12":
-        pytest.skip("torch 2.11 crashes: zero_bubble computes gradients of group normalization from a freed graph")
+    if schedule == "zero_bubble" and torch.__version__ < "2.14":
+        pytest.skip("torch before 2.14 crashes: gradients of group normalization from a freed graph")
     options = ("parallel=pipeline", f"parallel.schedule={schedule}", f"accumulation={accumulation}")
     ranks(processes).train(
         compose_config(*TINY_CPU, *COMMON, *GROUP, DOUBLE, *options), tmp_path / "exact", narrow_session
