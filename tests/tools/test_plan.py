@@ -109,6 +109,8 @@ def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
     words = (*small, "device=cpu", "device.threads=1", *typed.split(), "batch_size=64", "accumulation.steps=8")
     session = prepared(build_composed_run(*words))
     world_size = session.context.world_size
+    if torch.__version__ < "2.14":  # torch 2.11 finds the shapes of DTensors by operations, once, which are counted
+        trace_rank(session, 0, world_size)
     for rank, found in enumerate(trace(session)):
         whole = trace_rank(session, rank, world_size)
         assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=2e-3)  # indices and losses of all samples
