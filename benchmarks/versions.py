@@ -130,13 +130,12 @@ def write_constraints(packages: str, path: Path) -> Path:
 def lower_bounds() -> list[str]:
     """Return the constraints that pin each package to its lower bound in pyproject.toml, such as `torch==2.11`.
 
-    The packages are the dependencies and those of the extra `test`. Packages without a lower bound are left out. A bound
-    that applies only to some versions of Python keeps its condition, which pip evaluates.
+    The packages are the dependencies and those of the extra `test`. Packages without a lower bound are left out.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["test"]]
-    found = (re.match(r"([\w-]+)(?:\[[\w,-]+\])?>=([\d.]+)[^;]*(;.*)?", line) for line in lines)
-    return [f"{match[1]}=={match[2]}{match[3] or ''}" for match in found if match]
+    found = (re.match(r"([\w-]+)(?:\[[\w,-]+\])?>=([\d.]+)", line) for line in lines)
+    return [f"{match[1]}=={match[2]}" for match in found if match]
 
 
 def set_up(directory: Path, interpreter: Path, constraints: Path) -> str | None:

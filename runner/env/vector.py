@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Sequence
@@ -167,7 +168,8 @@ class Vector:
 
     def _observe(self, observations: np.ndarray, rewards: np.ndarray) -> None:
         self.observations = observations.astype(np.float32, copy=False)
-        if not np.isfinite(self.observations.sum() + rewards.sum()):  # one check for all environments is fast
+        # One check for all environments is fast; `reduce` takes half as long as `sum`, which calls it.
+        if not math.isfinite(np.add.reduce(self.observations, None) + np.add.reduce(rewards)):
             finite = np.isfinite(self.observations.reshape(self.num_envs, -1)).all(1) & np.isfinite(rewards)
             if not finite.all():
                 raise EnvironmentBrokenError(self._message("returned a value that is not finite", int(finite.argmin())))

@@ -69,8 +69,9 @@ def host_memory() -> dict[str, int | None]:
 
 def _peak_resident_bytes() -> float:
     try:
-        status = (_PROC / "status").read_text()
-        return 1024.0 * int(status.split("VmHWM:")[1].split()[0])
+        with open(_PROC / "status", "rb", buffering=0) as file:  # unbuffered and undecoded, as each log reads it
+            status = file.read()
+        return 1024.0 * int(status.partition(b"VmHWM:")[2].split(None, 1)[0])
     except (OSError, IndexError):  # not Linux, or a container that shows less
         import resource
 

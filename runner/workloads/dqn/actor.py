@@ -64,7 +64,9 @@ class Actor:
         self._returns, self._lengths = np.zeros(vector.num_envs), np.zeros(vector.num_envs, np.int64)
         self._ended: list[tuple[float, int]] = []
         self._repeats = Repeats(vector.num_envs, longest_repeat) if longest_repeat > 1 else None
-        self._least_reward = self._greatest_reward = 0.0  # of all steps; 0 included, because an episode may end
+        # The least and the greatest reward of each environment; 0 is included, because an episode may end. They are kept
+        # per environment, because a reduction of a few numbers would take several times as long in every step.
+        self._least_rewards, self._greatest_rewards = np.zeros(vector.num_envs), np.zeros(vector.num_envs)
 
     def step(self, policy: Policy | None, epsilon: float) -> None:
         """Take one ε-greedy step in each environment (Watkins, 1989), and store the completed transitions.
@@ -88,13 +90,14 @@ class Actor:
             actions = np.where(explores, actions, policy(previous))
         observations, rewards, terminated, truncated, taken = vector.step(actions)
         flat, flat_next = previous.reshape(num_envs, -1), observations.reshape(num_envs, -1)
+        ended = terminated | truncated
         if self._repeats is not None:
-            self._repeats.end(terminated | truncated)
+            self._repeats.end(ended)
         self.replay.add(self.n_step_buffer.push(flat, actions, rewards, flat_next, terminated, truncated, taken))
-        self._least_reward = min(self._least_reward, float(rewards.min()))
-        self._greatest_reward = max(self._greatest_reward, float(rewards.max()))
+        np.minimum(self._least_rewards, rewards, out=self._least_rewards)
+        np.maximum(self._greatest_rewards, rewards, out=self._greatest_rewards)
         self.num_steps += num_envs
-        self._update_episodes(rewards, terminated | truncated, taken)
+        self._update_episodes(rewards, ended, taken)
 
     def _update_episodes(self, rewards: np.ndarray, ended: np.ndarray, taken: np.ndarray) -> None:
         """Update the returns and lengths of the current episodes, and record the episodes that ended.
@@ -106,7 +109,7 @@ class Actor:
         """
         self._returns += rewards
         self._lengths += taken
-        if ended.any():
+        if np.count_nonzero(ended):  # in a fifth of the time of `any`
             self._ended += zip(self._returns[ended].tolist(), self._lengths[ended].tolist(), strict=True)
             self._returns[ended] = self._lengths[ended] = 0
             self.num_episodes += int(ended.sum())
@@ -121,8 +124,12 @@ class Actor:
         of float32, the result is (-inf, inf).
         """
         scale = 1 - self.n_step_buffer.discount
-        in_range = all(abs(reward) < scale * _LARGEST for reward in (self._least_reward, self._greatest_reward))
-        return (self._least_reward / scale, self._greatest_reward / scale) if in_range else (-math.inf, math.inf)
+        least, greatest = self._reward_range()
+        in_range = all(abs(reward) < scale * _LARGEST for reward in (least, greatest))
+        return (least / scale, greatest / scale) if in_range else (-math.inf, math.inf)
+
+    def _reward_range(self) -> tuple[float, float]:
+        return float(self._least_rewards.min()), float(self._greatest_rewards.max())
 
     def sample(self, count: int) -> torch.Tensor:
         """Return `count` packed transitions, drawn uniformly with replacement, on the device of the replay buffer."""
@@ -153,7 +160,7 @@ class Actor:
             "returns": self._returns.tolist(),
             "lengths": self._lengths.tolist(),
             "ended": self._ended,
-            "rewards": (self._least_reward, self._greatest_reward),
+            "rewards": self._reward_range(),
         } | ({} if self._repeats is None else {"repeats": self._repeats.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -171,7 +178,7 @@ class Actor:
         self.num_episodes = state["num_episodes"]
         self._ended = [tuple(episode) for episode in state["ended"]]
         # Checkpoints of earlier versions have no rewards; their runs go on without bounds, as they began.
-        self._least_reward, self._greatest_reward = state.get("rewards", (-math.inf, math.inf))
+        self._least_rewards[:], self._greatest_rewards[:] = state.get("rewards", (-math.inf, math.inf))
         self._random.bit_generator.state = state["random"]
         same_number = len(state["returns"]) == self.vector.num_envs
         if not same_number or state["environments"] is None:

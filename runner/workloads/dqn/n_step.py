@@ -70,7 +70,7 @@ class NStepBuffer:
         self._returns += self._weights[slot] * rewards
         ended = terminated | truncated
         oldest = (slot + 1) % self.length
-        if ended.any():
+        if np.count_nonzero(ended):
             return self._close(slot, oldest, ended, terminated, next_observations)
         rows, full = self._rows[oldest], self._open[oldest]
         rows[:, self.size : -3] = next_observations

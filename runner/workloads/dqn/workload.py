@@ -201,7 +201,7 @@ class DQN(Workload):
                 while actor.num_steps < self._due(step):
                     warming = actor.num_steps * self._count < self.warm_up
                     actor.step(None if warming else policy, self._epsilon(actor.num_steps * self._count))
-                possible_returns = actor.possible_returns()
+                possible_returns = actor.possible_returns() if self.clip_targets else (-math.inf, math.inf)
                 # Sampled once per step, so that the transitions do not depend on the number of micro-batches.
                 for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
                     yield unpack(rows.to(device, non_blocking=True), possible_returns)
