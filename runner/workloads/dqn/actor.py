@@ -64,8 +64,8 @@ class Actor:
         self._returns, self._lengths = np.zeros(vector.num_envs), np.zeros(vector.num_envs, np.int64)
         self._ended: list[tuple[float, int]] = []
         self._repeats = Repeats(vector.num_envs, longest_repeat) if longest_repeat > 1 else None
-        # The least and the greatest reward of each environment; 0 is included, because an episode may end. They are kept
-        # per environment, because a reduction of a few numbers would take several times as long in every step.
+        # The least and the greatest reward of each environment, and 0, because an episode may end. In every step, a
+        # reduction over a few environments would take several times as long as an update for each of them.
         self._least_rewards, self._greatest_rewards = np.zeros(vector.num_envs), np.zeros(vector.num_envs)
 
     def step(self, policy: Policy | None, epsilon: float) -> None:
