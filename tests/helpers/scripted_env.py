@@ -12,6 +12,7 @@ from gymnasium.envs.registration import EnvSpec
 from runner.env.base import Env
 from runner.workloads.dqn.actor import Actor
 from runner.workloads.dqn.n_step import NStepBuffer
+from runner.workloads.dqn.repeated_actions import Repeats
 from runner.workloads.dqn.replay import Replay, unpack
 
 
@@ -55,7 +56,7 @@ def scripted_actor(
     length: int,
     discount: float,
     capacity: int = 10_000,
-    longest_repeat: int = 1,
+    repeats: Repeats | None = None,
 ) -> Actor:
     """An actor in `num_envs` scripted environments, whose transitions combine `length` steps."""
     spec = EnvSpec("Scripted-v0", ScriptedEnv, disable_env_checker=True)
@@ -64,7 +65,7 @@ def scripted_actor(
     env.prepare()
     ScriptedEnv.transition_log.clear()
     n_step_buffer = NStepBuffer(num_envs, 3, length, discount)
-    return Actor(env.vector(num_envs), 4, n_step_buffer, Replay(capacity, 3), 5, longest_repeat)
+    return Actor(env.vector(num_envs), 4, n_step_buffer, Replay(capacity, 3), 5, repeats)
 
 
 def expected_transitions(length: int, discount: float) -> dict[tuple, tuple]:

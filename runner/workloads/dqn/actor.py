@@ -43,7 +43,7 @@ class Actor:
         n_step_buffer: the buffer that combines steps into n-step transitions.
         replay: the replay buffer that stores the transitions.
         seed: the seed for the environments, the exploration and the sampling.
-        longest_repeat: the largest number of steps for which a random action is repeated.
+        repeats: the repetitions of random actions; None to take each random action for one step.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Actor:
         n_step_buffer: NStepBuffer,
         replay: Replay,
         seed: int,
-        longest_repeat: int = 1,
+        repeats: Repeats | None = None,
     ):
         self.vector, self.num_actions, self.n_step_buffer, self.replay = vector, num_actions, n_step_buffer, replay
         self._random = np.random.Generator(np.random.PCG64(derive(seed, "exploration")))
@@ -63,7 +63,7 @@ class Actor:
         self.num_episodes = 0
         self._returns, self._lengths = np.zeros(vector.num_envs), np.zeros(vector.num_envs, np.int64)
         self._ended: list[tuple[float, int]] = []
-        self._repeats = Repeats(vector.num_envs, longest_repeat) if longest_repeat > 1 else None
+        self._repeats = repeats
         # The least and the greatest reward of each environment, and 0, because an episode may end. In every step, a
         # reduction over a few environments would take several times as long as an update for each of them.
         self._least_rewards, self._greatest_rewards = np.zeros(vector.num_envs), np.zeros(vector.num_envs)

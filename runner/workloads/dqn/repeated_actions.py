@@ -9,15 +9,17 @@ class Repeats:
     """Temporally extended ε-greedy exploration (Dabney, Ostrovski and Barreto, ICLR 2021).
 
     Plain ε-greedy exploration takes a random action for one step. This class repeats the action for n steps, where n is
-    drawn from the heavy-tailed distribution p(n) ∝ n⁻² over 1 to `longest`. The end of an episode ends the repetition.
+    drawn from the heavy-tailed distribution p(n) ∝ n^(-exponent) over 1 to `longest`. The end of an episode ends the
+    repetition.
 
     Args:
         num_envs: number of environments.
         longest: the largest number of steps n.
+        exponent: the exponent, μ in the paper, which uses 2. With less, long repetitions are more frequent.
     """
 
-    def __init__(self, num_envs: int, longest: int):
-        chances = np.arange(1, longest + 1, dtype=np.float64) ** -2
+    def __init__(self, num_envs: int, longest: int, exponent: float = 2.0):
+        chances = np.arange(1, longest + 1, dtype=np.float64) ** -exponent
         self._cumulative = np.cumsum(chances / chances.sum())
         self._cumulative[-1] = 1.0  # a draw is below 1, so rounding must not lead past the end
         self._actions, self._left = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)

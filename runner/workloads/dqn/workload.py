@@ -70,9 +70,10 @@ class DQN(Workload):
         epsilon_fraction: fraction of `env_steps` during which the fraction of random actions changes linearly from
             `epsilon_start` to `epsilon_final`.
         epsilon_repeat: the largest number of steps for which a random action is repeated (temporally extended ε-greedy
-            exploration; Dabney et al., 2021); 1 for no repetition. The number n of steps is drawn with a probability
-            proportional to n⁻². If `epsilon_repeat` is larger than 1, ε is the probability that a repetition begins, so
-            that the fraction of random actions is larger than ε.
+            exploration; Dabney et al., 2021); 1 for no repetition. If it is larger than 1, ε is the probability that a
+            repetition begins, so that the fraction of random actions is larger than ε.
+        epsilon_repeat_exponent: the number n of steps of a repetition is drawn with a probability proportional to
+            n^(-epsilon_repeat_exponent): 2 as in the paper; 0 to make all numbers equally probable.
         normalize: scale observations to [-1, 1] by the bounds of the observation space; without finite bounds, to a
             mean of 0 and a standard deviation of 1 under random actions. The scaling does not change during the
             training, so that stored transitions stay valid.
@@ -99,6 +100,7 @@ class DQN(Workload):
     epsilon_final: float = 0.1
     epsilon_fraction: float = 0.2
     epsilon_repeat: int = 1
+    epsilon_repeat_exponent: float = 2.0
     normalize: bool = False
     eval_episodes: int = 100
     record_video: bool = False
@@ -112,6 +114,7 @@ class DQN(Workload):
         for key in ("env_steps", "replay_size", "n_step", "target_every", "eval_episodes"):
             check_range(self, key, least=1, most=2**31 - 1)
         check_range(self, "epsilon_repeat", least=1, most=1000)
+        check_range(self, "epsilon_repeat_exponent", least=0, most=100)
         check_range(self, "replay_ratio", above=0, most=1000)
         check_range(self, "discount", least=0, most=1)
         check_range(self, "target_tau", above=0, most=1)
@@ -238,6 +241,7 @@ class DQN(Workload):
         # imported here: these import numpy
         from runner.workloads.dqn.actor import Actor
         from runner.workloads.dqn.n_step import NStepBuffer
+        from runner.workloads.dqn.repeated_actions import Repeats
         from runner.workloads.dqn.replay import Replay, row_width
 
         num_envs, size = envs_per_process(self.env.num_envs, plan.num_workers), math.prod(self.env.shape)
@@ -255,7 +259,9 @@ class DQN(Workload):
         with errors_under("env"):
             vector = self.env.vector(num_envs)
         seed = derive(plan.seed, "agent", plan.worker)
-        return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, self.epsilon_repeat)
+        longest, exponent = self.epsilon_repeat, self.epsilon_repeat_exponent
+        repeats = Repeats(num_envs, longest, exponent) if longest > 1 else None
+        return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, repeats)
 
     def _check_memory(self, capacity: int, row_bytes: int) -> None:
         """Check that the replay buffers of the processes on this machine fit into its free memory.

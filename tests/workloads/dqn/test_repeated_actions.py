@@ -11,13 +11,13 @@ from runner.workloads.dqn.repeated_actions import Repeats
 NUM_ENVS, LONGEST = 500, 6
 
 
-def explored(chance: float, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+def explored(chance: float, num_steps: int, exponent: float = 2.0) -> tuple[np.ndarray, np.ndarray]:
     """Return which of 500 environments explore in each step, and their actions, both [num_steps, 500].
 
     In each step, an environment that is not repeating an action begins a repetition with probability `chance`. No two
     repetitions have the same action.
     """
-    random, repeats = np.random.default_rng(1), Repeats(NUM_ENVS, LONGEST)
+    random, repeats = np.random.default_rng(1), Repeats(NUM_ENVS, LONGEST, exponent)
     steps = []
     for step in range(num_steps):
         fresh = np.arange(step * NUM_ENVS, (step + 1) * NUM_ENVS)
@@ -26,12 +26,13 @@ def explored(chance: float, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(explores), np.stack(actions)
 
 
-def test_repetition_lengths_have_the_distribution_of_the_paper() -> None:
+@pytest.mark.parametrize("exponent", [2.0, 1.0, 0.0])
+def test_repetition_lengths_have_the_distribution_of_the_paper(exponent: float) -> None:
     """Each repetition has its own action, so the length of a repetition is the number of steps with its action."""
-    explores, actions = explored(1.0, 400)
+    explores, actions = explored(1.0, 400, exponent)
     assert explores.all()
     _, lengths = np.unique(actions[:-LONGEST], return_counts=True)
-    chances = np.arange(1, LONGEST + 1.0) ** -2
+    chances = np.arange(1, LONGEST + 1.0) ** -exponent
     counts = np.bincount(lengths, minlength=LONGEST + 1)[1:]
     assert len(counts) == LONGEST
     assert counts / counts.sum() == pytest.approx(chances / chances.sum(), abs=0.01)
@@ -72,7 +73,7 @@ def test_an_actor_that_explores_repeats_its_actions(
     monkeypatch: pytest.MonkeyPatch, longest: int, least: float, most: float
 ) -> None:
     """Without repetitions, a random one of four actions equals the previous action in a quarter of the steps."""
-    actor = scripted_actor(monkeypatch, 1, 1, 0.9, longest_repeat=longest)
+    actor = scripted_actor(monkeypatch, 1, 1, 0.9, repeats=Repeats(1, longest))
     for _ in range(600):
         actor.step(None, 0.0)
     actions = actor.replay.rows[: len(actor.replay), -3]
