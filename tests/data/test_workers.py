@@ -233,7 +233,7 @@ def status(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name: state, parent, …; an empty list if there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between opening and reading
         return []
 
 
