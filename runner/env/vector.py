@@ -168,7 +168,7 @@ class Vector:
 
     def _observe(self, observations: np.ndarray, rewards: np.ndarray) -> None:
         self.observations = observations.astype(np.float32, copy=False)
-        # One check for all environments is fast; `reduce` takes half as long as `sum`, which calls it.
+        # One check for all environments is fast, and `reduce` is faster than `sum`, which calls it.
         if not math.isfinite(np.add.reduce(self.observations, None) + np.add.reduce(rewards)):
             finite = np.isfinite(self.observations.reshape(self.num_envs, -1)).all(1) & np.isfinite(rewards)
             if not finite.all():

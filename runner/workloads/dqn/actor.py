@@ -109,7 +109,7 @@ class Actor:
         """
         self._returns += rewards
         self._lengths += taken
-        if np.count_nonzero(ended):  # in a fifth of the time of `any`
+        if np.count_nonzero(ended):  # in a third of the time of `any`
             self._ended += zip(self._returns[ended].tolist(), self._lengths[ended].tolist(), strict=True)
             self._returns[ended] = self._lengths[ended] = 0
             self.num_episodes += int(ended.sum())
