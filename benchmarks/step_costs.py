@@ -62,11 +62,13 @@ class Batches:
 def parts(state: State, batches: Batches) -> dict[str, Part]:
     """Return the parts of the loop by name, each with its replacements."""
     session, run = state.session, state.session.run
-    ones, null = torch.ones(len(run.workload.metrics)), nullcontext()
+    ones, null = torch.ones(2048, len(run.workload.metrics) - 1), nullcontext()
     recorded = state.step_timer.seconds.append
     found: dict[str, Part] = {
         "batch: gather 64 samples": [(batches, "stands", True)],
-        "metrics: loss and accuracy of the batch": [(run.workload, "metric_sums", lambda *_: ones)],
+        "metrics: loss and accuracy of the batch": [
+            (run.workload, "sample_metrics", lambda _, targets: ones[: len(targets)])
+        ],
         "metrics: keep the sums of each step": [
             (state.metric_buffer, "add", nothing),
             (state.metric_buffer, "end_step", nothing),

@@ -130,7 +130,7 @@ class Parallel:
 
         Returns:
             The metric sums over the micro-batch, in the order of `workload.metrics`: float32 [num_metrics], on the
-            device, or a function that returns them. A rank that does not compute the loss, such as the rank of a
+            device, or what they will be computed from. A rank that does not compute the loss, such as the rank of a
             pipeline's first stage, returns zeros.
         """
         return self._accumulate(model, batch, micro.weight)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import operator
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -19,31 +17,63 @@ MetricSums = dict[str, "torch.Tensor"]
 """Sums and counts by name, which can be added over batches and ranks. A metric is a sum divided by a count."""
 
 
-BatchSums: TypeAlias = "torch.Tensor | Callable[[], torch.Tensor]"
-"""The sums of the training metrics over a micro-batch, float32 [num_metrics]; or a function that returns them."""
+class Deferred(NamedTuple):
+    """What the metric sums of a small micro-batch of n samples will be computed from (see `deferred`)."""
+
+    sample_metrics: Callable[..., torch.Tensor]
+    """A function of `tensors`. It returns all metrics of each sample except the loss, [n, num_metrics − 1]."""
+    loss: torch.Tensor
+    """The mean loss of the micro-batch, a scalar."""
+    tensors: tuple[torch.Tensor, ...]
+    """Tensors whose first dimension has size n."""
+
+
+BatchSums: TypeAlias = "torch.Tensor | Deferred"
+"""The sums of the training metrics over a micro-batch, float32 [num_metrics]; or what they will be computed from."""
 
 _MAX_DEFERRED_BYTES = 1 << 14
 
 
-def deferred(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> BatchSums:
-    """Return a function that calls `function(*tensors)`, or the result of the call.
+def deferred(sample_metrics: Callable[..., torch.Tensor], loss: torch.Tensor, *tensors: torch.Tensor) -> BatchSums:
+    """Return the metric sums of a micro-batch or, if it is small, what `MetricBuffer` will compute them from.
 
-    `MetricBuffer` makes many such calls in a row. In the step of a small network, each of them would take several times
-    as long, because the network displaces the code of the metrics from the processor's caches. The call is not deferred
-    if the tensors exceed 16 KiB, which would take memory, or are not on a CPU, as a replay of a CUDA graph overwrites
-    the outputs of the previous one.
+    `MetricBuffer` computes the sums of many small micro-batches together. On small tensors, an operation takes longer
+    to start than to compute, and after the step of a network several times as long, because the network displaces the
+    code of the metrics from the processor's caches. The computation is not deferred if the tensors exceed 16 KiB, which
+    would take memory, or are not on a CPU, as a replay of a CUDA graph overwrites the outputs of the previous one.
 
     Args:
-        function: a function that returns metric sums, float32 [num_metrics].
-        tensors: its arguments, detached from the autograd graph. They must not be changed later.
+        sample_metrics: a function that returns all metrics of each sample except the loss, [n, num_metrics − 1].
+        loss: the mean loss of the micro-batch, a detached scalar.
+        tensors: the arguments of `sample_metrics`, [n, …], detached from the autograd graph. They must not be changed
+            later.
     """
+    sums = Deferred(sample_metrics, loss, tensors)
     small = sum(tensor.nbytes for tensor in tensors) <= _MAX_DEFERRED_BYTES
-    return partial(function, *tensors) if small and tensors[0].is_cpu else function(*tensors)
+    return sums if small and loss.is_cpu else computed(sums)
 
 
 def computed(sums: BatchSums) -> torch.Tensor:
-    """Return `sums` if they are a tensor; otherwise call the function that returns them."""
-    return sums if isinstance(sums, torch.Tensor) else sums()
+    """Return the metric sums of a micro-batch, float32 [num_metrics]."""
+    return sums if isinstance(sums, torch.Tensor) else _computed_together([sums])[0]
+
+
+def _stacked(sums: Sequence[BatchSums]) -> torch.Tensor:
+    """Return the metric sums of several micro-batches, float32 [len(sums), num_metrics]."""
+    later = [each for each in sums if isinstance(each, Deferred)]
+    alike = len({(each.sample_metrics, *(tensor.shape for tensor in each.tensors)) for each in later}) == 1
+    return _computed_together(later) if alike and len(later) == len(sums) else torch.stack([*map(computed, sums)])
+
+
+def _computed_together(sums: Sequence[Deferred]) -> torch.Tensor:
+    """Return the metric sums of micro-batches of the same size, float32 [len(sums), num_metrics]."""
+    first = sums[0]
+    tensors = first.tensors if len(sums) == 1 else map(torch.cat, zip(*(each.tensors for each in sums), strict=True))
+    size = len(first.tensors[0])
+    metrics = first.sample_metrics(*tensors).unflatten(0, (len(sums), size))
+    totals = metrics.sum(1, dtype=None if metrics.is_floating_point() else torch.float32)
+    losses = torch.stack([each.loss for each in sums]).float() * size
+    return torch.cat((losses[:, None], totals.float()), 1)
 
 
 class DivergedError(Exception):
@@ -80,7 +110,7 @@ class MetricBuffer:
         self._names = ["the loss", *(f"train/{name}" for name in names[1:])]
         self._zeros = torch.zeros(len(names), device=device)  # the sums of a step without micro-batches
         self._step: list[BatchSums] = []  # of the micro-batches of the current step
-        self._rows: list[list[BatchSums]] = []  # the same of the latest steps
+        self._rows: list[BatchSums] = []  # of the latest steps
         self._blocks: list[torch.Tensor] = []
         self._steps = array("q")
 
@@ -96,7 +126,7 @@ class MetricBuffer:
         self._rows, self._blocks, self._steps = [], [rows.to(self._zeros)], array("q", [step] * len(rows))
 
     def add(self, sums: BatchSums) -> None:
-        """Add the metric sums of a micro-batch, [num_metrics] or a function that returns them, to the current step."""
+        """Add the metric sums of a micro-batch to the current step."""
         self._step.append(sums)
         if len(self._step) == _STEPS_PER_BLOCK:
             self._step = [self._total(self._step)]
@@ -104,7 +134,7 @@ class MetricBuffer:
     def end_step(self, step: int) -> None:
         """End the current step, after the sums of all its micro-batches have been added; `step` is its number."""
         # Deferred sums of many micro-batches would take memory that a plan of a few micro-batches does not have.
-        self._rows.append(self._step if len(self._step) < 2 else [self._total(self._step)])
+        self._rows.append(self._step[0] if len(self._step) == 1 else self._total(self._step))
         self._steps.append(step)
         self._step = []
         if len(self._rows) == _STEPS_PER_BLOCK:
@@ -112,13 +142,13 @@ class MetricBuffer:
 
     def _combine(self) -> None:
         """Compute the sums of the latest steps, and stack them into one tensor."""
-        self._blocks.append(torch.stack([self._total(row) for row in self._rows]))
+        self._blocks.append(_stacked(self._rows))
         self._rows = []
         if len(self._blocks) == _MAX_BLOCKS:
             self._blocks = [torch.cat(self._blocks)]
 
     def _total(self, sums: list[BatchSums]) -> torch.Tensor:
-        return reduce(operator.add, map(computed, sums)) if sums else self._zeros
+        return _stacked(sums).sum(0) if sums else self._zeros
 
     def peek(self, all_reduce: Callable[[MetricSums], MetricSums]) -> torch.Tensor:
         """Wait for the device, and return the sums over all ranks, float32 [num_rows, num_metrics] on the CPU.

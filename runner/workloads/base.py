@@ -149,7 +149,7 @@ class Workload(ABC):
 
         Returns:
             The mean loss, a scalar to differentiate; and the sums of the metrics over the samples of the micro-batch, a
-            detached float32 tensor [len(metrics)], or a function that returns it (see `deferred`).
+            detached float32 tensor [len(metrics)], or what they will be computed from (see `deferred`).
         """
 
     @abstractmethod
@@ -243,20 +243,25 @@ class SupervisedWorkload(Workload):
             targets: the targets of the batch, [n, …] (see `Batch`).
         """
 
-    @abstractmethod
-    def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """Return the metric sums of a micro-batch, float32 [len(metrics)].
+    def sample_metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the training metrics of each sample except the loss, which is the first metric.
+
+        The default is for a workload whose only training metric is the loss.
 
         Args:
-            outputs: outputs of the network, [n, …], detached from the autograd graph.
-            targets: the targets of the batch, [n, …].
-            loss: the mean loss of the micro-batch, a detached scalar.
+            outputs: outputs of the network, [n, …], detached from the autograd graph. The n samples may be those of
+                several micro-batches.
+            targets: the targets of the samples, [n, …].
+
+        Returns:
+            Numbers or booleans, [n, len(metrics) − 1], which are added over the samples.
         """
+        return outputs.new_zeros(len(outputs), 0)
 
     def loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
         """Return the mean loss and the metric sums of a micro-batch, given the outputs of the network."""
         loss = self.criterion(outputs, targets)
-        return loss, deferred(self.metric_sums, outputs.detach(), targets, loss.detach())
+        return loss, deferred(self.sample_metrics, loss.detach(), outputs.detach(), targets)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, BatchSums]:
         return self.loss_of(model(batch.inputs), batch.targets)

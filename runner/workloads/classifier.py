@@ -132,10 +132,9 @@ class Classifier(DataWorkload[LabeledSamples]):
         )
         return total / len(targets)
 
-    def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def sample_metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         labels = targets if targets.dim() == 1 else targets.argmax(1)
-        correct = (outputs.argmax(1) == labels).sum(dtype=torch.float32)
-        return torch.stack((loss.float() * len(targets), correct))
+        return (outputs.argmax(1) == labels)[:, None]
 
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device

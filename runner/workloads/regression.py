@@ -90,10 +90,9 @@ class Regression(DataWorkload[RegressionSamples]):
             outputs, targets, reduction="none"
         )
 
-    def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def sample_metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         outputs, targets = _comparable(outputs, targets)
-        absolute = ((outputs - targets).abs() * self._std(outputs)).mean(1).sum()
-        return torch.stack((loss.float() * len(targets), absolute.float()))
+        return ((outputs - targets).abs() * self._std(outputs)).mean(1, keepdim=True)
 
     def _std(self, like: torch.Tensor) -> torch.Tensor:
         """Return the standard deviation by which the data set has divided each target, on the device of `like`."""

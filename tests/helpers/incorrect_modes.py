@@ -21,7 +21,7 @@ from runner.parallel.context import Context, Layout
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess, average_buffers
-from runner.tracking.metrics import BatchSums, MetricSums, computed
+from runner.tracking.metrics import BatchSums, Deferred, MetricSums, computed
 from runner.workloads.classifier import Classifier
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class OpaqueOwnSeed(ShufflesWithOwnSeed):
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, targets = model(batch.batch.inputs), batch.batch.targets
         loss = self.criterion(outputs, targets)
-        return loss, self.metric_sums(outputs.detach(), targets, loss.detach())
+        return loss, computed(Deferred(self.sample_metrics, loss.detach(), (outputs.detach(), targets)))
 
 
 @dataclass

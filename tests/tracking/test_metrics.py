@@ -55,53 +55,91 @@ def test_a_step_without_a_micro_batch_adds_nothing() -> None:
     assert buffer.flush(lambda sums: sums).tolist() == [[0, 0]]
 
 
+def identity(metrics: torch.Tensor) -> torch.Tensor:
+    return metrics
+
+
+def sums_of(loss: torch.Tensor, metrics: torch.Tensor) -> torch.Tensor:
+    """Return what the metric sums of a micro-batch with this mean loss and these metrics of each sample must be."""
+    return torch.cat((loss[None] * len(metrics), metrics.sum(0, dtype=torch.float32)))
+
+
 @pytest.mark.parametrize("num_micro_batches", [1, 3, 40])
-def test_deferred_sums_give_the_same_rows_as_computed_sums(num_micro_batches: int) -> None:
-    values = torch.rand(50, num_micro_batches, 2)
-    buffers = [MetricBuffer(("loss", "accuracy")) for _ in range(2)]
-    for step, micros in enumerate(values, start=1):
-        for sums in micros:
-            buffers[0].add(sums)
-            buffers[1].add(deferred(torch.clone, sums))
+@pytest.mark.parametrize("num_metrics", [0, 1, 3])
+@pytest.mark.parametrize("boolean", [True, False])
+def test_deferred_sums_give_the_same_rows_as_computed_sums(
+    num_micro_batches: int, num_metrics: int, boolean: bool
+) -> None:
+    """All bits of the sums of 16 steps together equal those of each micro-batch alone: a resumed run groups others."""
+    buffers = [MetricBuffer(("loss", *"abc"[:num_metrics])) for _ in range(2)]
+    wanted = torch.zeros(50, 1 + num_metrics)
+    for step in range(1, 51):
+        for _ in range(num_micro_batches):
+            loss, metrics = torch.rand(()), torch.rand(13, num_metrics)
+            sums = deferred(identity, loss, metrics > 0.5 if boolean else metrics)
+            assert not isinstance(sums, torch.Tensor)
+            buffers[0].add(computed(sums))
+            buffers[1].add(sums)
+            wanted[step - 1] += sums_of(loss, metrics > 0.5 if boolean else metrics)
         for buffer in buffers:
             buffer.end_step(step)
     plain, late = (buffer.flush(lambda sums: sums) for buffer in buffers)
     assert torch.equal(plain, late)
-    torch.testing.assert_close(plain, values.sum(1))
+    torch.testing.assert_close(plain, wanted)
+
+
+def test_deferred_sums_of_micro_batches_of_different_sizes() -> None:
+    buffer, rows = MetricBuffer(("loss", "error")), []
+    for step, size in enumerate((3, 3, 5, 1), start=1):
+        loss, errors = torch.rand(()), torch.rand(size, 1)
+        buffer.add(deferred(identity, loss, errors))
+        buffer.end_step(step)
+        rows.append(sums_of(loss, errors))
+    torch.testing.assert_close(buffer.flush(lambda sums: sums), torch.stack(rows))
 
 
 def test_deferred_sums_are_computed_after_sixteen_steps_or_micro_batches_and_before_a_log() -> None:
-    buffer, calls = MetricBuffer(("loss",)), []
+    buffer, sizes = MetricBuffer(("loss", "one")), []
 
-    def sums() -> torch.Tensor:
-        calls.append(1)
-        return torch.ones(1)
+    def ones(outputs: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(outputs))
+        return torch.ones(len(outputs), 1)
 
+    sums = deferred(ones, torch.tensor(2.0), torch.zeros(3, 7))
     for step in range(1, 16):
         buffer.add(sums)
         buffer.end_step(step)
-    assert not calls
+    assert not sizes
     buffer.add(sums)
     buffer.end_step(16)
-    assert len(calls) == 16
+    assert sizes == [48]
     for _ in range(16):
         buffer.add(sums)
-    assert len(calls) == 32
+    assert sizes == [48, 48]
     buffer.end_step(17)
     buffer.add(sums)
     buffer.end_step(18)
-    assert buffer.flush(lambda sums: sums).flatten().tolist() == [1.0] * 16 + [16.0, 1.0]
+    rows = [[6.0, 3.0]] * 16 + [[96.0, 48.0], [6.0, 3.0]]
+    assert buffer.flush(lambda sums: sums).tolist() == rows
 
 
 def test_sums_on_other_devices_are_not_deferred_because_cuda_graphs_overwrite_outputs() -> None:
-    assert isinstance(deferred(torch.sum, torch.ones(2, device="meta")), torch.Tensor)
+    on_meta = torch.ones((), device="meta"), torch.ones(2, 1, device="meta")
+    assert isinstance(deferred(identity, *on_meta), torch.Tensor)
 
 
 def test_only_small_tensors_are_kept_for_deferred_sums() -> None:
-    small, large = torch.ones(4096), torch.ones(4097)
-    sums: list[BatchSums] = [deferred(torch.sum, each) for each in (small, large)]
+    small, large = torch.ones(4096, 1), torch.ones(4097, 1)
+    sums: list[BatchSums] = [deferred(identity, torch.tensor(0.5), each) for each in (small, large)]
     assert [isinstance(each, torch.Tensor) for each in sums] == [False, True]
-    assert [computed(each).item() for each in sums] == [4096, 4097]
+    assert [computed(each).tolist() for each in sums] == [[2048, 4096], [2048.5, 4097]]
+
+
+def test_sums_of_double_precision_are_rounded_once() -> None:
+    metrics = torch.tensor([[1.0], [2.0**-30], [2.0**-30]], dtype=torch.float64).repeat(1 << 8, 1)
+    sums = computed(deferred(identity, torch.tensor(1.0, dtype=torch.float64), metrics))
+    assert sums.dtype == torch.float32
+    assert sums[1] == torch.tensor(256 + 2.0**-21, dtype=torch.float64).float()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

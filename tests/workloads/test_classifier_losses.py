@@ -170,7 +170,7 @@ def test_the_batch_that_diverged_is_mixed_too() -> None:
 def test_the_accuracy_of_mixed_samples_counts_the_class_with_more_weight() -> None:
     workload = classifier("workload.mixup=1")
     outputs, targets = torch.eye(10)[[3, 4]], torch.eye(10)[[3, 3]] * 0.6 + torch.eye(10)[[4, 4]] * 0.4
-    assert workload.metric_sums(outputs, targets, torch.tensor(0.0))[1] == 1
+    assert workload.sample_metrics(outputs, targets).tolist() == [[True], [False]]
 
 
 def test_top5_accuracy_counts_the_five_largest_outputs() -> None:

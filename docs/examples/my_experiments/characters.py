@@ -148,9 +148,6 @@ class Characters(DataWorkload[Text]):
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
-    def metric_sums(self, outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        return loss.float()[None] * len(targets)
-
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:

@@ -324,7 +324,7 @@ class DQN(Workload):
             loss = torch.nn.functional.huber_loss(chosen, targets, delta=self.huber_delta)
         else:
             loss = torch.nn.functional.mse_loss(chosen, targets)
-        return loss, deferred(_metric_sums, loss.detach(), chosen.detach())
+        return loss, deferred(_sample_metrics, loss.detach(), chosen.detach())
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:
         if step % self.target_every == 0:
@@ -383,9 +383,9 @@ class DQN(Workload):
         self._best = state.get("best", -math.inf)
 
 
-def _metric_sums(loss: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the sums of the metrics of a micro-batch, given its mean loss and the values of its actions, [n, 1]."""
-    return torch.stack((loss * len(chosen), chosen.sum())).float()
+def _sample_metrics(chosen: torch.Tensor) -> torch.Tensor:
+    """Return `q_mean` of each sample, [n, 1], which is the value of its action, `chosen`."""
+    return chosen
 
 
 def _training_time() -> float:
