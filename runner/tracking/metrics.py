@@ -89,8 +89,8 @@ class DivergedError(Exception):
         self.step, self.what = step, what
 
 
-_STEPS_PER_BLOCK = 16
-_MAX_BLOCKS = 256
+_STEPS_PER_BLOCK = 64
+_MAX_BLOCKS = 64
 
 
 class MetricBuffer:
@@ -98,7 +98,7 @@ class MetricBuffer:
 
     The sums stay on the device until a log or a checkpoint is due, so that the host does not wait for the device after
     every step. The buffer keeps separate sums for each step, so that `peek` can find the step whose sums are not
-    finite. The sums of 16 steps are computed together, if they were deferred, and stacked into one tensor. This takes a
+    finite. The sums of 64 steps are computed together, if they were deferred, and stacked into one tensor. This takes a
     few bytes per step; one tensor per step would take a kilobyte.
 
     Args:

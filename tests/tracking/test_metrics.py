@@ -64,18 +64,18 @@ def sums_of(loss: torch.Tensor, metrics: torch.Tensor) -> torch.Tensor:
     return torch.cat((loss[None] * len(metrics), metrics.sum(0, dtype=torch.float32)))
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3, 40])
+@pytest.mark.parametrize(("num_micro_batches", "size"), [(1, 13), (1, 1365), (3, 64), (80, 5)])
 @pytest.mark.parametrize("num_metrics", [0, 1, 3])
 @pytest.mark.parametrize("boolean", [True, False])
 def test_deferred_sums_give_the_same_rows_as_computed_sums(
-    num_micro_batches: int, num_metrics: int, boolean: bool
+    num_micro_batches: int, size: int, num_metrics: int, boolean: bool
 ) -> None:
-    """All bits of the sums of 16 steps together equal those of each micro-batch alone: a resumed run groups others."""
+    """All bits of the sums of 64 steps together equal those of each micro-batch alone: a resumed run groups others."""
     buffers = [MetricBuffer(("loss", *"abc"[:num_metrics])) for _ in range(2)]
-    wanted = torch.zeros(50, 1 + num_metrics)
-    for step in range(1, 51):
+    wanted = torch.zeros(100, 1 + num_metrics)
+    for step in range(1, 101):
         for _ in range(num_micro_batches):
-            loss, metrics = torch.rand(()), torch.rand(13, num_metrics)
+            loss, metrics = torch.rand(()), torch.rand(size, num_metrics)
             sums = deferred(identity, loss, metrics > 0.5 if boolean else metrics)
             assert not isinstance(sums, torch.Tensor)
             buffers[0].add(computed(sums))
@@ -98,7 +98,7 @@ def test_deferred_sums_of_micro_batches_of_different_sizes() -> None:
     torch.testing.assert_close(buffer.flush(lambda sums: sums), torch.stack(rows))
 
 
-def test_deferred_sums_are_computed_after_sixteen_steps_or_micro_batches_and_before_a_log() -> None:
+def test_deferred_sums_are_computed_after_64_steps_or_micro_batches_and_before_a_log() -> None:
     buffer, sizes = MetricBuffer(("loss", "one")), []
 
     def ones(outputs: torch.Tensor) -> torch.Tensor:
@@ -106,20 +106,20 @@ def test_deferred_sums_are_computed_after_sixteen_steps_or_micro_batches_and_bef
         return torch.ones(len(outputs), 1)
 
     sums = deferred(ones, torch.tensor(2.0), torch.zeros(3, 7))
-    for step in range(1, 16):
+    for step in range(1, 64):
         buffer.add(sums)
         buffer.end_step(step)
     assert not sizes
     buffer.add(sums)
-    buffer.end_step(16)
-    assert sizes == [48]
-    for _ in range(16):
+    buffer.end_step(64)
+    assert sizes == [192]
+    for _ in range(64):
         buffer.add(sums)
-    assert sizes == [48, 48]
-    buffer.end_step(17)
+    assert sizes == [192, 192]
+    buffer.end_step(65)
     buffer.add(sums)
-    buffer.end_step(18)
-    rows = [[6.0, 3.0]] * 16 + [[96.0, 48.0], [6.0, 3.0]]
+    buffer.end_step(66)
+    rows = [[6.0, 3.0]] * 64 + [[384.0, 192.0], [6.0, 3.0]]
     assert buffer.flush(lambda sums: sums).tolist() == rows
 
 
