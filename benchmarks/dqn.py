@@ -3,10 +3,16 @@
 `python -m benchmarks.dqn [--repeats 5] [--steps 50000] [--cleanrl DIRECTORY]`. The settings are those of CleanRL's
 dqn.py (Huang et al., 2022): CartPole-v1, a 4-120-84-2 network, batch size 128, one update per ten environment steps
 after the first 10,000 steps, a replay buffer of 10,000 transitions, Adam with learning rate 2.5e-4, a target network
-copied every 500 environment steps, 1-step returns without double Q-learning, and ε from 1 to 0.05 over half of the run.
-By default, each contender uses one thread. The runner steps ten environments at once, logs every 100 updates and shows
-its progress. Stable-Baselines3 logs every 100 episodes. It is measured with one environment, which is what CleanRL
-uses, and with ten environments.
+copied every 500 environment steps, 1-step returns without double Q-learning, the mean squared error, and ε from 1 to
+0.05 over half of the run. Stable-Baselines3 has only the Huber loss. By default, each contender uses one thread. The
+runner logs every 100 updates and shows its progress. Stable-Baselines3 logs every 100 episodes.
+
+CleanRL has one environment. The others are measured with several numbers of environments, with as many updates per
+environment step: with ten environments, one update follows each step in all of them, and with fifty, five updates. To
+check that the runner learns the same, the mean length of all episodes of the training is printed beside each rate;
+compare it for several seeds, with 500,000 environment steps as CleanRL has them by default:
+
+    python -m benchmarks.dqn --run "runner, fifty environments" --steps 500000 --seed 1
 
 With `--cleanrl`, CleanRL's own dqn.py is measured, too. It needs gymnasium 0.29, which is installed in a separate
 directory, so that all contenders use the same torch and numpy:
@@ -33,14 +39,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import command, interleave, points, report, write
+from benchmarks.measure import command, interleave, points, print_value, report, result, write
 
-CLEANRL_GOALS = {("runner", "cleanrl"): 3.0}
+CLEANRL_GOALS = {("runner", "cleanrl"): 3.0, ("runner, fifty environments", "cleanrl"): 3.0}
 GOALS = {("runner", "sb3"): 3.0, ("runner", "sb3, ten environments"): 1.0}
 MODE_GOALS = {("hogwild, two", "one"): 1.6}
 
 
-def sb3(steps: int, num_envs: int = 1) -> float:
+def sb3(steps: int, seed: int, num_envs: int = 1) -> float:
     """Return environment steps per second of Stable-Baselines3 with its vectorized environments and TensorBoard."""
     from stable_baselines3 import DQN  # pyright: ignore[reportMissingImports]
     from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]
@@ -63,33 +69,40 @@ def sb3(steps: int, num_envs: int = 1) -> float:
             policy_kwargs={"net_arch": [120, 84]},
             tensorboard_log=root,
             device="cpu",
-            seed=0,
+            seed=seed,
         )
         began = time.perf_counter()
         agent.learn(steps, log_interval=100)
         return steps / (time.perf_counter() - began)
 
 
-def cleanrl(steps: int, checkout: Path) -> float:
+def cleanrl(steps: int, seed: int, checkout: Path) -> float:
     """Return the environment steps per second that CleanRL's dqn.py prints when it runs with its own settings."""
     paths = os.pathsep.join(map(str, (checkout / "packages", checkout)))
     line = [sys.executable, str(checkout / "cleanrl" / "dqn.py"), "--total-timesteps", str(steps)]
+    line += ["--seed", str(seed)]
     variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     with tempfile.TemporaryDirectory() as scratch:  # it logs to the current directory
         done = subprocess.run(line, check=True, capture_output=True, text=True, env=variables, cwd=scratch)
+    _print_length(steps, done.stdout.count("episodic_return="))
     return float([line for line in done.stdout.splitlines() if line.startswith("SPS:")][-1].removeprefix("SPS:"))
 
 
-def with_runner(steps: int) -> float:
+def _print_length(steps: int, num_episodes: int) -> None:
+    print_value("mean episode", steps / num_episodes)
+
+
+def with_runner(steps: int, seed: int = 0, num_envs: int = 10) -> float:
     """Return environment steps per second of the training loop, with logs, progress display and checkpoints."""
     from runner import training
     from runner.cli.main import main
 
     options = ["workload=dqn", "model.hidden=[120,84]", "batch_size=128", "optimizer.lr=2.5e-4", "schedule=constant"]
-    options += ["env.num_envs=10", f"workload.env_steps={steps}", "workload.warm_up=10000", "workload.replay_ratio=0.1"]
-    options += ["workload.replay_size=10000", "workload.n_step=1", "workload.double=false", "workload.target_tau=1"]
+    options += [f"env.num_envs={num_envs}", f"workload.env_steps={steps}", "workload.warm_up=10000"]
+    options += ["workload.replay_ratio=0.1", "workload.replay_size=10000"]
+    options += ["workload.n_step=1", "workload.double=false", "workload.target_tau=1"]
     options += ["workload.target_every=50", "workload.epsilon_fraction=0.5", "workload.epsilon_final=0.05"]
-    options += ["workload.td_loss=huber", "workload.huber_delta=1", "workload.clip_targets=false"]
+    options += ["workload.td_loss=mse", "workload.clip_targets=false"]
     options += ["log_every=100", "eval_every=0", "device=cpu", f"save_every={steps // 20}"]
     times: list[float] = []
     loop, evaluate = training.loop, training.evaluate
@@ -104,29 +117,34 @@ def with_runner(steps: int) -> float:
 
     training.loop, training.evaluate = timed_loop, timed_evaluate
     with tempfile.TemporaryDirectory() as root:
-        sys.argv = ["runner", *options, f"device.threads={torch.get_num_threads()}", f"output_root={root}"]
+        options += [f"seed={seed}", f"device.threads={torch.get_num_threads()}", f"output_root={root}", "name=bench"]
+        sys.argv = ["runner", *options]
         if main():
             raise SystemExit(1)
+        (directory,) = Path(root, "bench").iterdir()
+        _print_length(steps, result(directory)["notes"]["episodes"])
     start, end = times
     return steps / (end - start)
 
 
-def in_mode(options: Sequence[str], steps: int) -> float:
+def in_mode(options: Sequence[str], steps: int, seed: int) -> float:
     """Train a run with `options`, and return the median of its logged environment steps per second.
 
     The time that the run spends on logging, evaluating and saving does not count in the logged values.
     """
-    line = ["workload=dqn", f"workload.env_steps={steps}", "workload.eval_episodes=1", "log_every=200", *options]
-    with command([*line, "eval_every=0", "save_every=0", "keep=0", "device=cpu", "device.threads=1"]) as directory:
+    line = ["workload=dqn", f"workload.env_steps={steps}", "workload.eval_episodes=1", f"seed={seed}", *options]
+    line += ["log_every=200", "eval_every=0", "save_every=0", "keep=0"]
+    with command([*line, "device=cpu", "device.threads=1"]) as directory:
         return statistics.median(rate for _, rate in points(directory, "time/env_steps_per_second"))
 
 
-CONTENDERS: dict[str, Callable[[int], float]] = {
+CONTENDERS: dict[str, Callable[[int, int], float]] = {
     "sb3": sb3,
     "sb3, ten environments": partial(sb3, num_envs=10),
     "runner": with_runner,
+    "runner, fifty environments": partial(with_runner, num_envs=50),
 }
-MODES: dict[str, Callable[[int], float]] = {
+MODES: dict[str, Callable[[int, int], float]] = {
     "one": partial(in_mode, ["parallel=single"]),
     "ddp, two": partial(in_mode, ["parallel=ddp"]),
     "hogwild, two": partial(in_mode, ["parallel=hogwild"]),
@@ -139,18 +157,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50_000)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cleanrl", type=Path, metavar="DIRECTORY", help="a checkout of CleanRL, prepared as above")
     parser.add_argument("--run")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    contenders, passed = dict(CONTENDERS), ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
+    contenders = dict(CONTENDERS)
+    passed = [f"--{name}={getattr(arguments, name)}" for name in ("steps", "threads", "seed")]
     goals, checkout = GOALS, arguments.cleanrl and arguments.cleanrl.resolve()
     if checkout:
         goals = CLEANRL_GOALS | GOALS
         contenders = {"cleanrl": partial(cleanrl, checkout=checkout)} | contenders
         passed += ["--cleanrl", str(checkout)]
     if arguments.run:
-        print((contenders | MODES)[arguments.run](arguments.steps))
+        print((contenders | MODES)[arguments.run](arguments.steps, arguments.seed))
         return
     title, unit = f"DQN on CartPole-v1, {arguments.threads} thread(s)", "environment steps/s"
     tables = [
