@@ -1,9 +1,10 @@
 """The CPU time of each operation of an update of the agent, in microseconds, with CleanRL's settings.
 
-`python -m benchmarks.dqn_costs [--steps 50000] [--repeats 5]`. Each operation is timed in a run of `benchmarks.dqn`, by
+`python -m benchmarks.dqn_costs [--steps 50000] [--repeats 5]`. The run has ten environments, and then fifty, with as
+many updates per environment step. Each operation is timed in a run of `benchmarks.dqn`, by
 the CPU clock of the training thread. Other programs on the machine affect CPU time less than wall-clock time. If an
 operation calls another operation in the table, the time of the caller does not include the time of the called
-operation. The time of an update includes the ten environment steps before the update.
+operation. The time of an update includes that of ten environment steps.
 
 The rows `by itself` time three of the operations in isolation: they are called repeatedly on one batch or in one set of
 environments, so that their code and data stay in the processor's caches.
@@ -34,15 +35,16 @@ from runner.precision import Precision
 from runner.workloads.dqn import actor, n_step, replay
 from runner.workloads.dqn.workload import DQN
 
+NUM_ENVS = (10, 50)
 WARM_UP = 10_000
 """Environment steps without updates, in `benchmarks.dqn`."""
 
 OPERATIONS: dict[str, tuple[Any, str]] = {
-    "gymnasium: step ten environments": (CartPoleVectorEnv, "step"),
+    "gymnasium: step the environments": (CartPoleVectorEnv, "step"),
     "environments: checks and bookkeeping": (Vector, "step"),
     "exploration, episodes, possible returns": (actor.Actor, "step"),
     "replay: n-step buffer": (n_step.NStepBuffer, "push"),
-    "replay: write ten transitions": (replay.Replay, "add"),
+    "replay: write transitions": (replay.Replay, "add"),
     "replay: draw and gather 128 transitions": (actor.Actor, "sample"),
     "replay: split into fields": (replay, "unpack"),
     "loss": (DQN, "loss"),
@@ -54,7 +56,7 @@ OPERATIONS: dict[str, tuple[Any, str]] = {
     "checkpoints (20 in all)": (training.State, "save"),
     "the rest of the loop": (training, "loop"),
 }
-ACTING, EVALUATION = "acting: forward pass of ten observations", "the final evaluation, which is not part of an update"
+ACTING, EVALUATION = "acting: forward pass of the observations", "the final evaluation, which is not part of an update"
 
 
 class Clock:
@@ -94,7 +96,7 @@ class Clock:
         return wrapper
 
 
-def in_the_run(steps: int) -> dict[str, float]:
+def in_the_run(steps: int, num_envs: int) -> dict[str, float]:
     """Return the microseconds of each operation per update, in one run of `steps` environment steps."""
     clock, greedy_policy = Clock(), actor.greedy_policy
 
@@ -107,11 +109,11 @@ def in_the_run(steps: int) -> dict[str, float]:
         stack.enter_context(patch.object(training, "evaluate", evaluate))
         for name, (owner, attribute) in OPERATIONS.items():
             stack.enter_context(patch.object(owner, attribute, clock.timed(name, getattr(owner, attribute))))
-        dqn.with_runner(steps)
+        dqn.with_runner(steps, num_envs=num_envs)
     updates = (steps - WARM_UP) // 10
     # The warm-up has environment steps, but no updates.
-    vector_steps = dict.fromkeys(list(OPERATIONS)[:5], steps // 10)
-    return {name: clock.seconds[name] / vector_steps.get(name, updates) * 1e6 for name in (ACTING, *OPERATIONS)}
+    tens = dict.fromkeys(list(OPERATIONS)[:5], steps // 10)
+    return {name: clock.seconds[name] / tens.get(name, updates) * 1e6 for name in (ACTING, *OPERATIONS)}
 
 
 def by_itself(count: int = 2000) -> dict[str, float]:
@@ -130,9 +132,9 @@ def by_itself(count: int = 2000) -> dict[str, float]:
 
     policy = actor.greedy_policy(model, torch.device("cpu"))
     operations: dict[str, Callable[[], object]] = {
-        "by itself: step ten environments": lambda: envs.step(np.ones(10, np.int64)),
-        "by itself: forward pass of ten observations": lambda: policy(observations),
-        "by itself: forward pass, loss, backward pass, Adam": update,
+        "step ten environments": lambda: envs.step(np.ones(10, np.int64)),
+        "forward pass of ten observations": lambda: policy(observations),
+        "forward pass, loss, backward pass, Adam": update,
     }
     found = {}
     for name, operation in operations.items():
@@ -154,20 +156,27 @@ def main() -> None:
     if arguments.steps < WARM_UP + 1000 or arguments.repeats < 1:
         parser.error(f"--steps: at least {WARM_UP + 1000}, and --repeats: at least 1")
     torch.set_num_threads(1)
-    found: dict[str, list[float]] = defaultdict(list)
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(arguments.repeats):
-        for name, microseconds in (in_the_run(arguments.steps) | by_itself()).items():
-            found[name].append(microseconds)
-    rows = []
-    for name, values in found.items():
-        rows.append({"operation": name, "microseconds": statistics.median(values), "all": values})
-        print(f"  {name:<52} {statistics.median(values):6.1f} µs ({min(values):.1f} – {max(values):.1f})")
-    whole = sum(row["microseconds"] for row in rows if not row["operation"].startswith("by itself"))
-    print(f"an update and ten environment steps take {whole:.0f} µs")
-    table = {"title": "what an update of the agent costs", "unit": "µs", "rows": rows, "update": whole}
-    write(
-        "dqn_costs", [table], f"python -m benchmarks.dqn_costs --steps {arguments.steps} --repeats {arguments.repeats}"
-    )
+        for num_envs in NUM_ENVS:
+            for name, microseconds in in_the_run(arguments.steps, num_envs).items():
+                found[f"{num_envs} environments"][name].append(microseconds)
+        for name, microseconds in by_itself().items():
+            found["by itself"][name].append(microseconds)
+    tables = []
+    for title, operations in found.items():
+        print(title)
+        for name, values in operations.items():
+            print(f"  {name:<52} {statistics.median(values):6.1f} µs ({min(values):.1f} – {max(values):.1f})")
+        rows = [
+            {"operation": name, "microseconds": statistics.median(values), "all": values}
+            for name, values in operations.items()
+        ]
+        if title != "by itself":
+            print(f"  an update and ten environment steps take {sum(row['microseconds'] for row in rows):.0f} µs")
+        tables.append({"title": f"what an update of the agent costs: {title}", "unit": "µs", "rows": rows})
+    line = f"python -m benchmarks.dqn_costs --steps {arguments.steps} --repeats {arguments.repeats}"
+    write("dqn_costs", tables, line)
 
 
 if __name__ == "__main__":
