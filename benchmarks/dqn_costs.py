@@ -1,13 +1,12 @@
 """The CPU time of each operation of an update of the agent, in microseconds, with CleanRL's settings.
 
-`python -m benchmarks.dqn_costs [--steps 50000] [--repeats 5]`. The run has ten environments, and then fifty, with as
-many updates per environment step. Each operation is timed in a run of `benchmarks.dqn`, by
-the CPU clock of the training thread. Other programs on the machine affect CPU time less than wall-clock time. If an
-operation calls another operation in the table, the time of the caller does not include the time of the called
-operation. The time of an update includes that of ten environment steps.
+`python -m benchmarks.dqn_costs [--steps 50000] [--repeats 5]`. Each operation is timed in runs of `benchmarks.dqn`
+with ten and with fifty environments, by the CPU clock of the training thread. Other programs on the machine affect CPU
+time less than wall-clock time. If an operation calls another operation in the table, the time of the caller does not
+include the time of the called operation. The time of an update includes the time of ten environment steps.
 
-The rows `by itself` time three of the operations in isolation: they are called repeatedly on one batch or in one set of
-environments, so that their code and data stay in the processor's caches.
+The table `by itself` has the times of three of the operations in isolation: they are called repeatedly on one batch or
+in one set of environments, so that their code and data stay in the processor's caches.
 """
 
 from __future__ import annotations
@@ -35,9 +34,10 @@ from runner.precision import Precision
 from runner.workloads.dqn import actor, n_step, replay
 from runner.workloads.dqn.workload import DQN
 
-NUM_ENVS = (10, 50)
 WARM_UP = 10_000
 """Environment steps without updates, in `benchmarks.dqn`."""
+NUM_ENVS = (10, 50)
+"""Numbers of environments, for one run each."""
 
 OPERATIONS: dict[str, tuple[Any, str]] = {
     "gymnasium: step the environments": (CartPoleVectorEnv, "step"),
