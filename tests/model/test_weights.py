@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from models.qnet import QNet, WithTarget
 from runner.config.errors import ConfigError
 from runner.model.weights import load_weights, read_weights
 from runner.storage.safe_torch_load import UnusualFileError, load_tensors
@@ -108,3 +109,21 @@ def test_the_last_layer_with_parameters_is_the_head(tmp_path: Path) -> None:
     load_weights(model, str(tmp_path / "weights.pt"), reset_head=True)
     assert torch.equal(model.body.weight, saved.body.weight)
     assert torch.equal(model.head.weight, head)
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_the_online_network_of_an_agent_is_loaded(tmp_path: Path, normalized: bool) -> None:
+    agent = WithTarget(QNet(4, 2, [8]), *((torch.ones(4), torch.ones(4)) if normalized else ()))
+    agent.online.load_state_dict({name: tensor + 1 for name, tensor in agent.online.state_dict().items()})
+    save_file(agent.state_dict(), tmp_path / "agent.safetensors")
+    model = QNet(4, 2, [8])
+    load_weights(model, str(tmp_path / "agent.safetensors"), reset_head=False)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in agent.online.state_dict().items())
+
+
+def test_names_of_two_networks_and_others_are_not_those_of_an_agent(tmp_path: Path) -> None:
+    model = QNet(4, 2, [8])
+    tensors = {f"online.{name}": tensor for name, tensor in model.state_dict().items()}
+    save_file(tensors | {"momentum": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ConfigError, match="momentum"):
+        load_weights(model, str(tmp_path / "other.safetensors"), reset_head=False)

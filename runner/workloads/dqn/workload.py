@@ -153,7 +153,7 @@ class DQN(Workload):
         env, shape = self.env, "×".join(map(str, self.env.shape))
         return {
             "env": f"{env.num_envs} × {env.id}, observations of {shape}, {env.num_actions} actions",
-            "replay": f"{self.replay_size:,} transitions, {self.env_steps:,} environment steps in all",
+            "replay": f"{self.replay_size:,} transitions, {self.replay_ratio:g} updates per environment step",
         }
 
     def num_steps(self, batch_size: int) -> int:
