@@ -300,7 +300,9 @@ def _check_named(session: Session, path: Path, source: str) -> None:
     newest, result = run_directory.newest_step(path), run_directory.read_result(path)
     finished = result["steps"] if result.get("status") == "done" else 0
     done = max(newest, finished) if checkpoint is None else run_directory.step_of(checkpoint) or 0
-    why, more = f"{done} are done already", f"steps={done + 1} or more, or name an earlier checkpoint of it"
+    asking = "epochs" if session.run.epochs is not None else "the options of the workload"
+    derived = f", and {asking} ask for {session.num_steps}" if session.run.steps is None else ""
+    why, more = f"{done} are done already{derived}", f"steps={done + 1} or more, or name an earlier checkpoint of it"
     check(done <= session.num_steps, "steps", session.num_steps, why, more)
     gone = finished and checkpoint is None and newest == 0 and session.num_steps > finished
     why = f"all {finished} steps are done, and the checkpoints to continue from have been deleted"

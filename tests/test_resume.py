@@ -823,6 +823,8 @@ def test_a_finished_run_is_not_changed_and_continues_with_more_epochs(tmp_path: 
     assert code == 0, console
     path = only_run(tmp_path)
     before = files(path)
+    code, console = run_command(f"resume={path}", "epochs=0.5", cwd=tmp_path)
+    assert (code, "steps: got 12: 23 are done already, and epochs ask for 12\n" in console) == (2, True), console
     code, console = run_command(f"resume={path}", cwd=tmp_path)
     assert code == 0
     assert "all 23 steps are done: nothing is left to do" in console

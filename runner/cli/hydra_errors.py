@@ -64,11 +64,12 @@ def _no_such_option(error: Exception) -> ConfigError | None:
 
 
 _BY_KEY = {
+    "device=gpu": "choose device=cuda (NVIDIA or AMD), device=mps (Apple), or device=auto for whichever there is",
     r"accumulation=([1-9]\d*)": "for any other number: accumulation.steps={}",
     r"model=resnet(34|101|152)": "model=resnet50 model.depth={}",
     r"model=(.+\d.*|.+_.+|alexnet|googlenet)": "a network of torchvision: model=torchvision model.name={}",
 }
-"""For each pattern of a `GROUP=OPTION` that does not exist: what to type instead, because a key takes such a value."""
+"""For each pattern of a `GROUP=OPTION` that does not exist: what to type instead."""
 
 
 def _no_such_key(error: Exception) -> ConfigError | None:
