@@ -140,6 +140,13 @@ class WithTarget(nn.Module):
             torch._foreach_lerp_(target, online, tau)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def online_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the state dict of the online network if `tensors` is one of `WithTarget`; otherwise, return `tensors`."""
+    of_agent = all(name.startswith(("online.", "target.")) or name in ("shift", "scale") for name in tensors)
+    online = {name.removeprefix("online."): each for name, each in tensors.items() if name.startswith("online.")}
+    return online if of_agent and online else tensors
+
+
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     """Return the local shard of a DTensor, or any other tensor unchanged.
 

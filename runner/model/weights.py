@@ -78,7 +78,9 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
         ConfigError: if the file cannot be read, if the names or shapes of its tensors differ from the model's, or if
             `reset_head` is True and the model has no `blocks()`.
     """
-    own, tensors, head = model.state_dict(), _online_network(read_weights(path)), _head(model)
+    from models.qnet import online_tensors  # imported here: few runs need it
+
+    own, tensors, head = model.state_dict(), online_tensors(read_weights(path)), _head(model)
     if reset_head:
         check(
             bool(head),
@@ -102,17 +104,6 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
             remedy = f"the weights are for images of {tensors[body[0]].shape[1]} channels: choose data that has as many"
         raise ConfigError("weights", path, f"the tensors in the file are not those of this network ({why})", remedy)
     model.load_state_dict(tensors, strict=False)
-
-
-def _online_network(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the online network if `tensors` are those of an agent; otherwise, return `tensors`.
-
-    An agent has an online network, a target network and, if it normalizes its observations, the tensors `shift` and
-    `scale` (`models.qnet.WithTarget`).
-    """
-    of_agent = all(name.startswith(("online.", "target.")) or name in ("shift", "scale") for name in tensors)
-    online = {name.removeprefix("online."): each for name, each in tensors.items() if name.startswith("online.")}
-    return online if of_agent and online else tensors
 
 
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
