@@ -44,13 +44,18 @@ def train(session: Session, directory: Path) -> Result:
 
     Raises:
         ConfigError: if the model or the optimizer cannot be built, the checkpoint to resume from cannot be loaded, or
-            torch rejects the config in a step.
+            torch rejects the config in a step, or when a pipeline measures the blocks of the model.
         CrashedError: if the training loop raises any other error; the exception holds the result up to the last
             completed step.
     """
     run, writes = session.run, session.rank == 0
     with session.settings():
-        state = prepare(session, directory, with_table=True)
+        try:
+            state = prepare(session, directory, with_table=True)
+        except Exception as error:  # a pipeline measures the blocks of the model
+            if (refusal := refused_by_torch(run, error)) is not None:
+                raise refusal from error
+            raise
         with (
             Recorder(run.tracking, directory, state.step, visible=writes) as recorder,
             progress_for(session.num_steps, run.batch_size, state.step, visible=writes) as progress,

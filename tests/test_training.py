@@ -412,3 +412,11 @@ def test_no_step_synchronizes_with_cuda_between_logs(
         assert train_in(tmp_path, run, change).result.status == "done"
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mode", [("parallel=single", "batch_size=1"), ("parallel=pipeline", "parallel.split_size=1")])
+def test_batch_normalization_of_a_single_value_is_refused(tmp_path: Path, mode: tuple[str, ...]) -> None:
+    """On one device, a step fails; a pipeline fails earlier, when it measures the blocks of the model."""
+    small = ("model=resnet18", "data=synthetic", "data.size=32", "device=cpu", "batch_size=4", "steps=1")
+    code, said = run_command(*small, *mode, cwd=tmp_path)
+    assert (code, "which has no variance\n" in said, "Traceback" in said) == (2, True, False), said
