@@ -34,6 +34,7 @@ the number at which Pillow warns.
 """
 
 _ORIENTATION, _SWAPPED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that swap width and height
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 0x0102, 0x0106, 0  # TIFF tags, and a value of the second
 _ATTEMPTS = 10
 _LOG_RATIO = math.log(4 / 3)
 
@@ -83,14 +84,36 @@ class ImageReader:
         return square.flip(2) if draws is not None and self.augment != "none" and draws[-1] < 0.5 else square
 
     def _scaled(self, image: Image, draws: list[float] | None) -> torch.Tensor:
-        """Crop `image`, and resize the crop to a square. The crop is random if `draws` is given, otherwise central."""
-        orientation = image.getexif().get(_ORIENTATION, 1)
-        width, height = image.size[::-1] if orientation in _SWAPPED else image.size
+        """Crop `image`, and resize the crop to a square. The crop is random if `draws` is given, otherwise central.
+
+        A JPEG is decoded at 1/2, 1/4 or 1/8 of its resolution if this leaves the crop at least twice as large as the
+        square.
+        """
+        import numpy
+        from PIL import ImageOps
+        from PIL.JpegImagePlugin import JpegImageFile
+
+        if is_jpeg := isinstance(image, JpegImageFile):  # not decoded before the crop is known
+            swapped = image.getexif().get(_ORIENTATION) in _SWAPPED
+            width, height = image.size[::-1] if swapped else image.size
+        else:
+            ImageOps.exif_transpose(image, in_place=True)
+            image = _in_8_bits(image)
+            width, height = image.size
         if draws is None:
             box = central_box(width, height, self.centre)
         else:
             box = random_box(width, height, draws, self.least_area)
-        pixels = _pixels(image, orientation, box, width, self.size)
+        if is_jpeg:
+            # A lower resolution is many times faster. At twice the final size, the antialiasing filter of the final
+            # resize still determines the quality.
+            enough = 2 * self.size / min(box[2] - box[0], box[3] - box[1])
+            if enough < 1:
+                image.draft(None, (math.ceil(image.size[0] * enough), math.ceil(image.size[1] * enough)))  # pyright: ignore[reportArgumentType]
+            ImageOps.exif_transpose(image, in_place=True)
+        shrunk = image.size[0] / width
+        crop = _as_rgb(image.crop([round(edge * shrunk) for edge in box]))  # pyright: ignore[reportArgumentType]
+        pixels = torch.from_numpy(numpy.array(crop)).permute(2, 0, 1)
         size = (self.size, self.size)
         return torch.nn.functional.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
 
@@ -128,46 +151,29 @@ def random_box(width: int, height: int, draws: list[float], least_area: float) -
     return left, top, left + w, top + h
 
 
-def _pixels(image: Image, orientation: int, box: Box, width: int, size: int) -> torch.Tensor:
-    """Decode and return the pixels in `box`.
+def _in_8_bits(image: Image) -> Image:
+    """Scale gray pixels of more than 8 bits to 8 bits; `Image.convert` would clip them.
 
-    A JPEG is decoded at 1/2, 1/4 or 1/8 of its resolution if this leaves the box at least twice as large as the final
-    size.
-
-    Args:
-        image: the opened image file.
-        orientation: EXIF orientation of the image.
-        box: the crop, in pixels of the full-resolution image after EXIF rotation.
-        width: width of the full-resolution image after EXIF rotation.
-        size: the final size, to which the caller resizes the height and width of the crop.
-
-    Returns:
-        An RGB image, uint8 [3, height, width].
+    Raises:
+        ValueError: if the value of white is unknown.
     """
-    import numpy
-    from PIL import ImageOps
-
-    # JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, which is many times faster. At twice the final size, the
-    # antialiasing filter of the final resize still determines the quality.
-    enough = 2 * size / min(box[2] - box[0], box[3] - box[1])
-    if enough < 1:
-        image.draft(None, (math.ceil(image.size[0] * enough), math.ceil(image.size[1] * enough)))  # pyright: ignore[reportArgumentType]
-    if orientation != 1:
-        ImageOps.exif_transpose(image, in_place=True)
-    shrunk = image.size[0] / width
-    pixels = _as_rgb(image.crop([round(edge * shrunk) for edge in box]))  # pyright: ignore[reportArgumentType]
-    return torch.from_numpy(numpy.array(pixels)).permute(2, 0, 1)
-
-
-def _as_rgb(image: Image) -> Image:
-    """Convert `image` to 8-bit RGB without an alpha channel."""
     import numpy
     from PIL import Image
 
-    if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers of unknown range")
-    if image.mode.startswith("I"):  # 16-bit pixels, which `convert` would clip to 8 bits instead of scaling
-        image = Image.fromarray((numpy.asarray(image) >> 8).clip(0, 255).astype(numpy.uint8))
-    elif image.mode == "P":
+    tags = getattr(image, "tag_v2", {})  # of a TIFF file
+    if image.mode == "F" or (image.mode == "I" and tags):
+        kind = "floating-point numbers" if image.mode == "F" else "integers of 32 bits, or signed"
+        raise ValueError(f"its pixels are {kind}, and the value of white is unknown: convert it to 8 or 16 bits")
+    if not image.mode.startswith("I"):
+        return image
+    pixels = numpy.asarray(image) >> (tags.get(_BITS_PER_SAMPLE, (16,))[0] - 8)
+    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # Pillow inverts the pixels of 8 bits only
+        pixels = 255 - pixels
+    return Image.fromarray(pixels.astype(numpy.uint8))
+
+
+def _as_rgb(image: Image) -> Image:
+    """Convert an image of 8 bits to RGB without an alpha channel."""
+    if image.mode == "P":
         image = image.convert("RGBA")  # a palette with transparency cannot be converted to RGB directly
     return image if image.mode == "RGB" else image.convert("RGB")

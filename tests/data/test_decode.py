@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,22 +84,61 @@ def test_16_bits_are_scaled_not_clipped(tmp_path, extension):
     assert torch.equal(WHOLE(str(tmp_path / f"x.{extension}"), None), expected)
 
 
-def test_floating_point_pixels_are_refused(tmp_path):
-    Image.fromarray(numpy.zeros((4, 4), dtype=numpy.float32)).save(tmp_path / "x.tif")
-    with pytest.raises(ValueError, match="floating-point"):
+def tiff(path: Path, levels: numpy.ndarray, bits: int, white: int, sample_format: int = 1) -> None:
+    """Write gray `levels` as an uncompressed little-endian TIFF; white is the lowest (0) or the highest level (1)."""
+    if bits == 12:
+        pairs = levels.reshape(-1, 2).tolist()
+        data = b"".join(bytes([a >> 4, (a & 15) << 4 | b >> 8, b & 255]) for a, b in pairs)
+    else:
+        data = levels.astype(f"<u{bits // 8}").tobytes()
+    height, width = levels.shape
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: white, 273: 8, 277: 1, 278: height, 279: len(data)}
+    entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in (tags | {339: sample_format}).items()]
+    directory = struct.pack("<H", len(entries)) + b"".join(entries) + bytes(4)
+    path.write_bytes(b"II*\0" + struct.pack("<I", 8 + len(data)) + data + directory)
+
+
+@pytest.mark.parametrize(("bits", "white"), [(12, 1), (16, 1), (16, 0)])
+def test_tiff_files_of_more_than_8_bits_are_scaled_from_black_to_white(tmp_path, bits, white):
+    levels = numpy.linspace(0, 2**bits - 1, 256).astype(numpy.int64).reshape(16, 16)
+    tiff(tmp_path / "x.tif", levels if white else 2**bits - 1 - levels, bits, white)
+    expected = torch.from_numpy(levels >> (bits - 8)).expand(3, 16, 16)
+    assert torch.equal(WHOLE(str(tmp_path / "x.tif"), None).long(), expected)
+
+
+@pytest.mark.parametrize("largest", [1023, 65535])
+def test_the_largest_value_of_a_pgm_file_is_white(tmp_path, largest):
+    levels = numpy.linspace(0, largest, 256).astype(">u2")
+    (tmp_path / "x.pgm").write_bytes(b"P5 16 16 %d\n" % largest + levels.tobytes())
+    expected = torch.from_numpy(levels.astype(numpy.float64) * 255 / largest).view(1, 16, 16)
+    assert (WHOLE(str(tmp_path / "x.pgm"), None) - expected).abs().max() < 1
+
+
+@pytest.mark.parametrize(("bits", "sample_format"), [(32, 1), (32, 2), (16, 2), (32, 3)])
+def test_pixels_without_a_known_white_are_refused(tmp_path, bits, sample_format):
+    """Unsigned, signed and floating-point TIFF files state no range: 0 to 255, 0 to 1, or all that fits."""
+    tiff(tmp_path / "x.tif", numpy.arange(256).reshape(16, 16), bits, 1, sample_format)
+    with pytest.raises(ValueError, match="white is unknown"):
         WHOLE(str(tmp_path / "x.tif"), None)
 
 
+@pytest.mark.parametrize("augment", ["none", "crop"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_exif_orientation_is_applied(tmp_path, orientation):
-    """The stored image is transposed; reading it must undo the transposition that its EXIF orientation states."""
+@pytest.mark.parametrize("extension", ["png", "webp", "jpg", "tif"])
+def test_the_orientation_of_every_format_is_applied(tmp_path, extension, orientation, augment):
+    """The stored image is transposed; reading it must undo the transposition that its orientation states."""
     upright = picture(48, 32)
     stored = upright if orientation == 1 else upright.transpose(STORED_TRANSPOSE[orientation])
     exif = Image.Exif()
     exif[0x0112] = orientation
-    stored.save(tmp_path / "x.png", exif=exif)
-    read = ImageReader(32, "none", 0.08, 1.0)(str(tmp_path / "x.png"), None)
-    assert torch.equal(read, pixels(upright)[:, :, 8:40])
+    lossless = {"webp": {"lossless": True}, "jpg": {"quality": 100, "subsampling": 0}}.get(extension, {})
+    stored.save(tmp_path / f"x.{extension}", exif=exif, **lossless)
+    upright.save(tmp_path / "upright.png")
+    reader = ImageReader(32, augment, 0.3, 1.0)
+    draws = numpy.random.default_rng(0).random(reader.num_draws).tolist() if augment == "crop" else None
+    read = reader(str(tmp_path / f"x.{extension}"), draws)
+    expected = pixels(upright)[:, :, 8:40] if draws is None else reader(str(tmp_path / "upright.png"), draws)
+    assert largest_difference(read, expected) <= (8 if extension == "jpg" else 0)
 
 
 @pytest.mark.parametrize("content", ["truncated", "empty", "text"])
