@@ -20,8 +20,8 @@ SAVE_WEIGHTS = "save only the weights: torch.save(model.state_dict(), 'weights.p
 def read_weights(path: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a weights file by name, on the CPU.
 
-    If all names begin with prefixes that wrappers add, these prefixes are removed: `module.` (DataParallel and
-    DistributedDataParallel) and `_orig_mod.` (torch.compile).
+    What wrappers add to the names is removed: `module.` before all of them (DataParallel, DistributedDataParallel,
+    AveragedModel), and `_orig_mod` anywhere (torch.compile of the network or of its blocks).
 
     Args:
         path: a `.safetensors` file, or a file written by `torch.save` that contains either a `state_dict`, or a
@@ -34,12 +34,10 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     if isinstance(content, Mapping):
         content = next((content[key] for key in ("state_dict", "model_state_dict", "model") if key in content), content)
     check(_is_state_dict(content), "weights", path, "it does not contain a state_dict", SAVE_WEIGHTS)
-    if all(_WRAPPER_PREFIX.match(name) for name in content):
-        return {_WRAPPER_PREFIX.sub("", name, count=1): tensor for name, tensor in content.items()}
-    return dict(content)
-
-
-_WRAPPER_PREFIX = re.compile(r"(module\.|_orig_mod\.)+")
+    tensors = {name.replace("_orig_mod.", ""): tensor for name, tensor in content.items() if name != "n_averaged"}
+    while tensors and all(name.startswith("module.") for name in tensors):
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _is_state_dict(content: Any) -> bool:
@@ -71,6 +69,7 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
     Args:
         model: the network, whose weights are replaced.
         path: a file as described in `read_weights`. From the weights of an agent, only its online network is loaded.
+            If all names begin with the name of one attribute, such as `model.`, it is removed.
         reset_head: if True, the last layer of `model` keeps its current parameters, instead of those in the file. The
             last layer is the last one in `model.blocks()` that has parameters.
 
@@ -81,6 +80,9 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
     from models.qnet import online_tensors  # imported here: few runs need it
 
     own, tensors, head = model.state_dict(), online_tensors(read_weights(path)), _head(model)
+    attributes = {name.partition(".")[0] for name in tensors}
+    if len(attributes) == 1 and not own.keys() & tensors.keys():  # of a LightningModule that holds the network
+        tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
     if reset_head:
         check(
             bool(head),
