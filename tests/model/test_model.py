@@ -154,7 +154,6 @@ def spelled(folder: Path, spelling: str, state: dict[str, torch.Tensor]) -> str:
         "compiled_ddp.pt": {f"module._orig_mod.{name}": tensor for name, tensor in state.items()},
         "compiled_blocks.pt": {name.replace(".", "._orig_mod.", 1): tensor for name, tensor in state.items()},
         "averaged.pt": {"n_averaged": torch.tensor(3), **wrapped},
-        "lightning.pt": {"state_dict": {f"net.{name}": tensor for name, tensor in state.items()}, "epoch": 1},
         "state_dict.pt": {"epoch": 3, "state_dict": wrapped, "best": 0.5},
         "model_state_dict.pt": {"model_state_dict": state, "optimizer_state_dict": {"lr": 0.1}},
         "model.pt": {"model": state},
@@ -177,7 +176,6 @@ def spelled(folder: Path, spelling: str, state: dict[str, torch.Tensor]) -> str:
         "compiled_ddp.pt",
         "compiled_blocks.pt",
         "averaged.pt",
-        "lightning.pt",
         "state_dict.pt",
         "model_state_dict.pt",
         "model.pt",
@@ -194,6 +192,15 @@ def test_weights_load_from_every_supported_format(tmp_path: Path, spelling: str)
     for name, tensor in saved.items():
         assert loaded[name].dtype == torch.float32
         assert torch.equal(loaded[name], tensor.half().float() if spelling == "half.pt" else tensor)
+
+
+def test_weights_of_a_lightning_module_that_holds_the_network_load(tmp_path: Path) -> None:
+    saved = small(seed=4).state_dict()
+    torch.save({"state_dict": {f"net.{name}": tensor for name, tensor in saved.items()}}, tmp_path / "last.ckpt")
+
+    loaded = ConvNet(weights=str(tmp_path / "last.ckpt")).build(SHAPE, 10).state_dict()
+
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
 
 
 def test_weights_of_torch_modules_that_were_wrapped_load(tmp_path: Path) -> None:
