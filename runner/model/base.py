@@ -26,8 +26,8 @@ class Model(ABC):
     Args:
         checkpoint_activations: store only the inputs of the network's blocks and recompute other activations in the
             backward pass (Chen et al., 2016). This saves memory and costs time; the results are the same.
-        weights: path of a file with the initial weights (`.safetensors`, or a `state_dict` in `.pt`/`.pth`); null for
-            random initialization.
+        weights: path of a file with the initial weights (`.safetensors`, or a `state_dict` that `torch.save` wrote);
+            null for random initialization.
         reset_head: keep random weights in the last layer instead of loading its weights. This is needed if the weights
             in the file are for another number of classes.
         freeze: patterns of the names of parameters that are not trained (see `runner.config.name_patterns`). A batch
@@ -54,7 +54,7 @@ class Model(ABC):
             why = "there are no weights to load, so the last layer is random anyway"
             check(not self.reset_head, "reset_head", True, why, "set model.weights to a file of weights")
             return
-        suffixes, path = (".safetensors", ".pt", ".pth"), Path(self.weights).expanduser()
+        suffixes, path = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".tar"), Path(self.weights).expanduser()
         why = f"the file name must end in {', '.join(suffixes)}"
         check(path.suffix in suffixes, "weights", self.weights, why, SAVE_WEIGHTS)
         remedy = "give the path of an existing file, or null for random initialization"
