@@ -28,6 +28,7 @@ from runner import training
 from runner.batching import Step
 from runner.precision import _drop_gradients
 from runner.state import State
+from runner.tracking.metrics import Measured
 
 STEPS = 10
 """Steps of one measurement, the last of which logs."""
@@ -63,7 +64,6 @@ def parts(state: State, batches: Batches) -> dict[str, Part]:
     """Return the parts of the loop by name, each with its replacements."""
     session, run = state.session, state.session.run
     ones, null = torch.ones(2048, len(run.workload.metrics) - 1), nullcontext()
-    recorded = state.step_timer.seconds.append
     found: dict[str, Part] = {
         "batch: gather 64 samples": [(batches, "stands", True)],
         "metrics: loss and accuracy of the batch": [
@@ -74,7 +74,7 @@ def parts(state: State, batches: Batches) -> dict[str, Part]:
             (state.metric_buffer, "end_step", nothing),
         ],
         "section timer": [(training.timer, "section", lambda _: null)],
-        "step timer": [(state.step_timer, "lap", lambda pausing: recorded(0.001))],
+        "step timer": [(state.step_timer, "lap", nothing), (state.step_timer, "rates", lambda _: {})],
         "learning rate": [(run.schedule, "set_lr", nothing)],
         "moving average, target network, skipped updates": [
             (state.average, "update", nothing),
@@ -122,8 +122,8 @@ def measured(rounds: int) -> dict[str, list[float]]:
         workload.batches = batches  # pyright: ignore[reportAttributeAccessIssue]
         return state
 
-    def done(self: training.Progress, step: int) -> None:
-        step_done(self, step)
+    def done(self: training.Progress, step: int, measured: Measured) -> None:
+        step_done(self, step, measured)
         if step % STEPS:
             return
         spent = time.thread_time() - now["began"]

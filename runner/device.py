@@ -201,9 +201,10 @@ def device_name(device: torch.device) -> str:
     return f"{device} ({cpu_model()})"
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until all work that is queued on `device` has finished."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+def synchronize(*devices: torch.device) -> None:
+    """Wait until all work that is queued on `devices` has finished."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elif device.type == "mps":
+            torch.mps.synchronize()

@@ -29,12 +29,12 @@ class Profiler:
     """
 
     @contextmanager
-    def profile(self, directory: Path, device: torch.device) -> Iterator[None]:
+    def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
         """Profile the code inside the context, and write the results to `profile/` in `directory`, even after an error.
 
         Args:
             directory: the run directory.
-            device: the device on which the steps are computed.
+            devices: the devices on which this process computes the steps.
         """
         yield
 
@@ -54,9 +54,9 @@ class Simple(Profiler):
         self._num_steps = 0
 
     @contextmanager
-    def profile(self, directory: Path, device: torch.device) -> Iterator[None]:
+    def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
         self._num_steps = 0
-        timer.reset(None if device.type == "cpu" else partial(synchronize, device))
+        timer.reset(None if devices[0].type == "cpu" else partial(synchronize, *devices))
         try:
             yield
         finally:
@@ -108,7 +108,7 @@ class Advanced(Profiler):
         check_range(self, "top", least=1, most=10_000)
 
     @contextmanager
-    def profile(self, directory: Path, device: torch.device) -> Iterator[None]:
+    def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
         import cProfile  # imported here, because most runs do not use it
 
         profile = cProfile.Profile()
@@ -170,17 +170,17 @@ class Trace(Profiler):
         self._num_written = 0
 
     @contextmanager
-    def profile(self, directory: Path, device: torch.device) -> Iterator[None]:
-        if device.type != "cuda":
+    def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
+        if devices[0].type != "cuda":
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # suppresses a warning that there is no GPU
         kinds = torch.profiler.ProfilerActivity
         self._num_written = 0
         self._profile = torch.profiler.profile(
-            activities=[kinds.CPU, kinds.CUDA] if device.type == "cuda" else [kinds.CPU],
+            activities=[kinds.CPU, kinds.CUDA] if devices[0].type == "cuda" else [kinds.CPU],
             schedule=torch.profiler.schedule(
                 wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat
             ),
-            on_trace_ready=partial(self._write, _folder(directory), device),
+            on_trace_ready=partial(self._write, _folder(directory), devices[0]),
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,

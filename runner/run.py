@@ -280,8 +280,9 @@ class Result:
         seconds: time in seconds from the first step of this session to the end of the session.
         samples_per_second: training throughput of all processes together, from the median step time.
         step_seconds: the `median` and the 90th percentile (`p90`) of the times of the steps in this session, in
-            seconds; the first steps do not count. If an iteration of the training loop has several steps (see
-            `Plan.steps_per_round`), the iterations are timed instead. Empty if there was no step.
+            seconds; the first steps do not count. On an accelerator, the time of a step is the mean over a window of
+            steps, such as those between two logs (see `StepTimer`). If an iteration of the training loop has several
+            steps (see `Plan.steps_per_round`), the iterations are timed instead. Empty if there was no step.
         peak_memory_bytes: peak memory usage of rank 0 on its GPU or, without a GPU, in host memory.
         world_size: number of processes.
         config_hash: hash of the config (see the function `config_hash`).

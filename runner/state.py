@@ -54,7 +54,7 @@ class State:
         self.average = session.run.ema.build(model)
         self.stopping = session.run.stop.build(session.run.workload.eval_metrics(), session.collectives.from_rank_0)
         self.metric_buffer = MetricBuffer(session.run.workload.metrics, session.device)
-        self.step_timer = StepTimer(session.device)
+        self.step_timer = StepTimer(session.context.process.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
         self.out_of_time = ""  # the rule `stop.max_time` in words, once the time of rank 0 is up

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ def train(session: Session, directory: Path) -> Result:
         with (
             Recorder(run.tracking, directory, state.step, visible=writes) as recorder,
             progress_for(session.num_steps, run.batch_size, state.step, visible=writes) as progress,
-            run.profiler.profile(directory, session.device),
+            run.profiler.profile(directory, *session.context.process.devices),
             StopRequest() as stop,
         ):
             introduce(state, recorder)
@@ -146,14 +147,14 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
     session, run, model = state.session, state.session.run, state.model
     batches = run.workload.batches(model, session.plan, state.step, session.device)
     model.train()
-    state.step_timer.start()
+    state.step_timer.start(state.step, math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
 
     for step in session.plan.steps(state.step, state.last_step):
         log_due = session.is_due(run.log_every, step.number)
         norm = train_step(state, batches, step, log_due)
         evaluation_due = session.is_due(session.eval_every, step.number)
         save_due = session.is_due(session.save_every, step.number)
-        state.step_timer.lap(pausing=log_due or evaluation_due or save_due)
+        state.step_timer.lap(step.number, pausing=log_due or evaluation_due or save_due)
 
         # All ranks take part in what is due, because it may involve collectives; rank 0 writes.
         is_best = False
@@ -167,6 +168,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
             state.out_of_time = state.stopping.out_of_time(state.step_timer.elapsed())
         stopping = session.collectives.any_rank(bool(stop.received or state.out_of_time))
         if save_due or is_best or stopping or state.stopping.reason:
+            state.step_timer.end_window(step.number)  # after a stop, which is not foreseen
             with timer.section("checkpoint"):
                 # The previous checkpoint must be complete: `flush` drops the points before it, and its copy of the
                 # state takes memory.
@@ -174,7 +176,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
                 recorder.flush()  # a run resumed from this checkpoint does not log earlier steps again
                 state.save()
         state.checkpoints.check()  # they are written in the background
-        progress.step(step.number)
+        progress.step(step.number, state.step_timer.measured)
         run.profiler.after_step(step.number)
         if state.stopping.reason:
             break

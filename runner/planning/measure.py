@@ -239,7 +239,7 @@ def _block_seconds_once(session: Session, model: torch.nn.Module, inputs: torch.
     x, outputs, seconds = inputs.to(dtype) if inputs.is_floating_point() else inputs, [], []
 
     def now() -> float:
-        synchronize(session.device)
+        synchronize(*session.context.process.devices)
         return time.perf_counter()
 
     for _, block in blocks_of(model):
@@ -282,11 +282,11 @@ def _seconds(session: Session, work: Callable[[], Any]) -> float:
     """Return the median time of `work` after a warm-up; all ranks begin together."""
     times = []
     for _ in range(1 + _REPEATS):
-        synchronize(session.device)
+        synchronize(*session.context.process.devices)
         session.collectives.barrier()
         since = time.perf_counter()
         work()
-        synchronize(session.device)
+        synchronize(*session.context.process.devices)
         times.append(time.perf_counter() - since)
     return statistics.median(times[1:])
 

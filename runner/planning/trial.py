@@ -225,7 +225,7 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
             began = time.perf_counter()
             for _ in range(count):
                 train_step(state, batches, next(steps), log_due=False)
-            synchronize(session.device)
+            synchronize(*session.context.process.devices)
             session.collectives.barrier()
             seconds = time.perf_counter() - began
             peaks = session.collectives.all_gather(memory.usage(session.device)["memory/peak"])

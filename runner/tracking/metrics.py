@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from array import array
@@ -181,43 +182,75 @@ class MetricBuffer:
         return values
 
 
+class Measured(NamedTuple):
+    """How long the steps of this session took, up to a step after which the host had waited for the devices."""
+
+    step: int
+    training: float
+    """Seconds without logging, evaluation and saving checkpoints."""
+    elapsed: float
+    """Seconds with all of them."""
+
+
 class StepTimer:
     """A timer of training steps. If the processes divide the steps among themselves, it times rounds (see `Step`).
 
-    The time for logging, evaluation and saving checkpoints is counted only in `elapsed`.
+    The host only queues the work of an accelerator, so that the time between two steps says nothing of how long a step
+    takes. Therefore, the timer measures windows: the time between two points at which the host has waited for all
+    devices, divided by the number of steps. The timer waits at the end of the warm-up, and before each log, evaluation
+    and checkpoint. On a CPU, each step is a window.
 
     Args:
-        device: the device that computes the steps.
+        devices: the devices on which this process computes the steps.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.seconds = array("d")
+    def __init__(self, devices: Sequence[torch.device]):
+        self._devices = [device for device in devices if device.type != "cpu"]
+        self._seconds, self._counts = array("d"), array("q")  # of each window, and its number of steps or rounds
         self._logged = 0
-        self.start()
+        self.start(0, 0)
 
-    def start(self) -> None:
-        """Start timing the first step or round."""
+    def start(self, after_step: int, num_rounds: int) -> None:
+        """Start timing the first step or round.
+
+        Args:
+            after_step: the last optimizer step that has been done.
+            num_rounds: number of steps or rounds that this session has. The first fifth of them, but at most 10, are
+                the warm-up.
+        """
         self._began = self._started = time.perf_counter()
         self._pauses, self._data = timer.paused(), timer.spent("data")
+        self._warm_up, self._rounds, self._open = min(10, max(1, num_rounds // 5)), 0, 0
+        self.measured = Measured(after_step, 0.0, 0.0)
 
-    def lap(self, pausing: bool) -> None:
+    def lap(self, step: int, pausing: bool) -> None:
         """Record the end of a step or round.
 
         Args:
-            pausing: whether a log, an evaluation or a checkpoint follows. If so, wait here for the device, so that the
-                remaining computation counts as part of the step.
+            step: the number of optimizer steps that have been done.
+            pausing: whether a log, an evaluation or a checkpoint follows.
         """
-        if pausing:
-            synchronize(self.device)
+        self._rounds += 1
+        self._open += 1
+        if pausing or not self._devices or self._rounds == self._warm_up:
+            self.end_window(step)
+
+    def end_window(self, step: int) -> None:
+        """Wait for the devices, and record the time of the steps or rounds since the last window, if there are any."""
+        if not self._open:
+            return
+        synchronize(*self._devices)
         now, pauses = time.perf_counter(), timer.paused()
-        self.seconds.append(now - self._started - (pauses - self._pauses))
-        self._started, self._pauses = now, pauses
+        seconds = now - self._started - (pauses - self._pauses)
+        self._seconds.append(seconds)
+        self._counts.append(self._open)
+        self.measured = Measured(step, self.measured.training + seconds, now - self._began)
+        self._started, self._pauses, self._open = now, pauses, 0
 
     def rates(self, samples_per_round: int) -> dict[str, float]:
-        """Return averages over the steps or rounds since the last call.
+        """Return averages over the steps or rounds since the last call, in windows that have ended.
 
-        At least one step or round must have ended since the last call.
+        At least one window must have ended since the last call.
 
         Args:
             samples_per_round: number of samples in a step or round, over all ranks.
@@ -227,14 +260,15 @@ class StepTimer:
 
             - `time/samples_per_second`;
             - `time/step_seconds`: the duration of a step or round;
-            - `time/data_share`: the fraction of time spent waiting for data.
+            - `time/data_share`: the fraction of time in which the host waited for data.
         """
-        recent, data = self.seconds[self._logged :], timer.spent("data")
-        seconds, data_share = sum(recent), (data - self._data) / sum(recent)
-        self._logged, self._data = len(self.seconds), data
+        seconds, count = sum(self._seconds[self._logged :]), sum(self._counts[self._logged :])
+        data = timer.spent("data")
+        data_share = (data - self._data) / seconds
+        self._logged, self._data = len(self._seconds), data
         return {
-            "time/samples_per_second": samples_per_round * len(recent) / seconds,
-            "time/step_seconds": seconds / len(recent),
+            "time/samples_per_second": samples_per_round * count / seconds,
+            "time/step_seconds": seconds / count,
             "time/data_share": data_share,
         }
 
@@ -243,11 +277,14 @@ class StepTimer:
         return time.perf_counter() - self._began
 
     def steady(self) -> list[float]:
-        """Return the seconds of each step or round, without the first ones, which are often slower.
+        """Return the seconds of each step or round: the mean of its window.
 
-        The first 10 steps or rounds are left out. If there are fewer than 50 in total, the first 20 % are left out.
+        The warm-up, whose steps are often slower, is left out unless nothing else was measured.
         """
-        return list(self.seconds[min(10, len(self.seconds) // 5) :])
+        times = [(seconds / n, n) for seconds, n in zip(self._seconds, self._counts, strict=True)]
+        ended = [*itertools.accumulate(self._counts)]
+        steady = [each for each, end in zip(times, ended, strict=True) if end > self._warm_up]
+        return [each for each, n in steady or times for _ in range(n)]
 
 
 def in_words(metrics: dict[str, float]) -> str:

@@ -7,7 +7,7 @@ import sys
 import time
 from contextlib import suppress
 
-from runner.system.section_timer import timer
+from runner.tracking.metrics import Measured
 
 
 class Progress:
@@ -26,8 +26,8 @@ class Progress:
     def __init__(self, num_steps: int, batch_size: int, first_step: int = 0):
         self.num_steps, self.batch_size = num_steps, batch_size
         self._metrics: dict[str, float] = {}
-        self._first_step, self._began = first_step, time.perf_counter()
-        self._since, self._since_step, self._since_paused = self._began, first_step, timer.paused()
+        self._first_step, self._shown_at = first_step, time.perf_counter()
+        self._measured = Measured(first_step, 0.0, 0.0)
         self._rate = 0.0
 
     def __enter__(self) -> Progress:
@@ -40,16 +40,20 @@ class Progress:
         """Set the metrics to show, by tag; metrics that are not in `values` keep their last values."""
         self._metrics.update(values)
 
-    def step(self, step: int) -> None:
-        """Report that `step` is done. This must be called after every step."""
+    def step(self, step: int, measured: Measured) -> None:
+        """Report that `step` is done. This must be called after every step.
+
+        Args:
+            step: number of optimizer steps that have been done.
+            measured: how long the steps of this session took, up to `step` or an earlier step.
+        """
         now = time.perf_counter()
-        if now - self._since < self.interval and step < self.num_steps:
+        if now - self._shown_at < self.interval and step < self.num_steps:
             return
-        paused = timer.paused()
-        training = now - self._since - (paused - self._since_paused)
-        if step > self._since_step and training > 0:
-            self._rate = (step - self._since_step) / training
-        self._since, self._since_step, self._since_paused = now, step, paused
+        training = measured.training - self._measured.training
+        if training > 0:
+            self._rate = (measured.step - self._measured.step) / training
+        self._shown_at, self._measured = now, measured
         with suppress(OSError):  # a terminal that was closed, or a full disk: the run goes on
             self.show(step)
 
@@ -60,15 +64,15 @@ class Progress:
     def summary(self, step: int) -> str:
         """Return the metrics, the throughput and the remaining time after `step`, as text.
 
-        Metrics with more than one slash in their tags are left out. The throughput is measured since the last display,
-        without the time for logging, evaluations and checkpoints. The remaining time is estimated from the average time
-        per step in this session, including logging, evaluations and checkpoints.
+        Metrics with more than one slash in their tags are left out. The throughput is that of the steps measured since
+        the last display, without the time for logging, evaluations and checkpoints. The remaining time is estimated
+        from the average time per step in this session, including logging, evaluations and checkpoints.
         """
         parts = [
             f"{name.removeprefix('train/')} {value:.4g}" for name, value in self._metrics.items() if name.count("/") < 2
         ]
         if self._rate:
-            per_step = (self._since - self._began) / (self._since_step - self._first_step)
+            per_step = self._measured.elapsed / (self._measured.step - self._first_step)
             parts += [
                 f"{self._rate * self.batch_size:,.0f} samples/s",
                 f"{_clock((self.num_steps - step) * per_step)} left",
@@ -106,7 +110,7 @@ class Bar(Progress):
 class Silent(Progress):
     """A progress display that shows nothing, for ranks other than 0."""
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, measured: Measured) -> None:
         pass
 
 

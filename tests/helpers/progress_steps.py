@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from runner.tracking.metrics import Measured
 from runner.tracking.progress import progress_for
 
 
@@ -12,7 +13,7 @@ def main() -> None:
         progress.metrics({"train/loss": 0.25, "train/accuracy": 0.75})
         for step in range(1, 41):
             time.sleep(0.01)
-            progress.step(step)
+            progress.step(step, Measured(step, step / 100, step / 100))
     print("after it")
 
 

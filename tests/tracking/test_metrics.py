@@ -5,11 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from helpers.compose import TrainedRun
+from helpers.events import scalar_curves
 
+import runner.state
 import runner.system.section_timer
 import runner.tracking.metrics
 from runner.system.section_timer import SectionTimer
@@ -23,6 +26,7 @@ from runner.tracking.metrics import (
     in_words,
     quantiles,
 )
+from runner.workloads.base import Workload
 
 
 def test_a_buffer_adds_micro_batches_and_separates_steps() -> None:
@@ -176,66 +180,126 @@ class FakeClock(SimpleNamespace):
         return self.now
 
 
-def test_pauses_are_left_out_of_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """A fake clock for the step timer and a new section timer."""
     clock = FakeClock()
     monkeypatch.setattr(runner.system.section_timer, "time", clock)
     monkeypatch.setattr(runner.tracking.metrics, "time", clock)
-    timer = SectionTimer()
-    monkeypatch.setattr(runner.tracking.metrics, "timer", timer)
+    monkeypatch.setattr(runner.tracking.metrics, "timer", SectionTimer())
+    return clock
 
+
+def test_pauses_are_left_out_of_step_times(clock: FakeClock) -> None:
     def spend(name: str, seconds: float) -> None:
-        with timer.section(name):
+        with runner.tracking.metrics.timer.section(name):
             clock.now += seconds
 
     spend("data", 50)  # before the first step: not counted
     spend("log", 50)
-    steps = StepTimer(torch.device("cpu"))
+    steps = StepTimer([torch.device("cpu")])
     clock.now += 7
-    steps.start()
+    steps.start(after_step=4, num_rounds=3)
     spend("data", 1)
     clock.now += 2
-    steps.lap(pausing=False)
+    steps.lap(5, pausing=False)
     spend("data", 0.5)
     clock.now += 0.5
-    steps.lap(pausing=True)
+    steps.lap(6, pausing=True)
     assert steps.rates(8) == {
         "time/samples_per_second": 16 / 4,
         "time/step_seconds": 2,
         "time/data_share": 1.5 / 4,
     }
+    assert steps.measured == (6, 4, 4)
     for name in ("log", "evaluate", "checkpoint"):
         spend(name, 1000)
     clock.now += 5
-    steps.lap(pausing=True)
+    steps.lap(7, pausing=True)
     assert steps.rates(8)["time/samples_per_second"] == 8 / 5
-    assert list(steps.seconds) == [3, 1, 5]
+    assert steps.steady() == [1, 5]
+    assert steps.measured == (7, 9, 3009)
     assert steps.elapsed() == 3009
 
 
-def test_the_timer_synchronizes_with_the_device_only_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a pause, such as a log, the timer waits for pending computations, so that they count as part of a step."""
-    waited = []
-    monkeypatch.setattr(runner.tracking.metrics, "synchronize", waited.append)
-    steps = StepTimer(torch.device("meta"))
-    steps.lap(pausing=False)
-    assert not waited
-    steps.lap(pausing=True)
-    assert waited == [torch.device("meta")]
+class FakeAccelerator:
+    """A device that computes what the host has queued; the host waits for it only in `synchronize`."""
+
+    def __init__(self, clock: FakeClock):
+        self.clock, self.done_at, self.num_waits = clock, 0.0, 0
+
+    def queue(self, seconds: float) -> None:
+        self.done_at = max(self.done_at, self.clock.now) + seconds
+
+    def synchronize(self, *_: torch.device) -> None:
+        self.num_waits += 1
+        self.clock.now = max(self.clock.now, self.done_at)
+
+
+def test_steps_of_an_accelerator_are_timed_between_points_where_the_host_has_waited(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device takes 5 ms a step after a first one of 300 ms, and the host queues a step in 0.6 ms."""
+    device = FakeAccelerator(clock)
+    monkeypatch.setattr(runner.tracking.metrics, "synchronize", device.synchronize)
+    steps = StepTimer([torch.device("meta")])
+    steps.start(after_step=0, num_rounds=200)
+    rates = []
+    for step in range(1, 201):
+        clock.now += 0.0006
+        device.queue(0.3 if step == 1 else 0.005)
+        steps.lap(step, pausing=step % 50 == 0)
+        if step % 50 == 0:
+            with runner.tracking.metrics.timer.section("evaluate"):
+                clock.now += 9
+            rates.append(steps.rates(64)["time/samples_per_second"])
+    # Each of the other windows begins with an idle device, to which the host brings the first step in 0.6 ms.
+    windows = [0.005 + 0.0006 / 40] * 40 + [0.005 + 0.0006 / 50] * 150
+    assert steps.steady() == pytest.approx(windows)
+    assert rates[1:] == pytest.approx([64 / windows[-1]] * 3)
+    assert device.num_waits == 5, "after the warm-up of ten steps, and at the logs"
+
+
+def test_a_run_reports_the_step_times_of_the_device(
+    trained: Callable[..., TrainedRun], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, done = FakeAccelerator(clock), []
+
+    def after_step(*_: Any) -> None:
+        clock.now += 0.001
+        device.queue(0.008)
+        done.append(device.num_waits)
+
+    monkeypatch.setattr(runner.tracking.metrics, "synchronize", device.synchronize)
+    monkeypatch.setattr(runner.state, "StepTimer", lambda _: StepTimer([torch.device("meta")]))
+    monkeypatch.setattr(Workload, "after_step", after_step)
+    run = trained("steps=40", "log_every=16", "eval_every=20", "save_every=0")
+    assert run.result.step_seconds["median"] == pytest.approx(0.008 + 0.001 / 16, rel=0.02)
+    assert run.result.samples_per_second == pytest.approx(64 / run.result.step_seconds["median"])
+    read = scalar_curves(run.directory)["time/step_seconds"]
+    # Windows end after steps 8 (the warm-up), 16, 20 (an evaluation), 32 and 40; each begins with an idle device.
+    assert read == [(step, pytest.approx(0.008 + 0.001 / size)) for step, size in ((16, 8), (32, 8), (40, 8))]
+    assert [done.index(count) for count in sorted(set(done))] == [0, 8, 16, 20, 32], "no other step waits"
 
 
 def test_logs_evaluations_and_checkpoints_are_pauses(
     trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = []
-    monkeypatch.setattr(StepTimer, "lap", lambda steps, pausing: said.append(pausing) or steps.seconds.append(1))
+    said, lap = [], StepTimer.lap
+    monkeypatch.setattr(
+        StepTimer, "lap", lambda timer, step, pausing: said.append(pausing) or lap(timer, step, pausing)
+    )
     trained("steps=13", "log_every=4", "eval_every=5", "save_every=6")
     assert [step for step, pausing in enumerate(said, start=1) if pausing] == [4, 5, 6, 8, 10, 12, 13]
 
 
-@pytest.mark.parametrize(("count", "left_out"), [(0, 0), (4, 0), (5, 1), (20, 4), (50, 10), (1000, 10)])
-def test_the_warm_up_is_left_out_of_steady_step_times(count: int, left_out: int) -> None:
-    steps = StepTimer(torch.device("cpu"))
-    steps.seconds.extend(map(float, range(count)))
+@pytest.mark.parametrize(("count", "left_out"), [(0, 0), (1, 0), (2, 1), (4, 1), (10, 2), (50, 10), (1000, 10)])
+def test_the_warm_up_is_left_out_of_steady_step_times(clock: FakeClock, count: int, left_out: int) -> None:
+    steps = StepTimer([torch.device("cpu")])
+    steps.start(after_step=0, num_rounds=count)
+    for step in range(count):
+        clock.now += step
+        steps.lap(step, pausing=False)
     assert steps.steady() == list(map(float, range(left_out, count)))
 
 

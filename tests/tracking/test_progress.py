@@ -19,7 +19,7 @@ from helpers.command import TIMEOUT_SECONDS, child_environment
 from helpers.compose import TINY_CPU
 
 import runner.tracking.progress
-from runner.system.section_timer import timer
+from runner.tracking.metrics import Measured
 from runner.tracking.progress import Bar, Progress, Silent, progress_for
 
 BATCH = 64
@@ -56,7 +56,7 @@ def test_a_line_every_five_seconds_shows_the_metrics(clock: FakeClock, capsys: p
     progress.metrics({"train/loss": 2.34567, "train/accuracy": 0.5})
     for step in range(1, 101):  # ten steps per second, for ten seconds
         clock.now += 0.1
-        progress.step(step)
+        progress.step(step, Measured(step, step / 10, step / 10))
     first, second = lines(capsys)
     assert re.fullmatch(r"step (49|50|51)/1000  loss 2.346  accuracy 0.5  640 samples/s  1:3[45] left", first)
     assert re.fullmatch(r"step (99|100|101)/1000  loss 2.346  accuracy 0.5  640 samples/s  1:[23]\d left", second)
@@ -66,9 +66,9 @@ def test_the_rate_is_recent_and_the_time_left_is_based_on_all_steps(
     clock: FakeClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = Progress(num_steps=10_000, batch_size=BATCH)
-    for step, seconds in ((100, 10), (100 + 5, 10), (100 + 5 + 400, 20)):  # 10, 0.5 and 20 steps per second
-        clock.now += seconds
-        progress.step(step)
+    for step, seconds in ((100, 10), (100 + 5, 20), (100 + 5 + 400, 40)):  # 10, 0.5 and 20 steps per second
+        clock.now += 30
+        progress.step(step, Measured(step, seconds, seconds))
     assert [line.partition("  ")[2] for line in lines(capsys)] == [
         "640 samples/s  16:30 left",
         "32 samples/s  31:25 left",  # 9,895 steps at 20 s per 105
@@ -77,17 +77,31 @@ def test_the_rate_is_recent_and_the_time_left_is_based_on_all_steps(
 
 
 def test_evaluations_count_toward_the_time_left_but_not_the_rate(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: FakeClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(timer, "paused", lambda: 0.0)
     progress = Progress(num_steps=20, batch_size=BATCH)
-    for step, paused in ((10, 30.0), (20, 60.0)):  # ten steps per second, then an evaluation of half a minute
+    for step in (10, 20):  # ten steps per second, then an evaluation of half a minute
         clock.now += 31
-        monkeypatch.setattr(timer, "paused", lambda paused=paused: paused)
-        progress.step(step)
+        progress.step(step, Measured(step, step / 10, 31 * step / 10))
     assert [line.partition("  ")[2] for line in lines(capsys)] == [
         "640 samples/s  0:31 left",
         "640 samples/s  0:00 left",
+    ]
+
+
+def test_steps_that_are_only_queued_on_a_device_do_not_count(
+    clock: FakeClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The device takes 0.1 s a step; the host queues 50 of them in a moment, and then waits for them."""
+    progress = Progress(num_steps=1000, batch_size=BATCH)
+    for step, measured in ((49, 0), (50, 50), (99, 50), (100, 100)):
+        clock.now += 5
+        progress.step(step, Measured(measured, measured / 10, measured / 10))
+    assert [line.partition("  ")[2] for line in lines(capsys)] == [
+        "",
+        "640 samples/s  1:35 left",
+        "640 samples/s  1:30 left",
+        "640 samples/s  1:30 left",
     ]
 
 
@@ -106,7 +120,7 @@ def test_write_errors_of_the_console_are_ignored(
     with display(num_steps=1000, batch_size=BATCH) as progress:
         for step in range(1, 5):
             clock.now += 10
-            progress.step(step)
+            progress.step(step, Measured(step, step, step))
     assert closed.tried > 0
 
 
@@ -114,7 +128,7 @@ def test_the_last_step_is_always_shown(clock: FakeClock, capsys: pytest.CaptureF
     progress = Progress(num_steps=3, batch_size=BATCH)
     for step in (1, 2, 3):
         clock.now += 0.5
-        progress.step(step)
+        progress.step(step, Measured(step, step / 2, step / 2))
     progress.close()
     assert lines(capsys) == ["step 3/3  128 samples/s  0:00 left"]
 
@@ -122,13 +136,13 @@ def test_the_last_step_is_always_shown(clock: FakeClock, capsys: pytest.CaptureF
 def test_a_resumed_run_counts_only_its_own_steps(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(num_steps=1000, batch_size=BATCH, first_step=900)
     clock.now += 10
-    progress.step(950)
+    progress.step(950, Measured(950, 10, 10))
     assert lines(capsys) == ["step 950/1000  320 samples/s  0:10 left"]
 
 
 def test_no_rate_is_shown_if_no_time_has_passed(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(num_steps=1, batch_size=BATCH)
-    progress.step(1)
+    progress.step(1, Measured(1, 0, 0))
     assert lines(capsys) == ["step 1/1  "]
 
 
@@ -171,7 +185,7 @@ def test_other_ranks_are_silent(clock: FakeClock, capsys: pytest.CaptureFixture[
     with progress_for(10, BATCH, 0, visible=False) as progress:
         progress.metrics({"train/loss": 1.0})
         clock.now += 100
-        progress.step(10)
+        progress.step(10, Measured(10, 100, 100))
     assert lines(capsys) == []
 
 
