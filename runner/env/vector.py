@@ -159,15 +159,14 @@ class Vector:
         taken = ~self._ended
         self._lengths = (self._lengths + 1) * taken
         self._episodes += self._ended
-        if self._first_action:
-            actions = actions + self._first_action
-        observations, rewards, terminated, truncated, _ = self._call(lambda: self.envs.step(actions))
+        observations, *others, _ = self._call(lambda: self.envs.step(actions + self._first_action))
+        rewards, terminated, truncated = map(np.array, others)  # copies: environments may return the same arrays again
         self._observe(observations, rewards)
         self._ended = terminated | truncated
         return Steps(self.observations, rewards, terminated, truncated, taken)
 
     def _observe(self, observations: np.ndarray, rewards: np.ndarray) -> None:
-        self.observations = observations.astype(np.float32, copy=False)
+        self.observations = observations.astype(np.float32)  # a copy, as in `step`
         # One check for all environments is fast, and `reduce` is faster than `sum`, which calls it.
         if not math.isfinite(np.add.reduce(self.observations, None) + np.add.reduce(rewards)):
             finite = np.isfinite(self.observations.reshape(self.num_envs, -1)).all(1) & np.isfinite(rewards)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -312,3 +312,41 @@ def test_a_vectorized_implementation_that_fails_is_refused(monkeypatch: pytest.M
         prepared("Broken-v0")
     assert refusal.value.key == "num_envs"
     assert "TypeError: there can only be one" in refusal.value.why
+
+
+class SameArrays(gymnasium.vector.VectorEnv):
+    """Counts steps, in episodes of three, and returns the same arrays every time, as fast implementations do."""
+
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+    single_observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
+    single_action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, num_envs: int, **_: Any) -> None:
+        self.num_envs, self.arrays = num_envs, (np.zeros((num_envs, 1), np.float32), np.zeros(num_envs))
+        self.ends = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
+
+    def reset(self, **_: Any) -> tuple[np.ndarray, dict]:
+        self.arrays[0][:] = 0
+        return self.arrays[0], {}
+
+    def step(self, actions: np.ndarray) -> tuple:
+        observations, rewards = self.arrays
+        observations[:] = np.where(self.ends[1][:, None], 0, observations + 1)
+        rewards[:] = 10 * observations[:, 0] + actions
+        self.ends[1][:] = observations[:, 0] == 3
+        actions[:] = 9  # its caller's actions must not change
+        return *self.arrays, *self.ends, {}
+
+
+def test_what_an_environment_returns_does_not_change_with_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = EnvSpec("Same-v0", Broken, vector_entry_point=SameArrays, disable_env_checker=True)
+    monkeypatch.setitem(gymnasium.registry, "Same-v0", spec)
+    actions = np.array([0, 1])
+    with Env("Same-v0", 2).vector(2) as vector:
+        vector.reset(0)
+        first, steps = vector.observations, [vector.step(actions) for _ in range(4)]
+    assert [array[0, 0] for array in (first, *(step.observations for step in steps))] == [0, 1, 2, 3, 0]
+    assert [step.rewards.tolist() for step in steps] == [[10, 11], [20, 21], [30, 31], [0, 1]]
+    assert [step.truncated.tolist() for step in steps] == [[False] * 2, [False] * 2, [True] * 2, [False] * 2]
+    assert not any(step.terminated.any() for step in steps)
+    assert actions.tolist() == [0, 1]
