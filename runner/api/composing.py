@@ -109,7 +109,12 @@ def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
         key, _, value = word.lstrip("+").partition("=")
         why = "only how=auto may set it to a list"
         check(key != "how" or not value.startswith("["), key, value, why, "type the overrides themselves")
-    return composer.run([arguments.quoted(word, sweep=False) for word in overrides])
+    job = composer.run([arguments.quoted(word, sweep=False) for word in overrides])
+    source = job.config.get("resume", "never")
+    why = "an option file sets it, where the defaults would replace the options of that run"
+    is_typed = source in ("auto", "never") or arguments.override_value(overrides, "resume") is not None
+    check(is_typed, "resume", source, why, f"type it: resume={source}")
+    return job
 
 
 def composer_of(overrides: Sequence[str], config_dir: str | None) -> Composer:

@@ -191,9 +191,13 @@ def is_sweep_option(override: str) -> bool:
 
 
 def override_value(arguments: Iterable[str], key: str) -> str | None:
-    """Return the value of the last override of `key` in `arguments`, without quotes; None if there is no override."""
-    matches = [match for argument in arguments if (match := _OVERRIDE.fullmatch(argument)) and match["key"] == key]
-    value = matches[-1]["value"] if matches else None
+    """Return the value of the last override of `key` in `arguments`, without quotes; None if there is no override.
+
+    `key=value`, `+key=value` and `++key=value` are the same here; `~key=value` deletes the key, and sets no value.
+    """
+    matches = filter(None, map(_OVERRIDE.fullmatch, arguments))
+    values = [match["value"] for match in matches if match["key"].lstrip("+") == key]
+    value = values[-1] if values else None
     return value[1:-1] if value and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 

@@ -60,11 +60,11 @@ class SweepJobs:
         parsed = composer.parse([word for word in [*params, *typed["task"]] if word not in zips])
         self._check_count({override.key_or_group: _count(override) for override in parsed})
         found = [*map(self._dimension, parsed), *map(self._pairs, zips)]
-        last = list({each.name: each for each in found}.values())  # what is typed later counts
+        last = list({each.keys: each for each in found}.values())  # what is typed later counts
         constant = [each for each in last if not each.varies]
-        self.common = [word for each in constant if each.name in _SAME_FOR_ALL for word in each.first]
+        self.common = [word for each in constant if each.keys[0] in _SAME_FOR_ALL for word in each.first]
         self.dimensions = [
-            each for each in last if each.varies or not (each.name in _SAME_FOR_ALL or is_sweep_option(each.keys[0]))
+            each for each in last if each.varies or not (each.keys[0] in _SAME_FOR_ALL or is_sweep_option(each.keys[0]))
         ]
         self._check_count({each.name: len(each.choices) for each in self.dimensions})
         self._check_pairs()

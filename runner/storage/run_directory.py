@@ -17,6 +17,7 @@ from typing import IO, Any
 from omegaconf import OmegaConf
 
 from runner.config.errors import ConfigError
+from runner.config.overrides import override_key
 from runner.storage.durable_write import sync, write_text
 from runner.storage.regular_file import MOST_LEVELS, UnsafeFileError, check_no_link, open_regular, read_regular
 from runner.storage.saved_config import config_text
@@ -62,7 +63,7 @@ def unique_name(overrides: Iterable[str] = ()) -> str:
         overrides: the overrides of the run. The name contains as many of them as fit, except overrides with secrets
             and overrides that do not affect what the run computes.
     """
-    known = {text.partition("=")[0].lstrip("+"): text for text in redacted_values(list(overrides)) if "=" in text}
+    known = {override_key(text): text for text in redacted_values(list(overrides)) if "=" in text}
     shown = [text for key, text in known.items() if MASK not in text and not key.startswith(_UNNAMED)]
     labels = [_label(text).lstrip("+").replace(",", "_").rstrip("_.-") for text in shown]
     cut = _cut(labels, "+", _LONGEST_LABEL)
@@ -147,7 +148,7 @@ def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> 
         swept: the keys whose values differ between the jobs. These keys come first in the name, because the end of a
             long name is cut off.
     """
-    ordered = sorted(redacted_values(overrides), key=lambda text: text.partition("=")[0] not in swept)
+    ordered = sorted(redacted_values(overrides), key=lambda text: override_key(text) not in swept)
     first, *others = (_label(text) for text in ordered) if ordered else ("",)
     return _cut([f"{number:03d}-{first}", *others], ",", _LONGEST).rstrip(".-")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from runner.config.errors import ConfigError, check
+from runner.config.overrides import canonical_override, override_key
 from runner.storage import run_directory
 from runner.storage.durable_write import write_text
 from runner.storage.regular_file import UnsafeFileError, read_regular
@@ -20,6 +22,8 @@ from runner.sweep.unfinished_commands import forget_command, remember_command
 from runner.system.secrets import redacted, redacted_values
 from runner.system.utf8 import printable
 
+log = logging.getLogger(__name__)
+
 CONSOLE = "console"
 """The folder in a sweep's directory that holds the output of the jobs, one file per job."""
 
@@ -28,6 +32,9 @@ OPTIONS = "conf"
 
 STUDY = "study.log"
 """The file in a sweep's directory in which Optuna stores the trials of a search."""
+
+_MAY_DIFFER = ("resume", "output_root", "sweep")
+"""Keys and groups whose overrides may differ when a sweep is resumed."""
 
 SETTLED = (0, 3)
 """Exit codes of jobs that are not run again when a sweep is resumed: 0 (done) and 3 (diverged)."""
@@ -51,8 +58,8 @@ class Ledger:
 
     Attributes:
         path: the directory of the sweep.
-        typed: the overrides that identify the sweep, sorted. Overrides that may change when the sweep is resumed, such
-            as `resume=auto`, are left out.
+        typed: the overrides that identify the sweep, sorted and canonical. Overrides that may change when the sweep is
+            resumed, such as `resume=auto`, are left out.
         jobs: a dictionary from job number to entry. It contains the jobs that were started, and the jobs that were
             refused before they could start. An entry is a dictionary; see `runner.sweep.ledger_reader` for its keys.
         num_jobs: the number of all jobs; 0 until the caller sets it.
@@ -65,8 +72,8 @@ class Ledger:
     def __init__(self, typed: Iterable[str], root: Path, resume: str, command: Iterable[str] | None = None):
         typed = list(typed)
         self._command = [printable(text) for text in redacted_values(typed if command is None else list(command))]
-        ignored = ("resume=", "output_root=", "sweep")  # may differ when the sweep is resumed
-        shown = redacted_values([text for text in typed if not text.startswith(ignored)])
+        last = {override_key(text): canonical_override(text) for text in typed}
+        shown = redacted_values([text for key, text in last.items() if key.partition(".")[0] not in _MAY_DIFFER])
         self.typed = sorted(printable(text) for text in shown)
         self.jobs: dict[int, dict[str, Any]] = {}
         self.num_jobs = 0
@@ -99,12 +106,20 @@ class Ledger:
         Raises:
             ConfigError: if `root` cannot be read, or the ledger of the sweep is damaged.
         """
+        other = ""
         for path in reversed(run_directory.readable_entries(root)):
             found = read_ledger(path, self.typed)
-            if found.get("typed") == self.typed and not found.get("complete"):
+            if not found or found["complete"]:
+                continue
+            typed = sorted(map(canonical_override, found["typed"]))  # earlier versions wrote what was typed
+            if typed == self.typed:
                 for number, entry in found["jobs"].items():
                     self._set(int(number), entry)
                 return path
+            more, less = (" ".join(sorted({*one} - {*two})) for one, two in ((self.typed, typed), (typed, self.typed)))
+            other = other or f"{path} has {less or 'no'} where this one has {more or 'none'}"
+        if other:
+            log.warning("no unfinished sweep has these overrides, so a new one begins: %s", printable(other))
         return None
 
     def settled(self, number: int, config_hash: str) -> int | None:

@@ -176,10 +176,16 @@ def test_the_value_of_a_flag(typed: list[str], value: str | None) -> None:
     assert arguments.flag_value(typed, "--config-dir", "-cd") == value
 
 
-def test_resumed_returns_the_directory_that_resume_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_resumed_returns_the_directory_that_resume_names(prefix: str, tmp_path: Path) -> None:
     assert arguments.resumed(["seed=1"]) is None
-    assert arguments.resumed(["resume=auto"]) is None
-    assert arguments.resumed([f"resume={tmp_path}"]) == tmp_path
+    assert arguments.resumed([f"{prefix}resume=auto"]) is None
+    assert arguments.resumed([f"{prefix}resume={tmp_path}"]) == tmp_path
+    assert arguments.resumed(["resume=auto", f"{prefix}resume={tmp_path}"]) == tmp_path, "the last one counts"
+    assert arguments.resumed([f"~resume={tmp_path}"]) is None, "it deletes the key"
+    with pytest.raises(ConfigError) as refusal:
+        arguments.run_directory([f"--run-directory={tmp_path}/new", f"{prefix}resume={tmp_path}"], is_sweep=False)
+    assert refusal.value.key == "--run-directory"
     with pytest.raises(ConfigError) as refusal:
         arguments.resumed([f"resume={tmp_path}/absent"])
     assert (refusal.value.key, refusal.value.got) == ("resume", f"{tmp_path}/absent")

@@ -64,6 +64,26 @@ def test_the_saved_values_are_the_defaults(run: Path, tmp_path: Path) -> None:
     assert (shown["optimizer"]["lr"], shown["name"], shown["steps"]) == (0.002, "first", 4)
 
 
+@pytest.mark.parametrize("prefix", ["+", "++"])
+def test_a_prefix_of_resume_changes_nothing(prefix: str, run: Path, tmp_path: Path) -> None:
+    assert show(tmp_path, f"{prefix}resume={run}", "++steps=9") == show(tmp_path, f"resume={run}", "steps=9")
+
+
+@pytest.mark.parametrize("folder", ["experiment", "local"])
+def test_an_option_file_cannot_name_the_run_to_resume(folder: str, run: Path, tmp_path: Path) -> None:
+    """It would be read beside the defaults, which would then replace the options of the run."""
+    before = tree(run)
+    own = tmp_path / "own" / folder / "default.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text(f"# @package _global_\nresume: {run}\n")
+    chosen = ["experiment=default"] * (folder == "experiment")
+    code, console = run_command(*chosen, f"--config-dir={tmp_path}/own", cwd=tmp_path)
+    assert (code, console.startswith("resume: got ")) == (2, True), console
+    assert tree(run) == before
+    code, console = run_command(*chosen, f"--config-dir={tmp_path}/own", f"resume={run}", cwd=tmp_path)
+    assert (code, "all 4 steps are done" in console) == (0, True), console
+
+
 def test_overrides_change_the_saved_values(run: Path, tmp_path: Path) -> None:
     shown = show(tmp_path, f"resume={run}", "optimizer.lr=0.1", "parallel=ddp", "parallel.processes=3", "steps=9")
     before = saved(run)

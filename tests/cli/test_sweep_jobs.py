@@ -53,6 +53,14 @@ def test_paired_values_are_combined_with_others_but_not_with_each_other() -> Non
     assert len(list(sweep.samples())) == 2, "one for each optimizer"
 
 
+@pytest.mark.parametrize("prefix", ["", "++"])
+def test_where_a_sweep_is_written_is_no_override_of_its_jobs(prefix: str) -> None:
+    words = ["seed=7", f"{prefix}seed=1,2", f"{prefix}output_root=x", f"{prefix}resume=auto", f"{prefix}sweep.slots=1"]
+    sweep = jobs(*words)
+    assert list(sweep) == [[f"{prefix}seed=1"], [f"{prefix}seed=2"]]
+    assert sweep.common == [f"{prefix}output_root=x", f"{prefix}resume=auto"]
+
+
 def test_options_that_are_numbers_can_be_paired() -> None:
     first, last = jobs("p=zip(precision=[32,bf16],accumulation=[1,2])")
     assert (first, last) == (["precision='32'", "accumulation='1'"], ["precision=bf16", "accumulation='2'"])

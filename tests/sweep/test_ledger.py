@@ -122,6 +122,22 @@ def test_sweeps_match_regardless_of_override_order_and_sweep_options(open_ledger
     assert open_ledger(typed, "never").path != path
 
 
+def test_the_spelling_of_an_override_does_not_make_another_sweep(open_ledger: OpenLedger, tmp_path: Path) -> None:
+    earlier = {"typed": ["+x='a'", "seed=1,2"], "complete": False, "jobs": {}}  # as an earlier version wrote it
+    path = write_ledger(tmp_path, earlier)
+    typed = ["seed=3", "++seed=1,2", "++x=a", "++resume=auto", "++sweep.retries=1", "+output_root=x"]
+    assert open_ledger(typed).path == path
+    assert read_ledger(path)["typed"] == ["seed=1,2", "x=a"]
+
+
+def test_a_new_sweep_says_in_what_the_newest_unfinished_one_differs(
+    open_ledger: OpenLedger, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_ledger(tmp_path, {"typed": ["epochs=1", "seed=1,2"], "complete": False, "jobs": {}})
+    assert open_ledger(["seed=1,2,3", "epochs=1"]).path != path
+    assert f"{path} has seed=1,2 where this one has seed=1,2,3" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("codes", "complete"),
     [([0, 0], True), ([0, 3], True), ([0, 1], False), ([2, 0], False), ([0, 75], False), ([0], False)],
