@@ -6,8 +6,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -229,9 +229,18 @@ class Session:
         """The rank of this process; rank 0 writes the results."""
         return self.context.rank
 
-    def settings(self) -> AbstractContextManager[None]:
-        """Return a context in which torch's global flags are those of the run (see `Device.settings`)."""
-        return self.run.device.settings(self.device, self.run.deterministic, self.run.workload.num_data_workers)
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """A context in which torch's global flags are those of the run (see `Device.settings`), and data may be read.
+
+        The data workers end with it.
+        """
+        workload = self.run.workload
+        with (
+            self.run.device.settings(self.device, self.run.deterministic, workload.num_data_workers),
+            closing(workload),
+        ):
+            yield
 
     def describe(self, model: str, directory: Path) -> str:
         """Return the first lines of the log, such as the model, the device, the batch size and the run directory.

@@ -109,6 +109,9 @@ class Samples(ABC):
         """Return entries for `result.json`, such as the number of skipped files."""
         return {}
 
+    def close(self) -> None:
+        """End the processes that were started for `batches` and `in_order`; they are started again when needed."""
+
 
 class LabeledSamples(Samples):
     """Images for classification, each with a class index as its target."""

@@ -14,7 +14,7 @@ from runner.data.auto_augment import NO_AUGMENT, Augment
 from runner.data.base import Batch, DataError, LabeledSamples, shard_bounds
 from runner.data.normalization import normalized, per_channel
 from runner.data.prefetch import to_device
-from runner.data.workers import Workers
+from runner.data.workers import Loaders, Workers
 from runner.seeds import sample_seeds, uniforms
 from runner.system.utf8 import printable
 
@@ -174,6 +174,7 @@ class FileSamples(LabeledSamples):
         self.num_workers = workers.count
         self.workers, self.pin_memory, self.unreadable, self.augment = workers, pin_memory, unreadable, augment
         self.centre = centre
+        self._loaders = Loaders()
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -241,13 +242,16 @@ class FileSamples(LabeledSamples):
         files = [printable(path) for path in self.unreadable.files]
         return {"skipped_images": len(files), "skipped_files": files[:_MOST_NAMED]} if files else {}
 
+    def close(self) -> None:
+        self._loaders.close()
+
     def _read(
         self, fetch: Fetch, jobs: Iterable[Job], device: torch.device, max_workers: int = 256
     ) -> Iterator[Loaded]:
         """Load and yield the batch of each job, using at most `max_workers` workers."""
         pin = device.type == "cuda" and self.pin_memory is not False
         workers = replace(self.workers, count=min(max_workers, self.workers.count), pin_memory=pin)
-        return workers.read(fetch, jobs)
+        return self._loaders.read(fetch, workers, jobs)
 
     def _job(self, indices: list[int], epochs: list[int] | None = None) -> Job:
         return Job(indices, [self.paths[i] for i in indices], [self.targets[i] for i in indices], epochs)

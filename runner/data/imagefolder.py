@@ -12,7 +12,7 @@ from runner.data.base import Data, Samples
 from runner.data.class_folders import Files, training_and_held_out
 from runner.data.decode import ImageReader
 from runner.data.image_files import FileSamples, Unreadable
-from runner.data.workers import Workers, default_count, start_server
+from runner.data.workers import Workers, default_count, start_worker_server
 from runner.system.utf8 import printable
 
 
@@ -96,7 +96,7 @@ class ImageFolder(Data):
     def load(self) -> tuple[Samples, Samples]:
         workers = Workers(default_count() if self.workers is None else self.workers, self.timeout, self.prefetch)
         if workers.count:
-            start_server()  # starts up while the files are listed
+            start_worker_server()  # starts up while the files are listed
         train, held_out = training_and_held_out(Path(self.root).expanduser(), self.holdout)
         unreadable = Unreadable(self.on_error == "skip")
         augment = Augment(self.auto_augment, self.random_erase, tuple(self.mean))

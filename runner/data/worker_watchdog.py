@@ -5,17 +5,16 @@ from __future__ import annotations
 import multiprocessing.connection
 import signal
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TypeVar
 
 from runner.data.base import DataError
 
 POLL = 0.5
-"""Seconds between two checks of whether a worker has died or hangs.
+"""Seconds between two checks of whether the workers hang."""
 
-The workers are children of the fork server, so the process of the run gets no SIGCHLD when one dies.
-"""
+T = TypeVar("T")
 
 _CAUSES = {
     9: (", perhaps because memory ran out", "reduce data.workers or data.prefetch; "),
@@ -25,58 +24,53 @@ _CAUSES = {
 
 
 class Watch:
-    """A watchdog that receives batches from DataLoader workers, and kills the workers if a batch takes too long.
+    """A watchdog for waiting for DataLoader workers, which kills the workers if this takes too long.
 
     The timeout of DataLoader is not enough: it covers only the wait for the message that a batch is ready. DataLoader
     then requests the file descriptor of the batch's shared memory over a connection without a timeout, and this request
     blocks forever if the worker is suspended (SIGSTOP). Killing the worker closes the connection and ends the request.
+    Without a timeout, DataLoader checks every five seconds whether a worker has died.
 
     Args:
         workers: the worker processes; empty if the main process loads the data.
-        timeout: number of seconds to wait for a batch before the workers are killed.
+        timeout: number of seconds to wait before the workers are killed.
     """
 
     def __init__(self, workers: Collection[BaseProcess], timeout: float):
         self.workers, self.timeout = workers, timeout
+        self._suspects = workers  # without those that this object kills
         self._waiting, self._received, self._timed_out = False, 0, False
         self._ended = threading.Event()
         if workers:
             threading.Thread(target=self._watch, daemon=True).start()
 
-    def next(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch.
-
-        Args:
-            batches: the iterator of a DataLoader. A DataLoader with workers must have been created with
-                `timeout=POLL`.
+    def wait_for(self, receive: Callable[[], T]) -> T:
+        """Return the result of `receive`, which waits for the workers.
 
         Raises:
-            DataError: if a worker died, or no batch arrived within `timeout` seconds; in both cases, all workers
+            DataError: if a worker died, or `receive` took longer than `timeout` seconds; in both cases, all workers
                 have been killed.
-            StopIteration: after the last batch.
-            Exception: any other exception that `batches` raises.
+            Exception: any other exception that `receive` raises, such as StopIteration after the last batch.
         """
         self._waiting = True
         try:
-            while True:
-                try:
-                    return next(batches)
-                except StopIteration:
-                    raise
-                except Exception as error:
-                    # The connection to a worker breaks shortly before its exit code is available.
-                    problem = self._problem(grace_period=2 if isinstance(error, OSError | EOFError) else 0)
-                    if problem is not None:
-                        self.kill()
-                        raise problem from None
-                    if not str(error).startswith("DataLoader timed out"):
-                        raise
+            return receive()
+        except StopIteration:
+            raise
+        except Exception as error:
+            # The connection to a worker breaks shortly before its exit code is available.
+            problem = self._problem(grace_period=2 if isinstance(error, OSError | EOFError) else 0)
+            if problem is None:
+                raise
+            self.kill()
+            raise problem from None
         finally:
             self._waiting, self._received = False, self._received + 1
 
     def end(self) -> None:
-        """Stop watching the workers."""
+        """Stop watching the workers, and end them."""
         self._ended.set()
+        self.kill()
 
     def kill(self) -> None:
         """Kill the workers with SIGKILL; SIGTERM would not end a worker that is suspended or blocked in a read."""
@@ -92,7 +86,9 @@ class Watch:
             waited = waited + POLL if self._waiting and self._received == seen else 0.0
             seen = self._received
             if waited >= self.timeout:
-                self._timed_out = True
+                ended = multiprocessing.connection.wait([worker.sentinel for worker in self.workers], 0)
+                self._timed_out = not ended
+                self._suspects = [worker for worker in self.workers if worker.sentinel in ended]
                 for worker in self.workers:
                     worker.kill()
                 return
@@ -107,7 +103,7 @@ class Watch:
             why = f"no batch arrived within {self.timeout:g} s: a worker is stopped, or its disk does not respond"
             return DataError(f"data workers {pids}", why, "increase data.timeout if reading a batch takes that long")
         multiprocessing.connection.wait([worker.sentinel for worker in self.workers], grace_period)
-        return next((_death(worker) for worker in self.workers if not worker.is_alive()), None)
+        return next((_death(worker) for worker in self._suspects if not worker.is_alive()), None)
 
 
 def _death(worker: BaseProcess) -> DataError:

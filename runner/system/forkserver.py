@@ -23,8 +23,10 @@ from runner.system.temporary import claim_directory, remove_abandoned
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
-def start_server(*modules: str) -> None:
-    """Unless the fork server is already running, start it, and let it import `modules` in the background.
+def start_server(module: str, *modules: str) -> None:
+    """Unless the fork server is already running, start it, and let it import the modules in the background.
+
+    A server imports only the modules that its start names, so that each start has to name all of them.
 
     The server's children start with stop signals blocked, for this reason: on Ctrl-C, the terminal sends a signal to
     the whole process group, but only the main process should handle this signal and then stop the children.
@@ -33,7 +35,7 @@ def start_server(*modules: str) -> None:
         return
     from multiprocessing import forkserver, resource_tracker, util
 
-    forkserver.set_forkserver_preload(["runner.system.preload_begin", *modules, "runner.system.preload_end"])
+    forkserver.set_forkserver_preload(["runner.system.preload_begin", module, *modules, "runner.system.preload_end"])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         # This creates the directory in which multiprocessing keeps its sockets. A stop signal before the removal of the
@@ -105,7 +107,7 @@ def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
     The child starts quickly, because it does not have to import the modules that the server has already imported. If
     the function fails in the child, the child prints the error, and this process continues.
     """
-    start_server()
+    start_server(function.__module__)
     context: Any = multiprocessing.get_context(METHOD)
     process = context.Process(target=function, args=arguments)
     process.start()

@@ -208,6 +208,9 @@ class Workload(ABC):
         """Return additional entries for `result.json`, such as the number of skipped images."""
         return {}
 
+    def close(self) -> None:
+        """End the processes that were started for batches and evaluations; they are started again when needed."""
+
     def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor] | None:
         """Return the tensors of this process's batch of `step` by name, to be saved after the run has diverged.
 

@@ -99,6 +99,10 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
     def extra_results(self) -> dict[str, Any]:
         return {key: value for samples in (self.train, self.held_out) for key, value in samples.extra_results().items()}
 
+    def close(self) -> None:
+        self.train.close()
+        self.held_out.close()
+
     def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor]:
         stream = self.micro_batches(plan, self._positions(plan, plan.micro_batches(step)), device)
         inputs, targets = zip(*stream, strict=True)

@@ -11,16 +11,18 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.command import TIMEOUT_SECONDS, child_environment
+from PIL import Image
 
 from runner.data import worker_watchdog
 from runner.data.base import DataError
-from runner.data.workers import Workers, default_count
+from runner.data.workers import Loader, Loaders, Workers, default_count
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # tests may use more workers than cores
 
@@ -49,7 +51,7 @@ def jobs(count: int, seconds: float = 0, fates: dict[int, str] | None = None):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4])
 def test_results_come_in_order_from_the_requested_number_of_processes(count):
-    results = torch.stack(list(Workers(count).read(Squares(), jobs(20))))
+    results = torch.stack(list(Loader(Squares(), Workers(count)).read(jobs(20))))
     assert results[:, 0].tolist() == [number**2 for number in range(20)]
     pids = set(results[:, 1].tolist())
     assert len(pids) == max(1, count)
@@ -66,7 +68,7 @@ def test_jobs_are_requested_only_as_needed(count):
             asked.append(job[0])
             yield job
 
-    results = Workers(count, ahead=3).read(Squares(), endless())
+    results = Loader(Squares(), Workers(count, ahead=3)).read(endless())
     list(itertools.islice(results, 5))
     assert len(asked) <= 5 + max(1, count * 3)
 
@@ -74,7 +76,7 @@ def test_jobs_are_requested_only_as_needed(count):
 @pytest.mark.parametrize("count", [0, 2])
 def test_reading_does_not_change_the_global_rng_state(count):
     before = torch.get_rng_state()
-    list(Workers(count).read(Squares(), jobs(5)))
+    list(Loader(Squares(), Workers(count)).read(jobs(5)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -85,10 +87,43 @@ def others():
 
 
 def test_closing_the_generator_ends_the_workers(others):
-    results = Workers(2).read(Squares(), jobs(100))
+    results = Loader(Squares(), Workers(2)).read(jobs(100))
     next(results)
     assert len(set(multiprocessing.active_children()) - others) == 2
     results.close()
+    assert set(multiprocessing.active_children()) <= others
+
+
+def test_workers_are_the_same_in_each_complete_pass_and_in_no_two_passes_at_once(others):
+    loaders, fetch = Loaders(), Squares()
+
+    def pids(count: int = 2) -> set[int]:
+        return {int(result[1]) for result in loaders.read(fetch, Workers(count), jobs(8))}
+
+    first = pids()
+    open_pass = loaders.read(fetch, Workers(2), jobs(100))
+    assert int(next(open_pass)[1]) in first
+    second = pids()
+    assert not first & second
+    open_pass.close()
+    assert pids() == second
+    assert not pids(1) & second, "other settings"
+    list(itertools.islice(loaders.read(fetch, Workers(2), jobs(100)), 3))
+    loaders.close()
+    assert set(multiprocessing.active_children()) <= others
+    assert not pids() & (first | second)
+    loaders.close()
+
+
+@pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
+def test_a_worker_that_died_or_stopped_between_two_passes_raises_an_error(fate, others, monkeypatch):
+    watches, loader = spied(monkeypatch), Loader(Squares(), Workers(2))
+    worker = {int(result[1]) for result in loader.read(jobs(4))}.pop()
+    watches[0].timeout = 3
+    os.kill(worker, getattr(signal, fate))
+    with pytest.raises(DataError) as raised:
+        list(loader.read(jobs(4)))
+    assert {"SIGKILL": "SIGKILL", "SIGSTOP": " 3 s"}[fate] in raised.value.why
     assert set(multiprocessing.active_children()) <= others
 
 
@@ -106,7 +141,8 @@ def read_to_the_end(results, first: int = 0) -> tuple[DataError, float]:
 
 @pytest.mark.parametrize("fate", ["SIGKILL", "SIGBUS"])
 def test_a_killed_worker_raises_an_error_at_once(fate, others):
-    error, _ = read_to_the_end(Workers(2, timeout=2 * TIMEOUT_SECONDS).read(Squares(), jobs(1000, 0.01, {20: fate})))
+    loader = Loader(Squares(), Workers(2, timeout=2 * TIMEOUT_SECONDS))
+    error, _ = read_to_the_end(loader.read(jobs(1000, 0.01, {20: fate})))
     assert fate in error.why
     assert "data.workers=0" in error.remedy, "not the timeout's"
     assert set(multiprocessing.active_children()) <= others
@@ -126,7 +162,7 @@ def spied(monkeypatch) -> list[worker_watchdog.Watch]:
 
 def test_a_suspended_worker_raises_an_error_after_the_timeout(others, monkeypatch):
     watches = spied(monkeypatch)
-    results = Workers(2).read(Squares(), jobs(1000, 0.01, {20: "SIGSTOP"}))
+    results = Loader(Squares(), Workers(2)).read(jobs(1000, 0.01, {20: "SIGSTOP"}))
     assert next(results)[0] == 0
     watches[0].timeout = 3
     error, seconds = read_to_the_end(results, first=1)
@@ -138,7 +174,7 @@ def test_a_suspended_worker_raises_an_error_after_the_timeout(others, monkeypatc
 
 def test_workers_suspended_while_they_send_batches_raise_an_error(others, monkeypatch):
     watches = spied(monkeypatch)
-    results = Workers(2).read(Squares(), jobs(1000))
+    results = Loader(Squares(), Workers(2)).read(jobs(1000))
     next(results)
     [watching] = watches
     watching.timeout = 3  # set only after the workers have started, which may take long
@@ -153,7 +189,7 @@ def test_workers_suspended_while_they_send_batches_raise_an_error(others, monkey
 
 
 def test_a_slow_worker_is_waited_for():
-    results = list(Workers(2, timeout=TIMEOUT_SECONDS).read(Squares(), jobs(2, 0.8)))  # longer than `POLL`
+    results = list(Loader(Squares(), Workers(2, timeout=TIMEOUT_SECONDS)).read(jobs(2, 0.8)))  # longer than `POLL`
     assert [int(result[0]) for result in results] == [0, 1]
 
 
@@ -166,21 +202,20 @@ def test_only_waiting_counts_towards_the_timeout(monkeypatch):
             yield killed.wait(pause)
 
     watching = worker_watchdog.Watch(
-        [SimpleNamespace(kill=killed.set)],  # pyright: ignore[reportArgumentType]
+        [SimpleNamespace(kill=killed.set, sentinel=multiprocessing.Pipe()[0])],  # pyright: ignore[reportArgumentType]
         timeout=0.4,
     )
     source = batches(0.2, 0.2, 0.2, 0.2, 10)
     for _ in range(4):
-        assert not watching.next(source)
+        assert not watching.wait_for(partial(next, source))
         assert not killed.wait(0.2)  # time of training, which does not count
-    assert watching.next(source)
-    watching.end()
+    assert watching.wait_for(partial(next, source))
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_an_exception_in_the_loader_is_raised_unchanged(count):
     with pytest.raises(ValueError, match="no square of 3"):
-        list(Workers(count).read(Squares(), jobs(10, 0, {3: "raise"})))
+        list(Loader(Squares(), Workers(count)).read(jobs(10, 0, {3: "raise"})))
 
 
 @pytest.mark.parametrize(
@@ -211,6 +246,7 @@ def program():
         process = subprocess.Popen(
             [sys.executable, "-m", "helpers.read_with_workers", what],
             env=child_environment(),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -271,3 +307,13 @@ def test_a_run_exits_with_its_workers_although_the_generator_is_open(program):
     process, pids = program("exit")
     assert process.wait(TIMEOUT_SECONDS) == 0
     assert left_after(pids, TIMEOUT_SECONDS) == []
+
+
+@on_linux
+def test_workers_of_a_folder_of_images_are_forked_from_a_process_that_has_imported_torch(program, tmp_path):
+    for name in ("apple", "berry"):
+        (tmp_path / name).mkdir()
+        for number in range(10):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / name / f"{number}.png")
+    _, [*_, server] = program(str(tmp_path))
+    assert "libtorch" in Path(f"/proc/{server}/maps").read_text()

@@ -1,6 +1,7 @@
-"""`python -m helpers.read_with_workers exit|endless` reads with two workers.
+"""`python -m helpers.read_with_workers exit|endless|DIRECTORY` reads with two workers.
 
-It prints their process ids after the first item.
+It prints their process ids after the first item. If a directory with a folder of images per class is named, the items
+are batches of its held-out images; otherwise, they are numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import multiprocessing
 import sys
 import time
 
-from runner.data.workers import Workers
+import torch
+
+from runner.data.imagefolder import ImageFolder
+from runner.data.workers import Loader, Workers
 
 
 class Echo:
@@ -22,12 +26,17 @@ class Echo:
 
 
 def main() -> None:
-    results = Workers(2).read(Echo(), itertools.count())
+    if sys.argv[1] in ("exit", "endless"):
+        results = Loader(Echo(), Workers(2)).read(itertools.count())
+    else:
+        _, held_out = ImageFolder(sys.argv[1], workers=2, size=8).load()
+        results = held_out.in_order(1, (0, 1), torch.device("cpu"))
     next(results)
     print(*(process.pid for process in multiprocessing.active_children()), flush=True)
     for _ in results:
         if sys.argv[1] == "exit":
             sys.exit(0)
+    sys.stdin.readline()
 
 
 if __name__ == "__main__":
