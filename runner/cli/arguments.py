@@ -17,8 +17,10 @@ _DELETION = re.compile(r"~[\w./@-]+")
 _NUMBER = re.compile(r"[+-]?\d[\w.]*")
 _FUNCTION = re.compile(r"(zip|choice|range|interval|glob|tag|sort|shuffle|int|float|str|bool)\(")
 """A pattern for the functions of Hydra that give several values, or convert values."""
-_PATHS = ("output_root", "resume", "data.root", "model.weights")
+_PATHS = ("output_root", "resume", "data.root", "data.file", "model.weights")
 _TEXTS = (*_PATHS, "name")
+_LISTS_OF_TEXTS = ("data.inputs", "data.targets", "model.freeze", "model.unfreeze")
+_LIST_ITEM = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^][,'"\s](?:[^][,'"]*[^][,'"\s])?""")
 SUMMARY = "--summary"
 """The flag that prints a table of the network instead of training it."""
 _SWITCHES = (
@@ -141,10 +143,16 @@ def quoted(argument: str, sweep: bool) -> str:
             return f"~{name}"  # Hydra's syntax for a group without an option
         parts = (_quote(part) if _NUMBER.fullmatch(part) or _is_literal(part) else part for part in value.split(","))
         return f"{key}={','.join(parts)}"
+    if name in _LISTS_OF_TEXTS and value.startswith("["):  # the column 1_0 is not the column 10
+        return f"{key}={_LIST_ITEM.sub(_quoted_literal, value)}"
     if value[:1] in "'\"[{" or (sweep and _FUNCTION.match(value)):
         return argument
     parts = value.split(",") if sweep else [value]
     return f"{key}={','.join(_text(name, part) for part in parts)}"
+
+
+def _quoted_literal(item: re.Match[str]) -> str:
+    return _quote(item[0]) if _is_literal(item[0]) or item[0] == "null" else item[0]
 
 
 def _text(key: str, value: str) -> str:

@@ -220,6 +220,8 @@ def _is_meant(value: Any, hint: Any) -> bool:
         return True
     if isinstance(value, list | tuple):
         items = get_args(hint)[:1] if get_origin(hint) in (list, tuple) else ()
+        if items == (str,) and any(type(item) is int for item in value):  # 1_0 would become the text 10
+            return False
         return all(_is_meant(item, kind) for kind in items for item in value)
     if isinstance(value, dict) or get_origin(hint) in (list, tuple):  # refused by OmegaConf
         return True

@@ -35,8 +35,8 @@ class Table(NamedTuple):
     """Inputs and targets of all samples.
 
     Args:
-        inputs: float32 [n, …].
-        targets: float32 [n, num_targets].
+        inputs: real numbers [n, …] that are finite in float32, in the precision of the file.
+        targets: the same, [n, num_targets].
         target_names: the name of each target.
     """
 
@@ -79,7 +79,7 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError("file", str(path), f"it is not a CSV file: {error}", _CSV) from None
     check(bool(values), "file", str(path), "it has no line but the first", _CSV)
-    table = torch.tensor(values, dtype=torch.float64).to(torch.float32)
+    table = torch.tensor(values, dtype=torch.float64)
     count = len(chosen["inputs"])
     return Table(table[:, :count].contiguous(), table[:, count:].contiguous(), chosen["targets"])
 
@@ -164,8 +164,7 @@ def read_arrays(path: Path) -> Table:
     num_bytes = 4 * (inputs.numel() + targets.numel())
     why = f"its numbers take {num_bytes:,} bytes in float32, more than {_MOST_BYTES:,}"
     check(num_bytes <= _MOST_BYTES, "file", str(path), why, "leave samples out")
-    inputs, targets = inputs.to(torch.float32), targets.to(torch.float32)
-    finite = bool(inputs.isfinite().all() and targets.isfinite().all())
+    finite = all(bool(tensor.to(torch.float32).isfinite().all()) for tensor in (inputs, targets))
     check(finite, "file", str(path), "not all values are finite in float32", "leave such samples out")
     return Table(inputs, targets, [f"target_{i}" for i in range(targets.shape[1])])
 

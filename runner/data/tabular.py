@@ -14,6 +14,9 @@ from runner.data.base import Data, RegressionSamples, Samples
 from runner.data.table_files import SUFFIXES, Table, existing, read_arrays, read_csv
 from runner.seeds import derive
 
+_ROWS = 65_536
+"""The number of rows that are converted to float64 at a time."""
+
 
 @dataclass
 class Tabular(Data):
@@ -83,8 +86,8 @@ class TableSamples(ArraySamples, RegressionSamples):
     Args:
         table: all rows.
         rows: the indices of the rows to use, int64 [n].
-        input_scale: mean and standard deviation by which inputs are standardized, float32 of the shape of an input.
-        target_scale: the same for targets, float32 [num_targets].
+        input_scale: mean and standard deviation by which inputs are standardized, float64 of the shape of an input.
+        target_scale: the same for targets, float64 [num_targets].
     """
 
     def __init__(
@@ -94,11 +97,9 @@ class TableSamples(ArraySamples, RegressionSamples):
         input_scale: tuple[torch.Tensor, torch.Tensor],
         target_scale: tuple[torch.Tensor, torch.Tensor],
     ):
-        inputs, targets = (
-            (tensor[rows] - mean) / std
-            for tensor, (mean, std) in ((table.inputs, input_scale), (table.targets, target_scale))
+        super().__init__(
+            _standardized(table.inputs, rows, *input_scale), _standardized(table.targets, rows, *target_scale)
         )
-        super().__init__(inputs, targets)
         self.target_names = table.target_names
         self.target_mean, self.target_std = (values.tolist() for values in target_scale)
         self._input_scale = input_scale
@@ -122,15 +123,23 @@ def friedman(count: int) -> Table:
     return Table(x.float(), y[:, None].float(), ["y"])
 
 
+def _standardized(values: torch.Tensor, rows: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """Return some rows in float32. They are standardized in float64, in which 1.7e9 + 1 differs from 1.7e9."""
+    result = torch.empty(len(rows), *values.shape[1:])
+    for part, chosen in zip(result.split(_ROWS), rows.split(_ROWS), strict=True):
+        part.copy_((values[chosen].double() - mean) / std)
+    return result
+
+
 def _scale(values: torch.Tensor, standardize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and the standard deviation over samples; (0, 1) if nothing is to be standardized.
+    """Return the mean and the standard deviation over samples, float64; (0, 1) if nothing is to be standardized.
 
     The standard deviation of a constant is replaced by 1.
     """
-    if not standardize:
-        return torch.zeros(values.shape[1:]), torch.ones(values.shape[1:])
     double = values.double()
     mean, std = double.mean(0), double.std(0, correction=0)
-    # A column whose values differ only by rounding counts as constant.
-    std = torch.where(std > 1e-6 * mean.abs().clamp(min=1e-30), std, torch.ones_like(std))
-    return mean.float(), std.float()
+    if not standardize:
+        return torch.zeros_like(mean), torch.ones_like(std)
+    # A constant is recognized exactly: the rounding error of its mean would be its standard deviation.
+    is_constant = (double == double[:1]).all(0) | (std == 0)
+    return mean, torch.where(is_constant, torch.ones_like(std), std)

@@ -32,6 +32,8 @@ from runner.config.options import CONF, groups
         ("output_root=/a b/ü=,c", "output_root='/a b/ü=,c'"),
         ("resume=outputs/a/000-seed=1,lr=2", "resume='outputs/a/000-seed=1,lr=2'"),
         ("schedule.milestones=[0.5,0.7]", "schedule.milestones=[0.5,0.7]"),
+        ("data.inputs=[1_0, 1.10 ,on,null,'007',a b]", "data.inputs=['1_0', '1.10' ,on,'null','007',a b]"),
+        ("data.file=my table (1).csv", "data.file='my table (1).csv'"),
         ("~seed", "~seed"),
         ("-m", "-m"),
     ],
@@ -44,6 +46,7 @@ def test_a_comma_separates_values_in_a_sweep_and_is_text_in_a_single_run() -> No
     assert arguments.quoted("name=a b,c", sweep=True) == "name='a b',c"
     assert arguments.quoted("model.weights=ü.pt,null", sweep=True) == "model.weights='ü.pt',null"
     assert arguments.quoted("optimizer.lr=0.1,0.2", sweep=True) == "optimizer.lr=0.1,0.2"
+    assert arguments.quoted("data.inputs=[1_0],[10]", sweep=True) == "data.inputs=['1_0'],['10']"
     assert arguments.quoted("name=a b,c", sweep=False) == "name='a b,c'"
 
 

@@ -275,6 +275,10 @@ def test_fields_are_values_or_components() -> None:
             "whole.numbers: got [1, 'a']: it must be a list whose items are each a number",
         ),
         ({"number": 1, "names": "a"}, "whole.names: got 'a': it must be a list whose items are each a text"),
+        (
+            {"number": 1, "names": ["a", 10]},
+            "whole.names: got ['a', 10]: it must be a list whose items are each a text",
+        ),
         ({"number": 1, "text": [1]}, "whole.text: got [1]: it must be a text or null"),
         ({"number": 1, "part": {}}, "whole.part: Whole has no such option"),
         ({"number": 1, "made": 1}, "whole.made: Whole has no such option"),

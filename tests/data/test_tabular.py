@@ -106,6 +106,27 @@ def test_inputs_and_targets_are_standardized_by_the_training_samples_alone(house
     assert held_out.standardization() == scale
 
 
+@pytest.mark.parametrize("suffix", ["csv", "npz"])
+def test_a_large_offset_costs_no_precision(tmp_path: Path, suffix: str) -> None:
+    def standardized(offset: int) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+        times = offset + numpy.round(numpy.arange(0, 1800, 1.8), 1)
+        path = tmp_path / f"{offset}.{suffix}"
+        if suffix == "csv":
+            path.write_text("time,constant,target\n" + "".join(f"{t:.1f},1700000000.1,{t:.1f}\n" for t in times))
+        else:
+            constant = numpy.full_like(times, 1_700_000_000.1)
+            numpy.savez(path, inputs=numpy.stack((times, constant), 1), targets=times)
+        train, _ = loaded(file=str(path))
+        return *whole(train), train.target_std
+
+    (inputs, targets, std), (wanted, _, wanted_std) = standardized(1_700_000_000), standardized(0)
+    torch.testing.assert_close(inputs[:, 0], wanted[:, 0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(targets[:, 0], wanted[:, 0], rtol=0, atol=1e-6)
+    assert std == pytest.approx(wanted_std)
+    assert inputs[:, 0].double().numpy().std() == pytest.approx(1, abs=1e-6)
+    assert inputs[:, 1].abs().max() < 1e-6
+
+
 def test_a_constant_column_stays_finite(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("c,x,y\n" + "".join(f"0.1,{i},{i}\n" for i in range(20)))
     train, _ = loaded(file=str(tmp_path / "a.csv"))
