@@ -283,7 +283,7 @@ def composition_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ConfigError, HydraException, OmegaConfBaseException, BrokenPipeError):
+    except (ConfigError, HydraException, OmegaConfBaseException):
         raise
     except RecursionError:
         remedy = "values are at most lists of lists"

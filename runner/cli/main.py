@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from runner.cli import arguments as command_line  # noqa: E402
 from runner.cli.help import help_text  # noqa: E402
 from runner.cli.messages import report_error  # noqa: E402
 from runner.config.errors import ABSENT, check  # noqa: E402
+from runner.system.console import output_code  # noqa: E402
 from runner.system.exit_codes import DONE, INTERRUPTED, REFUSED, STOPPED  # noqa: E402
 from runner.system.signals import CommandSignals  # noqa: E402
 from runner.system.version import __version__  # noqa: E402
@@ -29,32 +29,21 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Run the command line, and return the exit code."""
-    code = DONE
     with CommandSignals():
-        try:
-            code = run_command(sys.argv[1:])
-            print(end="", flush=True)
-        except BrokenPipeError:  # standard output was closed, as by `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return code
+        return run_command(sys.argv[1:])
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run the command with `arguments`, and return the exit code.
-
-    Raises:
-        BrokenPipeError: if standard output is closed.
-    """
+    """Run the command with `arguments`, and return the exit code."""
     if {"--help", "-h"} & set(arguments):
         print(help_text(command_line.flag_value(arguments, "--config-dir", "-cd")))
-        return DONE
+        return output_code()
     if "--version" in arguments:
         print(f"runner {__version__}")
-        return DONE
+        return output_code()
     try:
         codes = compose_and_run(arguments)
-    except BrokenPipeError:
-        raise
+        printed = output_code()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -62,7 +51,7 @@ def run_command(arguments: list[str]) -> int:
         return stop.code if stop.code in (DONE, STOPPED) else REFUSED
     except Exception as error:
         return report_error(error)
-    return next((code for code in codes if code != DONE), DONE)
+    return next((code for code in codes if code != DONE), DONE) if codes else printed
 
 
 def compose_and_run(arguments: list[str]) -> list[int]:

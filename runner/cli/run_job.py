@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -143,8 +143,9 @@ def write_result(session: Session, directory: Path, result: Result) -> None:
 
 def print_summary(session: Session, directory: Path, result: Result) -> None:
     """Print the summary of a run. This function can be passed to `run_one` as `report`."""
-    with suppress(BrokenPipeError):
-        print(summary(session, directory, result), flush=True)
+    text = summary(session, directory, result)
+    log.debug("%s", text)  # it may be impossible to print
+    print(text, flush=True)
 
 
 def _typed(path: str) -> str:

@@ -22,6 +22,7 @@ if sys.path and sys.path[0] != _ROOT and os.path.realpath(sys.path[0]) == os.pat
 
 os.environ.setdefault("PYTHONSAFEPATH", "1")  # for the processes that multiprocessing starts by `python -c`
 
+from runner.system.console import open_console  # noqa: E402
 from runner.system.signals import run_main  # noqa: E402
 
 
@@ -29,6 +30,7 @@ def main() -> int:
     """Run the command, and return its exit code."""
 
     def command() -> int:
+        open_console()
         from runner.cli.main import main  # pyright: ignore  # imported here: signals are handled by now
 
         return main()

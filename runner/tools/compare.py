@@ -17,9 +17,9 @@ from rich.console import Console
 
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.storage.regular_file import check_readable
+from runner.system.console import run_tool
 from runner.tools.compare_formats import as_csv, as_json, markdown, terminal
 from runner.tools.compare_rows import Comparison
-from runner.tools.output import reader_may_leave
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,12 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    with reader_may_leave():
-        if options.format is None:
-            console = Console(width=None if sys.stdout.isatty() else 160)
-            console.print(terminal(comparison, console.width))
-        else:
-            sys.stdout.write(options.format(comparison))
+    if options.format is None:
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        console.print(terminal(comparison, console.width))
+    else:
+        sys.stdout.write(options.format(comparison))
     return 0
 
 
@@ -76,4 +75,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))

@@ -32,6 +32,7 @@ from runner.storage.manifest import SIGNATURE, DamagedError, untrusted, verified
 from runner.storage.regular_file import check_readable
 from runner.storage.run_directory import step_of
 from runner.storage.signature import saved_signature
+from runner.system.console import run_tool
 
 Tensors = dict[str, torch.Tensor]
 
@@ -275,4 +276,4 @@ def write(tensors: Tensors, path: Path, prefix: str = "", signature: Mapping[str
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from runner.config.options import description, option_files
+from runner.system.console import run_tool
 from runner.system.cpu import usable_cores
 from runner.system.provenance import collect_findings, environment
 
@@ -215,4 +216,4 @@ def _as_numbers(capability: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_tool(main))

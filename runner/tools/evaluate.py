@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from runner.cli.messages import report_error
 from runner.parallel.launch.supervisor import RankError
+from runner.system.console import run_tool
 from runner.system.exit_codes import CRASHED, DONE
 from runner.tools.run_arguments import check_no_flags, run_parser
 
@@ -57,4 +58,4 @@ def _as_text(checkpoint: Path, evaluation: Evaluation) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))

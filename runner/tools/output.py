@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,19 +51,6 @@ def _is_formula(text: str) -> bool:
     except ValueError:
         return True
     return False
-
-
-@contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """Ignore a `BrokenPipeError` in the context: a program that reads standard output, such as `head`, may exit early.
-
-    See the note on SIGPIPE in https://docs.python.org/3/library/signal.html.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
 
 
 def check_writable(flag: str, value: str | None, suffix: str = "") -> None:

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from runner.cli.messages import report_error
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.system.console import run_tool
 from runner.tools.composed_run import overrides_of
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -130,6 +131,6 @@ def _size(flag: str, text: str) -> float:
 
 if __name__ == "__main__":
     gc.disable()  # collecting garbage takes a second
-    code = main()
+    code = run_tool(main)
     gc.freeze()  # nor is it collected at the exit
     sys.exit(code)

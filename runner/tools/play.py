@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from runner.cli.messages import report_error
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.seeds import derive
+from runner.system.console import run_tool
 from runner.system.exit_codes import DONE, INTERRUPTED
 from runner.tools.output import check_writable, write_or_refuse
 from runner.tools.run_arguments import check_no_flags, run_parser
@@ -132,4 +133,4 @@ def _has_display() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))

@@ -19,6 +19,7 @@ from rich.console import Console
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.storage.regular_file import check_no_link, check_readable
 from runner.storage.run_directory import StorageError
+from runner.system.console import run_tool
 from runner.system.installed import is_installed
 from runner.system.utf8 import printable
 from runner.tools.plot_runs import Study
@@ -114,4 +115,4 @@ def _show(figures: dict[str, Figure], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from runner.cli.messages import report_error
 from runner.config.errors import check, escaped
 from runner.storage.durable_write import write_json, write_text
+from runner.system.console import run_tool
 from runner.system.exit_codes import DONE
 from runner.system.utf8 import printable
-from runner.tools.output import check_writable, csv_row, one_line, reader_may_leave, write_or_refuse
+from runner.tools.output import check_writable, csv_row, one_line, write_or_refuse
 from runner.tools.run_arguments import run_parser
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_or_refuse("--grid", options.grid, lambda path: _write_grid(path, run, options.checkpoint, predictions))
     except Exception as error:
         return report_error(error)
-    with reader_may_leave():
-        print(_as_table(predictions))
+    print(_as_table(predictions))
     return DONE
 
 
@@ -118,4 +118,4 @@ def _write_grid(path: Path, run: SavedRun, checkpoint: str, predictions: list[Pr
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))

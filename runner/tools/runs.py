@@ -16,8 +16,9 @@ from pathlib import Path
 
 from runner.config.errors import ABSENT, ConfigError, check, escaped
 from runner.storage.regular_file import check_readable
+from runner.system.console import run_tool
 from runner.system.utf8 import printable
-from runner.tools.output import one_line, reader_may_leave
+from runner.tools.output import one_line
 from runner.tools.run_states import STATES
 from runner.tools.runs_clean import KeptError, remove_run, remove_sweep
 from runner.tools.runs_list import (
@@ -59,11 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     now = time.time()
     found = listed_sweeps(root) if options.sweeps else listed_runs(root)
     entries = [entry for entry in found if wanted.accepts(entry, now)]
-    with reader_may_leave():
-        if options.json:
-            print(json.dumps([_as_dict(entry, now) for entry in entries], indent=2))
-        else:
-            print("\n".join(_lines(entries, now)) or f"nothing of this kind is in {_shown(root)}")
+    if options.json:
+        print(json.dumps([_as_dict(entry, now) for entry in entries], indent=2))
+    else:
+        print("\n".join(_lines(entries, now)) or f"nothing of this kind is in {_shown(root)}")
     return clean(root, entries, options.yes) if options.clean and entries else 0
 
 
@@ -204,4 +204,4 @@ def _shown(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))

@@ -26,6 +26,7 @@ from runner.sweep.console import is_open_in, last_line
 from runner.sweep.ledger import CONSOLE, STUDY
 from runner.sweep.ledger_reader import LEDGER, num_jobs, read_ledger
 from runner.sweep.unfinished_commands import remembered_command
+from runner.system.console import reader_left, run_tool
 from runner.system.utf8 import printable
 from runner.tools.output import one_line
 from runner.tools.run_states import is_locked
@@ -119,6 +120,8 @@ def follow(path: Path) -> int:
             if known.get(number) != state:
                 known[number] = state
                 print(escaped(printable(f"{entry.get('directory') or number}: {state}")), flush=True)
+        if reader_left():
+            return 0
         if not running:
             print("\n".join(lines(path, read_ledger(path))))
             return int(any(state in failed for state in known.values()))
@@ -180,4 +183,4 @@ def resume(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))

@@ -31,6 +31,7 @@ from typing import Any
 
 from runner.cli.messages import report_error
 from runner.config.errors import ConfigError, check
+from runner.system.console import run_tool
 from runner.system.exit_codes import CRASHED, DONE, REFUSED
 from runner.tools.composed_run import compose_run, overrides_of
 
@@ -175,4 +176,4 @@ def tune(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))

@@ -33,6 +33,7 @@ from runner.config.errors import check
 from runner.parallel.launch.supervisor import RankError
 from runner.precision import Double
 from runner.run import check_used
+from runner.system.console import run_tool
 from runner.system.exit_codes import REFUSED
 from runner.tools.composed_run import compose_run, overrides_of, replaced
 from runner.tools.verify_steps import first_steps
@@ -114,4 +115,4 @@ def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = No
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))

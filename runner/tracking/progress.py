@@ -125,7 +125,7 @@ def progress_for(num_steps: int, batch_size: int, first_step: int, visible: bool
     """
     if not visible:
         return Silent(num_steps, batch_size, first_step)
-    terminal = sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
+    terminal = sys.stderr and sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
     return (Bar if terminal else Progress)(num_steps, batch_size, first_step)
 
 

@@ -166,6 +166,12 @@ def test_durations_are_shown_as_hours_minutes_and_seconds(seconds: float, shown:
 # Choice of the display
 
 
+def test_a_program_without_standard_error_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, a program whose standard error was closed."""
+    monkeypatch.setattr(sys, "stderr", None)
+    assert type(progress_for(10, BATCH, 0, visible=True)) is Progress
+
+
 def test_the_display_depends_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(terminal: bool, visible: bool = True, **variables: str) -> type:
         monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: terminal, write=len, flush=lambda: None))

@@ -1,0 +1,83 @@
+"""Standard output and standard error of a command, to which a failed write raises no exception.
+
+The reader of a pipe may have left (`| head`), the disk of a file may be full, a stream may be closed, and its encoding
+may lack a character. None of this may end a training or a sweep.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from runner.system.exit_codes import CRASHED, DONE
+
+
+class _Descriptor(io.FileIO):
+    """A file descriptor. What cannot be written to it is discarded, and the reason is kept in `error`."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            while (written := super().write(data)) is None:  # another program has made the pipe non-blocking
+                select.select([], [self.fileno()], [])
+        except OSError as error:
+            self.error = error
+            return len(data)
+        return written
+
+
+_output: _Descriptor | None = None
+"""Standard output, once `open_console` was called."""
+
+
+def open_console() -> None:
+    """Replace `sys.stdout` and `sys.stderr` by streams that raise no exception if a write fails.
+
+    Characters that the encoding lacks are printed as escape sequences. A closed descriptor is opened on /dev/null;
+    otherwise, the next file that is opened would get its number, and would receive what native code prints.
+    """
+    global _output
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number: this one
+    sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
+    _output, errors = _Descriptor(1, "w", closefd=False), _Descriptor(2, "w", closefd=False)
+    before: Any = sys.stdout
+    by_line = before is not None and (before.line_buffering or before.write_through)  # as with `python -u`
+    sys.stdout, sys.stderr = _text(_output, before, by_line), _text(errors, sys.stderr, True)
+
+
+def _text(stream: _Descriptor, before: TextIO | None, line_buffering: bool) -> TextIO:
+    encoding = "utf-8" if before is None else before.encoding
+    buffer = io.BufferedWriter(stream)
+    return io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=line_buffering)
+
+
+def reader_left() -> bool:
+    """Return whether standard output is a pipe whose reader, such as `head`, has closed it."""
+    return _output is not None and isinstance(_output.error, BrokenPipeError)
+
+
+def output_code() -> int:
+    """Return the exit code of a command whose result is what it prints: 1, after a message, if printing has failed.
+
+    The code is 0 if the reader of a pipe has left, as after `| head`.
+    """
+    sys.stdout.flush()
+    if _output is None or _output.error is None or reader_left():
+        return DONE
+    print(f"standard output: it cannot be written ({_output.error.strerror})", file=sys.stderr)
+    return CRASHED
+
+
+def run_tool(main: Callable[[], int | None]) -> int:
+    """Call `open_console`, then `main`, which prints a result; return the exit code of the process."""
+    open_console()
+    return main() or output_code()

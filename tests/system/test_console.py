@@ -1,0 +1,83 @@
+"""Tests of output that cannot be written: a run and a sweep go on, and the exit code says what became of the work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.command import TIMEOUT_SECONDS, child_environment, names_left_in
+from helpers.compose import TINY_CPU
+from helpers.handmade_runs import write_run_directory
+
+from runner.storage import run_directory
+from runner.sweep.ledger import Ledger
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+
+
+def run_in_shell(command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m runnerCOMMAND` with the redirections of `command` in a shell, to its end."""
+    words = f"set -o pipefail; {sys.executable} -m runner{command}"
+    options = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
+    return subprocess.run(["bash", "-c", words], cwd=cwd, env=child_environment(**variables), **options)  # type: ignore
+
+
+@FULL
+@pytest.mark.parametrize("redirected", ["2>&-", "2>/dev/full", ">/dev/full", "<&- >&- 2>&-"])
+def test_a_run_is_trained_whatever_its_console_is(redirected: str, tmp_path: Path) -> None:
+    ended = run_in_shell(f" {' '.join(TINY_CPU)} steps=1 {redirected}", tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    [path] = tmp_path.glob("outputs/classifier/*")
+    assert run_directory.read_result(path)["status"] == "done"
+    logged = (path / "log.txt").read_text()
+    assert "done after step 1/1" in logged
+    assert "step 1: eval/loss" in logged
+    assert "ERROR" not in logged
+    said = "standard output: it cannot be written (No space left on device)\n" in ended.stderr
+    assert said == (redirected == ">/dev/full")
+
+
+@FULL
+@pytest.mark.parametrize("redirected", ["2>&1 | true", "2>/dev/full >/dev/full", "2>&-"])
+def test_all_jobs_of_a_sweep_run_whatever_its_console_is(redirected: str, tmp_path: Path) -> None:
+    ended = run_in_shell(f" -m {' '.join(TINY_CPU)} steps=1 seed=0,1,2 sweep.slots=1 {redirected}", tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    [ledger] = tmp_path.glob("outputs/sweeps/classifier/*/sweep.json")
+    assert [job["state"] for job in json.loads(ledger.read_text())["jobs"].values()] == ["done"] * 3
+
+
+def test_a_sweep_with_a_crashed_job_fails_even_if_nobody_reads_its_output(tmp_path: Path) -> None:
+    ended = run_in_shell(f" -m {' '.join(TINY_CPU)} steps=1 optimizer.lr=-1,0.1 2>&1 | true", tmp_path)
+    assert ended.returncode == 2
+
+
+@FULL
+@pytest.mark.parametrize("command", [" --help", " --version", " --cfg job", ".tools.compare .", ".tools.runs ."])
+def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_leaves(
+    command: str, tmp_path: Path
+) -> None:
+    write_run_directory(tmp_path / "run", status="crashed", error="why")
+    full = run_in_shell(f"{command} >/dev/full", tmp_path)
+    assert full.returncode == 1
+    assert full.stderr == "standard output: it cannot be written (No space left on device)\n"
+    left = run_in_shell(f"{command} | true", tmp_path)
+    assert (left.returncode, left.stderr) == (0, "")
+
+
+def test_following_a_sweep_ends_when_the_reader_leaves(tmp_path: Path) -> None:
+    with Ledger(["seed=0,1"], tmp_path, "never") as ledger:  # the sweep is still running
+        ledger.update(0, config_hash="", state="running", directory="000")
+        left = run_in_shell(f".tools.sweep {ledger.path} --follow | true", tmp_path)
+    assert (left.returncode, left.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", [" --help", " --cfg job name=ü", ".tools.doctor", ".tools.compare --help"])
+def test_characters_that_a_console_lacks_are_escaped(command: str, tmp_path: Path) -> None:
+    ended = run_in_shell(command, tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.isascii()
+    assert ("name: \\xfc\n" in ended.stdout) == ("name" in command)
+    assert names_left_in(tmp_path) == set()
