@@ -21,9 +21,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobRuntime
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from runner.cli.config_source import OptionFiles
+from runner.config.errors import ABSENT, check, did_you_mean
 
 _MAX_KEPT, _MAX_ENTRIES = 64, 2000
 """The maximum number of configs that are kept, 25 kB each; the number of directory entries above which none is kept."""
@@ -33,6 +34,7 @@ _kept: dict[tuple[Any, ...], tuple[DictConfig, bool]] = {}
 
 
 _TRACKERS = re.compile(r"tracking=(\[.*\])")
+_SEVERAL = "runner.tracking.several.Several"
 
 
 class ConfigLoader(ConfigLoaderImpl):
@@ -42,13 +44,46 @@ class ConfigLoader(ConfigLoaderImpl):
     are applied to a copy of it. If an option file has changed, the config is composed again.
 
     The override `tracking=[tensorboard,csv]` is short for `tracking=several tracking.names=[tensorboard,csv]`. Hydra
-    itself would use only the last option in the list.
+    itself would use only the last option in the list. The options that `tracking.names` names are composed into
+    `tracking.trackers`, because the processes of a run do not know the directory of `--config-dir`.
     """
 
     def _load_configuration_impl(
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, *rest: Any, **options: Any
     ) -> DictConfig:
         overrides = list(with_several_trackers(overrides))
+        config = self._composed(config_name, overrides, run_mode, *rest, **options)
+        if named := self._named_trackers(config):
+            nodes = [f"+tracking@tracking.trackers.{name}={name}" for name in named]
+            config.tracking.trackers = self._composed(
+                config_name, [*overrides, *nodes], run_mode, *rest, **options
+            ).tracking.trackers
+        return config
+
+    def _named_trackers(self, config: DictConfig) -> list[str]:
+        """Return the trackers that `tracking=several` combines; empty if another option is chosen.
+
+        Also empty if the names are not a list of distinct names, which `Several` refuses.
+
+        Raises:
+            ConfigError: if one of them does not exist.
+        """
+        node: Any = OmegaConf.to_container(config, resolve=False).get("tracking")  # pyright: ignore
+        if not isinstance(node, dict) or node.get("_target_") != _SEVERAL:
+            return []
+        why, remedy = "they are the options in tracking.names", "an option file in --config-dir sets other values"
+        check(not node.get("trackers"), "tracking.trackers", ABSENT, why, remedy)
+        names = node.get("names")
+        if not isinstance(names, list) or len({*map(str, names)}) < len(names):
+            return []
+        known = [name for name in self.repository.get_group_options("tracking") if name not in ("several", "saved")]
+        for name in map(str, names):
+            check(name in known, "tracking.names", name, "there is no such tracker;", did_you_mean(name, known))
+        return [*map(str, names)]
+
+    def _composed(
+        self, config_name: str | None, overrides: list[str], run_mode: RunMode, *rest: Any, **options: Any
+    ) -> DictConfig:
         parsed = OverridesParser.create().parse_overrides(overrides)
         values = [not self._is_option(override) for override in parsed]
         chosen = [text for text, is_value in zip(overrides, values, strict=True) if not is_value]

@@ -1,4 +1,4 @@
-"""The key of an override that is typed on the command line as `KEY=VALUE`, and its text without what may vary."""
+"""The key and the value of an override, which is typed on the command line as `KEY=VALUE`."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def override_key(override: str) -> str:
 def canonical_override(override: str) -> str:
     """Return an override without `+` and without needless quotes: `++seed='1'` is `seed=1`. `~seed` is not changed."""
     return _QUOTED.sub(r"\2", override.lstrip("+"))
+
+
+def as_typed(value: object) -> str:
+    """Return the text of a config value as it is typed in an override: `null`, `true`, `0.1`, `[16,32]`."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{as_typed(inner)}' for key, inner in value.items())}}}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -30,8 +30,7 @@ def available_bytes(process: Process) -> float:
     if device.type == "cuda":  # not `mem_get_info`, whose context would itself take memory
         count = max(process.rank_info.world_size, len(process.devices))
         return _USABLE * torch.cuda.get_device_properties(device).total_memory * count
-    machine = host_memory()
-    return min(limit for limit in (machine["available_bytes"], machine["limit_bytes"]) if limit is not None)
+    return host_memory()["available_bytes"] or 0
 
 
 def needed_bytes(device: torch.device, ranks: Sequence[RankPlan]) -> float:

@@ -7,10 +7,13 @@ import re
 import shutil
 import sys
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
+from unicodedata import east_asian_width
 
 from runner.config.errors import escaped
 from runner.config.overrides import override_key
@@ -161,10 +164,12 @@ class Table(Display):
             return
         self._erase()
         self._drawn = time.monotonic()
-        width = shutil.get_terminal_size().columns - 1
-        rows = [f"  {title}  {self._last_line(console)}" for title, console in list(self._rows.values())[:_MOST_ROWS]]
-        lines = [self._status(), *rows]
-        print("\n".join(line[:width] for line in lines), file=sys.stderr, flush=True)
+        columns, height = shutil.get_terminal_size()
+        shown = list(self._rows.values())[
+            : max(0, min(_MOST_ROWS, height - 2))
+        ]  # a line that has scrolled is not erased
+        lines = [self._status(), *(f"  {title}  {self._last_line(console)}" for title, console in shown)]
+        print("\n".join(_cut(line, columns - 1) for line in lines), file=sys.stderr, flush=True)
         self._num_shown = len(lines)
 
     def summary(self) -> None:
@@ -185,3 +190,9 @@ class Table(Display):
             return text
         seconds = round((time.monotonic() - self._begun) / ended * (self.num_jobs - ended))
         return f"{text}; about {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
+
+
+def _cut(line: str, width: int) -> str:
+    """Return the beginning of `line` that takes at most `width` columns of a terminal, where CJK and emoji take two."""
+    columns = accumulate(1 + (east_asian_width(char) in "FW") for char in line)
+    return line[: bisect_right([*columns], width)].replace("\t", " ")

@@ -5,10 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
 from runner.config.options import groups_in_defaults
+from runner.config.overrides import as_typed
 from runner.storage.run_directory import read_result
 from runner.sweep.ledger_reader import is_plain_name, read_ledger
 from runner.sweep.metric_direction import direction
@@ -155,12 +160,16 @@ def _best(job: _Job, metric: str) -> float | None:
 
 
 def _value(key: str, typed: str) -> float | str | bool | None:
-    """Convert `typed`, the text of the value of `key`, to a float, bool or None; return it as text if this fails.
+    """Convert `typed`, the text of the value of `key`, to the value that the run's own row of the HPARAMS tab has.
 
-    Quoted values and options of config groups, such as `16` in `precision=16`, are always returned as text.
+    This is a float, a bool or None, and otherwise a text. Quoted values and options of config groups, such as `16` in
+    `precision=16`, are always text, and so are lists, which are spelled as in `as_typed`.
     """
     if key.partition("@")[0] in groups_in_defaults() or typed[:1] in ("'", '"'):
         return printable(typed.strip("'\""))
+    if typed.startswith("["):
+        with suppress(HydraException):
+            return printable(as_typed(OverridesParser.create().parse_override(f"{key}={typed}").value()))
     words = {"null": None, "true": True, "false": False}
     if typed.lower() in words:
         return words[typed.lower()]
@@ -177,7 +186,10 @@ def _hparams(sweep: _Sweep) -> dict[str, list[float | str | bool]]:
     In the HPARAMS tab, null would turn a column of numbers into a column of text.
     """
     values = {key: [_value(key, text) for text in typed] for key, typed in sweep.swept.items()}
-    known = {printable(key): [value for value in each if value is not None] for key, each in values.items()}
+    known = {
+        printable(key): [*{(type(value), value): value for value in each if value is not None}.values()]
+        for key, each in values.items()
+    }
     return {key: each for key, each in known.items() if each}
 
 

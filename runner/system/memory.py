@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -51,20 +52,37 @@ def host_memory() -> dict[str, int | None]:
     """Return the memory of the machine and the limit of this process, in bytes.
 
     Returns:
-        `total_bytes` and `available_bytes` of the machine; and `limit_bytes`, the limit of this process's control
-        groups, or None if there is no limit below `total_bytes`.
+        - `total_bytes`: the memory of the machine;
+        - `available_bytes`: the memory that this process may still allocate: the available memory of the machine or,
+          if that is less, what the processes of its control groups have left of their limits;
+        - `limit_bytes`: the limit of the control groups, or None if there is no limit below `total_bytes`.
     """
     import psutil  # imported here, because only the environment report needs it
 
     machine = psutil.virtual_memory()
-    limits = [int(value) for (value,) in cgroup_limits("memory", "memory.max") if value != "max"]
-    limits += [int(value) for (value,) in cgroup_limits("memory", "memory.limit_in_bytes")]
-    limit = min(limits, default=machine.total)
+    groups = [*_limited_groups("memory.max", "memory.current"), *_limited_groups(*_VERSION_1, stat_prefix="total_")]
+    limit = min((limit for limit, _ in groups), default=machine.total)
     return {
         "total_bytes": machine.total,
-        "available_bytes": machine.available,
+        "available_bytes": max(0, min([machine.available, *(limit - used for limit, used in groups)])),
         "limit_bytes": limit if limit < machine.total else None,  # version 1 reports a huge number for no limit
     }
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _limited_groups(limit_file: str, usage_file: str, stat_prefix: str = "") -> Iterator[tuple[int, int]]:
+    """Yield the limit and the usage of each control group with a limit, in bytes.
+
+    Cached files do not count, because the kernel drops them from memory before it refuses an allocation.
+    """
+    for limit, *more in cgroup_limits("memory", limit_file, usage_file, "memory.stat"):
+        if limit.isdecimal():  # otherwise `max`, or the statistics of the root group, which has no limit
+            usage = int(more[0]) if more and more[0].isdecimal() else 0
+            stat = dict(zip(more[1::2], more[2::2], strict=False))
+            cached = sum(int(stat.get(f"{stat_prefix}{name}", 0)) for name in ("active_file", "inactive_file"))
+            yield int(limit), usage - cached
 
 
 def _peak_resident_bytes() -> float:

@@ -35,7 +35,7 @@ from runner.system.console import run_tool
 from runner.tools.composed_run import overrides_of
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*((?:[KMGT]I?)?)B?", re.IGNORECASE)
 DOES_NOT_FIT = 3
 
 
@@ -89,7 +89,7 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     flags = "--devices, --memory, --measure, --json and others (see --help)"
     overrides = overrides_of(rest, flags, "name the run directory itself: python -m runner.tools.plan RUN")
     if options.devices is not None:
-        known = options.devices.isdecimal() and 1 <= int(options.devices) <= 4096
+        known = options.devices[:5].isdecimal() and 1 <= int(options.devices[:5]) <= 4096
         check(known, "--devices", options.devices, "it is not a number of devices", "--devices 8")
         options.devices = int(options.devices)
     for name in ("memory", "flops", "bandwidth", "link"):

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.config.errors import escaped
+from runner.config.overrides import as_typed
 from runner.system.utf8 import printable
 from runner.tools.output import csv_row, one_line
 from runner.tools.plot_runs import Point, Study
@@ -85,9 +86,7 @@ def plus_minus(spread: Spread) -> str:
 
 def format_value(value: object) -> str:
     """Return a config value as the user types it."""
-    return (
-        str(value).lower() if isinstance(value, bool) else "null" if value is None else escaped(printable(str(value)))
-    )
+    return escaped(printable(as_typed(value)))
 
 
 def write_runs(study: Study, path: Path) -> None:

@@ -86,12 +86,15 @@ def _as_csv(predictions: list[Prediction]) -> str:
 
 
 def _as_table(predictions: list[Prediction]) -> str:
-    labels = [one_line(each.label) for each in predictions]  # names of classes may come from somebody else
-    width = max(map(len, labels))
+    from rich.cells import cell_len, set_cell_size  # imported here: other formats need no columns
+
+    # Names of classes may come from somebody else.
+    labels = ["?" if each.error else one_line(each.label) for each in predictions]
+    width = max(map(cell_len, labels))
     return "\n".join(
-        f"{label:<{width}}  {each.probability:6.1%}  {escaped(each.file)}"
+        f"{set_cell_size(label, width)}  {each.probability:6.1%}  {escaped(each.file)}"
         if not each.error
-        else f"{'?':<{width}}          {escaped(each.file)}: {escaped(each.error)}"
+        else f"{set_cell_size(label, width)}          {escaped(each.file)}: {escaped(each.error)}"
         for label, each in zip(labels, predictions, strict=True)
     )
 

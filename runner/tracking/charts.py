@@ -19,6 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from runner.config.errors import escaped
+from runner.config.overrides import as_typed
 from runner.system.utf8 import printable
 from runner.tracking.mean_std import Spread
 
@@ -82,9 +83,7 @@ def image_summary(tag: str, figure: Figure) -> Summary:
 
 def shown(value: object, longest: int = _LONGEST_NAME) -> str:
     """Return a config value as the user types it, shortened to `longest` characters to fit into a figure."""
-    words = {True: "true", False: "false", None: "null"}
-    known = value is None or isinstance(value, bool)
-    text = words[value] if known else escaped(printable(" ".join(str(value)[:400].split())))
+    text = escaped(printable(" ".join(as_typed(value)[:400].split())))
     if len(text) > longest:  # the end of a path says more than its beginning
         text = f"…{text[-longest + 1 :]}" if "/" in text else f"{text[: longest - 1]}…"
     return without_formulas(text)

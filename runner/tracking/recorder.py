@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from runner.config.overrides import as_typed
 from runner.storage.saved_run import saved_overrides
 from runner.system.secrets import MASK, redacted, redacted_values
 from runner.system.utf8 import printable
@@ -99,7 +100,7 @@ def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, 
 
 def _shown(values: dict[str, Any]) -> dict[str, float | str | bool]:
     """Return `values` in the types that a tracker accepts: lists become text, and values that are None are left out."""
-    plain = {key: v if isinstance(v, int | float | str) else str(v) for key, v in values.items() if v is not None}
+    plain = {key: v if isinstance(v, int | float | str) else as_typed(v) for key, v in values.items() if v is not None}
     return {printable(key): printable(value) if isinstance(value, str) else value for key, value in plain.items()}
 
 
@@ -120,5 +121,5 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         elif key == "_target_":
             leaves[prefix.rstrip(".")] = value.rpartition(".")[2]
         else:
-            leaves[prefix + key] = value if isinstance(value, int | float | str | None) else str(value)
+            leaves[prefix + key] = value if isinstance(value, int | float | str | None) else as_typed(value)
     return leaves

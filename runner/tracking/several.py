@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
 from runner.config.errors import check, did_you_mean
-from runner.config.options import option_files
 from runner.config.schema import build
 from runner.tracking.base import Tracker
 
@@ -23,20 +20,24 @@ class Several(Tracker):
     """A tracker that passes everything to several other trackers, in turn.
 
     Args:
-        names: the options of conf/tracking/ to combine, each with its defaults.
+        names: the options of the config group `tracking` to combine, each with its defaults.
+        trackers: the content of each of these options, by name; composed from `names`.
     """
 
     names: list[str] = field(default_factory=lambda: ["tensorboard", "csv"])
+    trackers: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        files = option_files()["tracking"]
-        known = [name for name in files if name != "several"]
         check(len(self.names) > 0, "names", self.names, "it is empty", "tracking=none tracks nothing")
         check(len(set(self.names)) == len(self.names), "names", self.names, "a name is there twice", "leave one out")
         for name in self.names:
-            check(name in known, "names", name, "there is no such tracker;", did_you_mean(name, known))
-        nodes: list[Any] = [OmegaConf.to_container(OmegaConf.load(files[name])) for name in self.names]
-        self._trackers = [build(node, Tracker, "tracking") for node in nodes]
+            check(name in self.trackers, "names", name, "there is no such tracker;", did_you_mean(name, self.trackers))
+        self._trackers = [build(self.trackers[name], Tracker, f"trackers.{name}") for name in self.names]
+
+    @classmethod
+    def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the replacement of the trackers of a saved config: they are composed from their names again."""
+        return {"trackers": {}}
 
     def check(self) -> None:
         for tracker in self._trackers:

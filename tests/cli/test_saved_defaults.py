@@ -262,3 +262,13 @@ def test_a_run_directory_with_symlinks_or_pipes_is_refused(
     assert console.startswith("resume: got ")
     assert "Traceback" not in console
     assert {name: content for name, content in tree(tmp_path).items() if not name.startswith("cwd")} == before
+
+
+def test_the_trackers_of_a_saved_config_are_those_of_their_names(run: Path, tmp_path: Path) -> None:
+    """The saved config of a stranger does not decide where the curves are sent."""
+    theirs = {"mlflow": {"_target_": "runner.tracking.mlflow_run.MLflow", "uri": "https://example.com"}}
+    several = {"_target_": "runner.tracking.several.Several", "names": ["csv", "mlflow"], "trackers": theirs}
+    change(run, tracking=several)
+    shown = show(tmp_path, f"resume={run}")["tracking"]
+    assert shown == show(tmp_path, "tracking=[csv,mlflow]")["tracking"]
+    assert shown["trackers"]["mlflow"]["uri"].startswith("sqlite:")

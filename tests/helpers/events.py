@@ -57,6 +57,12 @@ def hparams_columns(root: Path) -> tuple[dict[str, str], list[str]]:
     return types, [info.name.tag for info in experiment.metric_infos]
 
 
+def hparams_values(root: Path) -> dict[str, list[Any]]:
+    """The values that the HPARAMS tab offers to choose from, by hyper-parameter."""
+    experiment, _ = _hparams(root)
+    return {info.name: list(info.domain_discrete) for info in experiment.hparam_infos}
+
+
 def _hparams(root: Path) -> tuple[Any, Any]:
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(root)).Reload()
     plugin = base_plugin.TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(root)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from runner.sweep.display import Display, Table
 from runner.sweep.scheduler import PlannedJob
@@ -40,3 +41,22 @@ def test_the_summary_shows_how_many_jobs_were_pruned(capsys: pytest.CaptureFixtu
     end(display, 1, "pruned")
     display.summary()
     assert capsys.readouterr().out == "\n1 of 3 jobs done, 1 pruned\n"
+
+
+@pytest.mark.parametrize(
+    "title",
+    ["模型" * 40, "🦆" * 40, "ab模" * 20, "x" * 80, "a\tb" * 30],
+    ids=["CJK", "emoji", "mixed", "Latin", "tabs"],
+)
+def test_no_line_of_the_table_is_wider_than_the_terminal(
+    title: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("LINES", "6")
+    table = Table(9, ["name"], lambda _: "last line")
+    for number in range(9):
+        table.started(PlannedJob(number, [f"name={title}"], [], Path("x"), "a hash"), "a slot", Path("console"))
+    table.refresh()
+    status, *rows = capsys.readouterr().err.expandtabs().splitlines()
+    assert status == "9 running"
+    assert [cell_len(row) in (38, 39) for row in rows] == [True] * 4, "one more line would scroll"

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.events import hparams_columns, hparams_table, load_events
+from helpers.events import hparams_columns, hparams_table, hparams_values, load_events
 from helpers.handmade_runs import save_ledger
 
+from runner.storage.run_directory import write_config
 from runner.sweep import summary
 from runner.sweep.summary import BestJob, best_job, write_summary
+from runner.tracking.recorder import Recorder
 from runner.tracking.tensorboard import TensorBoard
 
 Job = tuple[list[str], float | None]
@@ -83,6 +85,23 @@ def test_numbers_stay_numbers_in_a_column_with_null_or_strings(tmp_path: Path) -
         {"parallel.stages": "auto", "precision": "16", "compile": True},
         {"max_grad_norm": 1.5, "parallel.stages": 4.0, "precision": "bf16", "compile": False},
     ]
+
+
+def test_a_list_is_spelled_alike_in_the_rows_and_in_the_column(tmp_path: Path) -> None:
+    """TensorBoard finds the rows of a value only if it equals the value of the column."""
+    values = ["[8]", "[4,4]", "[4, 4]", "['a b',null]", "{a: 1}"]
+    path = save_sweep(tmp_path, *(([f"model.hidden={text}"], 0.5) for text in values))
+    for number, value in enumerate([[8], [4, 4], [4, 4], ["a b", None], {"a": 1}]):
+        [run] = path.glob(f"{number:03d}-*")
+        for file in run.glob("events*"):
+            file.unlink()
+        write_config(run, {}, [f"model.hidden={values[number]}"])
+        with Recorder(TensorBoard(), run, 0) as recorder:
+            recorder.hyperparameters({"model": {"hidden": value}})
+    write_summary(path)
+    wanted = ["[8]", "[4,4]", "[4,4]", "[a b,null]", "{a: 1}"]
+    assert [row["hparams"]["model.hidden"] for row in hparams_table(path)[0]] == wanted
+    assert hparams_values(path)["model.hidden"] == list(dict.fromkeys(wanted))
 
 
 def told(path: Path) -> str:

@@ -135,6 +135,33 @@ def test_version_1_control_groups_limit_the_memory(groups: Path) -> None:
     assert memory.host_memory()["limit_bytes"] is None
 
 
+STAT = "anon 300\nfile 900\n{}inactive_file 200\n{}active_file 100\nslab 50\n"
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_the_control_group_uses_is_not_available(version: int, groups: Path) -> None:
+    """The group has 5,000 bytes, of which it uses 1,300; 300 of these are cached files. Its parent has 4,500 left."""
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    if version == 1:
+        (groups.parent / "proc" / "self" / "cgroup").write_text("4:memory:/outer/inner\n0::/\n")
+        (groups / "memory" / "outer" / "inner").mkdir(parents=True)
+        groups /= "memory"
+    inner, outer = groups / "outer" / "inner", groups / "outer"
+    inner.joinpath(names[0]).write_text("5000\n")
+    inner.joinpath(names[1]).write_text("1300\n")
+    inner.joinpath("memory.stat").write_text(STAT.format(*["total_" if version == 1 else ""] * 2))
+    outer.joinpath(names[0]).write_text("20000\n")
+    outer.joinpath(names[1]).write_text("15500\n")
+    outer.joinpath("memory.stat").write_text("anon 15500\n")
+    groups.joinpath("memory.stat").write_text("anon 99\n")  # of the root, which has no limit
+    assert memory.host_memory() == {"total_bytes": 1_024_000, "available_bytes": 4000, "limit_bytes": 5000}
+    outer.joinpath(names[1]).write_text("17500\n")
+    assert memory.host_memory()["available_bytes"] == 2500
+    outer.joinpath(names[1]).write_text("21000\n")
+    assert memory.host_memory()["available_bytes"] == 0
+
+
 @linux
 def test_host_memory_agrees_with_proc_meminfo() -> None:
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())

@@ -812,7 +812,7 @@ def test_lists_and_booleans_are_drawn_as_categories(sweep: Sweep) -> None:
     figure = pictures(sweep.study)["sweep"]
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["false", "true"]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["device.indices=[]", "device.indices=[0, 1]"]
+    assert legend == ["device.indices=[]", "device.indices=[0,1]"]
 
 
 def test_a_line_without_the_metric_is_left_out_of_its_panel(sweep: Sweep) -> None:

@@ -199,7 +199,7 @@ def test_hparams_have_one_row_with_the_overrides_and_the_final_metric(
     [row], columns = hparams_table(run.directory.parent)
     assert row["status"] == ["STATUS_SUCCESS"]
     assert row["metrics"]["eval/accuracy"] == (6, pytest.approx(run.result.metrics["eval/accuracy"]))
-    assert row["hparams"] == VALUES | {"model.channels": "[16, 32]"}
+    assert row["hparams"] == VALUES | {"model.channels": "[16,32]"}
     assert row["hparams"]["deterministic"] is True, "a truth value, not a number"
     assert set(columns) == set(row["hparams"])
 
@@ -287,7 +287,7 @@ def test_the_recorder_passes_everything_to_the_tracker(tmp_path: Path) -> None:
         ("scalars", {"a": 1.5}, 4),
         ("images", {"b": picture}, 4),
         ("texts", {"c": "d"}, 4),
-        ("hyperparameters", {"e": "Class", "e.f": 1, "h": "[1, 2]"}, {"e": "class", "e.f": 1, "h": "[1, 2]"}),
+        ("hyperparameters", {"e": "Class", "e.f": 1, "h": "[1,2]"}, {"e": "class", "e.f": 1, "h": "[1,2]"}),
         ("flush",),
         ("close", True),
     ]
@@ -304,7 +304,7 @@ def test_secrets_are_masked_and_invalid_utf8_is_escaped_for_the_tracker(tmp_path
         "data": "Data",
         "data.token": "***",
         "data.root": "/data/\\xff",
-        "data.urls": "['https://ann:***@host/x']",
+        "data.urls": "[https://ann:***@host/x]",
     }
     assert tracker.calls[1:3] == [
         ("texts", {"config": "token: ***\nroot: /data/\\xff\n"}, 1),

@@ -20,7 +20,9 @@ from helpers.compose import TINY_CPU, build_composed_run, prepare_session, train
 from helpers.events import scalar_curves
 from helpers.rank_functions import sigterm_at
 
+from runner.cli.composition import Composer
 from runner.config.errors import ConfigError
+from runner.run import build_run
 from runner.storage.run_directory import check_regular
 from runner.tracking.base import Tracker
 from runner.tracking.csv_file import CsvFile
@@ -49,6 +51,11 @@ def points(directory: Path) -> dict[str, list[tuple[int, float]]]:
 # ---------------------------------------------------------------------------------------------------------------------
 # A CSV file, and several trackers
 
+NODES = {
+    "csv": {"_target_": "runner.tracking.csv_file.CsvFile"},
+    "tensorboard": {"_target_": "runner.tracking.tensorboard.TensorBoard"},
+}
+
 
 @pytest.mark.parametrize(
     ("tracker", "writes"),
@@ -56,13 +63,25 @@ def points(directory: Path) -> dict[str, list[tuple[int, float]]]:
         (Tracker(), False),
         (CsvFile(), False),
         (TensorBoard(), True),
-        (Several(["csv", "tensorboard"]), True),
-        (Several(["csv"]), False),
+        (Several(["csv", "tensorboard"], NODES), True),
+        (Several(["csv"], NODES), False),
     ],
     ids=repr,
 )
 def test_only_tensorboard_writes_the_event_files_that_pruning_needs(tracker: Tracker, writes: bool) -> None:
     assert tracker.writes_event_files() == writes
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_a_tracker_of_the_users_is_one_of_several(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "tracking").mkdir()
+    text = "defaults: [csv, _self_]\nfile: points.csv\n"
+    (tmp_path / "tracking" / "mine.yaml").write_text(text)
+    words = [*TINY_CPU, "steps=2", "log_every=1", f"parallel={mode}", "tracking=[csv,mine]"]
+    run = build_run(Composer(str(tmp_path)).run(words).config)
+    train_in(tmp_path / "run", run)
+    assert (tmp_path / "run" / "points.csv").read_text() == (tmp_path / "run" / "curves.csv").read_text()
+    assert points(tmp_path / "run")["train/loss"]
 
 
 def test_several_trackers_get_every_point_once_across_a_resume(tmp_path: Path) -> None:
@@ -147,6 +166,7 @@ def test_a_csv_file_that_cannot_be_written_is_reported_once(
         (("tracking=several", "tracking.names=[csv,csv]"), "tracking.names"),
         (("tracking=several", "tracking.names=[csv,tensorbord]"), "tracking.names"),
         (("tracking=several", "tracking.names=[several]"), "tracking.names"),
+        (("tracking=several", "+tracking.trackers.csv.file=a.csv"), "tracking.trackers"),
         (("tracking=csv", "tracking.file=../a.csv"), "tracking.file"),
         (("tracking=wandb", "tracking.mode=on"), "tracking.mode"),
     ],
@@ -184,7 +204,7 @@ class Opened(Tracker):
     ],
 )
 def test_if_one_of_several_trackers_fails_the_others_are_closed(broken: str, noted: list[str], tmp_path: Path) -> None:
-    several, notes = Several(), []
+    several, notes = Several(["csv"], NODES), []
     several._trackers = [Opened("a", notes), Opened("b", notes, broken), Opened("c", notes)]
     with pytest.raises(OSError, match="No space left"), Recorder(several, tmp_path, 0) as recorder:
         recorder.finish()

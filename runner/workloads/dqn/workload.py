@@ -276,8 +276,7 @@ class DQN(Workload):
         Raises:
             ConfigError: with the key `workload.replay_size`, if the buffers do not fit.
         """
-        machine, count = host_memory(), local_world_size()
-        free_bytes = min(machine[key] or math.inf for key in ("available_bytes", "limit_bytes", "total_bytes"))
+        free_bytes, count = host_memory()["available_bytes"] or 0, local_world_size()
         num_bytes = count * capacity * row_bytes
         why = (
             f"the replay buffer takes {num_bytes / 1e9:.1f} GB on this machine, and {free_bytes / 1e9:.1f} GB are free"
