@@ -88,6 +88,5 @@ class ArraySamples(Samples):
             yield Batch(self.inputs[first:last], self.targets[first:last])
 
     def _move(self, device: torch.device) -> None:
-        """Move the samples to `device`, unless they are already there."""
-        if self.inputs.device != device:
-            self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)
+        """Move the samples to `device`; a tensor that is already there is not copied."""
+        self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)

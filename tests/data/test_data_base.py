@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
+from helpers.compose import option_content
+from PIL import Image
 
-from runner.data.base import Data, DataError, Samples, shard_bounds
+from runner.batching import Plan
+from runner.config.schema import build
+from runner.data.base import Data, DataError, LabeledSamples, Samples, shard_bounds
+from runner.data.mixing import Mixing
+
+META = torch.device("meta")
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 12, 1797])
@@ -45,3 +55,33 @@ def test_samples_have_no_extra_results_by_default():
 def test_samples_and_data_are_abstract():
     assert Samples.__abstractmethods__ == {"__len__", "batches", "in_order"}
     assert Data.__abstractmethods__ == {"load"}
+
+
+@pytest.mark.parametrize(
+    ("option", "changed"),
+    [
+        ("synthetic", {"num_samples": 20, "size": 8, "num_classes": 3}),
+        ("synthetic", {"num_samples": 20, "size": 8, "num_classes": 3, "learnable": True}),
+        ("digits", {"crop": 2}),
+        ("tabular", {"num_samples": 20}),
+        ("imagefolder", {"workers": 0, "size": 8, "holdout": 0.5}),
+    ],
+)
+@pytest.mark.parametrize("first_use", ["training", "evaluation", "display"])
+def test_inputs_and_targets_are_on_the_device_of_the_batches(
+    option: str, changed: dict[str, Any], first_use: str, tmp_path
+) -> None:
+    for name in ("cats/a.png", "cats/b.png", "dogs/a.png", "dogs/b.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (9, 9)).save(tmp_path / name)
+    node = option_content("data", option) | changed | ({"root": str(tmp_path)} if option == "imagefolder" else {})
+    train, held_out = build(node, Data, "data").load()
+    micros = list(itertools.islice(Plan(4).stream(0), 3))
+    if first_use == "display" and isinstance(train, LabeledSamples) and isinstance(held_out, LabeledSamples):
+        train.display_images([0]), held_out.display_images([0])
+    if first_use == "evaluation":
+        list(train.in_order(4, (0, 1), META))
+    batches = [*train.batches(micros, 0, META), *held_out.in_order(4, (0, 1), META)]
+    if isinstance(train, LabeledSamples):
+        batches += Mixing(mixup=0.2, cutmix=1.0).batches(train, micros, 4, 0, META)
+    assert {tensor.device for batch in batches for tensor in batch} == {META}

@@ -290,6 +290,6 @@ def test_pin_memory_without_cuda_has_no_effect_and_logs_one_warning(photos, capl
 def test_batches_on_a_gpu_are_the_same_up_to_rounding(photos, workers):
     stream = photographed(photos, workers).batches(Plan(6).stream(0), 0, torch.device("cuda"))
     for ours, reference in zip(itertools.islice(stream, 9), take(photographed(photos, 0), Plan(6), 0, 9), strict=True):
-        assert ours.inputs.device.type == "cuda"
+        assert ours.inputs.device == ours.targets.device == torch.device("cuda", 0)
         torch.testing.assert_close(ours.inputs.cpu(), reference.inputs, rtol=0, atol=1e-6)
         assert torch.equal(ours.targets.cpu(), reference.targets)
