@@ -404,8 +404,8 @@ def test_a_fused_step_in_16_does_not_wait_for_the_device() -> None:
     with precision.autocast():
         loss = cross_entropy(model(inputs), targets)
     precision.backward(loss)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         precision.step(optimizer, None)
     finally:
         torch.cuda.set_sync_debug_mode("default")

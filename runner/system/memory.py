@@ -39,6 +39,7 @@ def reset_peak(device: torch.device) -> None:
     """
     gc.collect()
     if device.type == "cuda":
+        torch.cuda.init()  # without it, there are no statistics to reset
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
