@@ -41,15 +41,17 @@ def _leads_to(file: Path, name: str, path: Path) -> bool:
         return False
 
 
-def message(console: Path) -> str:
+def message(console: Path, start: int = 0) -> str:
     """Return the last ten non-empty lines that a job printed, in which control characters are escaped.
 
-    If the file `console` cannot be read, return an empty string.
+    Args:
+        console: the file to which the job printed. If it cannot be read, the result is an empty string.
+        start: the size of the file in bytes when the job was started; earlier attempts printed what is before.
     """
     try:
         check_no_link(console.parent)
         with open_regular(console) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
+            file.seek(max(start, file.seek(0, os.SEEK_END) - 20_000))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError
 from runner.storage.run_directory import StorageError, read_result
-from runner.sweep.console import last_line, message
+from runner.sweep.console import message
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
-from runner.sweep.ledger import SETTLED, Ledger
+from runner.sweep.ledger import Ledger
 from runner.sweep.ledger_reader import is_plain_name
 from runner.system.exit_codes import CRASHED, DIVERGED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.system.signals import StopRequest
@@ -119,6 +119,8 @@ class Scheduler:
         """Jobs in `_earlier` that were asked to stop, because the source's job of this number has another config."""
         self._pruned: set[int] = set()
         self._attempts: Counter[int] = Counter()
+        self._printed_before: dict[int, int] = {}
+        """For each job that was started, the size of its console file in bytes before its last attempt."""
         self._codes: dict[int, int] = {}
         self._stopping = False
         self._error: StorageError | ConfigError | None = None
@@ -267,6 +269,7 @@ class Scheduler:
                 self._end(ended)
             return True
         console.parent.mkdir(exist_ok=True)
+        self._printed_before[job.number] = console.stat().st_size if console.exists() else 0
         try:
             started = self.pool.submit(command)
         except ConfigError as error:
@@ -289,8 +292,9 @@ class Scheduler:
         text = "" if code in STATES else how_it_died(ended)
         code = code if code in STATES else CRASHED
         if code == CRASHED and not self._stopping and self._attempts[job.number] <= self.options.retries:
-            self._update(job, state="queued", error=text or last_line(self.ledger.console(job.number)))
-            self.display.line(f"{self.display.title(job)} {text or 'crashed'}: it will be started again")
+            why = text or self._reason(job.number, code, read_result(job.directory))
+            self._update(job, state="queued", error=why)
+            self.display.line(f"{self.display.title(job)}: {why}\n  it will be started again")
             self._waiting.append(job)
             return
         started = self.ledger.jobs[job.number].get("started", time.time())
@@ -311,10 +315,11 @@ class Scheduler:
         """
         entry = self.ledger.jobs[number]
         name = entry.get("directory", "")
-        code = _exit_code(ended, self.ledger.path / name if is_plain_name(name) else None)
+        directory = self.ledger.path / name if is_plain_name(name) else None
+        code = _exit_code(ended, directory)
         code = code if code in STATES else CRASHED
         self._codes[number] = code
-        error = "" if code in SETTLED else last_line(self.ledger.console(number))
+        error = self._reason(number, code, {} if directory is None else read_result(directory))
         try:
             self.ledger.update(number, state=STATES[code], code=code, error=error)
         except StorageError as failure:
@@ -322,14 +327,21 @@ class Scheduler:
 
     def _record(self, job: PlannedJob, code: int, error: str, **more: Any) -> None:
         console = self.ledger.console(job.number)
-        if code not in SETTLED and not error:
-            error = last_line(console) if code != REFUSED else message(console)
+        result = read_result(job.directory) if code != REFUSED else {}
+        error = error or self._reason(job.number, code, result)
         state = "pruned" if code == STOPPED and job.number in self._pruned else STATES[code]
         self._codes[job.number] = DONE if state == "pruned" else code
-        result = read_result(job.directory) if code != REFUSED else {}
         self._update(job, state=state, code=code, error=error, **more)
         self.display.ended(job, state, error, result, console)
         self._tell(job.number, code, result)
+
+    def _reason(self, number: int, code: int, result: dict[str, Any]) -> str:
+        """Return the reason why a job ended with `code`, in its own words; empty if it is done or was stopped."""
+        printed = message(self.ledger.console(number), self._printed_before.get(number, 0))
+        if code == REFUSED:
+            return printed
+        said = "\n".join(result.get("error", "").splitlines()[:10])
+        return said or (printed.rpartition("\n")[2] if code == CRASHED else "")
 
     def _tell(self, number: int, code: int, result: dict[str, Any]) -> None:
         try:

@@ -98,7 +98,7 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
             console = path / CONSOLE / f"{int(number):03d}.txt"
             shown.append(f"  {name} ({entry.get('slot', '')}): {last_line(console)}")
         elif entry.get("state") in _FAILED:
-            error = str(entry.get("error", "")).strip().rpartition("\n")[2]
+            error = str(entry.get("error", "")).strip().partition("\n")[0]
             shown.append(f"  {name}: {entry['state']}{f': {error}' if error else ''}")
     return [escaped(printable(line)) for line in shown]
 

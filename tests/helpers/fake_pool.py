@@ -33,7 +33,8 @@ class FakePool(Pool):
         if len(self.running) == self.slots:
             return None
         assert job.number not in self.running
-        job.console.write_text(f"it is job {job.number}\nthe last words of job {job.number}\n")
+        with job.console.open("a") as console:
+            console.write(f"it is job {job.number}\nthe last words of job {job.number}\n")
         self.running.append(job.number)
         self.started.append(job.number)
         self.stopped.discard(job.number)

@@ -148,6 +148,26 @@ def test_a_crashed_job_is_started_again_as_often_as_retries_allows(
     assert capsys.readouterr().err.count("it will be started again") == 4
 
 
+@pytest.mark.parametrize(("status", "code"), [("crashed", 1), ("diverged", 3)])
+def test_the_reason_of_a_failure_is_the_error_in_the_result_not_the_end_of_what_was_printed(
+    status: str, code: int, ledger: Ledger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (ledger.path / "000").mkdir()
+    result = {"status": status, "steps": 0, "error": "DataError: a.png is damaged\n  skip it"}
+    (ledger.path / "000" / "result.json").write_text(json.dumps(result))
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 1), FakePool({0: [code]})) == [code]
+    assert read_ledger(ledger.path)["jobs"]["0"]["error"] == "DataError: a.png is damaged\n  skip it"
+    shown = capsys.readouterr().err
+    assert "last words" not in shown
+    assert ("DataError: a.png is damaged\n  skip it\n" in shown) == (status == "crashed")
+
+
+def test_a_refusal_is_told_once_if_the_job_is_tried_again(ledger: Ledger) -> None:
+    for _ in range(2):
+        assert run_scheduler(ledger, FakeJobSource(ledger.path, 1), FakePool({0: [2]})) == [2]
+    assert read_ledger(ledger.path)["jobs"]["0"]["error"] == "it is job 0\nthe last words of job 0"
+
+
 @pytest.mark.parametrize("code", [1, 2])
 def test_a_failure_stops_the_sweep_if_on_failure_is_stop(
     code: int, ledger: Ledger, capsys: pytest.CaptureFixture[str]

@@ -37,7 +37,7 @@ def sweep(tmp_path: Path) -> Path:
 def write(path: Path, **changes: Any) -> None:
     jobs = {
         "0": {"config_hash": "a", "state": "done", "code": 0, "directory": "000-seed=0"},
-        "1": {"config_hash": "a", "state": "crashed", "code": 1, "directory": "001-seed=1", "error": "first\nlast"},
+        "1": {"config_hash": "a", "state": "crashed", "code": 1, "directory": "001-seed=1", "error": "why\n  remedy"},
         "2": {"config_hash": "a", "state": "running", "slot": "core 1", "directory": "002-seed=2"},
     }
     ledger = {"typed": [], "command": ["seed=0,1,2"], "complete": False, "pid": 7, "jobs": jobs}
@@ -48,7 +48,7 @@ def test_the_state_of_the_sweep_and_of_its_jobs_is_shown(sweep: Path) -> None:
     assert lines(sweep, read_ledger(sweep)) == [
         f"{sweep}: stopped; --resume goes on",
         "1 crashed, 1 done, 1 running",
-        "  001-seed=1: crashed: last",
+        "  001-seed=1: crashed: why",
         "  002-seed=2 (core 1): step 6 \\x1b[31m",
     ]
     write(sweep, complete=True, jobs={})
