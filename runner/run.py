@@ -295,7 +295,7 @@ class Result:
         peak_memory_bytes: peak memory usage of rank 0 on its GPU or, without a GPU, in host memory.
         world_size: number of processes.
         config_hash: hash of the config (see the function `config_hash`).
-        notes: additional results of the workload on rank 0, such as the number of skipped files.
+        notes: additional results of the workload, such as the number of skipped files.
         error: the reason why the run diverged or crashed; empty if it did neither.
         stopped_by: the rule of `stop` that ended the run before its last step, in words; empty if no rule did.
         directory: the run directory; None in the result that a rank returns. Neither `directory` nor `cause` is written

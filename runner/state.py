@@ -206,11 +206,14 @@ class State:
         return True
 
     def result(self, status: str, error: str) -> Result:
-        """Return the result of the run up to the current step, with the given `status` and `error`."""
+        """Return the result of the run up to the current step, with the given `status` and `error`.
+
+        Called on every rank, unless the run crashed.
+        """
         session, step_timer = self.session, self.step_timer
         step_seconds = quantiles(step_timer.steady())
         rule = self.stopping.reason or self.out_of_time
-        early = status in ("done", "stopped") and self.step < session.num_steps
+        in_step = status in ("done", "stopped")  # all ranks are here; after an error, perhaps only this one
         return Result(
             status=status,
             steps=self.step,
@@ -222,9 +225,9 @@ class State:
             peak_memory_bytes=int(memory.usage(session.device)["memory/peak"]),
             world_size=session.context.world_size,
             config_hash=self.hash,
-            notes=session.run.workload.extra_results(),
+            notes=session.run.workload.extra_results(session.collectives.all_gather if in_step else lambda own: [own]),
             error=error,
-            stopped_by=rule if early else "",
+            stopped_by=rule if in_step and self.step < session.num_steps else "",
         )
 
 

@@ -77,9 +77,10 @@ def train(session: Session, directory: Path) -> Result:
                 if (refusal := refused_by_torch(run, error)) is not None:
                     raise refusal from error
                 raise CrashedError(state.result("crashed", f"{type(error).__name__}: {error}")) from error
+            result = state.result(status, error)  # before the trackers are closed: it involves collectives
             if status == "done":
                 recorder.finish()
-        return state.result(status, error)
+        return result
 
 
 def train_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:

@@ -55,22 +55,22 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     for key, value in {"how": run.how, "accumulation": run.accumulation.steps}.items():
         check(value != "auto", key, value, "it has not been chosen", "type the choice of runner.tools.tune or plan")
     launcher = run.parallel.launcher(run.device)
-    with launcher.connect() as process, ExitStack() as claims:
+    with launcher.connect() as process, ExitStack() as claims, LogFile(None, process.rank_info.rank) as log_file:
         check_same_config(run.config, process.collectives)
         session = run.prepare(process)
         claim = partial(claimed_directory, session, parent, name, overrides)
         directory = process.collectives.from_rank_0(lambda: claims.enter_context(claim()))
-        with LogFile(directory, process.rank_info.rank):
-            done = session.collectives.from_rank_0(partial(finished, directory))
-            result = trained(session, launcher, directory) if done is None else nothing_left(done)
-            result.directory = directory
-            if process.rank_info.rank == 0:
-                write_result(session, directory, result)
-                report(session, directory, result)
-                if done is None and is_worth_planning(directory, result):
-                    from runner.planning.logged_plan import log_plan  # imported here: short runs have no plan
+        log_file.open(directory)
+        done = session.collectives.from_rank_0(partial(finished, directory))
+        result = trained(session, launcher, directory) if done is None else nothing_left(done)
+        result.directory = directory
+        if process.rank_info.rank == 0:
+            write_result(session, directory, result)
+            report(session, directory, result)
+            if done is None and is_worth_planning(directory, result):
+                from runner.planning.logged_plan import log_plan  # imported here: short runs have no plan
 
-                    log_plan(session, result, directory)
+                log_plan(session, result, directory)
     return result
 
 

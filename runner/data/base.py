@@ -7,7 +7,7 @@ Inputs and targets may be any tensors. What only some workloads need, such as th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -105,8 +105,12 @@ class Samples(ABC):
             DataError: if samples cannot be read.
         """
 
-    def extra_results(self) -> dict[str, Any]:
-        """Return entries for `result.json`, such as the number of skipped files."""
+    def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+        """Return entries for `result.json`, such as the number of skipped files on all ranks.
+
+        Args:
+            all_gather: as in `Workload.extra_results`.
+        """
         return {}
 
     def close(self) -> None:

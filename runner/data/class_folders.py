@@ -18,7 +18,11 @@ from runner.seeds import derive
 
 log = logging.getLogger(__name__)
 
-EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+EXTENSIONS = (
+    ".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif",
+    ".tiff", ".webp",
+)  # fmt: skip
+"""The extensions of the formats in `runner.data.decode.FORMATS`, except `.pfm`, whose pixels are no integers."""
 MOST_LEVELS = 50
 """The maximum depth of nested directories: before Python 3.12, `os.walk` fails on a thousand nested directories."""
 HELD_OUT = ("val", "valid", "validation", "test")
@@ -138,62 +142,70 @@ def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
 
 def _classes(folder: Path, visited: _Visited) -> Files:
     """Return the images of each class. Every subdirectory of `folder` is a class; its images may be at any depth."""
-    names = _folders(folder, visited)
+    beside = Counter[str]()
+    names = _folders(folder, visited, beside)
     why = f"{folder} contains {len(names)} class directories, and classification needs at least two"
     check(len(names) > 1, "root", str(folder), why, "put the images of each class into a separate directory")
-    others: Counter[str] = Counter()
+    others = Counter({f"{kind} in no class directory" * (kind in EXTENSIONS) or kind: n for kind, n in beside.items()})
     classes = {name: _images(folder / name, others, visited) for name in names}
     empty = [name for name, paths in classes.items() if not paths]
     why = f"these class directories contain no images ({' '.join(EXTENSIONS)}): {_first_five(empty)}"
     check(not empty, "root", str(folder), why, "add images to these directories, or remove them")
-    if others:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(10))
+    visited.num_files += sum(map(len, classes.values())) + others.total()
+    if others.total():
+        kinds = ", ".join(f"{count} {kind}" for kind, count in (+others).most_common(10))
         part = f"{folder.name}/: " if folder != visited.root else ""
-        visited.notes.append(f"{part}ignored {others.total()} files, hidden or without an image extension ({kinds})")
+        visited.notes.append(f"{part}ignored {others.total()} files and folders ({kinds})")
     return classes
 
 
-def _folders(path: Path, visited: _Visited) -> list[str]:
+def _folders(path: Path, visited: _Visited, others: Counter[str] | None = None) -> list[str]:
+    """Return the sorted names of the directories in `path` that are not hidden, and count all else in `others`."""
     try:
         visited.add(str(path))
         entries = list(os.scandir(path))
         for entry in entries:
             visited.check_link(entry.path)
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not _is_hidden(entry.name))
     except OSError as error:
         _cannot_read(error)
+    if others is not None:
+        others.update(_kind(name) for name in {entry.name for entry in entries}.difference(names))
+    return names
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"  # the latter is in archives that macOS has made
+
+
+def _kind(name: str) -> str:
+    return "hidden" if _is_hidden(name) else os.path.splitext(name)[1].lower() or "without extension"
 
 
 def _images(path: Path, others: Counter[str], visited: _Visited) -> list[str]:
-    """Return the sorted paths of the images below `path`, at any depth, and count all other files in `others`.
-
-    The key of a file in `others` is `hidden` if its name starts with a dot; otherwise, it is the file's extension or
-    `without extension`.
-    """
+    """Return the sorted paths of the images below `path`, at any depth, and count all else in `others` by its kind."""
     images: list[str] = []
     seen = {str(parent) for parent in Path(os.path.realpath(path)).parents}  # they hold images of other classes
     for where, folders, names in os.walk(path, followlinks=True, onerror=_cannot_read):
         real = os.path.realpath(where)
         visited.check_link(where)
-        folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
         if real in seen:  # a symbolic link to a parent directory
+            folders.clear()
             continue
+        others["hidden"] += sum(map(_is_hidden, folders))
+        folders[:] = [name for name in folders if not _is_hidden(name)]
         seen.add(real)
         visited.add(where)
         levels = where.count(os.sep) - str(path).count(os.sep)
         why = f"{path} contains directories that are nested more than {MOST_LEVELS} times"
         check(levels <= MOST_LEVELS, "root", ABSENT, why, "put the images into fewer levels")
         for name in names:
-            extension = os.path.splitext(name)[1].lower()
-            if extension not in EXTENSIONS:
-                visited.check_link(os.path.join(where, name))
-            if name.startswith("."):
-                others["hidden"] += 1
-            elif extension in EXTENSIONS:
+            kind = _kind(name)
+            if kind in EXTENSIONS:
                 images.append(os.path.join(where, name))
             else:
-                others[extension or "without extension"] += 1
-    visited.num_files += len(images) + others.total()
+                visited.check_link(os.path.join(where, name))
+                others[kind] += 1
     return sorted(images)
 
 

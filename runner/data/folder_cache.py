@@ -38,7 +38,7 @@ _QUIET = 10.0
 _LEAST_FILES = 2_000
 """The minimum number of files for a listing to be cached. Listing fewer is faster than checking a cached listing."""
 
-_FORMAT = 1
+_FORMAT = 2
 """The version of the listings, to be increased when the code lists other files, or returns them in another form."""
 
 Stamp = list[int]

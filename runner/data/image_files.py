@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -238,7 +238,9 @@ class FileSamples(LabeledSamples):
             return None
         return {"shape": self.shape, "mean": self.mean, "std": self.std, "centre": self.centre}
 
-    def extra_results(self) -> dict[str, Any]:
+    def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+        for path, why in [found for files in all_gather(self.unreadable.files) for found in files.items()]:
+            self.unreadable.add(path, why)
         files = [printable(path) for path in self.unreadable.files]
         return {"skipped_images": len(files), "skipped_files": files[:_MOST_NAMED]} if files else {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from runner.system.secrets import redacted
@@ -66,35 +67,48 @@ class LogFile:
     INFO and above on rank 0, and only CRITICAL on other ranks.
 
     Args:
-        directory: the run directory; rank 0 writes the file `log.txt` in it, rank 1 the file `log_rank_1.txt`.
+        directory: the run directory; rank 0 writes the file `log.txt` in it, rank 1 the file `log_rank_1.txt`. None if
+            it is not known yet; messages are then kept, and written to the file when `open` is called.
         rank: the rank of this process.
     """
 
-    def __init__(self, directory: Path, rank: int = 0):
-        name = f"log_rank_{rank}.txt" if rank else "log.txt"
-        self._file = _File(directory / name, encoding="utf-8", delay=True)
-        self._file.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    def __init__(self, directory: Path | None, rank: int = 0):
+        self._name = f"log_rank_{rank}.txt" if rank else "log.txt"
+        self._kept = MemoryHandler(capacity=0)  # passes each message on at once, if it has a target
         self._console = _Console(logging.INFO if rank == 0 else logging.CRITICAL)
         self._console.setFormatter(_Formatter())
         self._logger = logging.getLogger("runner")
+        if directory is not None:
+            self.open(directory)
 
-    def __enter__(self) -> None:
+    def open(self, directory: Path) -> None:
+        """Write the messages so far, and all later ones, to the file in the run directory `directory`."""
+        file = _File(directory / self._name, encoding="utf-8", delay=True)
+        file.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._kept.setTarget(file)
+        self._kept.flush()
+
+    def __enter__(self) -> LogFile:
         self._before = self._logger.level, self._logger.propagate
         self._logger.setLevel(logging.DEBUG)
         self._logger.propagate = False
-        for handler in (self._file, self._console):
+        for handler in (self._kept, self._console):
             self._logger.addHandler(handler)
         logging.captureWarnings(True)
-        logging.getLogger("py.warnings").addHandler(self._file)
+        logging.getLogger("py.warnings").addHandler(self._kept)
+        return self
 
     def __exit__(self, *_: object) -> None:
-        logging.getLogger("py.warnings").removeHandler(self._file)
+        logging.getLogger("py.warnings").removeHandler(self._kept)
         logging.captureWarnings(False)
-        for handler in (self._file, self._console):
+        for handler in (self._kept, self._console):
             self._logger.removeHandler(handler)
         level, self._logger.propagate = self._before  # the next run, and the caller's own program, log as before
         self._logger.setLevel(level)
-        self._file.close()
+        file = self._kept.target
+        self._kept.close()
+        if file is not None:
+            file.close()
 
 
 def _print(text: str) -> None:

@@ -204,8 +204,15 @@ class Workload(ABC):
         """Return scalars to log in addition to the metrics, such as `episode/return`."""
         return {}
 
-    def extra_results(self) -> dict[str, Any]:
-        """Return additional entries for `result.json`, such as the number of skipped images."""
+    def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+        """Return additional entries for `result.json`, such as the number of skipped images on all ranks.
+
+        Called on every rank at the end of a session.
+
+        Args:
+            all_gather: function that returns the value of each rank, as `Collectives.all_gather`; only the value of
+                this rank if the run has crashed or diverged.
+        """
         return {}
 
     def close(self) -> None:

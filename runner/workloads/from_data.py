@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -96,8 +96,8 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         span = self.overfit_batches * plan.batch_size
         return (m._replace(start=m.start % span, stop=m.start % span + m.stop - m.start) for m in micros)
 
-    def extra_results(self) -> dict[str, Any]:
-        return {key: value for samples in (self.train, self.held_out) for key, value in samples.extra_results().items()}
+    def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+        return self.train.extra_results(all_gather) | self.held_out.extra_results(all_gather)
 
     def close(self) -> None:
         self.train.close()

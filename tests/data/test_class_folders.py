@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from helpers.nested_directories import nested
+from PIL import Image
 
 from runner.config.errors import ConfigError
-from runner.data.class_folders import Files, training_and_held_out
+from runner.data.class_folders import EXTENSIONS, Files, training_and_held_out
+from runner.data.decode import FORMATS
 
 
 def make(root: Path, *names: str) -> Path:
@@ -72,23 +74,29 @@ def test_adding_an_image_moves_at_most_one_other_out_of_the_held_out_set(tmp_pat
     assert len(before - after) <= 1
 
 
-def test_other_files_are_left_out_and_counted(tmp_path, caplog):
+def test_files_that_are_no_images_of_a_class_are_left_out_and_counted(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    names = [
-        "a/notes.txt",
-        "a/more.txt",
-        "a/README",
-        "b/.DS_Store",
-        "b/._1.jpg",
-        "b/.thumbs/1.jpg",
-        ".git/1.jpg",
-        "labels.csv",
-    ]
-    make(tmp_path, *many("a", 2), *many("b", 2), *names)
+    hidden = ["b/.DS_Store", "b/._1.jpg", "b/.thumbs/1.jpg", ".git/1.jpg", "__MACOSX/._b"]
+    make(tmp_path, *many("a", 2), *many("b", 2), *hidden)
+    make(tmp_path, "a/notes.txt", "a/more.txt", "a/README", "labels.csv", "1.png")
     train, held_out = training_and_held_out(tmp_path, 0.5)
     assert sum(len(paths) for files in (train, held_out) for paths in files.values()) == 4
-    assert " 5 files" in caplog.text
-    assert "(2 .txt, 2 hidden, 1 without extension)" in caplog.text
+    kinds = "5 hidden, 2 .txt, 1 .csv, 1 .png in no class directory, 1 without extension"
+    assert {*caplog.messages[0].partition("(")[2].removesuffix(")").split(", ")} == {*kinds.split(", ")}
+    assert "ignored 10 files and folders" in caplog.text
+
+
+def test_nothing_is_said_of_a_directory_in_which_all_is_used(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    training_and_held_out(make(tmp_path, *many("a", 2), *many("b", 2)), 0.5)
+    assert not caplog.messages
+
+
+def test_all_extensions_of_the_formats_that_are_read_are_found():
+    """A JPEG may be named x.jfif or x.jpe, for example."""
+    Image.init()
+    known = {extension for extension, kind in Image.registered_extensions().items() if kind in FORMATS}
+    assert {*EXTENSIONS} == known - {".pfm"}  # whose pixels are floating-point numbers
 
 
 def test_symlinks_are_followed_but_not_in_cycles(tmp_path):

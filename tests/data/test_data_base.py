@@ -49,7 +49,7 @@ class NoSamples(Samples):
 
 
 def test_samples_have_no_extra_results_by_default():
-    assert NoSamples().extra_results() == {}
+    assert NoSamples().extra_results(lambda own: [own]) == {}
 
 
 def test_samples_and_data_are_abstract():

@@ -210,18 +210,22 @@ def test_a_batch_without_readable_samples_is_left_out():
     assert [len(batch.targets) for batch in batches] == [4] * 4
 
 
+def alone(own):
+    return [own]
+
+
 def test_each_unreadable_file_is_logged_once_and_counted_once(caplog):
     unreadable = Unreadable(skip=True)
     train = made_up(damaged=tuple(range(25, 50)), count=60, unreadable=unreadable)
     held_out = made_up(damaged=(1,), count=5, unreadable=unreadable)
-    assert train.extra_results() == {}
+    assert train.extra_results(alone) == {}
     with caplog.at_level(logging.WARNING):
         take(train, Plan(60), 0, 3)
         list(held_out.in_order(5, (0, 1), CPU))
     assert len(caplog.records) == 26
     assert "skipped 30: OSError: 30 is damaged" in caplog.text
-    notes = train.extra_results()
-    assert notes == held_out.extra_results()
+    notes = train.extra_results(alone)
+    assert notes == held_out.extra_results(alone)
     assert notes["skipped_images"] == 26
     assert len(notes["skipped_files"]) == 20
 
@@ -232,7 +236,7 @@ NAME = os.fsdecode(b"a\xff\n.png")
 def test_a_name_that_is_not_utf_8_is_escaped_in_the_result_and_the_log(caplog):
     unreadable = Unreadable(skip=True)
     unreadable.add(NAME, "damaged")
-    result = made_up(unreadable=unreadable).extra_results()
+    result = made_up(unreadable=unreadable).extra_results(alone)
     assert result == {"skipped_images": 1, "skipped_files": ["a\\xff\n.png"]}
     assert caplog.messages == ["skipped a\\xff\n.png: damaged"]
     with pytest.raises(DataError) as error:

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from helpers.command import ROOT, run_command
+from helpers.runs import only_run
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -130,6 +131,29 @@ def test_the_command_trains_with_workers_and_skips_a_damaged_file(tmp_path):
     notes = json.dumps(result)
     assert '"skipped_images": 1' in notes
     assert str(bad) in notes
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp", "fsdp", "pipeline", "ensemble", "hogwild"])
+def test_every_mode_says_what_it_leaves_out_and_counts_it_once(tmp_path, mode):
+    root = tmp_path / "colours"
+    for part, count in (("train", 12), ("val", 8)):
+        paint(root / part, COLOURS, count)
+        (root / part / "blue" / ".hidden.png").touch()
+        (root / part / "red" / "notes.txt").touch()
+    bad = ["train/blue/004.png", "val/blue/000.png", "val/green/003.png", "val/green/004.png", "val/red/007.png"]
+    for name in bad:  # in the shards of both processes
+        (root / name).write_bytes(b"no image")
+    words = (*QUICK, f"data.root={root}", "data.workers=0", "data.on_error=skip", f"parallel={mode}", "epochs=1")
+    code, output = run_command(*words, cwd=tmp_path)
+    assert code == 0, output
+    run = only_run(tmp_path)
+    notes = json.loads((run / "result.json").read_text())["notes"]
+    assert (notes["skipped_images"], sorted(notes["skipped_files"])) == (5, [str(root / name) for name in bad])
+    ignored = "ignored 2 files and folders (1 hidden, 1 .txt)"
+    said = [f"{root}: training on train/, evaluating on val/", f"{root}: train/: {ignored}", f"{root}: val/: {ignored}"]
+    assert [output.count(line) for line in said] == [1, 1, 1]
+    logged = (run / "log.txt").read_text()
+    assert [logged.count(line) for line in (*said, *(f"skipped {root / name}: " for name in bad))] == [1] * 8
 
 
 def test_the_command_ends_at_a_damaged_file_without_a_traceback(tmp_path):

@@ -35,6 +35,22 @@ def test_the_file_has_all_messages_and_the_console_those_from_info_on(
     assert "a detail" not in said
 
 
+def test_messages_from_before_the_directory_is_known_are_written_to_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("runner.anything")
+    with LogFile(None) as file:
+        log.info("early")
+        assert capsys.readouterr().err == "early\n"
+        file.open(tmp_path)
+        log.info("late")
+    written = [line.split(" INFO ")[1] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert written == ["runner.anything: early", "runner.anything: late"]
+    with LogFile(None):
+        log.info("refused")
+    assert "refused" not in (tmp_path / "log.txt").read_text()
+
+
 def test_a_full_disk_is_reported_once_and_logging_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("only Linux has a device that is always full")

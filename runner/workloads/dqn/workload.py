@@ -359,10 +359,12 @@ class DQN(Workload):
             "time/env_steps_per_second": (env_steps - last_env_steps) / (now - last_time),
         }
 
-    def extra_results(self) -> dict[str, Any]:
+    def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
         if self._actor is None:
             return {}
-        return {"env_steps": self._actor.num_steps * self._count, "episodes": self._actor.num_episodes}
+        actors = all_gather([self._actor.num_steps, self._actor.num_episodes])
+        steps, episodes = map(sum, zip(*(actors if self._count > 1 else actors[:1]), strict=True))
+        return {"env_steps": steps, "episodes": episodes}
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._actor is None else self._actor.state_dict() | {"best": self._best}
