@@ -32,8 +32,8 @@ class FSDP(MultiProcess):
     gathered in 16 bits, and gradients are reduced in float32. `channels_last` applies to images but not to weights,
     because FSDP2 shards only contiguous weights. Batch normalization works as in ddp without `sync_batch_norm`.
 
-    Before an evaluation, every process gathers the whole model. Gathering it block by block during the evaluation would
-    require that all processes make the same number of forward passes.
+    In an evaluation, too, blocks are gathered when they are used, in which all processes take part. All processes
+    therefore make as many forward passes as the one that has the most.
 
     Args:
         reshard_after_forward: whether to free a block's gathered parameters after its forward pass, and gather them
@@ -83,19 +83,60 @@ class FSDP(MultiProcess):
         average_buffers(model, self._context.collectives)
         from torch.distributed.fsdp import FSDPModule
 
-        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for module in sharded:
-            module.set_reshard_after_forward(False, recurse=False)
-            module.unshard()
-        result = super().evaluate(model)
-        for module in sharded:
-            module.reshard()
-            module.set_reshard_after_forward(self.reshard_after_forward and module is not model, recurse=False)
-        return result
+        context = self._context
+        passes = _CommonPasses(model, context)
+        with torch.inference_mode(), context.precision.autocast():
+            sums = context.workload.evaluate(passes.infer, context.layout.eval_shard, context.device)
+            passes.finish()
+        for module in model.modules():  # what a forward pass leaves gathered may be averaged weights
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        sums = context.collectives.all_reduce(sums)
+        return context.workload.summarize(sums), sums
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
         average_buffers(model, self._context.collectives)
         return super().full_state(model, optimizer)
+
+
+class _CommonPasses:
+    """Forward passes of a sharded model, of which all processes make the same number.
+
+    Args:
+        model: the model.
+        context: the context of this process.
+    """
+
+    def __init__(self, model: torch.nn.Module, context: Context):
+        self._model, self._context = model, context
+        self._inputs: torch.Tensor | None = None  # those of the latest pass
+
+    def infer(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of the model for `inputs`, when every process either calls this function or `finish`."""
+        self._any_has(inputs)
+        self._inputs = inputs
+        return self._forward(inputs)
+
+    def finish(self) -> None:
+        """Make passes without a use of their outputs until no process needs another one."""
+        while self._any_has(None):
+            assert self._inputs is not None
+            self._forward(self._inputs)
+
+    def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():  # FSDP keeps tensors of a pass for the next training step
+            return self._model(inputs)
+
+    def _any_has(self, inputs: torch.Tensor | None) -> bool:
+        """Return whether any process has inputs, and take zeros like them if this one never had any."""
+        collectives = self._context.collectives
+        if self._inputs is not None:
+            return bool(collectives.all_reduce({"": torch.tensor(int(inputs is not None))})[""])
+        specs = collectives.all_gather(None if inputs is None else (tuple(inputs.shape), inputs.dtype))
+        for shape, dtype in filter(None, specs):
+            self._inputs = torch.zeros(shape, dtype=dtype, device=self._context.device)
+            return True
+        return False
 
 
 def _without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:

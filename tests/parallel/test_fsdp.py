@@ -178,6 +178,57 @@ def collectives(config: dict[str, Any], directory: Path) -> tuple[list[int], int
         return sent, gathered[-1] - gathered[-2]
 
 
+@pytest.mark.parametrize("mode", ["fsdp", "fsdp_averaged"])
+def test_an_evaluation_gathers_one_block_at_a_time_with_any_number_of_batches_on_each_process(
+    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    """The processes have 0, 1 and 3 batches. A step between two evaluations trains the weights, not their average."""
+    more = ("parallel=fsdp", *(("ema.decay=0.5",) if mode == "fsdp_averaged" else ()))
+    config = compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *more, "batch_size=48")
+    alone = config | {"parallel": compose_config(*TINY_CPU)["parallel"]}
+    with connected_session(alone) as session:
+        expected = evaluated(session, tmp_path, range(4))
+    for found in ranks(3).call_on_all(evaluated_in_rank, config, tmp_path):
+        for tensors, others in zip(found[0], expected[0], strict=True):
+            torch.testing.assert_close(tensors, others, rtol=1e-4, atol=1e-5)
+        assert found[1] == {"hidden": {"conv1", "conv2", "head"}}, "sharded during the pass of another block"
+
+
+def evaluated_in_rank(config: dict[str, Any], directory: Path) -> tuple[list[torch.Tensor], dict[str, set[str]]]:
+    with connected_session(config) as session:
+        return evaluated(session, directory, [range(0), range(1), range(1, 4)][session.rank])
+
+
+def evaluated(session: Any, directory: Path, batches: range) -> tuple[list[torch.Tensor], dict[str, set[str]]]:
+    """Evaluate some of four batches of zeros, ones, twos and threes before and after each of two steps.
+
+    Returns:
+        The sum of the outputs over all processes, in each evaluation; and which other blocks were sharded during a pass
+        of the block `hidden`.
+    """
+    workload, sharded = session.run.workload, {}
+    state = prepare(session, directory)
+
+    def note(*_: Any) -> None:
+        names = {name.partition(".")[0] for name, p in state.model.named_parameters() if hasattr(p, "to_local")}
+        if names and not state.model.training:
+            sharded["hidden"] = names
+
+    state.model.hidden.fc.register_forward_hook(note)
+    workload.evaluate = lambda infer, shard, device: {
+        "sum": sum((infer(torch.full((2, 1, 8, 8), float(n))).sum(0) for n in batches), torch.zeros(10))
+    }
+    workload.summarize = lambda sums: sums["sum"]
+    stream, found = workload.batches(state.model, session.plan, 0, session.device), []
+    for step in session.plan.steps(0, 3):
+        state.model.eval()
+        with state.average.applied():
+            found.append(session.run.parallel.evaluate(state.model)[0])
+        state.model.train()
+        train_step(state, stream, step, log_due=False)
+    return found, sharded
+
+
 class Operations(TorchDispatchMode):
     """A context that records the names of the torch operations that are called in it."""
 
