@@ -52,7 +52,7 @@ class State:
         self.model_description, self.model_table = model_description, model_table
         self.step, self.logged_step = 0, 0
         self.average = session.run.ema.build(model)
-        self.stopping = session.run.stop.build(session.run.workload.eval_metrics(), session.collectives.from_rank_0)
+        self.stopping = session.run.stop.build(session.run.workload.eval_metrics())
         self.metric_buffer = MetricBuffer(session.run.workload.metrics, session.device)
         self.step_timer = StepTimer(session.context.process.devices)
         self.metrics: dict[str, float] = {}
@@ -186,7 +186,7 @@ class State:
         """Record an evaluation, and return whether it is the best so far.
 
         Args:
-            metrics: a dict from the tag of each evaluation metric to its value.
+            metrics: a dict from the tag of each evaluation metric to its value, the same on all ranks.
 
         Raises:
             DivergedError: if a metric is not finite.

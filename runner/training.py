@@ -254,7 +254,8 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     with state.average.applied():
         metrics, sums = run.parallel.evaluate(model)
     model.train()
-    metrics = {f"eval/{name}": value for name, value in metrics.items()}
+    # Those of rank 0, though every rank has computed them: what follows from them must not differ by a rounding.
+    metrics = state.session.collectives.from_rank_0(lambda: {f"eval/{name}": value for name, value in metrics.items()})
     progress.metrics(metrics)
     log.debug("step %d: %s", state.step, in_words(metrics))
     recorder.scalars(metrics, state.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import resource
 import time
@@ -15,8 +16,9 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.command import run_command
-from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, train_in
+from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, train_in
 from helpers.events import scalar_curves
+from helpers.ranks import PersistentRanks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runner.training
@@ -291,6 +293,19 @@ def test_the_result_agrees_with_the_curves(trained: Callable[..., TrainedRun]) -
     hashed = {key: value for key, value in run.run.config.items() if key not in where}
     assert result["config_hash"] == hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:12]
     assert json.loads(json.dumps(result)) == result, "plain values"
+
+
+def test_rank_0_decides_which_evaluation_is_the_best(ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
+    """The saving of the best model is collective: a rank that alone saw an improvement would wait for the others."""
+    config = compose_config(*TINY_CPU, "parallel=ddp", "steps=8", "eval_every=2", "save_every=0", "keep=9")
+    result = ranks(2).train(config, tmp_path, improve_on_other_ranks)
+    assert (result.status, result.best["value"], result.best["step"]) == ("done", 0.5, 2)
+    assert sorted(path.name for path in tmp_path.glob("checkpoints/step_*")) == ["step_00000002", "step_00000008"]
+
+
+def improve_on_other_ranks(session: Session) -> None:
+    accuracies = itertools.count(0.5, 1e-7 * session.rank)
+    session.run.workload.summarize = lambda sums: {"loss": 1.0, "accuracy": next(accuracies)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from runner.config.errors import check, check_range, did_you_mean
 from runner.storage.content_checks import check_count, check_like
-
-FromRank0 = Callable[[Callable[[], float]], float]
 
 
 @dataclass
@@ -78,15 +76,13 @@ class Stop:
         remedy = "eval_every=N evaluates every N steps, eval_every=null once per epoch, or ten times without epochs"
         check(eval_every > 0, "stop.metric", self.metric, why, remedy)
 
-    def build(self, directions: Mapping[str, str], from_rank_0: FromRank0) -> Stopping:
+    def build(self, directions: Mapping[str, str]) -> Stopping:
         """Return an object that applies the rules to a run; it has no evaluations yet.
 
         Args:
             directions: see `check_evaluations`.
-            from_rank_0: a collective function. `from_rank_0(f)` calls `f()` on rank 0 only, and returns the result on
-                every rank. It is needed so that all ranks make the same decision.
         """
-        return Stopping(self, directions.get((self.metric or "").removeprefix("eval/"), "max"), from_rank_0)
+        return Stopping(self, directions.get((self.metric or "").removeprefix("eval/"), "max"))
 
 
 @dataclass
@@ -114,11 +110,10 @@ class Stopping:
     Args:
         options: the rules.
         direction: `min` if smaller values of the metric are better, `max` if larger values are better.
-        from_rank_0: see `Stop.build`.
     """
 
-    def __init__(self, options: Stop, direction: str, from_rank_0: FromRank0):
-        self._options, self._sign, self._from_rank_0 = options, 1 if direction == "max" else -1, from_rank_0
+    def __init__(self, options: Stop, direction: str):
+        self._options, self._sign = options, 1 if direction == "max" else -1
         self._max_time = math.inf if options.max_time is None else options.max_time
         self._evaluations: _Evaluations | None = None
 
@@ -126,13 +121,13 @@ class Stopping:
         """Take a new evaluation into account; called on every rank.
 
         Args:
-            metrics: the value of each metric of the evaluation, with the tag as key.
+            metrics: the value of each metric of the evaluation, with the tag as key; the same on all ranks.
             step: the step after which the evaluation took place.
         """
         metric, seen = self._options.metric, self._evaluations
         if metric is None:
             return
-        value = self._from_rank_0(lambda: metrics[metric])
+        value = metrics[metric]
         if seen is None or self._sign * (value - seen.best) > self._options.min_delta:
             self._evaluations = _Evaluations(metric, value, step, value)
         else:

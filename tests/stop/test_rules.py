@@ -29,7 +29,7 @@ LOSS = "stop.metric=eval/loss"
 
 def rules(direction: str = "max", **options: Any) -> Stopping:
     """Rules for `eval/accuracy` in one process."""
-    return Stop("eval/accuracy", **options).build({"accuracy": direction}, lambda make: make())
+    return Stop("eval/accuracy", **options).build({"accuracy": direction})
 
 
 def reasons_after(stopping: Stopping, *values: float) -> list[str]:
@@ -82,7 +82,7 @@ def test_a_restored_state_continues_the_count_of_evaluations() -> None:
     reasons_after(saved, 0.5, 0.4, 0.4)
     resumed.load_state_dict(saved.state_dict(), 30)
     assert reasons_after(resumed, 0.45) == ["stop.patience"]
-    other = Stop("eval/loss", patience=3).build({"loss": "min"}, lambda make: make())
+    other = Stop("eval/loss", patience=3).build({"loss": "min"})
     other.load_state_dict(saved.state_dict(), 30)
     assert other.state_dict() == {}, "the evaluations of another metric do not count"
 
