@@ -208,9 +208,9 @@ class SGD(Optimizer):
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
         parameters, own = trainable(model), self._torch_groups(model, groups)
-        # For DTensor parameters torch implements fused Adam, but not fused SGD.
+        # For DTensor parameters torch implements fused Adam, but not fused SGD; and foreach, but not by default.
         sharded = any(map(is_dtensor, parameters))
-        options = self._shared() | {"fused": self.fused and not sharded}
+        options = self._shared() | {"fused": self.fused and not sharded, "foreach": (self.fused and sharded) or None}
         own = [group | {fused_update.FUSED_SHARDS: self.fused and sharded} for group in own]
         optimizer = torch.optim.SGD(own, **options, momentum=self.momentum, nesterov=self.nesterov)
         if self.momentum > 0:

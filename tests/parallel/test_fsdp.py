@@ -83,6 +83,25 @@ def test_updates_of_shards_equal_those_of_the_whole_network(
         assert num_torch_steps == (1 if isinstance(optimizer, Adam) else 0), "Adam's first step creates its state"
 
 
+def test_torch_updates_all_shards_in_one_operation(
+    config: dict[str, Any], ranks: Callable[[int], PersistentRanks]
+) -> None:
+    """On a GPU, SGD's `step` is called; by default, torch updates DTensors one by one."""
+    expected, _ = updated(SGD(lr=0.1), lambda tensor: tensor)
+    for found, operations in ranks(2).call_on_all(updated_by_torch, config):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-14, atol=1e-15)
+        assert {"aten._foreach_add_.List", "aten._foreach_mul_.Scalar"} <= operations
+        assert not operations & {"aten.add_.Tensor", "aten.mul_.Tensor"}
+
+
+def updated_by_torch(config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """In a rank: like `updated_shards`, with `step` of the optimizer; return the weights and torch's operations."""
+    with pytest.MonkeyPatch.context() as patched, Operations() as seen:
+        patched.setattr(fused_update, "step", lambda optimizer: optimizer.step())
+        return updated_shards(SGD(lr=0.1), config)[0], set(seen.names)
+
+
 def updated_shards(optimizer: Optimizer, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
     """In a rank: call `updated` with a `shard` that shards tensors over the ranks, and return the result."""
     from torch.distributed.device_mesh import init_device_mesh
