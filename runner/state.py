@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from runner.ema.base import Average
 from runner.run import Result, Session, config_hash
 from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_count, check_like
@@ -20,6 +21,7 @@ from runner.storage.saved_config import config_text
 from runner.storage.signature import signature_text
 from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
+from runner.workloads.base import Workload
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +52,13 @@ class State:
     ):
         self.session, self.directory, self.model, self.optimizer = session, directory, model, optimizer
         self.model_description, self.model_table = model_description, model_table
-        self.step, self.logged_step = 0, 0
-        self.average = session.run.ema.build(model)
-        self.stopping = session.run.stop.build(session.run.workload.eval_metrics())
-        self.metric_buffer = MetricBuffer(session.run.workload.metrics, session.device)
+        self.step, self.logged_step, run = 0, 0, session.run
+        self.average = run.ema.build(model)
+        self.stopping = run.stop.build(run.workload.eval_metrics())
+        # Whether an average or a target network follows the weights, which must not move if an update is skipped.
+        followers = (type(self.average).update, Average.update), (type(run.workload).after_step, Workload.after_step)
+        self.weights_are_followed = any(own is not nothing for own, nothing in followers)
+        self.metric_buffer = MetricBuffer(run.workload.metrics, session.device)
         self.step_timer = StepTimer(session.context.process.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}

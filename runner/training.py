@@ -194,7 +194,8 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
     """Run one optimizer step: the forward and backward passes of its micro-batches, and the update.
 
     The metric sums and the gradient norm stay on the device until a log is due, so that the host does not wait for
-    them. With loss scaling, however, the host waits for the end of the previous step.
+    them. With loss scaling, however, the host waits for the end of the previous step, or for the end of this one if
+    there is an average of the weights or a target network.
 
     Args:
         state: the training state, which is updated.
@@ -213,13 +214,14 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
         state.metric_buffer.add(run.parallel.accumulate(model, batch, micro, log_due))
     state.metric_buffer.end_step(min(step.own, step.number))  # in the last round, `own` may be beyond the end
     with timer.section("optimizer"):
-        update = step.number - 1 - run.precision.num_skipped()
-        run.schedule.set_lr(state.optimizer, update, session.num_steps)
+        num_skipped = run.precision.num_skipped()
+        run.schedule.set_lr(state.optimizer, step.number - 1 - num_skipped, session.num_steps)
         clip = partial(run.parallel.clip_gradients, model, run.max_grad_norm)
         clip_due = log_due or run.max_grad_norm is not None
         norm = run.precision.step(state.optimizer, clip if clip_due else None, run.parallel.combine_overflow)
-        state.average.update()
-        run.workload.after_step(model, step.own)
+        if not state.weights_are_followed or run.precision.num_skipped() == num_skipped:
+            state.average.update()
+            run.workload.after_step(model, step.own - num_skipped)
     state.step = step.number
     return norm
 

@@ -194,7 +194,10 @@ class Workload(ABC):
         """
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:
-        """Do additional work, such as an update of a target network, after optimizer step `step` of this process."""
+        """Do additional work, such as an update of a target network, after optimizer step `step` of this process.
+
+        Steps whose update was skipped, because the gradients overflowed under loss scaling, do not count.
+        """
 
     def describe(self) -> dict[str, str]:
         """Return descriptions to show at the start, such as {"data": "Digits, 1,438 training and 359 held-out …"}."""

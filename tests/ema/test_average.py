@@ -22,7 +22,7 @@ from helpers.plain_loop import (
     plain_loop,
     weights_at,
 )
-from helpers.rank_functions import sigterm_at
+from helpers.rank_functions import overflow_at, sigterm_at
 from helpers.ranks import PersistentRanks
 from helpers.runs import assert_bitwise_equal, run_outcome
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -87,6 +87,23 @@ def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
     loss, accuracy = plain_evaluation(build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES), average)
     assert result.metrics["eval/accuracy"] == accuracy
     assert result.metrics["eval/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp", "fsdp", "pipeline"])
+def test_a_skipped_update_does_not_advance_the_average(
+    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    overrides = (*TINY_CPU, *HARD, "precision=16", EMA, f"parallel={mode}", "save_every=1", "keep=12")
+    if mode == "single":
+        train_in(tmp_path, build_composed_run(*overrides), partial(overflow_at, 5))
+    else:
+        ranks(2).train(compose_config(*overrides), tmp_path, partial(overflow_at, 5))
+    weights = [weights_at(tmp_path, step) for step in range(1, 13)]
+    assert_bitwise_equal(weights[4], weights[3])
+    average = weights[0]
+    for now in (*weights[1:4], *weights[5:]):
+        average = {name: DECAY * average[name] + (1 - DECAY) * now[name] for name in average}
+    assert largest_difference(average_at(tmp_path, 12), average) <= 1e-6
 
 
 def test_averaging_does_not_change_the_training(tmp_path: Path) -> None:

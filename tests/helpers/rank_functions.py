@@ -5,6 +5,7 @@ This module imports few other modules, because every rank imports it.
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from runner.batching import MicroBatch
 from runner.parallel.context import Process
 from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo, external_rank_info
@@ -50,6 +52,27 @@ def fail_at(rank: int, step: int, error: BaseException, session: Session) -> Non
                 raise error
 
         session.run.workload.after_step = after_step
+
+
+def overflow_at(step: int, session: Session) -> None:
+    """Scale the loss, as `precision=16` does on CUDA, and make a gradient of the last layer overflow in `step`."""
+    run = session.run
+    prepare, accumulate = run.precision.prepare, run.parallel.accumulate
+
+    def scaling(device: torch.device) -> None:
+        prepare(device)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4)
+        run.precision._scaler = scaler  # pyright: ignore[reportAttributeAccessIssue]
+
+    def overflowing(model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> Any:
+        sums = accumulate(model, batch, micro, log_due)
+        if micro.start // run.batch_size == step - 1 and micro.is_last:
+            for name, parameter in model.named_parameters():
+                if name.endswith("head.fc.bias") and parameter.grad is not None:
+                    parameter.grad.mul_(math.inf)
+        return sums
+
+    run.precision.prepare, run.parallel.accumulate = scaling, overflowing
 
 
 def fail_in_evaluation(rank: int, session: Session) -> None:

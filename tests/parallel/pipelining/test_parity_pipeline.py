@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
 import signal
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from helpers.plain_loop import (
     weights_at,
 )
 from helpers.plain_loop import PLAIN_LOOP_OVERRIDES as TEN_STEPS
+from helpers.rank_functions import overflow_at
 from helpers.ranks import PersistentRanks
 from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors
 
@@ -253,27 +254,6 @@ def test_the_logged_gradient_norm_is_that_of_all_stages(
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
-def with_an_overflow(session: Session) -> None:
-    """Scale the loss, as on CUDA, and make a gradient of the last layer overflow in the second step."""
-    run = session.run
-    prepare, accumulate = run.precision.prepare, run.parallel.accumulate
-
-    def scaling(device: torch.device) -> None:
-        prepare(device)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4)
-        run.precision._scaler = scaler  # pyright: ignore[reportAttributeAccessIssue]
-
-    def overflowing(model: torch.nn.Module, *arguments: Any) -> torch.Tensor:
-        sums = accumulate(model, *arguments)
-        bias = dict(model.named_parameters()).get("head.fc.bias")
-        if arguments[1].start == run.batch_size and bias is not None:
-            assert bias.grad is not None
-            bias.grad[0] = math.inf
-        return sums
-
-    run.precision.prepare, run.parallel.accumulate = scaling, overflowing
-
-
 @pytest.mark.parametrize("log_every", [1, 100])
 def test_all_stages_skip_an_update_if_a_gradient_of_one_stage_overflows(
     log_every: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
@@ -286,9 +266,9 @@ def test_all_stages_skip_an_update_if_a_gradient_of_one_stage_overflows(
         f"log_every={log_every}",
         "schedule=onecycle",
     )
-    run_here(tmp_path / "one", *overrides, "accumulation=8", change=with_an_overflow)
+    run_here(tmp_path / "one", *overrides, "accumulation=8", change=partial(overflow_at, 2))
     config = compose_config(*TINY_CPU, *overrides, "parallel=pipeline", "parallel.num_micro_batches=8")
-    ranks(2).train(config, tmp_path / "two", with_an_overflow)
+    ranks(2).train(config, tmp_path / "two", partial(overflow_at, 2))
     assert largest_difference(weights_at(tmp_path / "two", 10), weights_at(tmp_path / "one", 10)) <= 1e-6
     for tag, last in (("train/skipped_steps", 1.0), ("train/loss_scale", 512.0)):
         logged = [scalar_curves(tmp_path / name)[tag] for name in ("one", "two")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from runner.optimizer import trainable
 from runner.run import CrashedError
 from runner.seeds import derive
 from runner.tracking.metrics import computed
+from runner.training import initial_state, train_step
 from runner.workloads.dqn.actor import Actor
 from runner.workloads.dqn.replay import Transitions, unpack
 
@@ -176,6 +178,26 @@ def test_only_the_online_network_is_trained_and_the_target_follows_it() -> None:
             torch.testing.assert_close(now, then + moved)
     model.update_target(1.0)
     assert all(torch.equal(a, b) for a, b in zip(model.target.parameters(), model.online.parameters(), strict=True))
+
+
+def test_a_skipped_update_does_not_advance_the_target_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 2 and 3 are skipped, so that step 4 is update 2, which moves the target."""
+    overrides = ("precision=16", "workload.target_tau=0.25", "workload.target_every=2")
+    session = prepare_session(build_composed_run(*SMALL, *overrides))
+    state = initial_state(session, tmp_path)
+    model: Any = state.model
+    session.run.precision._scaler = torch.amp.GradScaler("cpu", init_scale=1.0)  # pyright: ignore
+    session.run.precision.scaled(torch.zeros(()))  # the scaler allocates its scale on first use
+    monkeypatch.setattr(session.run.parallel, "accumulate", lambda *_: torch.zeros(2))
+    target = model.target.head.weight.clone()
+    for step in session.plan.steps(0, 5):
+        for parameter in trainable(model):
+            parameter.grad = torch.full_like(parameter, math.inf if step.number in (2, 3) else 1.0)
+        train_step(state, itertools.repeat(None), step, log_due=False)
+        if step.number == 4:
+            target += 0.25 * (model.online.head.weight.detach() - target)
+        torch.testing.assert_close(model.target.head.weight, target, rtol=0, atol=1e-7)
+    assert session.run.precision.num_skipped() == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
