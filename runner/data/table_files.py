@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import math
+import re
 import reprlib
 import zipfile
 from collections.abc import Collection, Sequence
@@ -18,6 +20,8 @@ from runner.data.safe_file import read_regular_file
 from runner.storage.regular_file import check_readable
 from runner.storage.safe_torch_load import load_tensors
 
+log = logging.getLogger(__name__)
+
 SUFFIXES = (".csv", ".npz", ".pt")
 
 _MOST_BYTES = 4 << 30
@@ -28,6 +32,8 @@ _MOST_COLUMNS = 100_000
 """The maximum number of columns of a CSV file."""
 _LARGEST = (2 - 2**-23) * 2.0**127
 """The largest finite number in float32. torch.finfo has it too, but options are checked without importing torch."""
+_NAMELESS = re.compile(r"|Unnamed: \d+")
+"""A pattern for the names of columns that have none: pandas calls such a column `Unnamed: 0`."""
 _ARRAYS = "write it with numpy.savez(FILE, inputs=…, targets=…), or torch.save({'inputs': …, 'targets': …}, FILE)"
 
 
@@ -48,28 +54,39 @@ class Table(NamedTuple):
 def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimiter: str) -> Table:
     """Read columns of numbers from a CSV file whose first line has the names of the columns.
 
+    Columns without a name, such as the row numbers that pandas writes, are left out, and this is logged.
+
     Args:
         path: the file.
-        inputs: names of columns; empty for all columns that are not targets.
-        targets: names of columns; empty for the last column.
+        inputs: names of columns; empty for all named columns that are not targets.
+        targets: names of columns; empty for the last named column.
         delimiter: the character between two cells.
 
     Raises:
-        ConfigError: if the file cannot be read or is not a CSV file; if it has fewer than two or more than
-            `_MOST_COLUMNS` columns; if it has no row below the first line, or a row that does not have one cell per
-            column; if a column does not exist or is chosen twice; if no column is left for the inputs; or if a cell in
-            a chosen column is not a number that is finite in float32.
+        ConfigError: if the file cannot be read or is not a CSV file; if it has fewer than two named columns, or more
+            than `_MOST_COLUMNS` columns; if all names are numbers and no columns were chosen by them; if it has no row
+            below the first line, or a row that does not have one cell per column; if a column does not exist or is
+            chosen twice; if no column is left for the inputs; or if a cell in a chosen column is not a number that is
+            finite in float32.
     """
     try:
         rows = csv.reader(io.StringIO(_content(path).decode("utf-8-sig"), newline=""), delimiter=delimiter)
         names = [name.strip() for name in next(rows, [])]
         few = len(names) <= _MOST_COLUMNS
         check(few, "file", str(path), f"it has {len(names):,} columns, more than {_MOST_COLUMNS:,}", _WIDE)
-        check(len(set(names)) > 1, "file", str(path), f"its first line has the columns {reprlib.repr(names)}", _CSV)
+        named = [name for name in names if not _NAMELESS.fullmatch(name)]
+        check(len(set(named)) > 1, "file", str(path), f"its first line has the columns {reprlib.repr(names)}", _CSV)
+        numbers = not (inputs or targets) and not any(map(math.isnan, map(_number, named)))
+        why = f"its first line has numbers, not the names of columns: {','.join(named)[:80]}"
+        remedy = f"add a line with names; if these are the names, choose columns by them: data.targets=[{named[-1]}]"
+        check(not numbers, "file", str(path), why, remedy)
+        if len(named) < len(names) and not (inputs and targets):
+            left_out = f"left out {len(names) - len(named)} of {len(names)} columns, which have no name"
+            log.info("%s: %s (row numbers, if pandas wrote it); name them to use them", path, left_out)
         places = {name: place for place, name in reversed([*enumerate(names)])}  # of two that are equal, the first
-        chosen = {"targets": list(targets) or names[-1:]}
+        chosen = {"targets": list(targets) or named[-1:]}
         taken = set(chosen["targets"])
-        chosen["inputs"] = list(inputs) or [name for name in names if name not in taken]
+        chosen["inputs"] = list(inputs) or [name for name in named if name not in taken]
         for key in chosen:
             _check_columns(key, chosen[key], places)
         both = sorted(set(chosen["inputs"]) & set(chosen["targets"]))
@@ -113,12 +130,9 @@ def _numbers(row: list[str], columns: list[int], names: list[str], path: Path, l
     """
     why = f"line {line} has {len(row)} cells, the first line {len(names)}"
     check(len(row) == len(names), "file", str(path), why, _CSV)
-    try:
-        numbers = [float(row[column]) for column in columns]
-    except ValueError:
-        numbers = [math.nan]
-    if not all(map(_is_finite, numbers)):
-        wrong = next(column for column in columns if not _is_finite(row[column]))
+    numbers = [_number(row[column]) for column in columns]
+    if not all(abs(number) <= _LARGEST for number in numbers):
+        wrong = next(column for column in columns if not abs(_number(row[column])) <= _LARGEST)
         why = f"line {line}, column {names[wrong]}: {row[wrong]!r} is not a finite number in float32"
         raise ConfigError(
             "file", str(path), why, "replace it or leave the line out, or choose columns: data.inputs=[…]"
@@ -126,12 +140,12 @@ def _numbers(row: list[str], columns: list[int], names: list[str], path: Path, l
     return numbers
 
 
-def _is_finite(number: str | float) -> bool:
-    """Return whether `number`, which may be spelled as a string, is a number that is finite in float32."""
+def _number(cell: str) -> float:
+    """Return the number in a cell, or NaN: `float` alone takes 2020_01 and digits of other scripts for numbers."""
     try:
-        return abs(float(number)) <= _LARGEST
+        return float(cell) if "_" not in cell and cell.isascii() else math.nan
     except ValueError:
-        return False
+        return math.nan
 
 
 def read_arrays(path: Path) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import zipfile
@@ -192,6 +193,63 @@ def test_an_invalid_csv_file_is_refused_by_line_and_column(tmp_path: Path, text:
     refused = refusal(file=str(tmp_path / "a.csv"))
     assert refused.key == "file"
     assert why in refused.why
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "2020_01",
+        "1_2",
+        "\uff11\uff12",
+        "\u0663",
+        '"1,234"',
+        "1 234",
+        "5%",
+        "NA",
+        "TRUE",
+        "0x1F",
+        "inf",
+        "1e",
+        "\u22125",
+        "1\xa0",
+    ],
+)
+def test_what_is_no_number_to_other_readers_of_csv_files_is_none_here(tmp_path: Path, cell: str) -> None:
+    (tmp_path / "a.csv").write_text(f"x,y\n1,2\n{cell},4\n", encoding="utf-8")
+    text = cell.strip('"')
+    assert f"line 3, column x: {text!r} is not a finite number" in refusal(file=str(tmp_path / "a.csv")).why
+
+
+@pytest.mark.parametrize("cell", ["7", "+7", "007", " 7 ", "7.", "70e-1", ".7E1", '"7"', "7\t"])
+def test_numbers_may_be_spelled_in_any_usual_way(tmp_path: Path, cell: str) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n" + f"{cell},1\n" * 5)
+    train, _ = loaded(file=str(tmp_path / "a.csv"), standardize=False)
+    assert whole(train)[0].tolist() == [[7.0]] * 4
+
+
+def test_a_first_line_of_numbers_is_refused_unless_columns_are_chosen_by_them(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("0.5,2019,2020\n" + "1,2,3\n" * 5)
+    refused = refusal(file=str(tmp_path / "a.csv"))
+    assert refused.key == "file"
+    assert "0.5,2019,2020" in refused.why
+    assert "data.targets=[2020]" in refused.remedy
+    train, _ = loaded(file=str(tmp_path / "a.csv"), targets=("2019",), standardize=False)
+    assert whole(train)[0].tolist() == [[1.0, 3.0]] * 4
+
+
+@pytest.mark.parametrize("header", [",x,y", "x,,y", "x,y,", "Unnamed: 0,x,y", " ,x,y"])
+def test_columns_without_names_are_left_out_and_this_is_said(
+    tmp_path: Path, header: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """pandas writes the row numbers into such a column, which tell the target if the rows are sorted by it."""
+    caplog.set_level(logging.INFO)
+    names = [name.strip() for name in header.split(",")]
+    cells = [{"x": "1", "y": "2"}.get(name, "a") for name in names]
+    (tmp_path / "a.csv").write_text(f"{header}\n" + f"{','.join(cells)}\n" * 5)
+    train, _ = loaded(file=str(tmp_path / "a.csv"), standardize=False)
+    assert [part.tolist() for part in whole(train)] == [[[1.0]] * 4, [[2.0]] * 4]
+    assert train.target_names == ["y"]
+    assert "left out 1 of 3 columns, which have no name" in caplog.text
 
 
 def test_too_few_generated_samples_are_refused_by_the_key_num_samples() -> None:
