@@ -32,7 +32,7 @@ LAYERS = [
     ["runner.workloads"],
     ["runner.parallel"],
     ["runner.run"],
-    ["runner.state", "runner.resume"],
+    ["runner.state", ("runner.resume", "runner.resumed_run", "runner.resumable")],
     ["runner.training"],
     ["runner.sweep", "runner.planning"],
     [("runner.api", "runner.cli")],

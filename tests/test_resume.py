@@ -34,7 +34,8 @@ from runner.config.errors import ConfigError
 from runner.parallel.collectives import ProcessGroup
 from runner.parallel.context import Process
 from runner.parallel.launch.cluster import RankInfo
-from runner.resume import check_resumable, claimed_directory
+from runner.resumable import check_resumable
+from runner.resume import claimed_directory
 from runner.run import CrashedError, Result, Session, config_hash
 from runner.storage import run_directory
 from runner.storage.durable_write import write_json
@@ -342,6 +343,27 @@ def test_auto_resumes_the_newest_unfinished_run_of_the_same_config(tmp_path: Pat
     assert claim(tmp_path, "resume=auto", "seed=5") not in (first, second, other), "there is none: a new one"
 
 
+def test_auto_says_in_what_the_nearest_unfinished_run_differs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run without a checkpoint, one that is running and one that is done are not worth mentioning."""
+    near, far, held, empty, done = (claim(tmp_path, f"optimizer.lr=0.{i}", *["seed=9"] * (i == 2)) for i in range(1, 6))
+    for path in (near, far, held, done):
+        make_checkpoint(path, "step_00000002")
+    write_result(done, "done")
+    lock = run_directory.lock(held)
+    new = claim(tmp_path, "resume=auto", "optimizer.lr=0.7")
+    assert new not in (near, far, held, empty, done)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert f"has optimizer.lr: 0.1 then, 0.7 now: resume={near} continues it" in said
+    assert claim(tmp_path, f"resume={near}", "optimizer.lr=0.7") == near
+    make_checkpoint(new, "step_00000002")
+    caplog.clear()
+    claim(tmp_path, "resume=auto", "optimizer.lr=0.7", "seed=5", "stop.max_time=60")
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.endswith(f"has seed: 0 then, 5 now: {new}"), "it cannot be resumed with another seed"
+    assert lock is not None
+    lock.close()
+
+
 def test_auto_skips_runs_that_are_done_or_in_use(tmp_path: Path) -> None:
     older, newer = sorted((claim(tmp_path), claim(tmp_path)))
     held = run_directory.lock(newer)
@@ -486,23 +508,55 @@ def test_a_new_directory_that_another_process_has_locked_is_refused(
     held[0].close()
 
 
-def test_a_directory_without_a_run_stays_locked_until_it_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If another process has just created the directory, the lock keeps that process from beginning its run there."""
-    path, locks, replace = tmp_path / "test" / "here", [], os.replace
+@pytest.mark.parametrize("names", [(), (".lock",), (".lock", "overrides.yaml", ".config.yaml.part")])
+def test_a_run_begins_in_a_directory_in_which_no_run_has_begun(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Nobody may write to its parent, so it can be neither replaced nor renamed."""
+    path = tmp_path / "test" / "here"
     path.mkdir(parents=True)
-
-    def replaced(source: Any, target: Any) -> None:
-        if source == path:
-            locks.append(run_directory.lock(path))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", replaced)
+    for name in names:
+        (path / name).write_text("")
     session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", "resume=auto"))
-    with claimed_directory(session, path.parent, path.name, []) as claimed:
-        assert claimed == path
-    assert locks == [None]
+    with enforced_permissions(tmp_path / "test", 0o555):
+        with pytest.raises(ConfigError, match="a rank refused it"), claimed_directory(session, path.parent, "here", []):
+            raise ConfigError("seed", 1, "a rank refused it", "nothing")
+        assert not list(path.iterdir()), "a refused run leaves nothing"
+        with claimed_directory(session, path.parent, "here", []) as claimed:
+            assert claimed == path
+            assert run_directory.lock(path) is None
+        assert {entry.name for entry in path.iterdir()} == {
+            ".lock",
+            "config.yaml",
+            "overrides.yaml",
+            "environment.json",
+        }
+
+
+STRANGERS: dict[str, tuple[str, ...]] = {
+    "a file called *.part": ("movie.mkv.part",),
+    "a folder called *.part": ("book.part/chapter.txt",),
+    "overrides": ("overrides.yaml",),
+    "overrides of a run, and another file": (".lock", "overrides.yaml", "thesis.tex"),
+    "a config": ("config.yaml",),
+    "a config and overrides of Hydra": ("config.yaml", "hydra.yaml", "overrides.yaml"),
+    "checkpoints of another program": ("checkpoints/epoch=1.ckpt",),
+    "checkpoints of another program in folders": ("checkpoints/step_100/weights.pt", "config.yaml"),
+    "a result": ("result.json", ".lock"),
+}
+
+
+@pytest.mark.parametrize("names", STRANGERS.values(), ids=STRANGERS.keys())
+def test_a_directory_that_no_run_has_written_is_refused_and_not_changed(names: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "test" / "here"
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("seed: 5\nname: mine\n")
+    before = content_of(path)
+    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", "resume=auto"))
+    with pytest.raises(ConfigError) as refused, claimed_directory(session, path.parent, path.name, []):
+        pass
+    assert (refused.value.key, refused.value.got) == ("--run-directory", str(path))
+    assert "not a run directory" in refused.value.why
+    assert content_of(path) == before
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -582,16 +636,6 @@ def test_a_file_system_without_locks_is_refused_and_no_directory_is_left(
     assert error.key == "output_root"
     assert "No locks available" in error.why
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_named_directory_without_a_run_that_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
-    session = prepare_session(build_composed_run(*TINY_CPU, "steps=5", "resume=auto"))
-    (tmp_path / "test" / "here").mkdir(parents=True)
-    with enforced_permissions(tmp_path / "test", 0o555), pytest.raises(ConfigError) as refused:
-        with claimed_directory(session, tmp_path / "test", "here", []):
-            raise AssertionError("it must not begin")
-    assert refused.value.key == "--run-directory"
-    assert refused.value.why.startswith("it contains no run, and cannot be renamed")
 
 
 def test_a_named_directory_that_cannot_be_renamed_is_refused(tmp_path: Path) -> None:
@@ -779,7 +823,8 @@ def test_the_run_in_a_named_directory_is_resumed_or_renamed(tmp_path: Path) -> N
     assert (code, output.startswith("--run-directory: got 'there': resume=RUN continues")) == (2, True), output
     code, output = run_command(*words, "seed=1", cwd=tmp_path)
     assert code == 0, output
-    assert "here/run has another config: it is now in run.superseded" in output.replace(f"{tmp_path}/", "")
+    said = "here/run has another config: it is now in run.superseded (seed: 0 then, 1 now)"
+    assert said in output.replace(f"{tmp_path}/", "")
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["run", "run.superseded"]
     assert saved_config(tmp_path / "here/run").values["seed"] == 1
     assert saved_config(tmp_path / "here/run.superseded").values["seed"] == 0

@@ -23,7 +23,7 @@ from runner.planning.auto_accumulation import fitting_accumulation
 from runner.planning.choice import measured_choice
 from runner.planning.choice_cache import Choice, ChoiceCache, may_be_chosen, today
 from runner.planning.trial import TrialError
-from runner.resume import is_same_config
+from runner.resumable import differences
 from runner.run import Run, Session, build_run
 from runner.storage.run_directory import read_result, readable_entries
 from runner.storage.saved_config import UnreadableConfigError
@@ -49,8 +49,7 @@ def with_choices(job: Job, compose: Compose, directory: Path | None = None, conf
     replaced by a list of overrides that make the run faster, for example `parallel=ddp`; the list may be empty. The
     choices become part of the config.
 
-    If `resume=auto` continues a run, the choices of that run are reused. Other choices would change the config, and a
-    run can only be continued with the same config.
+    If `resume=auto` continues a run, the choices of that run are reused, so that the resume is exact.
 
     Args:
         job: the composed config, and the overrides from which it was composed.
@@ -143,7 +142,7 @@ def _continued(job: Job, keys: Collection[str], compose: Compose, directory: Pat
                 continue
             words = [*typed, *divided, *how]
             config = composed(*words).config
-            if is_same_config(saved, config):
+            if not differences(saved, config):
                 return Job(config | ({"how": how} if "how" in keys else {}), words)
     return None
 

@@ -38,6 +38,9 @@ class Parallel:
     description: ClassVar[str] = "single device"
     """The name of the mode in the first lines of the log."""
 
+    is_equivalent: ClassVar[bool] = True
+    """Whether the mode computes what a single device does, apart from rounding."""
+
     shards_parameters: ClassVar[bool] = False
     """Whether a process has only a shard of each parameter when the optimizer updates it."""
 

@@ -53,6 +53,8 @@ class Ensemble(MultiProcess):
 
     description: ClassVar[str] = "ensemble"
 
+    is_equivalent: ClassVar[bool] = False
+
     may_be_faster: ClassVar[bool] = False  # it trains more models
 
     collectives_class: ClassVar[type[ProcessGroup]] = MemberMeans

@@ -118,6 +118,8 @@ class Hogwild(MultiProcess):
 
     description: ClassVar[str] = "Hogwild"
 
+    is_equivalent: ClassVar[bool] = False
+
     collectives_class: ClassVar[type[ProcessGroup]] = SharedMemoryCollectives
 
     def launcher(self, choice: Device) -> Launcher:

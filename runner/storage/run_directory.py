@@ -310,6 +310,6 @@ def check_regular(directory: Path, most_levels: int = MOST_LEVELS, skipped: tupl
 def free_name(path: Path, suffix: str) -> Path:
     """Return the first path of `PATH.SUFFIX`, `PATH.SUFFIX2`, `PATH.SUFFIX3`, … that does not exist."""
     number, name = 2, path.with_name(f"{path.name}.{suffix}")
-    while name.exists():
+    while os.path.lexists(name):
         number, name = number + 1, path.with_name(f"{path.name}.{suffix}{number}")
     return name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,15 @@ def saved_config(source: Path) -> SavedConfig:
     if unsealed is not None:  # written by an earlier version; by this one, it may be the first half of a file
         return unsealed
     raise UnreadableConfigError("; ".join([*unreadable, *unlisted][:3]))
+
+
+def is_of_a_run(path: Path) -> bool:
+    """Return whether a config file in the directory `path` or its checkpoints was written by a run, damaged or not."""
+    for file in _config_files(path)[0]:
+        with suppress(OSError):
+            if is_sealed(read_regular(file, LIMIT_BYTES)):
+                return True
+    return False
 
 
 def _config_files(source: Path) -> tuple[list[Path], list[str]]:

@@ -181,7 +181,7 @@ MUTATIONS = [
     Mutation(
         "the config of another run is accepted",
         "runner/resume.py",
-        "            _check_newest(path, session)\n",
+        "            check_newest(path, session)\n",
         "            pass\n",
         (CORRUPTION,),
     ),
@@ -252,7 +252,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run directory may contain links and pipes",
-        "runner/resume.py",
+        "runner/resumed_run.py",
         "        run_directory.check_regular(path)\n",
         "",
         (HOSTILE,),

@@ -1,0 +1,123 @@
+"""Which options of a run may change when it is resumed, and with which options it is another run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, NamedTuple
+
+from runner.config.errors import check
+from runner.config.schema import load_class, option_fields
+from runner.parallel.base import Parallel
+from runner.run import Run
+from runner.system.secrets import redacted_values
+
+_ESSENTIAL = ("seed", "batch_size", "workload", "model", "data", "env")
+"""Keys that determine what is computed, and therefore must not change on resume.
+
+Of the components among them, the options in `may_change_on_resume` may change. Keys that are not listed here may
+change, except that the type of the optimizer must stay the same.
+"""
+
+_HOW = (
+    *("name", "output_root", "resume", "tracking", "how", "parallel", "device", "accumulation", "compile", "profiler"),
+    *("channels_last", "deterministic", "log_every", "eval_every", "save_every", "keep", "stop.max_time"),
+    "optimizer.fused",
+)
+"""Keys and groups that determine how a run is computed and what is written: with other values, it is the same run."""
+
+_AT_THE_START = ("model.weights", "model.reset_head", "workload.env_steps")
+"""Options in `may_change_on_resume` that distinguish runs: the weights that they begin with, and their lengths."""
+
+
+class Difference(NamedTuple):
+    """An option whose value in the config of an earlier run differs from its value now."""
+
+    key: str
+    then: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.then} then, {self.now} now"
+
+    @property
+    def is_essential(self) -> bool:
+        """Whether a run cannot be resumed with the other value."""
+        key = self.key
+        return key == "optimizer" or (key.partition(".")[0] in _ESSENTIAL and key not in _AT_THE_START)
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Return the options by which a session with the config `now` is another run than the one with the config `saved`.
+
+    The list is empty if the configs differ only in how the run is computed: in `_HOW`, and in the options in
+    `may_change_on_resume`. If the class of a component differs, its other options are not compared. Credentials are
+    not compared, because they are not saved.
+
+    Raises:
+        ConfigError: if a config names a class that cannot be loaded.
+    """
+    saved, now = (redacted_values(_completed(config)) for config in (saved, now))
+    keys = dict.fromkeys((*_ESSENTIAL, "optimizer", *now, *saved))
+    return [found for key in keys if key not in _HOW or key == "parallel" for found in _compared(key, saved, now)]
+
+
+def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: str) -> None:
+    """Check that a run with the config `saved` can be continued with the config `now`.
+
+    Args:
+        saved: the config of the run to resume.
+        now: the config of the session that resumes the run.
+        source: path of the run directory or the checkpoint, for the error message.
+
+    Raises:
+        ConfigError: if the seed, the batch size or the type of the optimizer differs; or if an option of the workload,
+            the model, the data or the environment differs, unless `may_change_on_resume` of that component lists the
+            option. The error lists the first five differences.
+    """
+    found = [str(each) for each in differences(saved, now) if each.is_essential]
+    why, remedy = f"another run: {'; '.join(found[:5])}", "take these back, or start a new run, without resume"
+    check(not found, "resume", source, why, remedy)
+
+
+def _compared(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    then, today = (_options(config.get(key)) for config in (saved, now))
+    one, other = then.get("_target_"), today.get("_target_")
+    if key == "parallel":
+        classes = [load_class(name, Parallel) for name in (one, other) if name]
+        if one != other and not all(cls.is_equivalent for cls in classes):
+            yield Difference(key, one, other)
+    elif one != other:
+        yield Difference(key, one, other)
+    else:
+        free = getattr(load_class(one, object), "may_change_on_resume", ()) if one else ()
+        for name in dict.fromkeys((*then, *today)):
+            full = f"{key}.{name}" if name else key
+            is_free = full in _HOW or (name in free and full not in _AT_THE_START)
+            if then.get(name) != today.get(name) and not is_free:
+                yield Difference(full, then.get(name), today.get(name))
+
+
+def _options(node: Any) -> dict[str, Any]:
+    """Return the options of a component; of a plain value such as the seed, `{"": node}`."""
+    return dict(node) if isinstance(node, Mapping) else {"": node}
+
+
+def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `config` in which missing options have their default values.
+
+    Options may be missing because an earlier version of this project has written the config.
+    """
+
+    def defaults(cls: type) -> dict[str, Any]:
+        known = option_fields(cls)
+        options = {field.name: field.default for field in fields(cls) if field.name in known}
+        given = {name: value for name, value in options.items() if value is not MISSING}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+
+    def node(value: Any) -> Any:
+        if not isinstance(value, Mapping) or "_target_" not in value:
+            return value
+        return defaults(load_class(value["_target_"], object)) | dict(value)
+
+    return {key: node(value) for key, value in (defaults(Run) | dict(config)).items()}

@@ -1,0 +1,63 @@
+"""Tests of `runner.resumable`: with which other options a session is still the same run."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.compose import TINY_CPU, compose_config
+
+from runner.resumable import check_resumable, differences
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *("log_every=7", "eval_every=3", "save_every=0", "keep=9", "stop.max_time=60", "device.threads=2"),
+        *("parallel=ddp", "parallel=fsdp", "accumulation=4", "channels_last=false", "profiler=simple", "tracking=csv"),
+        *("deterministic=true", "optimizer.fused=false", "model.checkpoint_activations=true", "name=b", "resume=auto"),
+        *("workload.eval_batch_size=7", "how=auto", "compile=true"),
+    ],
+)
+def test_how_a_run_is_computed_does_not_make_it_another_run(changes: str) -> None:
+    assert differences(compose_config(*TINY_CPU), compose_config(*TINY_CPU, changes)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ("steps=7", ("steps", None, 7)),
+        ("epochs=3", ("epochs", 20, 3)),
+        ("optimizer.lr=0.5", ("optimizer.lr", 0.05, 0.5)),
+        ("schedule=cosine", ("schedule", "runner.schedule.OneCycle", "runner.schedule.Cosine")),
+        ("ema.decay=0.9", ("ema.decay", None, 0.9)),
+        ("precision=bf16", ("precision", "runner.precision.Precision", "runner.precision.BFloat16")),
+        ("model.weights=a.pt", ("model.weights", None, "a.pt")),
+        ("parallel=hogwild", ("parallel", "runner.parallel.base.Parallel", "runner.parallel.hogwild.Hogwild")),
+        ("parallel=ensemble", ("parallel", "runner.parallel.base.Parallel", "runner.parallel.ensemble.Ensemble")),
+        ("max_grad_norm=1", ("max_grad_norm", None, 1)),
+    ],
+)
+def test_what_is_computed_makes_another_run_which_can_be_continued_if_it_is_named(
+    change: str, found: tuple[str, object, object]
+) -> None:
+    saved, now = compose_config(*TINY_CPU), compose_config(*TINY_CPU, change)
+    assert differences(saved, now) == [found]
+    check_resumable(saved, now, "PATH")
+
+
+@pytest.mark.parametrize("change", ["seed=1", "batch_size=32", "model.hidden=32", "data.size=16"])
+def test_essential_options_make_a_run_that_cannot_be_continued(change: str) -> None:
+    key = change.partition("=")[0]
+    [found] = differences(compose_config(*TINY_CPU), compose_config(*TINY_CPU, change, "log_every=2"))
+    assert (found.key, found.is_essential) == (key, True)
+
+
+def test_the_length_of_an_agents_run_distinguishes_it() -> None:
+    saved, now = (compose_config("workload=dqn", f"workload.env_steps={count}") for count in (100, 200))
+    assert differences(saved, now) == [("workload.env_steps", 100, 200)]
+    check_resumable(saved, now, "PATH")
+
+
+def test_options_that_an_earlier_version_did_not_have_are_the_defaults() -> None:
+    config = compose_config(*TINY_CPU)
+    saved = {key: value for key, value in config.items() if key not in ("max_grad_norm", "how")}
+    assert differences(saved | {"model": {k: v for k, v in config["model"].items() if k != "freeze"}}, config) == []
