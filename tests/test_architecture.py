@@ -32,7 +32,7 @@ LAYERS = [
     ["runner.workloads"],
     ["runner.parallel"],
     ["runner.run"],
-    ["runner.state", ("runner.resume", "runner.resumed_run", "runner.resumable")],
+    ["runner.state", "runner.resume"],
     ["runner.training"],
     ["runner.sweep", "runner.planning"],
     [("runner.api", "runner.cli")],
@@ -115,7 +115,7 @@ def test_the_entry_point_only_calls_main() -> None:
 
 
 def test_parallel_modes_do_not_import_the_run_or_the_training_loop() -> None:
-    above = {"runner.run", "runner.state", "runner.resume", "runner.training"}
+    above = {"runner.run", "runner.state", "runner.training"}
     for path in (ROOT / "runner" / "parallel").rglob("*.py"):
         assert imports(path) & above == set(), path
 

@@ -28,14 +28,14 @@ from helpers.random_kills import assert_resume_after_kills_is_exact
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome, write_images
 from omegaconf import OmegaConf
 
-import runner.resume
+import runner.resume.claimed_directory
 import runner.training
 from runner.config.errors import ConfigError
 from runner.parallel.collectives import ProcessGroup
 from runner.parallel.context import Process
 from runner.parallel.launch.cluster import RankInfo
-from runner.resumable import check_resumable
-from runner.resume import claimed_directory
+from runner.resume.changed_options import check_resumable
+from runner.resume.claimed_directory import claimed_directory
 from runner.run import CrashedError, Result, Session, config_hash
 from runner.storage import run_directory
 from runner.storage.durable_write import write_json
@@ -461,7 +461,7 @@ def test_a_stop_while_the_first_files_are_written_undoes_all_changes(
     def stopped() -> None:
         raise SystemExit(75)  # as the handler of a signal does
 
-    monkeypatch.setattr(runner.resume, "environment", stopped)
+    monkeypatch.setattr(runner.resume.claimed_directory, "environment", stopped)
     with pytest.raises(SystemExit):
         claim(tmp_path, "optimizer.lr=0.3", f"resume={path if resumed else 'never'}")
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
@@ -739,7 +739,7 @@ def test_an_undo_that_fails_does_not_hide_the_refusal(
 
     def refused_later() -> None:
         with claimed_directory(session, tmp_path, None, []):
-            monkeypatch.setattr(runner.resume, "write_bytes", failing)
+            monkeypatch.setattr(runner.resume.claimed_directory, "write_bytes", failing)
             raise ConfigError("resume", str(path), "a rank refused it", "nothing")
 
     with pytest.raises(ConfigError, match="a rank refused it"):

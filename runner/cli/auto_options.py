@@ -23,7 +23,7 @@ from runner.planning.auto_accumulation import fitting_accumulation
 from runner.planning.choice import measured_choice
 from runner.planning.choice_cache import Choice, ChoiceCache, may_be_chosen, today
 from runner.planning.trial import TrialError
-from runner.resumable import differences
+from runner.resume.changed_options import differences
 from runner.run import Run, Session, build_run
 from runner.storage.run_directory import read_result, readable_entries
 from runner.storage.saved_config import UnreadableConfigError

@@ -16,7 +16,7 @@ from torch.distributed import is_initialized
 from runner.config.errors import ConfigError, check, escaped
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError
-from runner.resume import claimed_directory, finished
+from runner.resume.claimed_directory import claimed_directory, finished
 from runner.run import CrashedError, Result, Run, Session, check_same_config, check_used, config_hash
 from runner.storage import run_directory
 from runner.storage.durable_write import write_json

@@ -95,7 +95,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a superseded checkpoint is not synced before the new config is there",
-        "runner/resume.py",
+        "runner/resume/claimed_directory.py",
         "            sync(superseded[-1].parent)\n",
         "            pass\n",
         (POWER,),
@@ -180,7 +180,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the config of another run is accepted",
-        "runner/resume.py",
+        "runner/resume/claimed_directory.py",
         "            check_newest(path, session)\n",
         "            pass\n",
         (CORRUPTION,),
@@ -252,7 +252,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run directory may contain links and pipes",
-        "runner/resumed_run.py",
+        "runner/resume/earlier_run.py",
         "        run_directory.check_regular(path)\n",
         "",
         (HOSTILE,),

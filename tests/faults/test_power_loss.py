@@ -26,7 +26,7 @@ from helpers.runs import assert_bitwise_equal, run_outcome
 
 from runner.cli.run_job import run_one
 from runner.config.errors import ConfigError
-from runner.resume import claimed_directory, finished
+from runner.resume.claimed_directory import claimed_directory, finished
 from runner.run import Run, Session, build_run, config_hash
 from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.storage.saved_config import UnreadableConfigError

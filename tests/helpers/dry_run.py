@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from runner.cli.main import run_command
 from runner.cli.run_job import trained
-from runner.resume import finished
+from runner.resume.claimed_directory import finished
 from runner.run import Result, Session
 from runner.state import State
 from runner.storage.checkpoint import Checkpoint, Checkpoints

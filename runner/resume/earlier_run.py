@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from runner.config.errors import ConfigError, check
-from runner.resumable import Difference, check_resumable, differences
+from runner.resume.changed_options import Difference, check_resumable, differences
 from runner.run import Session
 from runner.storage import run_directory
 from runner.storage.manifest import CONFIG, DamagedError, saved_text

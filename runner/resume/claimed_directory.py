@@ -13,7 +13,7 @@ from pathlib import Path
 
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import override_key
-from runner.resumed_run import Claim, check_newest, later_checkpoints, named_checkpoint, to_resume
+from runner.resume.earlier_run import Claim, check_newest, later_checkpoints, named_checkpoint, to_resume
 from runner.run import Result, Session
 from runner.storage import run_directory
 from runner.storage.durable_write import sync, write_bytes, write_json

@@ -1,11 +1,11 @@
-"""Tests of `runner.resumable`: with which other options a session is still the same run."""
+"""Tests of `runner.resume.changed_options`: with which other options a session is still the same run."""
 
 from __future__ import annotations
 
 import pytest
 from helpers.compose import TINY_CPU, compose_config
 
-from runner.resumable import check_resumable, differences
+from runner.resume.changed_options import check_resumable, differences
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Where a run continues: the run directory, the run to resume, and which options may change."""
