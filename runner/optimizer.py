@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,8 @@ class Optimizer(ABC):
             why = f"it must be a number from 0 to {_LARGEST}"
             check(number, f"{key}.{name}", value, why, see_comments(self))
             why = "with a learning rate of 0 they would not be trained"
-            check(name != "lr" or value > 0, f"{key}.lr", value, why, f"model.freeze=[{key.partition('.')[2]}]")
+            remedy = shlex.quote(f"model.freeze={[key.partition('.')[2]]}")
+            check(name != "lr" or value > 0, f"{key}.lr", value, why, remedy)
 
     @abstractmethod
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
@@ -110,7 +112,7 @@ class Optimizer(ABC):
         blocks, block_of = [name for name, _ in blocks_of(model)], block_indices(model)
         why = f"{type(model).__name__} has no blocks() from which the depth of a parameter could be told"
         fits = bool(blocks) or self.layer_decay == 1
-        check(fits, "optimizer.layer_decay", self.layer_decay, why, "optimizer.groups={PATTERN: {lr: …}}")
+        check(fits, "optimizer.layer_decay", self.layer_decay, why, "'optimizer.groups={PATTERN: {lr: 0.01}}'")
         own = self.groups or {}
         groups: dict[tuple[str, float, float], list[str]] = {("", self.lr, self.weight_decay): []}
         for name, parameter in parameters.items():

@@ -20,6 +20,7 @@ from runner.cli.config_source import OptionFiles
 from runner.cli.hydra_errors import config_error, explain
 from runner.cli.zipped import parse_zip
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.config.overrides import text_override
 from runner.storage.saved_config import config_yaml
 from runner.system.secrets import redacted_values
 
@@ -113,7 +114,7 @@ def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
     source = job.config.get("resume", "never")
     why = "an option file sets it, where the defaults would replace the options of that run"
     is_typed = source in ("auto", "never") or arguments.override_value(overrides, "resume") is not None
-    check(is_typed, "resume", source, why, f"type it: resume={source}")
+    check(is_typed, "resume", source, why, f"type it: {text_override('resume', source)}")
     return job
 
 

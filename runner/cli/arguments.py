@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.options import groups, groups_in_defaults, root_keys
-from runner.config.overrides import override_key
+from runner.config.overrides import hydra_quoted, override_key
 
 _OVERRIDE = re.compile(r"(?P<key>[~+]{0,2}[\w./@-]+)=(?P<value>.*)", re.DOTALL)
 _DELETION = re.compile(r"~[\w./@-]+")
@@ -65,7 +65,7 @@ def overrides_first(arguments: Iterable[str]) -> list[str]:
             overrides.append(_checked_override(word))
             continue
         flags.append(_checked_flag(word))
-        if word in _FLAGS_WITH_VALUE and words and "=" not in words[0]:
+        if word in _FLAGS_WITH_VALUE and words and ("=" not in words[0] or word in ("--config-dir", "-cd")):
             flags.append(words.pop(0))
     return [*overrides, *flags]
 
@@ -141,7 +141,10 @@ def quoted(argument: str, sweep: bool) -> str:
     if name in groups_in_defaults():
         if value == "null":
             return f"~{name}"  # Hydra's syntax for a group without an option
-        parts = (_quote(part) if _NUMBER.fullmatch(part) or _is_literal(part) else part for part in value.split(","))
+        is_number = [bool(_NUMBER.fullmatch(part)) or _is_literal(part) for part in value.split(",")]
+        parts = [
+            hydra_quoted(part) if number else part for part, number in zip(value.split(","), is_number, strict=True)
+        ]
         return f"{key}={','.join(parts)}"
     if name in _LISTS_OF_TEXTS and value.startswith("["):  # the column 1_0 is not the column 10
         return f"{key}={_LIST_ITEM.sub(_quoted_literal, value)}"
@@ -152,7 +155,7 @@ def quoted(argument: str, sweep: bool) -> str:
 
 
 def _quoted_literal(item: re.Match[str]) -> str:
-    return _quote(item[0]) if _is_literal(item[0]) or item[0] == "null" else item[0]
+    return hydra_quoted(item[0]) if _is_literal(item[0]) or item[0] == "null" else item[0]
 
 
 def _text(key: str, value: str) -> str:
@@ -160,7 +163,7 @@ def _text(key: str, value: str) -> str:
     if key in _PATHS:
         value = _checked_path(key, value)
     is_text = key in _TEXTS and (_is_literal(value) or not re.fullmatch(r"[\w./${}:-]*", value))
-    return _quote(value) if is_text or not value.isascii() else value
+    return hydra_quoted(value) if is_text or not value.isascii() else value
 
 
 def _checked_path(key: str, value: str) -> str:
@@ -186,11 +189,6 @@ def _is_literal(value: str) -> bool:
     except ValueError:
         return value.lower() in ("true", "false")
     return True
-
-
-def _quote(value: str) -> str:
-    # Hydra takes backslashes for escapes only if a quote follows them.
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + "\\'" * bool(found[2]), value) + "'"
 
 
 def is_sweep_option(override: str) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from runner.cli.arguments import DETACHED
 from runner.config.errors import check
+from runner.config.overrides import typed_path
 from runner.sweep.console import message
 from runner.sweep.ledger import CONSOLE
 from runner.system.exit_codes import CRASHED, DONE
@@ -48,7 +49,7 @@ def start_detached(arguments: list[str]) -> int:
             print(message(Path(path, CONSOLE, OUTPUT)), file=sys.stderr)
         return code if code >= 0 else CRASHED
     print(f"the sweep runs in the background, process {process.pid}: {os.path.relpath(path)}")
-    print(f"look: python -m runner.tools.sweep {os.path.relpath(path)}", flush=True)
+    print(f"look: python -m runner.tools.sweep {typed_path(Path(path))}", flush=True)
     process.returncode = DONE  # it outlives this process, which is no reason for a warning
     return DONE
 

@@ -63,7 +63,7 @@ def experiment_command(directory: str, name: str, config_dir: str | None) -> str
         name: the name of the experiment.
         config_dir: the directory with the user's own options that the experiment may choose; None if there is none.
     """
-    words = ["python", "-m", "runner", "--config-dir", directory]
+    words = ["python", "-m", "runner", f"--config-dir={directory}"]
     if config_dir is not None:
         own = json.dumps(f"file://{os.path.abspath(os.path.expanduser(config_dir))}", ensure_ascii=False)
         words.append(f"hydra.searchpath=[{own}]")

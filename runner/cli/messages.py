@@ -35,9 +35,11 @@ def report_error(error: Exception) -> int:
 
 def wrapped(message: str) -> str:
     """Return `message` wrapped at `WIDTH` characters and cut to ten lines, without control characters or secrets."""
+    # Paths are not cut.
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     lines = [
         part
         for line in escaped(redacted(message)).splitlines()
-        for part in (textwrap.wrap(line, WIDTH, subsequent_indent="  ") if len(line) > WIDTH else [line])
+        for part in (wrapper.wrap(line) if len(line) > WIDTH else [line])
     ]
     return "\n".join(lines[:10])

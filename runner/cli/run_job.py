@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +12,7 @@ from pathlib import Path
 from torch.distributed import is_initialized
 
 from runner.config.errors import ConfigError, check, escaped
+from runner.config.overrides import typed_path
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError
 from runner.resume.claimed_directory import claimed_directory, finished
@@ -148,16 +147,11 @@ def print_summary(session: Session, directory: Path, result: Result) -> None:
     print(text, flush=True)
 
 
-def _typed(path: str) -> str:
-    """Return a relative path as it can be typed: with `./` if its first character has a meaning to a shell or Hydra."""
-    return path if path[0].isalnum() or path[0] in "./_" else f"./{path}"
-
-
 def summary(session: Session, directory: Path, result: Result) -> str:
     """Return the text that is printed at the end of a run: its status, time and results, and what to type next."""
     root = Path(session.run.output_root).resolve()
     root = root if directory.is_relative_to(root) else directory
-    where, logs = (shlex.quote(_typed(os.path.relpath(path))) for path in (directory, root))
+    where, logs = map(typed_path, (directory, root))
     steps = f"{result.steps}/{max(result.steps, session.num_steps)}"
     lines = [f"{result.status} after step {steps}" + (f", {result.seconds:.1f} s" if result.seconds else "")]
     lines[0] += f": {result.error}" if result.error and result.status != "crashed" else ""  # already printed
@@ -168,7 +162,7 @@ def summary(session: Session, directory: Path, result: Result) -> str:
     if result.status != "done":
         lines.append(f"log: {where}/log.txt")
         if any((directory / "checkpoints").glob("step_*")):
-            other = " optimizer.lr=…" if result.status == "diverged" else ""
+            other = f" optimizer.lr={session.run.optimizer.lr / 10:g}" if result.status == "diverged" else ""
             lines.append(f"resume: python -m runner resume={where}{other}")
     if any(directory.glob("events.out.tfevents.*")):  # other trackers write none
         lines.append(f"look: tensorboard --logdir {logs}")

@@ -15,6 +15,7 @@ from runner.cli.plan_jobs import GridJobs, Planner
 from runner.cli.sweep_jobs import SweepJobs
 from runner.config.errors import ABSENT, check
 from runner.config.options import groups_in_defaults
+from runner.config.overrides import typed_path
 from runner.config.schema import build
 from runner.parallel.launch.cluster import external_rank_info
 from runner.storage.durable_write import write_text
@@ -88,7 +89,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
             print(f"best {best.metric} {best.value:.4f}: {best.name}", flush=True)
         if best is not None:
             run_in_child(write_summary, ledger.path)  # it needs torch, which the server of the jobs has imported
-            print(f"look: tensorboard --logdir {shlex.quote(os.path.relpath(ledger.path))}", flush=True)
+            print(f"look: tensorboard --logdir {typed_path(ledger.path)}", flush=True)
         if isinstance(source, SearchJobs) and source.best() is not None:  # trials that diverge are results, too
             codes = [DONE if code == DIVERGED else code for code in codes]
     if stop.received:
@@ -115,7 +116,7 @@ def _search(jobs: SweepJobs, planner: Planner, ledger: Ledger) -> SearchJobs:
     why = "a grid needs a list of values for each key"
     check(listed, "".join(intervals[:1]), ABSENT, why, "list some values, or sweep.search=tpe")
     check(
-        bool(jobs.swept), "sweep.search", options.search, "no key has several values", "optimizer.lr=interval(0.01,1)"
+        bool(jobs.swept), "sweep.search", options.search, "no key has several values", "'optimizer.lr=interval(0.01,1)'"
     )
     seeded = options.seeds > 1 and any("seed" in each.keys and each.varies for each in jobs.dimensions)
     check(not seeded, "sweep.seeds", options.seeds, "seed is swept, too", "leave one of them out")

@@ -13,7 +13,7 @@ _ZIP = re.compile(r"(?P<name>[\w.-]+)=zip\((?P<members>.*)\)", re.DOTALL)
 _MEMBER = re.compile(r"(?P<key>[+]{0,2}[\w./@-]+)=(?P<value>.*)", re.DOTALL)
 _LIST = re.compile(r"(?:\[|choice\()(?P<values>.*)[\])]", re.DOTALL)
 _OPEN, _CLOSE, _QUOTES = "([{", ")]}", "'\""
-_EXAMPLE = "pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])"
+_EXAMPLE = "'pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])'"
 
 
 def parse_zip(word: str) -> tuple[str, list[str]] | None:

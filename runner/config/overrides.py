@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+from pathlib import Path
 
 _QUOTED = re.compile(r"""(['"])([\w.+-]+)\1""")
 
@@ -18,6 +21,25 @@ def override_key(override: str) -> str:
 def canonical_override(override: str) -> str:
     """Return an override without `+` and without needless quotes: `++seed='1'` is `seed=1`. `~seed` is not changed."""
     return _QUOTED.sub(r"\2", override.lstrip("+"))
+
+
+def hydra_quoted(value: str) -> str:
+    """Return a text in quotes for Hydra's grammar."""
+    # Hydra takes backslashes for escapes only if a quote follows them.
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + "\\'" * bool(found[2]), value) + "'"
+
+
+def text_override(key: str, value: object) -> str:
+    """Return `KEY=VALUE` for a text, such as a path, as it is typed in a shell: in all quotes that it needs."""
+    text = str(value)
+    word = f"{key}={text if re.fullmatch(r'[A-Za-z_./][A-Za-z0-9_./+-]*', text) else hydra_quoted(text)}"
+    return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
+
+
+def typed_path(path: Path) -> str:
+    """Return the relative path of `path` as it is typed in a shell, with `./` if its first character has a meaning."""
+    relative = os.path.relpath(path)
+    return shlex.quote(relative if relative[0].isalnum() or relative[0] in "./_" else f"./{relative}")
 
 
 def as_typed(value: object) -> str:

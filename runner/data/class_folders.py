@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.config.overrides import text_override
 from runner.data.folder_cache import Listing, Stamp, cached, stamp
 from runner.seeds import derive
 
@@ -110,7 +111,7 @@ def _found(root: Path, holdout: float, visited: _Visited) -> tuple[Files, Files]
         "root",
         str(root),
         f"it contains {', '.join(present)}/, but not both train/ and one of {', '.join(HELD_OUT)}",
-        f"add the missing one, or set data.root={root / (present or ['train'])[0]} to split its images",
+        f"add the missing one, or {text_override('data.root', root / (present or ['train'])[0])} to split its images",
     )
     return _split(_classes(root, visited), root, holdout)
 

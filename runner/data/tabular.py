@@ -47,7 +47,7 @@ class Tabular(Data):
     def __post_init__(self) -> None:
         check_range(self, "holdout", above=0, most=0.9)
         check_range(self, "num_samples", least=2, most=10_000_000)
-        remedy = "data.delimiter=';', for example"
+        remedy = "\"data.delimiter=';'\", for example"
         valid = len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
         check(valid, "delimiter", self.delimiter, "it must be one character", remedy)
         why = f"the file name must end in {', '.join(SUFFIXES)}"

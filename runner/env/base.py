@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import ConfigError, check, check_choice, check_range, did_you_mean
+from runner.config.overrides import text_override
 from runner.system.installed import is_installed
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Env:
         """
         name = str(values.get("id", ""))
         why = "a saved config does not decide which modules are imported"
-        check(":" not in name, "id", name, why, f"if you trust it, type it again: env.id='{name}'")
+        check(":" not in name, "id", name, why, f"if you trust it, type it again: {text_override('env.id', name)}")
         return {}
 
     def prepare(self) -> None:

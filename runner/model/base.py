@@ -49,7 +49,7 @@ class Model(ABC):
 
     def __post_init__(self) -> None:
         why = "nothing is frozen that it could be an exception from"
-        check(bool(self.freeze) or not self.unfreeze, "unfreeze", list(self.unfreeze), why, "model.freeze=['*']")
+        check(bool(self.freeze) or not self.unfreeze, "unfreeze", list(self.unfreeze), why, "\"model.freeze=['*']\"")
         if self.weights is None:
             why = "there are no weights to load, so the last layer is random anyway"
             check(not self.reset_head, "reset_head", True, why, "set model.weights to a file of weights")

@@ -124,7 +124,7 @@ class Timm(NamedModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(is_installed("timm"), "_target_", "timm", "it is not installed", "pip install -e '.[timm]'")
+        check(is_installed("timm"), "_target_", "timm", "it is not installed", "pip install timm")
         why = "timm's networks do not say which of their blocks could be recomputed"
         check(
             not self.checkpoint_activations,

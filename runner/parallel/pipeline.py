@@ -97,8 +97,8 @@ class Pipeline(Partition, MultiProcess):
         MultiProcess.__post_init__(self)
         if self.engine == "streams":
             one = "leave parallel.processes=auto, or choose parallel.engine=processes"
-            check(self.processes in ("auto", 1), "processes", self.processes, "engine=streams has one", one)
-            why = "engine=streams queues all forward passes before the backward passes"
+            check(self.processes in ("auto", 1), "processes", self.processes, "parallel.engine=streams has one", one)
+            why = "parallel.engine=streams queues all forward passes before the backward passes"
             gpipe = "parallel.schedule=gpipe, or parallel.engine=processes"
             check(self.schedule == "gpipe", "schedule", self.schedule, why, gpipe)
 
@@ -146,7 +146,9 @@ class Pipeline(Partition, MultiProcess):
             return super().launcher(choice)
         started = external_world_size()
         why = f"{started} processes were started by torchrun or SLURM, and this engine uses one"
-        check(started == 1, "parallel.engine", self.engine, why, "choose engine=processes, or start one process")
+        check(
+            started == 1, "parallel.engine", self.engine, why, "choose parallel.engine=processes, or start one process"
+        )
         return Launcher(devices_of_one_process(choice))
 
     def _num_processes(self, num_gpus: int) -> int:
@@ -180,13 +182,13 @@ class Pipeline(Partition, MultiProcess):
 
     def _check_stages_per_process(self, stages: int, processes: int) -> None:
         if self.schedule in ONE_STAGE_EACH:
-            why = f"each of the {processes} processes has one stage under schedule={self.schedule}"
+            why = f"each of the {processes} processes has one stage under parallel.schedule={self.schedule}"
             remedy = f"parallel.stages={processes}, or leave it null"
             check(stages == processes, "parallel.stages", stages, why, remedy)
         least = 2 if self.schedule == "interleaved_1f1b" else 1
         each = max(least, stages // processes)
         equal = f"the same number of stages on each of {processes} processes, at least {least}"
-        why = f"schedule={self.schedule} needs {equal}"
+        why = f"parallel.schedule={self.schedule} needs {equal}"
         check(stages == each * processes, "parallel.stages", stages, why, f"parallel.stages={each * processes}")
 
     def num_microbatches(self, context: Context) -> int:
@@ -197,7 +199,7 @@ class Pipeline(Partition, MultiProcess):
     def check_workload(self, context: Context) -> None:
         supervised(context.workload)
         compiled = context.compile and self.schedule == "zero_bubble"
-        why = "schedule=zero_bubble splits the backward pass, and a compiled one is a single graph"
+        why = "parallel.schedule=zero_bubble splits the backward pass, and a compiled one is a single graph"
         check(not compiled, "compile", context.compile, why, "compile=false, or another parallel.schedule")
         self.check_partition(context.workload, self._num_stages(context))
 

@@ -368,7 +368,7 @@ def open_study(path: Path, options: Engine, objective: Objective, space: str) ->
         import optuna
         from optuna.storages.journal import JournalFileBackend, JournalStorage
     except ImportError:
-        remedy = "pip install -e '.[search]', or sweep.search=null to run all combinations of listed values"
+        remedy = "pip install optuna, or sweep.search=null to run all combinations of listed values"
         raise ConfigError("sweep.search", options.search, "it needs Optuna, which is not installed", remedy) from None
     optuna.logging.set_verbosity(logging.WARNING)
     remedy = "resume=never starts another sweep"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from runner.config.errors import ConfigError, check
+from runner.config.overrides import text_override
 from runner.model.weights import read_weights
 from runner.storage.checkpoint import EMA
 from runner.storage.checkpoint_selection import NoBestError, best_checkpoint, last_checkpoint
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     values = sum(tensor.numel() for tensor in weights.tensors.values())
     print(f"{destination}: {len(weights.tensors)} tensors, {values:,} values, from {weights.origin}")
-    print(f"start from it: python -m runner model.weights={shlex.quote(str(destination))} …")
+    print(f"start from it: {text_override('model.weights', destination)}")
     return 0
 
 

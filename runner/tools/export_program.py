@@ -83,7 +83,7 @@ def check_exporter(path: Path) -> None:
     """
     missing = [name for name in ("onnx", "onnxscript") if path.suffix == ".onnx" and not is_installed(name)]
     why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-    check(not missing, "DESTINATION", str(path), why, "pip install -e '.[export]', or name a .pt2 file")
+    check(not missing, "DESTINATION", str(path), why, "pip install onnx onnxscript, or name a .pt2 file")
 
 
 def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,7 +28,7 @@ def print_report(report: dict[str, Any], as_json: bool, render: Callable[[dict[s
     if as_json:
         print(json.dumps(report, indent=2))
     else:
-        Console(width=None if sys.stdout.isatty() else 140).print(render(report))
+        Console(width=None if sys.stdout.isatty() else 140).print(render(report), crop=False)
 
 
 def one_line(text: str) -> str:
@@ -72,7 +73,7 @@ def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
     check(not path.is_dir(), flag, value, "it is a directory", "name a file")
     usual = not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
     check(usual, flag, value, "it is a link, a pipe or a device, in whose place the file would be put", "name a file")
-    check(path.parent.is_dir(), flag, value, "there is no such directory", f"mkdir -p {path.parent}")
+    check(path.parent.is_dir(), flag, value, "there is no such directory", f"mkdir -p {shlex.quote(str(path.parent))}")
     why = f"it is written as {suffix[1:].upper()}"
     check(not suffix or path.suffix.lower() == suffix, flag, value, why, f"name a {suffix} file")
 

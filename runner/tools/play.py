@@ -3,7 +3,7 @@
 The agent always takes the action with the highest value, as in an evaluation. The return and the length of each episode
 are printed. Overrides change the config of the run: `env.max_episode_steps=1000` permits longer episodes. If Ctrl-C
 ends the film, or the film would become too long, the episodes that have ended are still written to the file. Drawing
-needs pygame: pip install -e '.[render]'.
+needs pygame: pip install 'gymnasium[classic-control]'.
 
 Exit codes: 0: played. 1: crashed. 2: there is no such run or checkpoint, the agent cannot be shown, or the film would
 become too long. 130: ended with Ctrl-C.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.config.overrides import typed_path
 from runner.storage.regular_file import check_no_link, check_readable
 from runner.storage.run_directory import StorageError
 from runner.system.console import run_tool
@@ -69,7 +69,7 @@ def plot(paths: list[Path], out: Path) -> None:
         check(path.is_dir(), "PATH", str(path), "there is no such directory", remedy)
     installed = is_installed("matplotlib")
     why = "it is not installed, and draws the figures"
-    check(installed, "matplotlib", ABSENT, why, "pip install 'matplotlib>=3.9'")
+    check(installed, "matplotlib", ABSENT, why, "pip install matplotlib")
     study = Study(list(find_runs(paths)))
     names = " ".join(map(str, paths))
     check(bool(study.runs), "PATH", names, "it contains no run", "a run is a directory with a config.yaml")
@@ -81,7 +81,7 @@ def plot(paths: list[Path], out: Path) -> None:
         why = error.why if isinstance(error, StorageError) else error.strerror
         raise ConfigError("--out", str(out), f"nothing can be written there ({why})", "--out=DIR") from None
     print("\n".join(printable(str(path)) for path in written))
-    print(f"look: tensorboard --logdir {printable(shlex.quote(str(out.parent)))}")
+    print(f"look: tensorboard --logdir {printable(typed_path(out.parent))}")
 
 
 def _write(study: Study, out: Path) -> list[Path]:

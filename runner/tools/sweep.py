@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ABSENT, ConfigError, check, escaped
-from runner.config.overrides import override_key
+from runner.config.overrides import hydra_quoted, override_key
 from runner.storage.regular_file import check_readable, read_regular
 from runner.sweep.console import is_open_in, last_line
 from runner.sweep.ledger import CONSOLE, STUDY
@@ -177,7 +177,7 @@ def resume(path: Path) -> int:
     check(not any("***" in word for word in words), "PATH", str(path), why, remedy)
     output_root = path.resolve().parents[2]  # OUTPUT_ROOT/sweeps/NAME/DATE…
     kept = [word for word in words if override_key(word) not in ("output_root", "resume")]
-    typed = ["-m", *kept, f"output_root={output_root}", "resume=auto"]
+    typed = ["-m", *kept, f"output_root={hydra_quoted(str(output_root))}", "resume=auto"]
     print(escaped(printable(f"python -m runner {shlex.join(typed)}")), flush=True)
     return subprocess.run([sys.executable, "-m", "runner", *typed], check=False).returncode
 

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -34,7 +35,8 @@ def render(report: dict[str, Any]) -> Group:
     parts: list[RenderableType] = [_measured(report)]
     if others := _others(report):
         parts.append(others)
-    return Group(*parts, *map(Text, verdict(report)))
+    whole = partial(Text, no_wrap=True, overflow="ignore")  # a command that is wrapped cannot be copied
+    return Group(*parts, *map(whole, verdict(report)))
 
 
 def name_of(row: dict[str, Any]) -> str:
@@ -98,7 +100,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
     if not report["chosen"]:
         return [*lines, f"nothing is clearly faster than the config as it is ({report['seconds']:.0f} s)"]
     own = report["config_dir"]
-    words = [*([] if own is None else ["--config-dir", own]), *report["typed"], *report["chosen"]]
+    words = [*([] if own is None else [f"--config-dir={own}"]), *report["typed"], *report["chosen"]]
     lines.append(f"chosen: {report['speedup']:.2f} × as fast as the config as it is ({report['seconds']:.0f} s)")
     lines.append(f"run:    python -m runner {shlex.join(words)}")
     if report["directory"] is None:
@@ -111,7 +113,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
     if is_installed("matplotlib"):
         lines.append(f"look:   {shlex.quote(os.path.join(directory, PICTURE))}")
     else:
-        lines.append("there is no picture: matplotlib draws it, which pip install -e '.[plot]' installs")
+        lines.append("there is no picture: matplotlib draws it, which pip install matplotlib installs")
     return lines
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import check
+from runner.config.overrides import text_override
 from runner.storage.durable_write import write_text
 from runner.storage.regular_file import read_regular
 from runner.system.installed import is_installed
@@ -70,12 +71,12 @@ class RemoteTracker(Tracker, ABC):
         for key in cls.destinations:
             value = values.get(key, defaults[key])
             why = "a saved config does not decide where a run is sent"
-            remedy = f"if you trust it, type it again: tracking.{key}='{value}'"
+            remedy = f"if you trust it, type it again: {text_override(f'tracking.{key}', value)}"
             check(value == defaults[key], key, value, why, remedy)
         return {}
 
     def check(self) -> None:
-        remedy = f"pip install -e '.[{self.package}]'"
+        remedy = f"pip install {self.package}"
         check(is_installed(self.package), "tracking", self.package, "it is not installed", remedy)
 
     @abstractmethod

@@ -80,6 +80,7 @@ def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch: pytest.Monk
         (["seed=1", "-m", "a=1"], ["seed=1", "a=1", "-m"]),
         (["--cfg", "job", "seed=1"], ["seed=1", "--cfg", "job"]),
         (["--info", "seed=1"], ["seed=1", "--info"]),
+        (["--config-dir", "x=y", "a=1"], ["a=1", "--config-dir", "x=y"]),
         (["--config-dir", "x", "a=1", "-m"], ["a=1", "--config-dir", "x", "-m"]),
     ],
 )

@@ -214,7 +214,7 @@ def test_the_output_describes_the_file_and_how_to_use_it(
     captured = capsys.readouterr()
     parameters = 16 * 10 + 32 * 145 + 64 * 129 + 10 * 65
     assert f"8 tensors, {parameters:,} values, from {checkpoints(run)[-1]}, after step 4\n" in captured.out
-    assert captured.out.endswith(f"start from it: python -m runner model.weights={tmp_path / 'out.pt'} …\n")
+    assert captured.out.endswith(f"start from it: model.weights={tmp_path / 'out.pt'}\n")
     assert captured.err == ""
 
 

@@ -15,6 +15,7 @@ import pytest
 from helpers.compose import compose_config
 from matplotlib.image import imread
 
+from runner.cli.arguments import overrides_first
 from runner.planning import choice
 from runner.planning.trial import TooLateError, TrialError
 from runner.planning.tuning import BUDGET_SPENT
@@ -101,16 +102,17 @@ def test_the_experiment_composes_to_the_chosen_config(tmp_path: Path) -> None:
 
 
 def test_commands_with_a_user_defined_option_include_the_config_dir(tmp_path: Path) -> None:
-    own = tmp_path / "it's mine" / "model" / "own.yaml"
+    own = tmp_path / "it's a=b, mine" / "model" / "own.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("defaults: [tiny, _self_]\nhidden: 7\n")
     found = report(typed=["model=own"], config_dir=str(own.parent.parent))
-    found["directory"] = str(write(found, str(tmp_path)))
+    found["directory"] = str(write(found, str(tmp_path / "a, b=c")))
     configs = []
     for line in verdict(found)[1:3]:
-        python, flag, directory, *overrides = shlex.split(line.removeprefix("run:").strip().replace(" -m runner", ""))
-        assert (python, flag) == ("python", "--config-dir")
-        configs.append(compose_run(overrides, directory).config)
+        python, directory, *overrides = shlex.split(line.removeprefix("run:").strip().replace(" -m runner", ""))
+        assert python == "python"
+        assert overrides_first([directory, *overrides]) == [*overrides, directory]
+        configs.append(compose_run(overrides, directory.removeprefix("--config-dir=")).config)
     assert configs[0] == configs[1]
     assert configs[0]["model"]["hidden"] == 7
     assert configs[0]["parallel"]["processes"] == 2
@@ -130,7 +132,7 @@ def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pyt
     directory = importlib.import_module("runner.tools.tune_files").write(report(), str(tmp_path))
     assert (directory / "tune.json").exists()
     assert not (directory / "tune.png").exists()
-    assert "pip install -e '.[plot]'" in verdict(report())[-1]
+    assert "pip install matplotlib" in verdict(report())[-1]
 
 
 def test_the_picture_has_a_bar_for_each_measured_candidate() -> None:

@@ -64,7 +64,7 @@ class Ray(ClusterEngine):
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
         missing = not is_installed("ray")
-        remedy = "pip install -e '.[ray]', or sweep=local"
+        remedy = "pip install ray, or sweep=local"
         check(not missing, "sweep", "ray", "the package ray is not installed", remedy)
         ray = import_ray()
         is_ours = not ray.is_initialized()

@@ -123,7 +123,7 @@ class Slurm(ClusterEngine):
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
         missing = not is_installed("submitit")
-        remedy = "pip install -e '.[slurm]', or sweep=local"
+        remedy = "pip install submitit, or sweep=local"
         check(not missing, "sweep", "slurm", "the package submitit is not installed", remedy)
         absent = [program for program in PROGRAMS if shutil.which(program) is None]
         why = f"there is no {' and no '.join(absent)} on PATH"

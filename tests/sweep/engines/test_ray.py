@@ -136,7 +136,7 @@ def test_the_number_of_gpus_can_be_set(cluster: None, pool: Pool) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine, "is_installed", lambda name: False)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[ray\]'"), Ray().connect(1, tmp_path):
+    with pytest.raises(ConfigError, match="pip install ray"), Ray().connect(1, tmp_path):
         pass
 
 

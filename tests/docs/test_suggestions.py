@@ -1,0 +1,165 @@
+"""What messages, help texts, pages and files suggest to type is accepted as it stands there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from helpers.command import ROOT, child_environment, run_command, wait_until
+
+from runner.config.options import groups, option_keys, root_keys
+from runner.config.overrides import text_override
+
+TEXTS = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("conf/**/*.yaml"), *ROOT.glob("runner/**/*.py")]
+AWKWARD = "a b,c=d'e\"f$g"
+"""A directory whose name a shell and Hydra's grammar read differently, unless it is quoted for both."""
+
+
+def messages() -> dict[str, list[str]]:
+    """Return the string constants of each module of the package, without docstrings and keys of dictionaries."""
+    found = {}
+    for path in ROOT.glob("runner/**/*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        left_out = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        left_out |= {id(key) for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
+        constants = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in left_out)
+        found[str(path.relative_to(ROOT))] = [node.value for node in constants if isinstance(node.value, str)]
+    return found
+
+
+def test_pip_installs_packages_that_are_extras_of_this_one():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    known = {re.split("[<>=!]", text)[0] for texts in extras.values() for text in texts}
+    hints = {
+        match[1] for path in TEXTS for match in re.finditer(r"pip install ((?!-e )[^`):#\n\"]*)", path.read_text())
+    }
+    named = {
+        re.sub(r"[',;]|\.$", "", word)
+        for hint in hints
+        for word in re.split(r", or |; | to | installs", hint)[0].split()
+    }
+    assert named - known == {"gymnasium[{extra}]", "{self.package}"}  # the packages of environments and of trackers
+    assert {"optuna", "submitit", "ray", "timm", "matplotlib"} <= named
+
+
+def test_messages_name_keys_and_options_that_exist():
+    wrong = []
+    for path, texts in messages().items():
+        for group, key, value in re.findall(r"(?<![\w./-])([a-z_]+)((?:\.[a-z_]+)*)=([\w\[]*)", "\n".join(texts)):
+            options = groups().get(group, [])
+            keys = {name for option in options for name in option_keys(group, option)}
+            if key and options and key[1:].partition(".")[0] not in keys:
+                wrong.append((path, f"{group}{key}"))
+            elif (
+                not key
+                and group in root_keys()
+                and options
+                and value.isidentifier()
+                and value.islower()
+                and value not in options
+            ):
+                wrong.append((path, f"{group}={value}"))
+    assert wrong == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands that are printed
+
+
+def words_of(line: str) -> list[str]:
+    """Return the words that bash makes of a line."""
+    printed = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], check=True, capture_output=True, text=True)
+    return printed.stdout.split("\0")[:-1]
+
+
+def commands_in(console: str) -> list[list[str]]:
+    """Return the words of each command in what was printed: those of tools without `runner.tools.`."""
+    lines = re.findall(r"^(?:\w+:)?\s*(python -m runner.*|tensorboard .*)$", console, re.MULTILINE)
+    return [words_of(line) for line in lines]
+
+
+@pytest.fixture
+def awkward(tmp_path: Path) -> Path:
+    path = tmp_path / AWKWARD
+    path.mkdir()
+    return path
+
+
+def run_here(cwd: Path, *words: str) -> str:
+    code, console = run_command(*words, cwd=cwd)
+    assert code in (0, 75), console
+    return console
+
+
+def accepted(cwd: Path, words: list[str]) -> str:
+    """Run `python -m runner …` or `python -m runner.tools.… …`; check that a directory of TensorBoard files exists."""
+    if words[0] == "tensorboard":
+        assert words[1] == "--logdir"
+        assert list((cwd / words[2]).glob("**/events.out.tfevents.*"))
+        return ""
+    assert words[:2] == ["python", "-m"]
+    ran = subprocess.run([sys.executable, *words[1:]], cwd=cwd, env=child_environment(), capture_output=True, text=True)
+    assert ran.returncode in (0, 75), ran.stderr
+    return ran.stdout
+
+
+SMALL = ("model=tiny", "data.size=8", "steps=4", "batch_size=32")
+
+
+def test_commands_at_the_end_of_a_run_work(tmp_path):
+    (tmp_path / AWKWARD).mkdir()
+    root = text_override("output_root", AWKWARD)
+    console = run_here(tmp_path, *words_of(root), *SMALL, "stop.max_time=1e-6")
+    resume, look = commands_in(console)
+    accepted(tmp_path, look)
+    assert "stopped after step 2/4" in accepted(tmp_path, resume)
+    [run] = (tmp_path / AWKWARD).glob("*/*/")
+    weights = tmp_path / AWKWARD / "-w.safetensors"
+    console = accepted(tmp_path, ["python", "-m", "runner.tools.convert", str(run), str(weights)])
+    [override] = words_of(console.partition("start from it: ")[2])
+    run_here(tmp_path, override, *SMALL, "--cfg", "job")
+
+
+def test_commands_of_a_sweep_and_its_search_work(tmp_path):
+    (tmp_path / AWKWARD).mkdir()
+    root = text_override("output_root", AWKWARD)
+    search = ("-m", *words_of(root), *SMALL, "sweep.search=random", "optimizer.lr=0.1,0.01", "sweep.trials=2")
+    console = run_here(tmp_path, *search, "sweep.detach=true")
+    [shown] = commands_in(console)
+    wait_until(lambda: " complete" in accepted(tmp_path, shown))
+    [sweep] = tmp_path.glob("*/sweeps/*/*/")
+    train, look = commands_in((sweep / "console" / "sweep.txt").read_text())
+    accepted(tmp_path, look)
+    assert "done after step 4/4" in accepted(tmp_path, train)
+
+
+def test_the_command_of_a_resumed_sweep_works(tmp_path):
+    (tmp_path / AWKWARD).mkdir()
+    swept = ("-m", *words_of(text_override("output_root", AWKWARD)), *SMALL, "seed=0,1")
+    run_here(tmp_path, *swept, "stop.max_time=1e-6", "sweep.slots=1")
+    [sweep] = tmp_path.glob("*/sweeps/*/*/")
+    [command] = commands_in(accepted(tmp_path, ["python", "-m", "runner.tools.sweep", str(sweep), "--resume"]))
+    accepted(tmp_path, command)
+    assert len(list(tmp_path.glob("*/sweeps/*/*/"))) == 1
+
+
+@pytest.mark.parametrize(
+    "tool", sorted(path.stem for path in ROOT.glob("runner/tools/*.py") if "__main__" in path.read_text())
+)
+def test_flags_of_tools_on_the_pages_exist(tool, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"runner.tools.{tool}").main(["--help"])
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    pages = "\n".join(path.read_text() for path in TEXTS if path.suffix == ".md")
+    used = {
+        flag
+        for words in re.findall(rf"runner\.tools\.{tool}\b([^\n`#]*)", pages)
+        for flag in re.findall("--[a-z-]+", words)
+    }
+    assert used <= known
