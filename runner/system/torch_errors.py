@@ -8,6 +8,15 @@ from __future__ import annotations
 
 import torch
 
+_FAILED_HERE = (
+    "ncclunhandledcudaerror",
+    "ncclsystemerror",
+    "ncclinternalerror",
+    "ncclinvalidargument",
+    "ncclinvalidusage",
+)
+"""NCCL's codes of errors in the process that reports them. `ncclRemoteError` is the one that another process causes."""
+
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether `error` means that another rank has exited, or has not reached a collective before the timeout.
@@ -18,7 +27,8 @@ def is_lost_peer(error: BaseException) -> bool:
     """
     text = str(error).lower()
     names = ("gloo", "nccl", "pair closure")
-    return isinstance(error, torch.distributed.DistError) or any(name in text for name in names)
+    lost = isinstance(error, torch.distributed.DistError) or any(name in text for name in names)
+    return lost and not any(code in text for code in _FAILED_HERE)
 
 
 def nondeterministic_operation(error: BaseException) -> str:

@@ -28,6 +28,17 @@ def num_operations() -> int:
     return sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
+def abort_process_group() -> None:
+    """Abort all process groups, in which other ranks may still be waiting.
+
+    The public `destroy_process_group` ends NCCL's communicators in agreement with the other ranks, which may not come.
+    No torch issue about a public function is known.
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._abort_process_group()
+
+
 def defer_compiler() -> None:
     """Defer loading `torch._dynamo`, the front end of the compiler, until a function is compiled.
 

@@ -98,6 +98,7 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         rank=rank_info.rank,
         world_size=rank_info.world_size,
         timeout=limit if external or device.type != "cpu" else _LONG,
+        device_id=device if device.type != "cpu" else None,  # connects now, and not in the first collective
     )
     _gloo_sockets[:] = _open_sockets() - before
 
@@ -121,13 +122,15 @@ def destroy_process_group() -> None:
 def abort_process_group() -> None:
     """Leave the process group while other ranks still use it, so that their collectives fail before the timeout.
 
-    Gloo has no function to close its connections. It closes them when the last reference to the group is gone, but a
-    traceback, a device mesh or a DDP replica may hold a reference. Therefore, the connections are shut down through
-    their file descriptors. A public `ProcessGroupGloo.shutdown` (https://github.com/pytorch/pytorch/issues/130345)
+    NCCL's communicators are aborted. Gloo has no function to close its connections. It closes them when the last
+    reference to the group is gone, but a traceback, a device mesh or a DDP replica may hold a reference. Therefore, the
+    connections are shut down through their file descriptors. A public `ProcessGroupGloo.shutdown` (https://github.com/pytorch/pytorch/issues/130345)
     would make this unnecessary.
     """
     fail_collectives()
-    destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch_private.abort_process_group()
+        _gloo_sockets.clear()
 
 
 def fail_collectives() -> None:

@@ -182,7 +182,7 @@ class Supervisor:
         self.reports: list[Report | None] = [None] * len(arguments)
         self.silence = [-START_SECONDS] * len(arguments)
         self.progress: defaultdict[int, int] = defaultdict(int)  # by rank
-        self.stalled = 0.0
+        self.stalled, self.began = 0.0, time.monotonic()
         try:
             for rank, own in enumerate(arguments):
                 ours, theirs = context.Pipe()
@@ -309,9 +309,8 @@ class Supervisor:
             reports: the reports of the ranks that have failed.
         """
         dead = {rank: self._exit_reason(rank) for rank in self._dead()}
-        # NCCL's watchdog aborts a process (SIGABRT) whose collective timed out: another rank may be the cause.
-        for rank, (what, by_watchdog) in dead.items():
-            if not by_watchdog:
+        for rank, (what, may_have_waited) in dead.items():
+            if not may_have_waited:
                 return rank, what, ""
         ordered = sorted(reports, key=lambda rank: (reports[rank].by_others, reports[rank].time))
         if ordered and not reports[ordered[0]].by_others:
@@ -326,12 +325,15 @@ class Supervisor:
         return ordered[0], reports[ordered[0]].what, reports[ordered[0]].trace
 
     def _exit_reason(self, rank: int) -> tuple[str, bool]:
-        """Return how the process of `rank` ended without a report, and whether NCCL's watchdog may be the cause."""
+        """Return how the process of `rank` ended without a report, and whether others may have let it wait too long.
+
+        NCCL's watchdog then aborts the process; before the timeout, only because of an error in the process itself.
+        """
         code = self.processes[rank].exitcode
         if code >= 0:
             return f"exited with code {code}", False
         name = signal.Signals(-code).name
-        return f"was killed by {_with_cause(name)}", name == "SIGABRT"
+        return f"was killed by {_with_cause(name)}", name == "SIGABRT" and time.monotonic() - self.began > self.timeout
 
     def _tell(self, message: Any) -> None:
         for pipe in self.pipes:

@@ -6,11 +6,12 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import rank_functions
 from helpers.command import TIMEOUT_SECONDS
 from helpers.ranks import PersistentRanks
 from helpers.runs import free_port, listening_addresses
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from runner.config.errors import ConfigError
 from runner.parallel.launch import process_group
@@ -69,6 +70,29 @@ def test_abort_makes_collectives_of_other_ranks_fail_at_once() -> None:
     arguments = [(rank, store.port) for rank in range(2)]
     with Supervisor(rank_functions.abort_during_collective, arguments, TIMEOUT_SECONDS) as ranks:
         assert ranks.wait(StopRequest()) == ["aborted", "RuntimeError"]
+
+
+def test_abort_does_not_end_a_backend_in_agreement_with_the_other_ranks() -> None:
+    ended = []
+
+    class Recording(torch.distributed.ProcessGroup):
+        def getBackendName(self) -> str:  # torch's name
+            return "recording"
+
+        def shutdown(self) -> None:
+            ended.append("shutdown")
+
+        def abort(self) -> None:
+            ended.append("abort")
+
+    torch.distributed.Backend.register_backend(
+        "recording", lambda store, rank, size, timeout: Recording(rank, size), devices=["cpu"]
+    )
+    for leave in (process_group.destroy_process_group, process_group.abort_process_group):
+        torch.distributed.init_process_group("recording", store=HashStore(), rank=0, world_size=1)
+        leave()
+        assert not torch.distributed.is_initialized()
+    assert ended == ["shutdown", "abort"]
 
 
 def test_externally_launched_ranks_initialize_several_groups_in_turn() -> None:

@@ -17,6 +17,7 @@ import pytest
 from helpers import supervisor_functions as work
 from helpers.command import TIMEOUT_SECONDS, child_environment, wait_until
 from helpers.supervisor_functions import CONNECTION_CLOSED, RETURN_ONE, report_result_of, sleep_until_killed
+from torch.distributed import DistBackendError  # pyright: ignore[reportPrivateImportUsage]
 
 from runner.config.errors import ConfigError
 from runner.parallel.launch import supervisor
@@ -293,6 +294,7 @@ def ended_by(code: int) -> SimpleNamespace:
     return SimpleNamespace(exitcode=code, is_alive=lambda: False)
 
 
+REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
 ALIVE = SimpleNamespace(exitcode=None, is_alive=lambda: True)
 OWN, OTHERS = report_of(ValueError("x")), report_of(CONNECTION_CLOSED)
 DONE = Report(value=1)
@@ -331,10 +333,19 @@ def test_the_rank_that_caused_the_failure_is_blamed(
     ranks.processes = [ALIVE if code is None else ended_by(code) for code in processes]
     ranks.pipes = [SimpleNamespace(poll=lambda: False) for _ in processes]  # pyright: ignore[reportAttributeAccessIssue]
     ranks.reports = list(reports)
+    ranks.began -= TIMEOUT_SECONDS
     bad = {rank: report for rank, report in enumerate(reports) if report and not report.succeeded}
     rank, what, trace = ranks._first(silent, bad)
     assert f"rank {rank} {what}".startswith(wanted)
     assert bool(trace) == ("failed" in wanted)
+
+
+def test_a_rank_that_aborts_before_the_timeout_is_itself_to_blame() -> None:
+    """NCCL's watchdog aborts a process for a failed operation, too; the others then wait."""
+    ranks = Supervisor(report_result_of, [], TIMEOUT_SECONDS)
+    ranks.processes, ranks.reports = [ALIVE, ended_by(-6)], [None, None]
+    ranks.pipes = [SimpleNamespace(poll=lambda: False)] * 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert ranks._first([], {}) == (1, "was killed by SIGABRT", "")
 
 
 def test_the_report_of_a_crashed_error_contains_its_cause_and_result() -> None:
@@ -356,6 +367,9 @@ def test_the_report_of_a_crashed_error_contains_its_cause_and_result() -> None:
     [
         (CONNECTION_CLOSED, True),
         (RuntimeError("NCCL communicator was aborted"), True),
+        (DistBackendError(f"NCCL error in: x.cpp:1, remote process exited\n{REMOTE}"), True),
+        (DistBackendError("NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call failed."), False),
+        (DistBackendError("NCCL error in: x.cpp:1, internal error\nncclInternalError: Internal check failed."), False),
         (
             RuntimeError("Application timeout caused pair closure"),
             True,
