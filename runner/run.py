@@ -34,6 +34,7 @@ from runner.system.exit_codes import CRASHED, DIVERGED, DONE, STOPPED
 from runner.system.secrets import redacted_values
 from runner.tracking.base import Tracker
 from runner.workloads.base import Workload
+from runner.workloads.metric_checks import check_listed
 
 CONFIG_GROUPS: dict[str, type] = {
     "device": Device,
@@ -140,7 +141,8 @@ class Run:
         num_steps = self._num_steps(epoch)
         once_an_epoch = math.ceil(epoch) if epoch else max(1, num_steps // 10)
         eval_every = once_an_epoch if self.eval_every is None else self.eval_every
-        self.stop.check_evaluations(self.workload.eval_metrics(), eval_every)
+        check_listed(self.workload)
+        self.stop.check_evaluations(context.eval_metrics, eval_every, self.workload.best_possible)
         return Session(
             run=self,
             context=context,

@@ -22,6 +22,7 @@ from runner.storage.signature import signature_text
 from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
 from runner.workloads.base import Workload
+from runner.workloads.metric_checks import check_measured
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class State:
         self.model_description, self.model_table = model_description, model_table
         self.step, self.logged_step, run = 0, 0, session.run
         self.average = run.ema.build(model)
-        self.stopping = run.stop.build(run.workload.eval_metrics())
+        self.stopping = run.stop.build(session.context.eval_metrics)
         # Whether an average or a target network follows the weights, which must not move if an update is skipped.
         followers = (type(self.average).update, Average.update), (type(run.workload).after_step, Workload.after_step)
         self.weights_are_followed = any(own is not nothing for own, nothing in followers)
@@ -197,7 +198,9 @@ class State:
 
         Raises:
             DivergedError: if a metric is not finite.
+            ConfigError: if a metric that the workload names is not measured.
         """
+        check_measured(self.session.run.workload, [tag.removeprefix("eval/") for tag in metrics])
         broken = [tag for tag, number in metrics.items() if not math.isfinite(number)]
         if broken:
             # Raises DivergedError for the first training step since the last log that was not finite, if any.

@@ -36,6 +36,7 @@ from runner.tracking.log_file import LogFile
 from runner.tracking.metrics import DivergedError, in_words
 from runner.tracking.progress import Progress, progress_for
 from runner.tracking.recorder import Recorder
+from runner.workloads.metric_checks import check_without_samples
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,9 @@ def train(session: Session, directory: Path) -> Result:
     """Train one run until it is done, stopped, or diverged, and return its result; called on every rank.
 
     Raises:
-        ConfigError: if the model or the optimizer cannot be built, the checkpoint to resume from cannot be loaded, or
-            torch rejects the config in a step, or when a pipeline measures the blocks of the model.
+        ConfigError: if the model or the optimizer cannot be built, the checkpoint to resume from cannot be loaded,
+            torch rejects the config in a step, or when a pipeline measures the blocks of the model; or the workload
+            does not measure the metrics that it names.
         CrashedError: if the training loop raises any other error; the exception holds the result up to the last
             completed step.
     """
@@ -57,6 +59,7 @@ def train(session: Session, directory: Path) -> Result:
             if (refusal := refused_by_torch(run, error)) is not None:
                 raise refusal from error
             raise
+        check_without_samples(run.workload, session.device)
         with (
             Recorder(run.tracking, directory, state.step, visible=writes) as recorder,
             progress_for(session.num_steps, run.batch_size, state.step, visible=writes) as progress,
@@ -274,6 +277,8 @@ def introduce(state: State, recorder: Recorder) -> None:
     config = config_yaml(session.run.config)
     log.info("%s", session.describe(state.model_description, state.directory))
     if session.rank == 0 and (why := oversubscription(session.device, session.run.workload.num_data_workers)):
+        log.warning("%s", why)
+    if session.rank == 0 and (why := session.run.ema.too_slow(session.num_steps)):
         log.warning("%s", why)
     log.debug("model:\n%s", state.model_table)
     log.debug("config:\n%s", config)

@@ -75,7 +75,9 @@ def endless(epoch: float | None) -> Any:
         check_plan=lambda plan: None,
         prepare=lambda: None,
         steps_per_epoch=lambda batch_size: epoch,
-        eval_metrics=dict,
+        best=("loss", "min"),
+        best_possible={},
+        eval_metrics=lambda: {"loss": "min"},
     )
 
 

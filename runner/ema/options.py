@@ -40,3 +40,17 @@ class Ema:
         from runner.ema.moving_average import MovingAverage  # imported here, because it imports torch
 
         return MovingAverage(model, self.decay)
+
+    def too_slow(self, num_steps: int) -> str:
+        """Return a warning if `decay` is too large for a run of `num_steps` steps; otherwise, return "".
+
+        After the last step, the weights after the first step have a share of decay^(num_steps − 1) in the average.
+        """
+        share = 0.0 if self.decay is None else self.decay ** (num_steps - 1)
+        if share < 0.1:
+            return ""
+        window = max(2.0, num_steps / 10)
+        return (
+            f"ema.decay={self.decay} is too large for {num_steps:,} steps: {share:.0%} of the last average are the "
+            f"weights after the first step; ema.decay={1 - 1 / window:.4g} averages over about {window:.0f} steps"
+        )

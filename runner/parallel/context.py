@@ -46,6 +46,8 @@ class Layout(NamedTuple):
     """A number that is added to the run's seed; 0, unless the processes train different models."""
     rng_stream: int = 0
     """The index of the random number stream that the process uses after the initialization of the weights."""
+    num_members: int = 0
+    """The number of models that evaluations measure one by one, besides their vote; 0 if there is a single model."""
     non_equivalence_reason: str = ""
     """Why the results differ from those of a single device; empty if the results are the same up to rounding."""
 
@@ -103,6 +105,13 @@ class Context:
     def world_size(self) -> int:
         """The number of processes of the run."""
         return self.process.rank_info.world_size
+
+    @property
+    def eval_metrics(self) -> dict[str, str]:
+        """The evaluation metrics by which the run may end early (see `Workload.eval_metrics`), in this mode."""
+        listed, count = self.workload.eval_metrics(), self.layout.num_members
+        members = {f"member_{i}/{name}": goal for i in range(count) for name, goal in listed.items()}
+        return listed | members | ({"disagreement": "min"} if count and self.workload.outputs_are_scores else {})
 
 
 @dataclass(frozen=True)

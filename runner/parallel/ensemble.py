@@ -61,7 +61,8 @@ class Ensemble(MultiProcess):
 
     def layout(self, rank_info: RankInfo) -> Layout:
         reason = "each process trains another model: member i is the run of seed + i"
-        return Layout(seed_offset=rank_info.rank, non_equivalence_reason=reason if rank_info.world_size > 1 else "")
+        count = rank_info.world_size
+        return Layout(seed_offset=rank_info.rank, num_members=count, non_equivalence_reason=reason if count > 1 else "")
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         context, workload = self._context, self._context.workload

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runner.config.errors import check, check_range, did_you_mean
+from runner.config.errors import check, check_range
 from runner.storage.content_checks import check_count, check_like
 
 
@@ -55,26 +55,36 @@ class Stop:
         why, remedy = "it says what counts as an improvement, and stop.patience is null", "stop.patience=5"
         check(self.min_delta == 0 or self.patience is not None, "min_delta", self.min_delta, why, remedy)
 
-    def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
-        """If `metric` is set, check that evaluations measure it, and that `eval_every` is not 0.
+    def check_evaluations(
+        self, directions: Mapping[str, str], eval_every: int, best_possible: Mapping[str, float] = {}
+    ) -> None:
+        """If `metric` is set, check that evaluations measure it and can reach `target`, and that `eval_every` is not 0.
 
         Args:
-            directions: a dict from the name of each evaluation metric of the workload to `min` if smaller values are
-                better, or `max` if larger values are better.
+            directions: a dict from the name of each evaluation metric by which a run may end to `min` or `max`: whether
+                smaller or larger values are better.
             eval_every: number of steps between evaluations; 0 if there is only one, at the end.
+            best_possible: the best value that a metric can have, by name without the part up to its last slash.
 
         Raises:
-            ConfigError: if `metric` is set, but evaluations do not measure it; or if `metric` is set, but `eval_every`
-                is 0.
+            ConfigError: if `metric` is set, but is not in `directions`, cannot reach `target`, or `eval_every` is 0.
         """
         if self.metric is None:
             return
-        tags = [f"eval/{name}" for name in directions]
-        why = "evaluations of this workload do not measure it;"
-        check(self.metric in tags, "stop.metric", self.metric, why, did_you_mean(self.metric, tags))
+        tags = sorted(f"eval/{name}" for name in directions)
+        why, remedy = "a run of this workload cannot end by it;", f"choose from: {', '.join(tags)}"
+        check(self.metric in tags, "stop.metric", self.metric, why, remedy)
         why = "the only evaluation is at the end of the run (eval_every=0)"
         remedy = "eval_every=N evaluates every N steps, eval_every=null once per epoch, or ten times without epochs"
         check(eval_every > 0, "stop.metric", self.metric, why, remedy)
+        name = self.metric.rpartition("/")[2]
+        if self.target is not None and name in best_possible:
+            best, is_max = best_possible[name], directions[self.metric.removeprefix("eval/")] == "max"
+            why = f"it is never reached: {self.metric} is at {'most' if is_max else 'least'} {best:g}"
+            reached = self.target <= best if is_max else self.target >= best
+            percent = is_max and best == 1 and self.target <= 100
+            remedy = f"stop.target={self.target / 100:g}" if percent else "set a value that it can reach"
+            check(reached, "stop.target", self.target, why, remedy)
 
     def build(self, directions: Mapping[str, str]) -> Stopping:
         """Return an object that applies the rules to a run; it has no evaluations yet.

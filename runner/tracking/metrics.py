@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from runner.config.errors import ABSENT, check
 from runner.device import synchronize
 from runner.system.section_timer import timer
 
@@ -71,7 +72,10 @@ def _computed_together(sums: Sequence[Deferred]) -> torch.Tensor:
     first = sums[0]
     tensors = first.tensors if len(sums) == 1 else map(torch.cat, zip(*(each.tensors for each in sums), strict=True))
     size = len(first.tensors[0])
-    metrics = first.sample_metrics(*tensors).unflatten(0, (len(sums), size))
+    metrics = first.sample_metrics(*tensors)
+    why = f"its sample_metrics returns the shape {list(metrics.shape)} for {size * len(sums)} samples"
+    check(metrics.dim() == 2, "workload", ABSENT, why, "return [n, number of metrics without the loss]")
+    metrics = metrics.unflatten(0, (len(sums), size))
     totals = metrics.sum(1, dtype=None if metrics.is_floating_point() else torch.float32)
     losses = torch.stack([each.loss for each in sums]).float() * size
     return torch.cat((losses[:, None], totals.float()), 1)
@@ -109,6 +113,7 @@ class MetricBuffer:
 
     def __init__(self, names: Sequence[str], device: torch.device | str = "cpu"):
         self._names = ["the loss", *(f"train/{name}" for name in names[1:])]
+        self._metrics, self._checked = names, False
         self._zeros = torch.zeros(len(names), device=device)  # the sums of a step without micro-batches
         self._step: list[BatchSums] = []  # of the micro-batches of the current step
         self._rows: list[BatchSums] = []  # of the latest steps
@@ -127,7 +132,16 @@ class MetricBuffer:
         self._rows, self._blocks, self._steps = [], [rows.to(self._zeros)], array("q", [step] * len(rows))
 
     def add(self, sums: BatchSums) -> None:
-        """Add the metric sums of a micro-batch to the current step."""
+        """Add the metric sums of a micro-batch to the current step.
+
+        Raises:
+            ConfigError: if the first ones that are added do not have a value for each metric.
+        """
+        if not self._checked:
+            shape, remedy = list(computed(sums).shape), "name each of them in `metrics`, the loss first"
+            why = f"its metric sums have the shape {shape}, but its metrics are {', '.join(self._metrics)}"
+            check(shape == [len(self._metrics)], "workload", ABSENT, why, remedy)
+            self._checked = True
         self._step.append(sums)
         if len(self._step) == _STEPS_PER_BLOCK:
             self._step = [self._total(self._step)]

@@ -67,10 +67,14 @@ class Workload(ABC):
         """
         return None
 
+    best_possible: ClassVar[Mapping[str, float]] = {}
+    """The best value that an evaluation metric can have, such as 1 for an accuracy, of those that have one."""
+
     def eval_metrics(self) -> dict[str, str]:
         """Return the evaluation metrics by which a run may end early, as a dict from names to `min` or `max`.
 
-        `min` means that smaller values are better, `max` that larger values are better. Called after `prepare`.
+        `min` means that smaller values are better, `max` that larger values are better. All of them must be measured by
+        each evaluation, and `best` is one of them. Called after `prepare`.
         """
         return dict([self.best])
 

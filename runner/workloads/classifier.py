@@ -49,6 +49,7 @@ class Classifier(DataWorkload[LabeledSamples]):
 
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     best: ClassVar[tuple[str, str]] = ("accuracy", "max")
+    best_possible: ClassVar[Mapping[str, float]] = {"accuracy": 1, "top5_accuracy": 1, "loss": 0}
     outputs_are_scores: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

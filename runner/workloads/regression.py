@@ -38,6 +38,7 @@ class Regression(DataWorkload[RegressionSamples]):
 
     metrics: ClassVar[tuple[str, ...]] = ("loss", "mae")
     best: ClassVar[tuple[str, str]] = ("loss", "min")
+    best_possible: ClassVar[Mapping[str, float]] = {"loss": 0, "mae": 0, "r2": 1}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -222,3 +223,20 @@ def test_a_decay_that_is_not_between_0_and_1_is_refused(decay: float) -> None:
     with pytest.raises(ConfigError) as refusal:
         Ema(decay)
     assert (refusal.value.key, refusal.value.got) == ("decay", decay)
+
+
+@pytest.mark.parametrize(("decay", "num_steps"), [(0.9999, 450), (0.99, 100), (0.999, 1000)])
+def test_a_decay_too_large_for_the_run_is_named_with_one_that_fits(decay: float, num_steps: int) -> None:
+    warning = Ema(decay).too_slow(num_steps)
+    average = 1.0  # the weights are 1 after the first step, and 0 later
+    for _ in range(num_steps - 1):
+        average = decay * average
+    assert f" {average:.0%} of the last average" in warning
+    fits = float(re.findall(r"ema\.decay=([0-9.]+) averages", warning)[0])
+    assert fits ** (num_steps - 1) < 1e-4
+    assert 1 / (1 - fits) == pytest.approx(num_steps / 10, rel=0.05)
+
+
+@pytest.mark.parametrize(("decay", "num_steps"), [(None, 1), (0.95, 100), (0.999, 10_000)])
+def test_a_decay_that_fits_the_run_is_not_named(decay: float | None, num_steps: int) -> None:
+    assert Ema(decay).too_slow(num_steps) == ""

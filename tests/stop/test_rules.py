@@ -124,6 +124,49 @@ def test_a_metric_that_is_not_measured_is_refused_before_the_run(overrides: tupl
     assert refusal.value.key == "stop.metric"
 
 
+ACCURACY, DISAGREEMENT = "stop.metric=eval/accuracy", "stop.metric=eval/disagreement"
+TARGETS = {
+    (ACCURACY, "stop.target=97"): "stop.target=0.97",
+    (ACCURACY, "stop.target=1.5"): "stop.target=0.015",
+    (ACCURACY, "stop.target=1"): None,
+    (LOSS, "stop.target=-0.1"): "set a value that it can reach",
+    (LOSS, "stop.target=0"): None,
+    ("parallel=ensemble", "stop.metric=eval/member_1/accuracy", "stop.target=50"): "stop.target=0.5",
+    ("parallel=ensemble", DISAGREEMENT, "stop.patience=3"): None,
+    ("workload=regression", "stop.metric=eval/r2", "stop.target=2"): "stop.target=0.02",
+    ("workload=dqn", "stop.metric=eval/return", "stop.target=400"): None,
+}
+
+
+@pytest.mark.parametrize("overrides", TARGETS, ids=" ".join)
+def test_a_target_that_is_never_reached_is_refused(overrides: tuple[str, ...]) -> None:
+    own = [] if overrides[0].startswith("workload=") else TINY_CPU
+    run = build_composed_run("device=cpu", *own, *overrides)
+    if TARGETS[overrides] is None:
+        prepare_session(run)
+        return
+    with pytest.raises(ConfigError) as refusal:
+        prepare_session(run)
+    assert (refusal.value.key, refusal.value.remedy) == ("stop.target", TARGETS[overrides])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*TINY_CPU, "workload.top5=true"),
+        (*TINY_CPU, "parallel=ensemble"),
+        ("device=cpu", "workload=regression"),
+    ],
+    ids=" ".join,
+)
+def test_a_run_may_end_by_each_metric_that_it_measures(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    run = build_composed_run(*overrides, "steps=1", "device.threads=1")
+    measured = train_in(tmp_path, run).result.evaluation
+    with pytest.raises(ConfigError) as refusal:
+        prepare_session(build_composed_run(*overrides, "stop.metric=eval/recall_0", "stop.patience=2"))
+    assert refusal.value.remedy.removeprefix("choose from: ").split(", ") == sorted(measured)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Runs
 
