@@ -38,7 +38,8 @@ _output: _Descriptor | None = None
 def open_console() -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams that raise no exception if a write fails.
 
-    Characters that the encoding lacks are printed as escape sequences. A closed descriptor is opened on /dev/null;
+    Characters that the encoding lacks are printed as escape sequences, also by the Python processes that this process
+    starts: ranks, data workers and the jobs of a sweep. A closed descriptor is opened on /dev/null;
     otherwise, the next file that is opened would get its number, and would receive what native code prints.
     """
     global _output
@@ -52,6 +53,7 @@ def open_console() -> None:
     before: Any = sys.stdout
     by_line = before is not None and (before.line_buffering or before.write_through)  # as with `python -u`
     sys.stdout, sys.stderr = _text(_output, before, by_line), _text(errors, sys.stderr, True)
+    os.environ["PYTHONIOENCODING"] = f"{sys.stdout.encoding}:backslashreplace"
 
 
 def _text(stream: _Descriptor, before: TextIO | None, line_buffering: bool) -> TextIO:

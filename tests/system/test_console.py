@@ -12,6 +12,7 @@ from helpers.command import TIMEOUT_SECONDS, child_environment, names_left_in
 from helpers.compose import TINY_CPU
 from helpers.handmade_runs import write_run_directory
 
+from runner import tools
 from runner.storage import run_directory
 from runner.sweep.ledger import Ledger
 
@@ -74,10 +75,30 @@ def test_following_a_sweep_ends_when_the_reader_leaves(tmp_path: Path) -> None:
     assert (left.returncode, left.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("command", [" --help", " --cfg job name=ü", ".tools.doctor", ".tools.compare --help"])
+TOOLS = [path.stem for path in Path(tools.__file__).parent.glob("*.py") if "__main__" in path.read_text()]
+HELP = [" --help", *(f".tools.{name} --help" for name in TOOLS)]
+
+
+@pytest.mark.parametrize("command", [*HELP, " --cfg job name=ü", ".tools.doctor"])
 def test_characters_that_a_console_lacks_are_escaped(command: str, tmp_path: Path) -> None:
     ended = run_in_shell(command, tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.isascii()
     assert ("name: \\xfc\n" in ended.stdout) == ("name" in command)
     assert names_left_in(tmp_path) == set()
+
+
+@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "", "LC_ALL": "C"}])
+def test_runs_and_evaluations_go_on_if_what_they_print_is_escaped(variables: dict[str, str], tmp_path: Path) -> None:
+    agent = "workload=dqn env.id=helpers.talking_env:Talking-v0 env.num_envs=2 device=cpu"
+    shorter = "steps=2 workload.warm_up=100 workload.eval_episodes=2"
+    trained = run_in_shell(f" {agent} {shorter} parallel=ddp", tmp_path, PYTHONUTF8="0", **variables)
+    assert trained.returncode == 0, trained.stderr
+    assert "2 \\xd7 helpers.talking_env:Talking-v0" in trained.stderr
+    evaluated = run_in_shell(
+        f".tools.evaluate outputs/dqn/* {agent} parallel=single", tmp_path, PYTHONUTF8="0", **variables
+    )
+    assert evaluated.returncode == 0, evaluated.stderr
+    for ended in (trained, evaluated):
+        assert "\\xfc\n" in ended.stdout  # which an environment printed, in the training on each rank
+        assert (ended.stdout + ended.stderr).isascii()
