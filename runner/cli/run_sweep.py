@@ -24,10 +24,11 @@ from runner.sweep.display import Display, Table
 from runner.sweep.ledger import OPTIONS, Ledger
 from runner.sweep.objective import Objective
 from runner.sweep.scheduler import Scheduler
-from runner.sweep.search import SearchJobs, Space
-from runner.sweep.summary import best_job, write_summary
-from runner.system.exit_codes import DIVERGED, DONE, STOPPED
+from runner.sweep.search import Search, SearchJobs, Space
+from runner.sweep.summary import find_best, write_summary
+from runner.system.exit_codes import CRASHED, DIVERGED, DONE, REFUSED, STOPPED
 from runner.system.forkserver import run_in_child
+from runner.system.installed import is_installed
 from runner.system.signals import StopRequest
 from runner.tracking.base import Tracker
 
@@ -38,7 +39,8 @@ _FOR_ALL_JOBS = ("output_root", "resume", "sweep")
 def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: str | None = None) -> list[int]:
     """Run the jobs of a sweep, and return their exit codes.
 
-    In a search that has found a best trial, diverged jobs count as successful: their exit code is replaced by 0.
+    In a search, the codes of failed jobs of earlier commands, which are not run again, are returned, too. If the search
+    has found a best trial, diverged jobs count as successful: their exit code is replaced by 0.
 
     Args:
         jobs: the combinations of values in the sweep.
@@ -65,11 +67,16 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
     engine, planner = jobs.engine, Planner(jobs, config_dir)
     root = Path(planner.config["output_root"], "sweeps", planner.config["name"])
     command = typed if config_dir is None else [*typed, f"--config-dir={os.path.abspath(config_dir)}"]
-    with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), command) as ledger:
+    search = None if engine.search is None else _search(jobs, planner)
+    more = (lambda *_: False) if search is None else search.has_more
+    with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), command, more) as ledger:
         planner.path = ledger.path
-        source = GridJobs(jobs, planner) if engine.search is None else _search(jobs, planner, ledger)
+        source = GridJobs(jobs, planner) if search is None else SearchJobs(search, planner.plan, ledger)
         ledger.num_jobs = len(source)
-        print(f"{len(source):,} job{'s' * (len(source) != 1)}", file=sys.stderr, flush=True)
+        print(f"{len(source):,} job{'s' * (len(source) != 1)}", file=sys.stderr)
+        if search is not None and engine.search != "grid" and search.num_trials < engine.trials:
+            what = f"there are only {search.num_trials:,} combinations, and each is tried once"
+            print(f"sweep.trials={engine.trials}: {what}", file=sys.stderr)
         terminal = sys.stderr.isatty()
         display = Table(len(source), jobs.swept, last_line) if terminal else Display(len(source), jobs.swept, WIDTH)
         if background is not None:
@@ -80,18 +87,22 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
                 background.announce_start()
             codes = Scheduler(source, pool, ledger, engine, display).run(stop)
         source.close()
-        ledger.end(source.is_complete(ledger.num_settled))
+        ledger.end(source.is_complete(len(ledger.settled_states)))
         display.summary()
-        best = best_job(ledger.path)
+        found = find_best(ledger.path)
         if isinstance(source, SearchJobs):
+            codes += [job["code"] for job in ledger.jobs.values() if job.get("code") in (CRASHED, REFUSED)]
+            if source.best() is not None:  # trials that diverge are results, too
+                codes = [DONE if code == DIVERGED else code for code in codes]
             _report_best(source, ledger.path, engine.seeds, config_dir)
-        elif best is not None:
-            print(f"best {best.metric} {best.value:.4f}: {best.name}", flush=True)
-        if best is not None:
+        elif found is not None:
+            print(found)
+        if found is not None:
             run_in_child(write_summary, ledger.path)  # it needs torch, which the server of the jobs has imported
-            print(f"look: tensorboard --logdir {typed_path(ledger.path)}", flush=True)
-        if isinstance(source, SearchJobs) and source.best() is not None:  # trials that diverge are results, too
-            codes = [DONE if code == DIVERGED else code for code in codes]
+            where = typed_path(ledger.path)
+            print(f"look: tensorboard --logdir {where}\ncompare: python -m runner.tools.compare {where}")
+            if is_installed("matplotlib"):
+                print(f"plot: python -m runner.tools.plot {where}")
     if stop.received:
         raise SystemExit(STOPPED)
     return codes
@@ -104,8 +115,8 @@ class StopSweep(StopRequest):
         """Print nothing at the first stop signal, because the scheduler prints a message."""
 
 
-def _search(jobs: SweepJobs, planner: Planner, ledger: Ledger) -> SearchJobs:
-    """Check the options of a search, and return the source of its jobs.
+def _search(jobs: SweepJobs, planner: Planner) -> Search:
+    """Check the options of a search, and return what it does.
 
     Raises:
         ConfigError: if an option of the search is invalid.
@@ -131,7 +142,7 @@ def _search(jobs: SweepJobs, planner: Planner, ledger: Ledger) -> SearchJobs:
     objective = Objective(tag, options.goal or goal, best=options.metric is None)
     space = Space(jobs.dimensions, planner.has_key, groups_in_defaults())
     seed = int(planner.config["seed"]) if options.seeds > 1 else None
-    return SearchJobs(space, options, objective, planner.plan, seed, ledger)
+    return Search(space, options, objective, seed)
 
 
 def _report_best(source: SearchJobs, path: Path, num_seeds: int, config_dir: str | None) -> None:

@@ -46,6 +46,7 @@ class Display:
     def __init__(self, num_jobs: int, swept: Collection[str], width: int = 200):
         self.num_jobs, self.swept, self.width = num_jobs, swept, width
         self._states: dict[int, str] = {}
+        self._num_before = 0
         self._refusals: dict[str, list[int]] = {}
         self._failures: list[str] = []
 
@@ -58,6 +59,11 @@ class Display:
         words = escaped(" ".join(redacted_values(overrides or job.overrides)))
         line = f"job {job.number}: {words}".replace("\n", "\\n")
         return line if len(line) <= self.width else line[: self.width - 1] + "…"
+
+    def settled_before(self, states: Mapping[int, str]) -> None:
+        """Count the jobs that an earlier command has settled; `states` maps their numbers to their states."""
+        self._states.update(states)
+        self._num_before = len(states)
 
     def line(self, text: str) -> None:
         """Print `text` to standard error."""
@@ -186,9 +192,9 @@ class Table(Display):
         ended = len(self._states)
         counts = {"running": len(self._rows), **self.counts, "waiting": self.num_jobs - ended - len(self._rows)}
         text = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
-        if not ended:
+        if ended <= self._num_before:
             return text
-        seconds = round((time.monotonic() - self._begun) / ended * (self.num_jobs - ended))
+        seconds = round((time.monotonic() - self._begun) / (ended - self._num_before) * (self.num_jobs - ended))
         return f"{text}; about {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
 
 

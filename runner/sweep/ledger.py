@@ -6,7 +6,7 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -55,6 +55,8 @@ class Ledger:
         root: the directory that contains all sweeps with the same value of the config key `name`.
         resume: `auto` or `never`.
         command: the overrides and flags with which the user can repeat the command; None: the same as `typed`.
+        has_more: a function `has_more(path, ledger)` that returns whether the complete sweep at `path`, with the same
+            overrides and this content of its ledger, has more jobs now, so that it is resumed, too.
 
     Attributes:
         path: the directory of the sweep.
@@ -69,7 +71,14 @@ class Ledger:
             or the sweep's directory contains a link or cannot be created, locked or written to.
     """
 
-    def __init__(self, typed: Iterable[str], root: Path, resume: str, command: Iterable[str] | None = None):
+    def __init__(
+        self,
+        typed: Iterable[str],
+        root: Path,
+        resume: str,
+        command: Iterable[str] | None = None,
+        has_more: Callable[[Path, dict[str, Any]], bool] = lambda *_: False,
+    ):
         typed = list(typed)
         self._command = [printable(text) for text in redacted_values(typed if command is None else list(command))]
         last = {override_key(text): canonical_override(text) for text in typed}
@@ -77,6 +86,7 @@ class Ledger:
         self.typed = sorted(printable(text) for text in shown)
         self.jobs: dict[int, dict[str, Any]] = {}
         self.num_jobs = 0
+        self._has_more = has_more
         self._lines: dict[int, str] = {}
         self._complete = False
         remedy = "resume=auto resumes the unfinished sweep with the same overrides"
@@ -103,15 +113,20 @@ class Ledger:
     def _unfinished(self, root: Path) -> Path | None:
         """Load the newest unfinished sweep in `root` with the same overrides, if any; return its directory or None.
 
+        The newest sweep with the same overrides is also loaded if it is complete and has more jobs now.
+
         Raises:
             ConfigError: if `root` cannot be read, or the ledger of the sweep is damaged.
         """
-        other = ""
+        other, has_newer = "", False
         for path in reversed(run_directory.readable_entries(root)):
             found = read_ledger(path, self.typed)
-            if not found or found["complete"]:
+            if not found:
                 continue
             typed = sorted(map(canonical_override, found["typed"]))  # earlier versions wrote what was typed
+            if found["complete"] and (typed != self.typed or has_newer or not self._has_more(path, found)):
+                has_newer |= typed == self.typed
+                continue
             if typed == self.typed:
                 for number, entry in found["jobs"].items():
                     self._set(int(number), entry)
@@ -153,9 +168,10 @@ class Ledger:
         self._write()
 
     @property
-    def num_settled(self) -> int:
-        """The number of jobs that need not run again: jobs that are done, have diverged or were pruned by a search."""
-        return sum(entry.get("code") in SETTLED or entry.get("state") == "pruned" for entry in self.jobs.values())
+    def settled_states(self) -> dict[int, str]:
+        """The states of the jobs that need not run again, by number: `done`, `diverged` or, in a search, `pruned`."""
+        settled = {n: job for n, job in self.jobs.items() if job.get("code") in SETTLED or job.get("state") == "pruned"}
+        return {number: str(job.get("state", "")) for number, job in settled.items()}
 
     def end(self, complete: bool) -> None:
         """Record that the sweep has ended.

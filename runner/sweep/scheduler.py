@@ -180,7 +180,9 @@ class Scheduler:
         self._ask_to_stop(running)
 
     def _take_over(self) -> None:
-        """Let the pool take over the jobs that an earlier command has started and that still run."""
+        """Count the jobs that an earlier command has settled, and let the pool take over those that still run."""
+        settled = self.ledger.settled_states.items()
+        self.display.settled_before({number: state for number, state in settled if number < len(self.source)})
         for number, entry in self.ledger.jobs.items():
             if entry.get("state") == "running":
                 job = Job(number, [], self.ledger.console(number), Demand())

@@ -15,16 +15,20 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner.config.errors import ConfigError, check
 from runner.storage.regular_file import read_regular
-from runner.sweep.engines.base import Engine
+from runner.sweep.engines.base import MOST_TRIALS, Engine
 from runner.sweep.ledger import STUDY, Ledger
+from runner.sweep.ledger_reader import num_jobs
 from runner.sweep.objective import Curve, Objective
 from runner.sweep.pruning import PRUNERS, mean_curve
 from runner.sweep.scheduler import JobSource, PlannedJob
@@ -71,15 +75,17 @@ class Space:
                 words += value(each)
         return [*chosen, *words]
 
-    def grid(self) -> Iterator[list[str]]:
-        """Yield the overrides of each distinct combination."""
-        seen: set[tuple[str, ...]] = set()
-        for combination in itertools.product(*(each.choices for each in self.dimensions)):
+    @cached_property
+    def combinations(self) -> list[list[str]] | None:
+        """The overrides of each distinct combination; None if there are more than a search can try."""
+        if math.prod(each.num_values for each in self.dimensions) > MOST_TRIALS:
+            return None
+        found: dict[tuple[str, ...], list[str]] = {}
+        for combination in itertools.product(*(each.values for each in self.dimensions)):
             by_name = {each.name: words for each, words in zip(self.dimensions, combination, strict=True)}
             overrides = self.overrides(lambda each, by_name=by_name: by_name[each.name])
-            if tuple(overrides) not in seen:
-                seen.add(tuple(overrides))
-                yield overrides
+            found[tuple(overrides)] = overrides
+        return [*found.values()]
 
     def contains(self, overrides: object) -> bool:
         """Return whether `overrides` is a list in which each item is an override that sets a value in this space.
@@ -93,6 +99,54 @@ class Space:
 
     def __repr__(self) -> str:
         return json.dumps(self.dimensions)
+
+
+class Search(NamedTuple):
+    """What a search does.
+
+    Args:
+        space: the combinations that the search may try.
+        options: the options of the sweep.
+        objective: the metric by which trials are compared.
+        seed: the seed of the first job of each trial; each further job of the trial has the next higher seed. None: a
+            trial has one job, whose seed the search does not set.
+    """
+
+    space: Space
+    options: Engine
+    objective: Objective
+    seed: int | None = None
+
+    @property
+    def num_trials(self) -> int:
+        """The number of trials. No combination is tried twice."""
+        if self.space.combinations is None:
+            return self.options.trials
+        count = len(self.space.combinations)
+        return count if self.options.search == "grid" else min(self.options.trials, count)
+
+    def open_study(self, path: Path) -> optuna.Study:
+        """Return the Optuna study in the directory `path` of the sweep, or a new study if there is none.
+
+        Raises:
+            ConfigError: if Optuna is not installed, the study is damaged, or it belongs to a search with another space,
+                metric, `sweep.search` or `sweep.seeds`.
+        """
+        return open_study(path / STUDY, self.options, self.objective, repr(self.space))
+
+    def has_more(self, path: Path, ledger: dict[str, Any]) -> bool:
+        """Return whether this search can continue the complete search in the directory `path`, with more trials.
+
+        Args:
+            path: the directory of the search.
+            ledger: the content of its ledger, as `read_ledger` returns it.
+        """
+        if not (path / STUDY).is_file() or num_jobs(ledger) >= self.num_trials * self.options.seeds:
+            return False
+        with suppress(ConfigError):  # it is another search, or damaged
+            self.open_study(path)
+            return True
+        return False
 
 
 class Trial:
@@ -116,12 +170,8 @@ class SearchJobs(JobSource):
     """The jobs of a search.
 
     Args:
-        space: the combinations that the search may try.
-        options: the options of the sweep.
-        objective: the metric by which trials are compared.
+        search: what the search does.
         plan: a function `plan(number, overrides)` that returns the planned job with this number and these overrides.
-        seed: the seed of the first job of each trial; each further job of the trial has the next higher seed. None: a
-            trial has one job, whose seed the search does not set.
         ledger: the ledger of the sweep.
 
     Raises:
@@ -129,32 +179,30 @@ class SearchJobs(JobSource):
             with another space, metric, `sweep.search` or `sweep.seeds`.
     """
 
-    def __init__(
-        self, space: Space, options: Engine, objective: Objective, plan: Plan, seed: int | None, ledger: Ledger
-    ):
-        self._space, self._options, self.objective, self._plan = space, options, objective, plan
-        self._seed, self._num_seeds, self._ledger = seed, options.seeds, ledger
-        self._grid = list(space.grid()) if options.search == "grid" else []
-        self._pruner = PRUNERS[options.prune](objective) if options.prune else None
+    def __init__(self, search: Search, plan: Plan, ledger: Ledger):
+        self._search, self._plan, self._ledger = search, plan, ledger
+        self._space, options, self.objective, self._seed = search
+        self._options, self._num_seeds = options, options.seeds
+        self._pruner = PRUNERS[options.prune](self.objective) if options.prune else None
         self._trials: dict[int, Trial] = {}
         self._jobs: deque[PlannedJob] = deque()
         self._curves: dict[int, Curve] = {}
         self._final: dict[int, list[float]] = {}
-        self._study = open_study(ledger.path / STUDY, options, objective, repr(space))
+        self._study = search.open_study(ledger.path)
         for frozen in self._study.get_trials(deepcopy=False):
             words = frozen.user_attrs.get("overrides", [])
             remedy = "resume=never starts another sweep"
-            check(space.contains(words), "resume", "auto", f"{ledger.path / STUDY} is damaged", remedy)
+            check(self._space.contains(words), "resume", "auto", f"{ledger.path / STUDY} is damaged", remedy)
             if not frozen.state.is_finished():  # an earlier command was stopped before its end
                 self._add(self._optuna_trial(frozen))
             elif self._pruner:
                 for job in self._planned(frozen.number, words):
-                    self._final[job.number] = Curve(job.directory, objective.tag).read()
+                    self._final[job.number] = Curve(job.directory, self.objective.tag).read()
 
     @property
     def num_trials(self) -> int:
         """The number of trials of the search, including those of earlier commands; a trial has one job per seed."""
-        return len(self._grid) or self._options.trials
+        return max(self._search.num_trials, self._num_asked)
 
     def __len__(self) -> int:
         return self.num_trials * self._num_seeds
@@ -228,8 +276,10 @@ class SearchJobs(JobSource):
 
         return optuna.Trial(self._study, frozen._trial_id)
 
-    def _suggested(self, trial: optuna.Trial, dimension: Dimension) -> list[str]:
+    def _suggested(self, trial: optuna.Trial, dimension: Dimension, allowed: list[list[str]] | None) -> list[str]:
         """Return the overrides that set `dimension` to the value that Optuna's sampler suggests.
+
+        If `allowed` is not None, a suggestion that is not one of these values is replaced by one of them.
 
         The value depends only on the sampler's seed, the number of the trial, the dimension and the results so far. If
         a search is killed after it has stored some values of a trial, the resumed search therefore draws the remaining
@@ -242,9 +292,14 @@ class SearchJobs(JobSource):
         seed = int.from_bytes(hashlib.sha256(known.encode()).digest()[:4], "big")
         tpe = self._options.search == "tpe"
         samplers = optuna.samplers
-        self._study.sampler = (
-            samplers.TPESampler(seed=seed, multivariate=False) if tpe else samplers.RandomSampler(seed)
-        )
+        sampler = samplers.TPESampler(seed=seed, multivariate=False) if tpe else samplers.RandomSampler(seed)
+        if allowed is not None:
+            from runner.sweep.untried import UntriedSampler  # imported here, because it imports Optuna
+
+            whole_numbers = dimension.interval is not None
+            texts = [int(words[0].partition("=")[2]) if whole_numbers else " ".join(words) for words in allowed]
+            sampler = UntriedSampler(sampler, texts, seed)
+        self._study.sampler = sampler
         if interval := dimension.interval:
             low, high, log, whole = interval
             if whole:
@@ -259,10 +314,11 @@ class SearchJobs(JobSource):
 
     def _add(self, trial: optuna.Trial) -> None:
         """Choose the values of a trial, and queue its jobs."""
-        if self._grid:
-            overrides = self._grid[trial.number]
+        if self._options.search == "grid":
+            assert self._space.combinations is not None
+            overrides = self._space.combinations[trial.number]
         else:
-            overrides = self._space.overrides(lambda each: self._suggested(trial, each))
+            overrides = self._proposed(trial)
         trial.set_user_attr("overrides", overrides)
         added = self._trials[trial.number] = Trial(trial)
         for job in self._planned(trial.number, overrides):
@@ -272,6 +328,23 @@ class SearchJobs(JobSource):
         if any(self._ledger.jobs.get(number, {}).get("state") == "pruned" for number in added.jobs):
             self._pause(added)
             added.num_passed = max(0, len(self._all_curves().get(trial.number, [])) - 1)
+
+    def _proposed(self, trial: optuna.Trial) -> list[str]:
+        """Return the overrides that Optuna's sampler proposes for a trial, and that no earlier trial has."""
+        if self._space.combinations is None:
+            return self._space.overrides(lambda each: self._suggested(trial, each, None))
+        earlier = self._study.get_trials(deepcopy=False)[: trial.number]
+        tried = {frozenset(each.user_attrs.get("overrides", [])) for each in earlier}
+        untried = [words for each in self._space.combinations if (words := frozenset(each)) not in tried]
+
+        def value(dimension: Dimension) -> list[str]:
+            nonlocal untried
+            allowed = [words for words in dimension.values if any(each.issuperset(words) for each in untried)]
+            words = self._suggested(trial, dimension, allowed)
+            untried = [each for each in untried if each.issuperset(words)]
+            return words
+
+        return self._space.overrides(value)
 
     def _planned(self, index: int, overrides: list[str]) -> list[PlannedJob]:
         """Return the planned jobs of trial number `index`, one for each seed."""

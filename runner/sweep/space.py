@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -35,6 +36,21 @@ class Dimension(NamedTuple):
     keys: tuple[str, ...]
     choices: list[list[str]]
     interval: Interval | None = None
+
+    @property
+    def values(self) -> list[list[str]]:
+        """The overrides that set each value. The values of an interval of integers are listed, too."""
+        if self.interval is None:
+            return self.choices
+        assert self.interval.whole
+        return [[f"{self.name}={value}"] for value in range(int(self.interval.low), int(self.interval.high) + 1)]
+
+    @property
+    def num_values(self) -> float:
+        """The number of values; infinite if real numbers are searched."""
+        if self.interval is None:
+            return len(self.choices)
+        return self.interval.high - self.interval.low + 1 if self.interval.whole else math.inf
 
     @property
     def first(self) -> list[str]:

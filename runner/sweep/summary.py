@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,25 +35,32 @@ _MOST_KEYS, _MOST_ROWS = 9, 50
 _SPEED = "time/samples_per_second"
 
 
-class BestJob(NamedTuple):
-    """The best job of a sweep.
+class Best(NamedTuple):
+    """The results of the best combination of swept values, where jobs that differ only in their seed are one.
 
     Args:
-        number: the number of the job.
-        name: the name of its run directory.
+        name: the name of the job's run directory; if there are several jobs, the swept overrides that they share.
         metric: the tag of the metric by which most jobs of the sweep select their best checkpoint.
-        value: the job's best value of `metric`. If the job selects its best checkpoint by another metric, its last
+        values: the best value of `metric` of each job. If a job selects its best checkpoint by another metric, its last
             value of `metric`.
     """
 
-    number: int
     name: str
     metric: str
-    value: float
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return Spread.of(self.values).mean
+
+    def __str__(self) -> str:
+        number = f"{self.metric} {self.mean:.4f}"
+        if len(self.values) > 1:
+            number += f" ± {Spread.of(self.values).deviation:.4f}, the mean of {len(self.values)} seeds"
+        return f"best {number}: {self.name}" if self.name else number
 
 
 class _Job(NamedTuple):
-    number: int
     path: Path
     values: dict[str, str]
     result: dict[str, Any]
@@ -68,7 +77,7 @@ class _Sweep:
         self.swept = {key: values for key, values in found.items() if len(values) > 1}
         self.states = Counter(str(entry.get("state", "unknown")) for _, entry in entries)
         results = [
-            _Job(int(number), path / entry["directory"], typed[number], read_result(path / entry["directory"]))
+            _Job(path / entry["directory"], typed[number], read_result(path / entry["directory"]))
             for number, entry in entries
             if is_plain_name(entry.get("directory", ""))
         ]
@@ -79,9 +88,23 @@ class _Sweep:
         self.goal = direction(self.metric, {job.path: job.result for job in self.done}) if self.metric else "max"
 
     @property
-    def best_first(self) -> list[tuple[_Job, float]]:
-        """Pairs of a job and its best value of the metric, sorted from the best job to the worst."""
-        return sorted(self.measured, key=lambda pair: -pair[1] if self.goal == "max" else pair[1])
+    def best_first(self) -> list[Best]:
+        """The results of the combinations of swept values, sorted from the best mean to the worst.
+
+        A combination with fewer seeds that are done than another one is left out, because its mean is not comparable.
+        """
+        shared = [key for key in self.swept if key not in _REPEATS]
+        groups: dict[str, list[tuple[_Job, float]]] = {}
+        for job, value in self.measured:
+            words = [f"{key}={job.values[key]}" for key in shared if key in job.values]
+            groups.setdefault(printable(shlex.join(words)), []).append((job, value))
+        most = max(map(len, groups.values()), default=0)
+        found = [
+            Best(words if most > 1 else jobs[0][0].path.name, self.metric, tuple(value for _, value in jobs))
+            for words, jobs in groups.items()
+            if len(jobs) == most
+        ]
+        return sorted(found, key=lambda each: each.mean, reverse=self.goal == "max")
 
     def over(self, key: str) -> list[tuple[Any, float]]:
         """Return pairs of the value of `key` and the best value of the metric, one pair for each job that has both.
@@ -94,10 +117,9 @@ class _Sweep:
         return [(_value(key, job.values[key]), number) for job, number in jobs]
 
 
-def best_job(path: Path) -> BestJob | None:
-    """Return the best job of the sweep at `path`; None if no finished job has been evaluated."""
-    jobs = (sweep := _Sweep(path)).best_first
-    return BestJob(jobs[0][0].number, jobs[0][0].path.name, sweep.metric, jobs[0][1]) if jobs else None
+def find_best(path: Path) -> Best | None:
+    """Return the best combination of the sweep at `path`; None if no finished job has been evaluated."""
+    return next(iter(_Sweep(path).best_first), None)
 
 
 def write_summary(path: Path) -> None:
@@ -207,22 +229,24 @@ def _metrics(sweep: _Sweep) -> list[str]:
 def _tables(sweep: _Sweep) -> str:
     """Return Markdown text with the number of jobs in each state, and tables of the results.
 
-    The first table lists the best jobs. For each swept key except those in `_REPEATS`, a further table lists the mean
-    of the metric over the jobs with the same value of this key. There are at most `_MOST_KEYS` such tables.
+    The first table lists the best combinations. For each swept key except those in `_REPEATS`, a further table lists
+    the mean of the metric over the jobs with the same value of this key. There are at most `_MOST_KEYS` such tables.
     """
     ended = ", ".join(f"{count} {state}" for state, count in sweep.states.most_common())
     parts = [f"{sum(sweep.states.values())} jobs: {ended}"]
     if sweep.measured:
-        metric = f"best {sweep.metric}"
-        best = [[job.path.name, _digits(value)] for job, value in sweep.best_first[:10]]
-        parts.append(_table(["job", metric], best))
+        metric, first = f"best {sweep.metric}", sweep.best_first[:10]
+        if len(first[0].values) == 1:
+            parts.append(_table(["job", metric], [[each.name, _digits(each.mean)] for each in first]))
+        else:
+            rows = [[each.name or "all", str(len(each.values)), _mean(each.values)] for each in first]
+            parts.append(_table(["job", "seeds", f"{metric}, mean ± standard deviation"], rows))
         for key in [key for key in sweep.swept if key not in _REPEATS][:_MOST_KEYS]:
             groups: dict[str, list[float]] = {}
             for value, number in sweep.over(key):
                 shown = f"{value:g}" if isinstance(value, float) else str(value)
                 groups.setdefault(shown, []).append(number)
-            spreads = {value: Spread.of(numbers) for value, numbers in groups.items()}
-            rows = [[v, str(len(groups[v])), f"{_digits(s.mean)} ± {_digits(s.bar)}"] for v, s in spreads.items()]
+            rows = [[value, str(len(numbers)), _mean(numbers)] for value, numbers in groups.items()]
             parts.append(_table([key, "jobs", f"{metric}, mean ± standard deviation"], rows[:_MOST_ROWS]))
     return printable("\n\n".join(parts))
 
@@ -230,6 +254,11 @@ def _tables(sweep: _Sweep) -> str:
 def _table(titles: list[str], rows: list[list[str]]) -> str:
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/').replace('`', '') for cell in line)} |" for line in lines)
+
+
+def _mean(numbers: Iterable[float]) -> str:
+    spread = Spread.of(numbers)
+    return f"{_digits(spread.mean)} ± {_digits(spread.bar)}"
 
 
 def _digits(value: float) -> str:

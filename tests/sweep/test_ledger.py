@@ -59,7 +59,7 @@ def test_a_sweep_in_which_no_job_ran_leaves_no_files(open_ledger: OpenLedger, tm
     ledger.console(0).parent.mkdir()
     ledger.console(0).write_text("seed: got -1\n")
     ledger.update(0, config_hash="a", code=2)
-    ledger.end(ledger.num_settled == 2)
+    ledger.end(len(ledger.settled_states) == 2)
     ledger.close()
     assert not list(tmp_path.iterdir())
 
@@ -150,7 +150,7 @@ def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(
         record_finished_job(ledger, number, code)
         assert read_ledger(ledger.path)["jobs"][str(number)] == {"code": code, "config_hash": "a"}
         assert not read_ledger(ledger.path)["complete"]
-    ledger.end(ledger.num_settled == 2)
+    ledger.end(len(ledger.settled_states) == 2)
     ledger.close()
     assert read_ledger(ledger.path)["complete"] == complete
     assert (open_ledger(["seed=1,2"]).path == ledger.path) == (not complete)

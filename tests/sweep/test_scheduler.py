@@ -361,7 +361,7 @@ def test_unpromising_jobs_are_stopped_and_may_continue_later(ledger: Ledger) -> 
     assert source.told == [(0, 0), (1, 75), (1, 0)]
     assert seen == [["done", "pruned"]]
     assert states(ledger) == ["done", "done"]
-    ledger.end(ledger.num_settled == 2)
+    ledger.end(len(ledger.settled_states) == 2)
     assert read_ledger(ledger.path)["complete"]
 
 
@@ -384,7 +384,7 @@ def test_a_sweep_is_complete_with_pruned_jobs(ledger: Ledger) -> None:
 
     assert run_scheduler(ledger, Search(ledger.path, 2), FakePool({})) == [0, 0], "no failure"
     assert states(ledger) == ["done", "pruned"]
-    ledger.end(ledger.num_settled == 2)
+    ledger.end(len(ledger.settled_states) == 2)
     assert read_ledger(ledger.path)["complete"]
 
 

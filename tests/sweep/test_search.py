@@ -22,7 +22,7 @@ from runner.sweep.engines.local import Local
 from runner.sweep.ledger import STUDY, Ledger
 from runner.sweep.objective import Objective
 from runner.sweep.scheduler import PlannedJob, Scheduler
-from runner.sweep.search import SearchJobs, Space
+from runner.sweep.search import Search, SearchJobs, Space
 from runner.sweep.space import Dimension, Interval
 from runner.system.signals import StopRequest
 from runner.tracking.event_file import EventFile, points
@@ -34,6 +34,7 @@ OPTIMIZER = Dimension("optimizer", ("optimizer",), [["optimizer=sgd"], ["optimiz
 LR = Dimension("lr", ("lr",), [[]], Interval(1e-4, 1.0, log=True))
 MOMENTUM = Dimension("optimizer.momentum", ("optimizer.momentum",), [[]], Interval(0.0, 0.99))
 WIDTH = Dimension("width", ("width",), [[]], Interval(2, 8, whole=True))
+RATE = Dimension("lr", ("lr",), [["lr=0.01"], ["lr=0.03"]])
 EPOCHS = Dimension("epochs", ("epochs",), [["epochs=2"]])
 
 
@@ -98,21 +99,23 @@ def open_search(
     root: Path, options: Local, what: Space | None = None, objective: Objective = LOSS
 ) -> Iterator[SearchJobs]:
     """Open the search of the unfinished sweep in `root`, or of a new sweep if there is none."""
-    with Ledger(["lr=…"], root, "auto") as ledger:
+    search = Search(what or space(), options, objective, 7 if options.seeds > 1 else None)
+    with Ledger(["lr=…"], root, "auto", has_more=search.has_more) as ledger:
 
         def plan(number: int, overrides: list[str]) -> PlannedJob:
             words = [text for text in overrides if text != "epochs=2"]
             return PlannedJob(number, words, words, ledger.path / f"{number:03d}", f"{words}")
 
-        seed = 7 if options.seeds > 1 else None
-        yield SearchJobs(what or space(), options, objective, plan, seed, ledger)
+        yield SearchJobs(search, plan, ledger)
 
 
 def run(source: SearchJobs, pool: FakePool, options: Local) -> list[int]:
     ledger = source._ledger
-    codes = Scheduler(source, pool, ledger, options, Display(len(source), ["lr"])).run(StopRequest())
+    display = Display(len(source), ["lr"])
+    codes = Scheduler(source, pool, ledger, options, display).run(StopRequest())
     source.close()
-    ledger.end(source.is_complete(ledger.num_settled))
+    ledger.end(source.is_complete(len(ledger.settled_states)))
+    display.summary()
     return codes
 
 
@@ -270,25 +273,26 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Callable[
     return arm
 
 
-@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize(("seeds", "finite"), [(1, False), (2, False), (1, True)])
 def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
-    seeds: int, tmp_path: Path, kill_at: Callable[[int | None], Callable[[], int]]
+    seeds: int, finite: bool, tmp_path: Path, kill_at: Callable[[int | None], Callable[[], int]]
 ) -> None:
     """With one job at a time, the trials have the same parameters and values as in a search that is not killed.
 
     After each kill, at most one job that had ended runs again.
     """
     options = Local(search="tpe", trials=13, seeds=seeds)  # TPE draws the first ten at random
+    what = space(RATE, OPTIMIZER, WIDTH) if finite else None
     num_writes = kill_at(None)
-    with open_search(tmp_path / "undisturbed", options) as source:
+    with open_search(tmp_path / "undisturbed", options, what) as source:
         run(source, FakeTrainingPool(source._ledger.path), options)
         wanted = study(source)
     assert [state for state, _, _ in wanted] == ["COMPLETE"] * 13
-    for number in range(2, num_writes(), 3 if seeds == 1 else 11):
+    for number in range(2, num_writes(), 3 if seeds == 1 and not finite else 11):
         root, done, alive = tmp_path / f"killed at {number}", [], [True]
         kill_at(number)
         while alive:
-            with opened_or_killed(root, options) as source:
+            with opened_or_killed(root, options, what) as source:
                 if source is not None:
                     pool = FakeTrainingPool(source._ledger.path)
                     try:
@@ -303,8 +307,8 @@ def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
 
 
 @contextmanager
-def opened_or_killed(root: Path, options: Local) -> Iterator[SearchJobs | None]:
-    context = open_search(root, options)
+def opened_or_killed(root: Path, options: Local, what: Space | None) -> Iterator[SearchJobs | None]:
+    context = open_search(root, options, what)
     try:
         source = context.__enter__()
     except SimulatedKill:
@@ -344,16 +348,60 @@ def test_a_damaged_study_or_one_of_another_search_is_refused(change: str, words:
     assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
 
 
-def test_a_search_continues_with_more_trials_and_another_sampler_seed(tmp_path: Path) -> None:
-    options = Local(search="random", trials=2)
-    with open_search(tmp_path, options) as source:
-        run(source, FakeTrainingPool(source._ledger.path), options)
-        source._ledger.end(complete=False)
-    options = Local(search="random", trials=3, sampler_seed=5)
-    with open_search(tmp_path, options) as source:
-        again = FakeTrainingPool(source._ledger.path)
-        assert run(source, again, options) == [0]
-        assert again.started == [2]
+def test_a_finished_search_continues_with_more_trials_and_another_sampler_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = set()
+    for trials, sampler_seed, started in ((2, 0, [0, 1]), (5, 7, [2, 3, 4])):
+        options = Local(search="random", trials=trials, sampler_seed=sampler_seed)
+        with open_search(tmp_path, options) as source:
+            paths.add(source._ledger.path)
+            pool = FakeTrainingPool(source._ledger.path)
+            assert run(source, pool, options) == [0] * len(started)
+            assert pool.started == started
+        assert f"\n{trials} of {trials} jobs done\n" in capsys.readouterr().out
+    assert len(paths) == 1
+
+
+@pytest.mark.parametrize(
+    "other", [{"trials": 3}, {"trials": 2}, {"trials": 9, "search": "tpe"}, {"trials": 9, "seeds": 2}]
+)
+def test_a_finished_search_without_more_trials_or_of_another_kind_begins_anew(
+    other: dict[str, Any], tmp_path: Path
+) -> None:
+    paths = set()
+    for options in (Local(search="random", trials=3), Local(**{"search": "random", **other})):
+        with open_search(tmp_path, options) as source:
+            paths.add(source._ledger.path)
+            pool = FakeTrainingPool(source._ledger.path)
+            run(source, pool, options)
+            assert len(pool.started) == options.trials * options.seeds
+    assert len(paths) == 2
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("search", ["tpe", "random"])
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_search_of_a_finite_space_tries_each_combination_once(
+    search: str, slots: int, killed: bool, tmp_path: Path
+) -> None:
+    momentum = Dimension("optimizer.momentum", ("optimizer.momentum",), [[f"optimizer.momentum={m}"] for m in (0, 0.9)])
+    wanted = {
+        frozenset({f"width={width}", "lr=0.03", *words})
+        for width in range(2, 9)
+        for words in (("optimizer=adam",), *(("optimizer=sgd", f"optimizer.momentum={m}") for m in (0, 0.9)))
+    }
+    rate = Dimension("lr", ("lr",), [["lr=0.03"]])
+    tried: list[frozenset[str]] = []
+    for trials in (10, 40) if killed else (40,):
+        options = Local(search=search, trials=trials)
+        with open_search(tmp_path, options, space(WIDTH, OPTIMIZER, momentum, rate)) as source:
+            pool = FakeTrainingPool(source._ledger.path, slots)
+            run(source, pool, options)
+            tried += map(frozenset, pool.overrides.values())
+            assert source._ledger._complete
+    assert len(source) == len(tried) == len(wanted) == 21
+    assert set(tried) == wanted
 
 
 def test_a_search_without_optuna_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from helpers.handmade_runs import save_ledger
 
 from runner.storage.run_directory import write_config
 from runner.sweep import summary
-from runner.sweep.summary import BestJob, best_job, write_summary
+from runner.sweep.summary import Best, find_best, write_summary
 from runner.tracking.recorder import Recorder
 from runner.tracking.tensorboard import TensorBoard
 
@@ -157,20 +157,36 @@ def test_a_second_summary_replaces_the_first(grid: Path) -> None:
 
 @pytest.mark.parametrize("metric", ["eval/accuracy", "eval/loss"])
 def test_the_best_job(metric: str, tmp_path: Path) -> None:
-    path = save_sweep(tmp_path, (["seed=0"], 0.7), (["seed=1"], 0.9), (["seed=2"], None), (["seed=3"], 0.8))
+    rates = (["optimizer.lr=1"], 0.7), (["optimizer.lr=2"], 0.9), (["optimizer.lr=3"], None), (["optimizer.lr=4"], 0.8)
+    path = save_sweep(tmp_path, *rates)
     for run, (best, last) in {"000-job": (0.7, 0.75), "001-job": (0.9, 0.95), "003-job": (0.8, 0.85)}.items():
         if metric == "eval/loss":  # the last one is worse than the best one
             measured = {"metrics": {metric: last}, "best": {"metric": metric, "value": best, "step": 1}}
             (path / run / "result.json").write_text(json.dumps({"status": "done", "steps": 7, **measured}))
     number, value = (1, 0.9) if metric == "eval/accuracy" else (0, 0.7)
-    assert best_job(path) == BestJob(number, f"{number:03d}-job", metric, value)
+    assert find_best(path) == Best(f"{number:03d}-job", metric, (value,))
+    assert str(find_best(path)) == f"best {metric} {value:.4f}: {number:03d}-job"
+
+
+def test_jobs_that_differ_only_in_their_seed_are_compared_by_their_mean(tmp_path: Path) -> None:
+    """The highest value is one of the learning rate 2, whose mean is lower; of the rate 3, one seed has crashed."""
+    values = {("1", 0): 0.75, ("1", 1): 0.85, ("2", 0): 0.95, ("2", 1): 0.25, ("3", 0): 0.9, ("3", 1): None}
+    jobs: list[Job] = [([f"optimizer.lr={rate}", f"seed={seed}"], value) for (rate, seed), value in values.items()]
+    found = find_best(save_sweep(tmp_path / "both", *jobs))
+    assert str(found) == "best eval/accuracy 0.8000 ± 0.0707, the mean of 2 seeds: optimizer.lr=1"
+    write_summary(tmp_path / "both")
+    rows = ["job | seeds | best eval/accuracy, mean ± standard deviation", "--- | --- | ---"]
+    rows += ["optimizer.lr=1 | 2 | 0.8 ± 0.07071", "optimizer.lr=2 | 2 | 0.6 ± 0.495"]
+    assert "".join(f"| {row} |\n" for row in rows) + "\n" in told(tmp_path / "both")
+    seeds = save_sweep(tmp_path / "seeds", *((words[1:], value) for words, value in jobs[:2]))
+    assert str(find_best(seeds)) == "eval/accuracy 0.8000 ± 0.0707, the mean of 2 seeds"
 
 
 def test_a_sweep_without_results_has_no_best_job_and_no_summary(tmp_path: Path) -> None:
     path = save_sweep(tmp_path / "sweep", (["seed=0"], None), (["seed=1"], None))
     for each in (path, tmp_path / "absent"):
         write_summary(each)
-        assert best_job(each) is None
+        assert find_best(each) is None
     assert not list(path.glob("events*"))
     assert not (tmp_path / "absent").exists()
 
@@ -188,4 +204,4 @@ def test_directories_outside_the_sweep_that_the_ledger_names_are_ignored(grid: P
     for name in ("../elsewhere", "/etc", "..", ".", "a\0b"):
         ledger["jobs"]["1"]["directory"] = name
         (grid / "sweep.json").write_text(json.dumps(ledger))
-        assert best_job(grid) == BestJob(2, "002-job", "eval/accuracy", 0.84)
+        assert find_best(grid) == Best("002-job", "eval/accuracy", (0.84,))

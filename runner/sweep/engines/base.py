@@ -130,6 +130,9 @@ class Pool(ABC):
         """Kill all jobs immediately, without saving, except jobs that an earlier command started."""
 
 
+MOST_TRIALS = 10_000
+"""The maximum number of trials of a search."""
+
 _ONLY_IN_SEARCH = ("trials", "seeds", "metric", "goal", "prune", "sampler_seed")
 """Options that have no effect without a search."""
 
@@ -174,7 +177,7 @@ class Engine(ABC):
         for key in _ONLY_IN_SEARCH if self.search is None else ():
             given, default = getattr(self, key), getattr(Engine, key)
             check(given == default, key, given, "only a search has this option", "add sweep.search=tpe")
-        check_range(self, "trials", least=1, most=10_000)
+        check_range(self, "trials", least=1, most=MOST_TRIALS)
         check_range(self, "seeds", least=1, most=100)
         check_range(self, "sampler_seed", least=0, most=2**31 - 1)
         if self.goal is not None:
