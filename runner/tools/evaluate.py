@@ -20,6 +20,7 @@ from runner.parallel.launch.supervisor import RankError
 from runner.system.console import run_tool
 from runner.system.exit_codes import CRASHED, DONE
 from runner.tools.run_arguments import check_no_flags, run_parser
+from runner.tracking.log_file import LogFile
 
 if TYPE_CHECKING:
     from runner.api.evaluation import Evaluation
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from runner.api.saved import load
 
         checkpoint = load(options.run).checkpoint(options.checkpoint)
-        evaluation = evaluate_checkpoint(checkpoint, overrides)
+        with LogFile(None):  # on the console: which files are ignored, for example
+            evaluation = evaluate_checkpoint(checkpoint, overrides)
     except Exception as error:
         if isinstance(error, RankError):
             print(f"{error.trace}{error}", file=sys.stderr)

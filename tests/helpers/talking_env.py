@@ -14,4 +14,4 @@ class Talking(CartPoleEnv):
         return super().reset(**options)
 
 
-gymnasium.register("Talking-v0", Talking, max_episode_steps=20)
+gymnasium.register("Talking-v0", f"{__name__}:Talking", max_episode_steps=20)

@@ -70,3 +70,16 @@ def test_a_crash_has_another_exit_code_than_a_refusal(result: runner.Result, mon
 
     monkeypatch.setattr("runner.api.evaluation.evaluate_checkpoint", crash)
     assert evaluate.main([str(result.directory)]) == 1
+
+
+def test_what_is_left_out_of_the_data_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.csv").write_text(",x,y\n" + "".join(f"{i},{i % 7},{i % 5}\n" for i in range(40)))
+    result = runner.train(["workload=regression", "data.file=t.csv", "device=cpu", "batch_size=8", "steps=1"])
+    said = "t.csv: left out 1 of 3 columns"
+    assert result.directory is not None
+    assert (capsys.readouterr().err.count(said), (result.directory / "log.txt").read_text().count(said)) == (1, 1)
+    assert evaluate.main([str(result.directory)]) == 0
+    assert capsys.readouterr().err.count(said) == 1
