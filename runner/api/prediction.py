@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.data.class_folders import EXTENSIONS
+from runner.data.class_folders import EXTENSIONS, is_hidden, kind_of
 from runner.data.image_input import ImageInput
 from runner.storage.regular_file import check_readable, walk
 from runner.system.utf8 import printable
@@ -39,6 +39,8 @@ class Prediction:
 def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return `paths`, with each directory replaced by the sorted paths of the images at any depth in it.
 
+    Hidden files and directories are left out.
+
     Raises:
         ConfigError: with the key `FILES`, if `paths` is empty, a path does not exist or cannot be accessed, a directory
             cannot be read, or a directory has no images.
@@ -51,8 +53,10 @@ def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         if not path.is_dir():
             found.append(str(path))
             continue
-        files = walk(path, onerror=_cannot_list)
-        images = [os.path.join(where, name) for where, _, names in files for name in names if _is_image(name)]
+        images: list[str] = []
+        for where, folders, names in walk(path, onerror=_cannot_list):
+            folders[:] = [name for name in folders if not is_hidden(name)]
+            images += [os.path.join(where, name) for name in names if kind_of(name) in EXTENSIONS]
         check(bool(images), "FILES", text, "there are no images in this directory", f"name one with {suffixes}")
         found += sorted(images)
     check(bool(found), "FILES", list(paths), "there is nothing to predict", "name images, or a directory of them")
@@ -62,10 +66,6 @@ def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 def _cannot_list(error: OSError) -> NoReturn:
     why = f"{printable(str(error.filename))} cannot be listed: {error.strerror}"
     raise ConfigError("FILES", ABSENT, why, "make this directory readable, or name the others") from None
-
-
-def _is_image(name: str) -> bool:
-    return not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS
 
 
 def predict(

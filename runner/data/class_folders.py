@@ -167,20 +167,22 @@ def _folders(path: Path, visited: _Visited, others: Counter[str] | None = None) 
         entries = list(os.scandir(path))
         for entry in entries:
             visited.check_link(entry.path)
-        names = sorted(entry.name for entry in entries if entry.is_dir() and not _is_hidden(entry.name))
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))
     except OSError as error:
         _cannot_read(error)
     if others is not None:
-        others.update(_kind(name) for name in {entry.name for entry in entries}.difference(names))
+        others.update(kind_of(name) for name in {entry.name for entry in entries}.difference(names))
     return names
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__MACOSX"  # the latter is in archives that macOS has made
+def is_hidden(name: str) -> bool:
+    """Return whether a file or directory of this name holds no data; macOS puts `__MACOSX` into archives."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
-def _kind(name: str) -> str:
-    return "hidden" if _is_hidden(name) else os.path.splitext(name)[1].lower() or "without extension"
+def kind_of(name: str) -> str:
+    """Return `hidden`, the extension of a file name in lower case, or `without extension`."""
+    return "hidden" if is_hidden(name) else os.path.splitext(name)[1].lower() or "without extension"
 
 
 def _images(path: Path, others: Counter[str], visited: _Visited) -> list[str]:
@@ -193,15 +195,15 @@ def _images(path: Path, others: Counter[str], visited: _Visited) -> list[str]:
         if real in seen:  # a symbolic link to a parent directory
             folders.clear()
             continue
-        others["hidden"] += sum(map(_is_hidden, folders))
-        folders[:] = [name for name in folders if not _is_hidden(name)]
+        others["hidden"] += sum(map(is_hidden, folders))
+        folders[:] = [name for name in folders if not is_hidden(name)]
         seen.add(real)
         visited.add(where)
         levels = where.count(os.sep) - str(path).count(os.sep)
         why = f"{path} contains directories that are nested more than {MOST_LEVELS} times"
         check(levels <= MOST_LEVELS, "root", ABSENT, why, "put the images into fewer levels")
         for name in names:
-            kind = _kind(name)
+            kind = kind_of(name)
             if kind in EXTENSIONS:
                 images.append(os.path.join(where, name))
             else:

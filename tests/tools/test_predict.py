@@ -13,6 +13,7 @@ from helpers.runs import write_images
 from PIL import Image
 
 import runner
+from runner.api.prediction import image_files
 from runner.tools import predict
 
 Told = pytest.CaptureFixture[str]
@@ -87,3 +88,11 @@ def test_mistakes_are_refused_with_the_key(run: runner.SavedRun, capsys: Told, w
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: Told) -> None:
     assert predict.main([str(tmp_path), str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("directory: ")
+
+
+def test_only_images_that_are_not_hidden_are_found_in_a_directory(tmp_path: Path) -> None:
+    for name in ("a/1.png", "2.JPE", "._3.png", ".ipynb_checkpoints/4.png", "__MACOSX/5.png", "6.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert image_files([tmp_path]) == [str(tmp_path / "2.JPE"), str(tmp_path / "a" / "1.png")]
