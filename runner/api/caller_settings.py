@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from runner.system.forkserver import server_stopped
+from runner.system.lazy_import import undo_defer
+from runner.system.torch_private import restore_child_handler
 
 
 @contextmanager
@@ -19,12 +23,15 @@ def settings_kept() -> Iterator[None]:
 
     The restored settings are the environment variables, the settings of logging, and the following settings of torch:
     random states, current CUDA device, number of threads, and defaults such as the default dtype. The fork
-    server is stopped at the end, unless it was running before. Inside the context, torch has its original default dtype
-    and device, gradients are enabled, and autocast is disabled, so that the caller's choices do not affect the run.
+    server is stopped at the end, unless it was running before. The import of the compiler is no longer deferred, and
+    the handler of SIGCHLD and what is excluded from garbage collection are as before, too.
+
+    Inside the context, torch has its original default dtype and device, gradients are enabled, and autocast is
+    disabled, so that the caller's choices do not affect the run.
     """
     with ExitStack() as restored:
         of_torch = (_cuda_device, _random_state, _torch_defaults, _autocast_disabled)
-        for keep in (_environment, _logging, server_stopped, *of_torch):
+        for keep in (_environment, _logging, _interpreter, server_stopped, *of_torch):
             restored.enter_context(keep())
         yield
 
@@ -51,6 +58,18 @@ def _logging() -> Iterator[None]:
         logger.propagate = propagate
         if warnings.showwarning is not show and show.__module__ == "logging":  # the run's log file ended the capture
             logging.captureWarnings(True)
+
+
+@contextmanager
+def _interpreter() -> Iterator[None]:
+    handler, num_frozen = signal.getsignal(signal.SIGCHLD), gc.get_freeze_count()
+    try:
+        yield
+    finally:
+        undo_defer("torch._dynamo")
+        restore_child_handler(handler)
+        if num_frozen == 0:
+            gc.unfreeze()
 
 
 @contextmanager

@@ -344,13 +344,13 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 def _quiet() -> Iterator[None]:
     """Suppress warnings and info messages within this context, because the run is only planned."""
     logger = logging.getLogger("runner")
-    before, logger.disabled = logger.disabled, True
-    logging.disable(logging.WARNING)
+    before, logger.disabled, level = logger.disabled, True, logger.manager.disable
+    logging.disable(max(level, logging.WARNING))
     try:
         yield
     finally:
         logger.disabled = before
-        logging.disable(logging.NOTSET)
+        logging.disable(level)
 
 
 class FakeCollectives(Collectives):

@@ -60,9 +60,11 @@ def server_stopped() -> Iterator[None]:
 
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     was_running, preloaded = server._forkserver_pid is not None, server._preload_modules
+    method = multiprocessing.get_start_method(allow_none=True)  # None: the caller may still choose it
     try:
         yield
     finally:
+        multiprocessing.set_start_method(method, force=True)
         server._preload_modules = preloaded
         if not was_running:
             server._stop()

@@ -10,6 +10,7 @@ https://man7.org/linux/man-pages/man3/mallopt.3.html
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,7 +29,8 @@ def freed_memory_kept() -> Iterator[None]:
     """A context in which glibc keeps freed blocks of less than 1 GiB for later allocations of this process.
 
     At the end of the context, free memory is returned to the operating system. The thresholds of glibc are then those
-    that it reaches by itself in a process that frees large blocks. With any other C library, this context does nothing.
+    that it reaches by itself in a process that frees large blocks. With any other C library, and if an environment
+    variable sets the thresholds, this context does nothing.
     """
     libc = _glibc()
     if libc is None:
@@ -50,7 +52,9 @@ def _set_thresholds(libc: ctypes.CDLL, size: int) -> None:
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """Return the C library of this process if it is glibc; otherwise None."""
+    """Return the C library of this process; None if it is not glibc, or if the user has chosen thresholds for it."""
+    if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
+        return None
     try:
         libc = ctypes.CDLL(None)
     except (OSError, TypeError):  # on Windows

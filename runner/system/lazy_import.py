@@ -110,3 +110,15 @@ def defer(
     parent, _, last = name.rpartition(".")
     if parent:
         setattr(sys.modules[parent], last, module)
+
+
+def undo_defer(name: str) -> None:
+    """Undo `defer`, unless the package has been loaded: the import of the package is then as without this module."""
+    if isinstance(sys.modules.get(name), _Lazy):
+        del sys.modules[name]
+        parent, _, last = name.rpartition(".")
+        if parent:
+            delattr(sys.modules[parent], last)
+        _when_loaded.pop(name)()
+    if not _when_loaded:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Submodules)]

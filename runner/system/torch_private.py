@@ -6,6 +6,8 @@ tensors, which are private too, are in `runner.system.fake_tensors`.
 
 from __future__ import annotations
 
+import signal
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +63,13 @@ def defer_compiler() -> None:
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+def restore_child_handler(before: Any) -> None:
+    """Set the handler of SIGCHLD to `before`, if DataLoader has replaced it; its next use sets its own again."""
+    if signal.getsignal(signal.SIGCHLD) is not before and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, before)
+        torch.utils.data._utils.signal_handling._SIGCHLD_handler_set = False
 
 
 def allow_recompilations(count: int) -> None:
