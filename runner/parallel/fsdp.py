@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.batching import MicroBatch
 from runner.parallel.compiling import compile_in_place, modules_of_blocks
@@ -29,8 +30,9 @@ class FSDP(MultiProcess):
 
     Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The parameters of a block are gathered
     when the block is used; the network's `blocks()` defines the blocks. With a 16-bit precision, parameters are
-    gathered in 16 bits, and gradients are reduced in float32. `channels_last` applies to images but not to weights,
-    because FSDP2 shards only contiguous weights. Batch normalization works as in ddp without `sync_batch_norm`.
+    gathered in 16 bits, except if the network has batch normalization, whose operators need float32 parameters.
+    Gradients are reduced in float32. `channels_last` applies to images but not to weights, because FSDP2 shards only
+    contiguous weights. Batch normalization works as in ddp without `sync_batch_norm`.
 
     In an evaluation, too, blocks are gathered when they are used, in which all processes take part. All processes
     therefore make as many forward passes as the one that has the most.
@@ -61,7 +63,8 @@ class FSDP(MultiProcess):
         if self.offload and device.type == "cpu":
             log.warning("parallel.offload has no effect: without a GPU the shards are in host memory anyway")
         model.to(device)
-        dtype = context.precision.compute_dtype(device)
+        normalizes = any(isinstance(module, _BatchNorm) for module in model.modules())
+        dtype = None if normalizes else context.precision.compute_dtype(device)
         options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (context.world_size,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),

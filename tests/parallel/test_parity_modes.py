@@ -238,3 +238,13 @@ def test_16_bit_precision_rounds_as_a_single_process_does(
     assert all(tensor.dtype == torch.float32 for tensor in got.values())
     assert largest_difference(got, alone) <= tolerance
     assert 1e-6 < largest_difference(got, plain.weights) < 0.05, "rounded to 16 bits, and not more"
+
+
+def test_with_batch_normalization_fsdp_rounds_to_16_bits_as_ddp_does(
+    ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    overrides = ("model=resnet18", "model.stem=cifar", "data.holdout=0.02", "batch_size=6", "optimizer.lr=0.01")
+    for mode in ("ddp", "fsdp"):
+        options = ("steps=2", "precision=bf16", "channels_last=false", f"parallel={mode}")
+        ranks(2).train(compose_config(*TINY_CPU, *overrides, *options), tmp_path / mode, narrow_session)
+    assert largest_difference(weights_at(tmp_path / "fsdp", 2), weights_at(tmp_path / "ddp", 2)) <= 1e-6
