@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch
+from runner.config.errors import check
 from runner.device import Device
 from runner.parallel.base import Parallel
 from runner.parallel.context import Context
@@ -37,16 +38,20 @@ class DP(Parallel):
         self._check_one_process()
         return Launcher(devices_of_one_process(choice))
 
+    def check(self, context: Context) -> None:
+        why = "replicas would call the compiled network itself, whose weights are on the first GPU"
+        check(not context.compile or len(context.process.devices) == 1, "compile", context.compile, why, "parallel=ddp")
+
     def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
         model, device, devices = super()._place(model, context), context.device, context.process.devices
         self._replicas = model
-        if len(devices) > 1:
+        if len(devices) == 1:
+            log.warning("parallel=dp: there is one device, %s: nothing is split, this is parallel=single", device)
+        elif device.type == "cuda":  # in `runner.planning.fake_step`, it is the CPU, which has no replicas
             if (dtype := context.precision.compute_dtype(device)) is not None:
                 # DataParallel enables autocast in its threads, but does not set the dtype: they would use float16.
                 model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(device.type, dtype))
             self._replicas = torch.nn.DataParallel(model, [each.index for each in devices])
-        else:
-            log.warning("parallel=dp: there is one device, %s: nothing is split, this is parallel=single", device)
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:

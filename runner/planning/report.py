@@ -9,6 +9,7 @@ from typing import Any
 from models.blocks import blocks_of
 from runner.config.errors import ConfigError
 from runner.model.base import without_memory
+from runner.parallel.dp import DP
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.bubble_prediction import bubbles
 from runner.parallel.pipelining.partition import positions_of
@@ -269,4 +270,6 @@ def _notes(session: Session, num_devices: int | None) -> list[str]:
         notes.append(f"Not what a single device computes: {session.context.layout.non_equivalence_reason}.")
     if len(session.context.process.devices) > 1:
         notes.append("One process has all devices; the memory is their sum.")
+        if isinstance(run.parallel, DP):
+            notes.append("A step of DataParallel also copies the parameters to every other GPU, with gradients of them.")
     return notes

@@ -8,12 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights_at
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from runner.config.errors import ConfigError
+from runner.planning.fake_step import trace
+from runner.planning.planned_session import prepared
 
 
 def test_dp_on_one_device_warns_and_equals_single(trained, caplog: pytest.LogCaptureFixture) -> None:
@@ -57,6 +60,16 @@ def test_replica_threads_use_the_autocast_dtype() -> None:
     thread.start()
     thread.join()
     assert seen == [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("how", ["true", "blocks"])
+def test_a_compiled_network_is_refused_on_two_gpus(how: str) -> None:
+    """A replica has the attributes of the network, and so calls the compiled function of the network itself."""
+    context = prepare_session(run := build_composed_run(*TINY_CPU, "parallel=dp", f"compile={how}")).context
+    devices = [torch.device("cuda", index) for index in range(2)]
+    with pytest.raises(ConfigError) as refusal:
+        run.parallel.check(replace(context, process=context.process._replace(devices=devices)))
+    assert (refusal.value.key, refusal.value.got) == ("compile", yaml.safe_load(how))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -155,3 +168,13 @@ def test_two_gpus_compute_what_one_computes_in_every_precision(precision: str, t
     two = trained(*overrides, "parallel=dp", "device.indices=[0,1]", directory="two")
     tolerance = 1e-13 if precision == "64" else 0.05
     assert largest_difference(weights_at(two.directory, 10), weights_at(one.directory, 10)) <= tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_plan_for_two_gpus_counts_the_whole_batch() -> None:
+    (one,), (two,) = (
+        trace(prepared(build_composed_run(*PLAIN_LOOP_OVERRIDES, "device=cuda", f"parallel={mode}")))
+        for mode in ("single", "dp")
+    )
+    assert two == one
