@@ -9,6 +9,7 @@ augmentation also depend on the epoch and the sample.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
@@ -51,6 +52,37 @@ def sample_seeds(seed: int, epochs: torch.Tensor, samples: torch.Tensor) -> list
     The arguments are those of `uniforms`.
     """
     return (_mix(_mix(samples + derive(seed, "transforms")) + epochs) & ((1 << 63) - 1)).tolist()
+
+
+def random_state(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
+    """Return the states of torch's default random number generators of the CPU and of `devices`.
+
+    Dropout, for example, uses these generators. The keys are `cpu` and the type of each device; for devices after the
+    first one, the type is followed by the position of the device in `devices`, as in `cuda 1`.
+    """
+    state = {"cpu": torch.get_rng_state()}
+    for name, device in _generator_names(devices).items():
+        state[name] = torch.mps.get_rng_state() if device.type == "mps" else torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
+    """Set the generators to the `state` that `random_state` returned; those that are not in `state` do not change."""
+    torch.set_rng_state(state["cpu"])
+    for name, device in _generator_names(devices).items():
+        if name in state and device.type == "mps":
+            torch.mps.set_rng_state(state[name])
+        elif name in state:
+            torch.cuda.set_rng_state(state[name], device)
+
+
+def _generator_names(devices: Sequence[torch.device]) -> dict[str, torch.device]:
+    """Return the accelerators in `devices`, by the keys of their generators in `random_state`."""
+    return {
+        f"{device.type} {position}" if position else device.type: device
+        for position, device in enumerate(devices)
+        if device.type != "cpu"
+    }
 
 
 def random_bytes(seed: int, count: int, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from runner.ema.base import Average
 from runner.run import Result, Session, config_hash
+from runner.seeds import random_state, set_random_state
 from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_count, check_like
 from runner.storage.manifest import untrusted
@@ -118,7 +120,7 @@ class State:
             raise untrusted(path, f"the hashes are correct, but the content is not: {error}") from None
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        run, device = self.session.run, self.session.device
+        run, devices = self.session.run, self.session.context.process.devices
         shared, local = _OPTIONAL | checkpoint.state, checkpoint.local
         if local:
             local = {"ema": {}} | local
@@ -137,7 +139,7 @@ class State:
         self.average.load_local(local.get("ema", {}), load_local)
         if local:
             run.workload.load_state_dict(local["workload"])
-            _set_random_state(local["random"], device)
+            _load_random_state(local["random"], devices)
         else:
             log.info("rank %d saved nothing in this checkpoint: its random numbers start anew", self.session.rank)
 
@@ -171,7 +173,7 @@ class State:
         local = {
             "workload": copy.deepcopy(run.workload.state_dict()),
             "parallel": run.parallel.local_state(self.model, self.optimizer),
-            "random": _random_state(device),
+            "random": random_state(self.session.context.process.devices),
         }
         averages = self.average.local_state(partial(run.parallel.local_state, self.model))
         local |= {"ema": averages} if averages else {}
@@ -282,25 +284,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the states of torch's default random number generators of the CPU and of `device`, keyed by device type.
-
-    Dropout, for example, uses these generators.
-    """
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    if device.type == "mps":
-        state["mps"] = torch.mps.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    for name, own in _random_state(device).items():
-        if name in state or name == "cpu":  # a run on another type of device saved no state for this one
-            check_like(state[name], own, f"the random state, {name}")
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    if device.type == "mps" and "mps" in state:
-        torch.mps.set_rng_state(state["mps"])
+def _load_random_state(saved: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
+    for name, own in random_state(devices).items():
+        if name in saved or name == "cpu":  # a run on other devices saved no state for this one
+            check_like(saved[name], own, f"the random state, {name}")
+    set_random_state(saved, devices)

@@ -178,6 +178,17 @@ def test_random_states_are_restored(session: Callable[..., TrainedRun]) -> None:
     assert torch.get_rng_state().equal(saved)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("mode", ["model", "dp", "pipeline parallel.engine=streams"])
+def test_random_states_of_all_gpus_are_restored(session: Callable[..., TrainedRun], mode: str) -> None:
+    options = (*SHORT, "device=cuda", "deterministic=true", "model.dropout=0.5", *f"parallel={mode}".split())
+    wanted = weights_at(session("whole", *options).directory, STEPS)
+    session("stopped", *options, signalled=4)
+    torch.manual_seed(123)
+    assert_bitwise_equal(weights_at(session("stopped", *options).directory, STEPS), wanted)
+
+
 class OneOfTwo(ProcessGroup):
     """The process group of `rank`, one of two ranks; the other rank does not exist."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runner import seeds
-from runner.seeds import derive, random_bytes, uniforms
+from runner.seeds import derive, random_bytes, random_state, set_random_state, uniforms
 
 WORD = (1 << 64) - 1
 
@@ -98,3 +98,16 @@ def test_seeds_do_not_touch_the_global_generator():
     before = torch.get_rng_state()
     uniforms(derive(0, "x"), torch.arange(3), torch.arange(3), 3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_generators_of_all_devices_of_a_process_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [torch.Generator().manual_seed(seed) for seed in range(3)]  # stand for those of three GPUs
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[device.index].get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: generators[device.index].set_state(state))
+    first, second, third = (torch.device("cuda", index) for index in range(3))
+    saved = random_state([third, first])
+    wanted = [torch.rand(3, generator=generator) for generator in generators]
+    set_random_state(saved, [second, first])  # a resume on other devices
+    assert torch.equal(torch.rand(3, generator=generators[1]), wanted[2])
+    assert torch.equal(torch.rand(3, generator=generators[0]), wanted[0])
+    assert saved.keys() == {"cpu", "cuda", "cuda 1"}

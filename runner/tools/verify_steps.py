@@ -25,6 +25,7 @@ from runner.parallel.context import Process
 from runner.parallel.full_state import full_tensor
 from runner.precision import Double
 from runner.run import Result, Run, Session, build_run
+from runner.seeds import random_state
 from runner.state import State
 from runner.tools.verify_samples import sample_hashes
 from runner.tracking.metrics import BatchSums, DivergedError, MetricSums
@@ -194,12 +195,12 @@ class Recorder:
 
     def __init__(self, session: Session, state: State):
         self._collectives: Collectives = session.collectives
-        self._shard, self._device = session.plan.data_shard, session.device
+        self._shard, self._devices = session.plan.data_shard, session.context.process.devices
         self._size = session.plan.batch_size // session.plan.data_shard[1] // session.plan.accumulation
         self._samples: list[list[str]] = []
         self._losses: list[list[torch.Tensor]] = []
         self._gradients: Tensors = {}
-        self._random_state = _random_state(session.device)
+        self._random_state = random_state(self._devices)
         self.computes_below_float64 = False
         self._model = state.model
         state.optimizer.register_step_pre_hook(self._keep_first_gradients)
@@ -226,7 +227,7 @@ class Recorder:
             loss_of = workload.loss_of
 
             def recording_loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
-                self._losses[-1] += _loss_of_each(workload, outputs, targets, self._device)
+                self._losses[-1] += _loss_of_each(workload, outputs, targets)
                 return loss_of(outputs, targets)
 
             workload.loss_of = recording_loss_of
@@ -254,8 +255,8 @@ class Recorder:
 
     def drew_random_numbers(self) -> bool:
         """Return whether the steps of this process used torch's global random number generators."""
-        before, now = self._random_state, _random_state(self._device)
-        return any(not torch.equal(one, other) for one, other in zip(before, now, strict=True))
+        now = random_state(self._devices)
+        return any(not torch.equal(before, now[name]) for name, before in self._random_state.items())
 
     def all_gradients(self) -> Tensors:
         """Return the gradients of the first step by name, gathered on rank 0. Every rank must call this."""
@@ -295,11 +296,9 @@ class Recorder:
         return [sorted(chain.from_iterable(parts)) for parts in zip(*different, strict=True)]
 
 
-def _loss_of_each(
-    workload: SupervisedWorkload, outputs: torch.Tensor, targets: torch.Tensor, device: torch.device
-) -> list[torch.Tensor]:
+def _loss_of_each(workload: SupervisedWorkload, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
     """Return the loss of each sample as a float64 scalar on the CPU, without changing the random state."""
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.no_grad(), torch.random.fork_rng([outputs.device] if outputs.is_cuda else []):
         pairs = zip(outputs.detach().split(1), targets.split(1), strict=True)
         return [workload.criterion(output, target).cpu().double() for output, target in pairs]
 
@@ -357,8 +356,3 @@ def evaluated(session: Session, state: State) -> Tensors:
     for name, buffer in model.named_buffers():  # `evaluate` may average them; `full_state` must do so by itself
         buffer.copy_(buffers[name])
     return {name: tensor.cpu() for name, tensor in sums.items()}
-
-
-def _random_state(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
