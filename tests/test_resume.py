@@ -180,7 +180,10 @@ def test_random_states_are_restored(session: Callable[..., TrainedRun]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("mode", ["model", "dp", "pipeline parallel.engine=streams"])
+@pytest.mark.parametrize(
+    "mode",
+    ["dp", "model parallel.cuts=[hidden]", "pipeline parallel.engine=streams parallel.cuts=[hidden]"],
+)
 def test_random_states_of_all_gpus_are_restored(session: Callable[..., TrainedRun], mode: str) -> None:
     options = (*SHORT, "device=cuda", "deterministic=true", "model.dropout=0.5", *f"parallel={mode}".split())
     wanted = weights_at(session("whole", *options).directory, STEPS)

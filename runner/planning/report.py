@@ -271,5 +271,7 @@ def _notes(session: Session, num_devices: int | None) -> list[str]:
     if len(session.context.process.devices) > 1:
         notes.append("One process has all devices; the memory is their sum.")
         if isinstance(run.parallel, DP):
-            notes.append("A step of DataParallel also copies the parameters to every other GPU, with gradients of them.")
+            notes.append(
+                "A step of DataParallel also copies the parameters to every other GPU, with gradients of them."
+            )
     return notes
