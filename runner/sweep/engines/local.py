@@ -47,6 +47,9 @@ PRELOADED = (
 FIRST_JOB = "RUNNER_FIRST_JOB"
 """The environment variable from which the server reads the overrides and the `--config-dir` of the first job."""
 
+_SERVER_DIED = 255
+"""The exit code that multiprocessing reports for all children of a fork server that has died, also if they run on."""
+
 _RECHECK_GPUS = 5.0
 """Seconds to wait before checking again whether other users still occupy the GPUs."""
 
@@ -92,6 +95,7 @@ class Local(Engine):
 
 class _Running(NamedTuple):
     process: BaseProcess
+    console: Path
     cores: list[int]
     gpus: list[str]
 
@@ -123,6 +127,8 @@ class LocalPool(Pool):
         at_once = max(1, min(num_jobs, self._slots, self._num_cores))
         self._threads = threads if isinstance(threads, int) else max(1, self._num_cores // at_once)
         self._running: dict[int, _Running] = {}
+        self._orphans: set[int] = set()
+        """Running jobs whose fork server was killed, so that their exit code will not be known."""
         self._asked_to_stop: set[int] = set()
         self._adopted: dict[int, _Adopted] = {}
         self._checked_gpus = -_RECHECK_GPUS
@@ -153,7 +159,7 @@ class LocalPool(Pool):
         context: Any = get_context(METHOD)
         process = context.Process(target=_run_command, args=arguments, name=f"job {job.number}")
         process.start()
-        self._running[job.number] = _Running(process, cores, gpus)
+        self._running[job.number] = _Running(process, job.console, cores, gpus)
         return Started(f"GPU {','.join(gpus)}" if gpus else f"core {_ranges(cores)}", process.pid)
 
     def adopt(self, job: Job, started: Started) -> bool:
@@ -203,23 +209,35 @@ class LocalPool(Pool):
         ended = [Ended(number, None) for number, job in self._adopted.items() if not is_running(job.console)]
         for each in ended:
             del self._adopted[each.number]
-        if not self._running:
+        ended += [
+            self._ended(number, None) for number in [*self._orphans] if not is_running(self._running[number].console)
+        ]
+        sentinels = {job.process.sentinel: n for n, job in self._running.items() if n not in self._orphans}
+        if not sentinels:
             time.sleep(0 if ended else seconds)
             return ended
-        sentinels = {job.process.sentinel: number for number, job in self._running.items()}
         for sentinel in wait(list(sentinels), seconds):
             number = sentinels[sentinel]  # type: ignore[index]
-            job = self._running.pop(number)
+            job = self._running[number]
             job.process.join()
-            self._cores = sorted([*self._cores, *job.cores])
-            self._gpus = sorted([*(self._gpus or []), *job.gpus])
             code = job.process.exitcode
-            job.process.close()
-            if code == -signal.SIGTERM and number in self._asked_to_stop:  # before it had a handler for the signal
-                code = STOPPED
-            self._asked_to_stop.discard(number)
-            ended.append(Ended(number, code))
+            if code == _SERVER_DIED and is_running(job.console):
+                self._orphans.add(number)
+            else:
+                ended.append(self._ended(number, None if code == _SERVER_DIED else code))
         return ended
+
+    def _ended(self, number: int, code: int | None) -> Ended:
+        """Give the cores and GPUs of job `number` back; `code` is None if its fork server died before it."""
+        job = self._running.pop(number)
+        self._orphans.discard(number)
+        self._cores = sorted([*self._cores, *job.cores])
+        self._gpus = sorted([*(self._gpus or []), *job.gpus])
+        job.process.close()
+        if code == -signal.SIGTERM and number in self._asked_to_stop:  # before it had a handler for the signal
+            code = STOPPED
+        self._asked_to_stop.discard(number)
+        return Ended(number, code, "" if code is not None else "the server that started it was killed")
 
     def stop(self, numbers: list[int]) -> list[int]:
         unreached = []

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from helpers.command import TIMEOUT_SECONDS, wait_until
 from helpers.compose import TINY_CPU
 
 from runner.config.errors import ConfigError
+from runner.storage import run_directory
 from runner.sweep.console import is_running
 from runner.sweep.engines import local
 from runner.sweep.engines.base import Demand, Ended, Job, Pool, Started
@@ -79,6 +81,24 @@ def test_killing_a_job_ends_its_ranks(pool: Pool, tmp_path: Path) -> None:
     pool.kill()
     wait_until(lambda: not is_running(tmp_path / "0.txt"), what="a rank is left")
     assert not (tmp_path / "0" / "result.json").exists(), "it had no time to end by itself"
+
+
+def test_jobs_go_on_when_the_fork_server_is_killed(pool: Pool, tmp_path: Path) -> None:
+    for number, steps in enumerate((2, 1000000)):
+        pool.submit(job(tmp_path, number, f"steps={steps}"))
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    wait_until(lambda: (tmp_path / "1" / "config.yaml").exists())
+    os.kill(server, signal.SIGSTOP)  # so that it does not tell how the first job ends
+    wait_until(lambda: (tmp_path / "0" / "result.json").exists() and not is_running(tmp_path / "0.txt"))
+    os.kill(server, signal.SIGKILL)
+    assert ended(pool, 0) == {0: None}, "the result in its directory tells"
+    assert pool.wait(0) == []
+    assert pool.submit(job(tmp_path, 2, processes=1024)) is None, "the second job still has its core"
+    assert pool.stop([1]) == []
+    assert ended(pool, 1) == {1: None}
+    assert run_directory.read_result(tmp_path / "1")["status"] == "stopped"
+    pool.submit(job(tmp_path, 2, "steps=2"))
+    assert ended(pool, 2) == {2: 0}
 
 
 def test_a_job_of_an_earlier_command_is_adopted_while_it_runs(pool: Pool, tmp_path: Path) -> None:
