@@ -174,6 +174,15 @@ def test_every_precision_and_accumulation_keeps_the_number_of_environment_steps(
         assert 5 < result.metrics["eval/return"] <= 60
 
 
+@pytest.mark.parametrize("mode", ["single", "ddp", "ensemble"])
+def test_the_episodes_of_all_processes_are_counted(
+    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    overrides = (f"parallel={mode}", "env.max_episode_steps=5", "steps=4")  # in which no pole falls
+    notes = do(ranks, PROCESSES[mode], tmp_path, *overrides).notes
+    assert notes["episodes"] == 12 * ((notes["env_steps"] / 12 + 1) // 6)  # the sixth step is a reset
+
+
 @pytest.mark.parametrize(("precision", "accumulation"), [("32", "1"), ("bf16", "4")])
 def test_hogwild_actors_share_the_environment_steps(precision: str, accumulation: str, tmp_path: Path) -> None:
     overrides = ("parallel=hogwild", f"precision={precision}", f"accumulation={accumulation}", "log_every=4")
