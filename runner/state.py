@@ -111,9 +111,8 @@ class State:
             _check_shared(checkpoint, len(self.session.run.workload.metrics))
             self._load(checkpoint)
         except CONTENT_ERRORS as error:
-            if isinstance(error, torch.OutOfMemoryError | torch.distributed.DistError) or torch_errors.is_lost_peer(
-                error
-            ):
+            lost = isinstance(error, torch.distributed.DistError) or torch_errors.is_lost_peer(error)
+            if lost or torch_errors.is_out_of_memory(error):
                 raise
             log.debug("the checkpoint cannot be loaded", exc_info=error)
             path = self.checkpoints.root / step_name(checkpoint.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 
 from runner.config.errors import ConfigError
 from runner.parallel.context import Process
@@ -70,9 +71,9 @@ def fitting_accumulation(
         if needed > room:
             report(f"{what}: does not fit")
             continue
-        if (failed or needed > _CERTAIN * room) and not _trains(start, run):
+        if (failed or needed > _CERTAIN * room) and (why := _out_of_memory(start, run)):
             failed = True  # there is less memory than it seems, and the next attempt is made however little it needs
-            report(f"{what}: out of memory")
+            report(f"{what}: out of memory ({why})")
             continue
         report(f"{what}{_normalization(ranks, whole, session)}")
         return count
@@ -82,27 +83,20 @@ def fitting_accumulation(
     raise ConfigError("accumulation", "auto", "the run does not fit even with the smallest micro-batches", smaller)
 
 
-def _trains(start: Callable[..., Trial], run: Run) -> bool:
-    """Train two steps of `run`; return True if they succeed, and False if they run out of memory.
+def _out_of_memory(start: Callable[..., Trial], run: Run) -> str:
+    """Train two steps of `run`; return the error if they run out of memory, and an empty text if they succeed.
 
     Raises:
         TrialError: if the steps fail for another reason.
     """
     try:
-        trial = start(run.config, _PATIENCE)
+        with closing(start(run.config, _PATIENCE)) as trial:
+            trial.steps(1, _PATIENCE)  # the optimizer state is allocated at the end of the first one
     except TrialError as error:
         if error.out_of_memory:
-            return False
+            return error.why
         raise
-    try:
-        trial.steps(1, _PATIENCE)  # the optimizer state is allocated at the end of the first one
-    except TrialError as error:
-        if error.out_of_memory:
-            return False
-        raise
-    finally:
-        trial.close()
-    return True
+    return ""
 
 
 def _normalization(ranks: list[RankPlan], whole: Session, session: Session) -> str:

@@ -41,7 +41,7 @@ class TrialError(Exception):
     Args:
         why: the reason in one line.
         refused: whether the config is refused, so that a run with this config would be refused too.
-        out_of_memory: whether a step needed more memory than there is.
+        out_of_memory: whether the trial needed more memory than there is.
     """
 
     def __init__(self, why: str, refused: bool = False, out_of_memory: bool = False):
@@ -131,7 +131,7 @@ class Trial:
             message = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(_FAREWELL_SECONDS)
-            raise TrialError(f"its process ended: {_ending(self._process.exitcode)}") from None
+            raise _reason(ChildProcessError(f"its process ended: {_ending(self._process.exitcode)}")) from None
         if isinstance(message, TrialError):
             raise message
         return message
@@ -202,8 +202,9 @@ def _run_trial(config: dict[str, Any], directory: str, connection: Connection) -
 def _reason(error: BaseException) -> TrialError:
     if isinstance(error, ConfigError):
         return TrialError(" ".join(str(error).split()), refused=True)
-    text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}".removesuffix(": ")
-    return TrialError(text.strip().splitlines()[0])
+    named = f"{type(error).__name__}: {error}".removesuffix(": ")
+    text = str(error) if isinstance(error, RankError | ChildProcessError) else named
+    return TrialError(text.strip().splitlines()[0], out_of_memory=torch_errors.is_out_of_memory(error))
 
 
 def _train_rank(config: dict[str, Any], directory: Path, connection: Connection, process: Process) -> Result:
@@ -243,7 +244,7 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
                 message = train(count)
             except Exception as error:
                 if torch_errors.is_out_of_memory(error):  # on this rank; the others will only miss it
-                    connection.send(TrialError(_reason(error).why, out_of_memory=True))
+                    connection.send(_reason(error))
                 raise refused_by_torch(run, error) or error from None
             if process.rank_info.rank == 0:
                 connection.send(message)

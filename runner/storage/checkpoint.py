@@ -56,6 +56,7 @@ from runner.storage.regular_file import UnsafeFileError, check_no_link, utf8_pat
 from runner.storage.retention import delete, delete_outdated, saved_steps
 from runner.storage.run_directory import StorageError, free_name, step_name
 from runner.storage.safe_torch_load import load_tensors
+from runner.system.torch_errors import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -347,9 +348,9 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
 def _loaded(file: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
     try:
         content = read(file)
-    except MemoryError:
-        raise
     except Exception as error:  # content that no run wrote raises anything from EOFError to UnicodeDecodeError
+        if is_out_of_memory(error):
+            raise
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise untrusted(file.parent, f"the hashes are correct, but the content of {file.name} is not: {why}") from None
     if not isinstance(content, dict):

@@ -6,6 +6,8 @@ is known. No other file compares error messages.
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 _FAILED_HERE = (
@@ -43,18 +45,26 @@ def nondeterministic_operation(error: BaseException) -> str:
     return text.splitlines()[0].split(". You can turn off")[0]
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocator raised `error` because there is not enough memory.
+_OUT_OF_MEMORY = re.compile(
+    "out[ _]of[ _]memory"  # torch, the CUDA runtime and driver, NCCL, MPS
+    "|(can't|cannot) allocate memory|DefaultCPUAllocator: not enough memory|bad_alloc"  # torch, Linux, C++
+    "|_ALLOC(ATION)?_FAILED"  # CUBLAS_STATUS_ALLOC_FAILED and those of cuDNN, cuSPARSE, cuSOLVER and cuFFT
+    "|Failed to CUDA (calloc|malloc)"  # NCCL
+    "|unable to find an engine to execute"  # cuDNN, if no algorithm has room: github.com/pytorch/pytorch/issues/108645
+    "|SIGKILL",  # of another process: Linux's OOM killer
+    re.IGNORECASE,
+)
 
-    On CUDA this is `torch.OutOfMemoryError`; torch's allocators for the CPU and for MPS raise a RuntimeError, and
-    Python raises a MemoryError.
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` was raised because there is not enough memory, on the host or on a device.
+
+    On CUDA, torch's allocator raises a `torch.OutOfMemoryError`, but libraries that allocate memory themselves, as NCCL
+    and cuBLAS do, make torch raise other errors. torch's allocators for the CPU and for MPS raise a RuntimeError, and
+    Python raises a MemoryError. If the message says that another process was killed by SIGKILL, it is assumed that
+    Linux killed it because the memory was exhausted.
     """
-    texts = (
-        "DefaultCPUAllocator: can't allocate memory",
-        "DefaultCPUAllocator: not enough memory",
-        "MPS backend out of memory",
-    )
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def is_single_value_batch_norm(error: BaseException) -> bool:

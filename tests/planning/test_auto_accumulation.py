@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from helpers.compose import TINY_CPU, build_composed_run
 
 from runner.config.errors import ConfigError
@@ -18,7 +17,6 @@ from runner.planning.fake_step import trace
 from runner.planning.planned_session import prepared
 from runner.planning.trial import Burst, TrialError
 from runner.run import Run
-from runner.system.torch_errors import is_out_of_memory
 
 TYPED = ("model=convnet", "data.size=32", "device=cpu", "batch_size=512")
 
@@ -138,14 +136,6 @@ def test_batches_of_batch_normalization_are_not_reported_if_unchanged() -> None:
     typed = (*resnet, "parallel=pipeline", "parallel.split_size=4")
     _, said = fitting(1.2 * needed(1, *typed), FakeTrials(least=2), *typed)
     assert "batch normalization" not in said[-1]
-
-
-def test_out_of_memory_errors_are_recognized() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**60)
-    assert is_out_of_memory(caught.value)
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 
 def test_auto_accumulation_counts_as_one_until_it_is_chosen() -> None:

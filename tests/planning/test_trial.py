@@ -51,12 +51,17 @@ def test_a_config_that_is_refused_is_an_error() -> None:
     assert caught.value.refused
 
 
-def test_a_trial_that_is_killed_is_an_error() -> None:
-    trial = Trial(compose_config(*TINY_CPU), TIMEOUT_SECONDS)
-    os.kill(trial._process.pid, signal.SIGKILL)
-    with pytest.raises(TrialError, match="SIGKILL") as caught:
+@pytest.mark.parametrize(
+    ("mode", "number"), [("single", signal.SIGKILL), ("ddp", signal.SIGKILL), ("single", signal.SIGSEGV)]
+)
+def test_a_trial_that_is_killed_is_an_error(mode: str, number: signal.Signals) -> None:
+    """Linux kills a process with SIGKILL where memory runs out: one of the ranks or, with a single one, the trial."""
+    trial = Trial(compose_config(*TINY_CPU, f"parallel={mode}"), TIMEOUT_SECONDS)
+    process = psutil.Process(trial._process.pid)
+    [process, *process.children(recursive=True)][-1].send_signal(number)
+    with pytest.raises(TrialError, match=number.name) as caught:
         trial.steps(10**6, TIMEOUT_SECONDS)
-    assert not caught.value.refused
+    assert (caught.value.refused, caught.value.out_of_memory) == (False, number == signal.SIGKILL)
     trial.close(kill=True)
 
 

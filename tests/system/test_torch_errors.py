@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ import pytest
 import torch
 from helpers.command import TIMEOUT_SECONDS, child_environment
 
+from runner.parallel.launch.supervisor import RankError
 from runner.system import torch_errors
 
 
@@ -64,15 +67,45 @@ def test_a_batch_normalization_of_one_value_is_recognized() -> None:
     assert not torch_errors.is_single_value_batch_norm(error_of(wrong_shapes))
 
 
-@pytest.mark.parametrize(
-    ("error", "wanted"),
-    [
-        (RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB)."), True),
-        (RuntimeError("MPS backend is not available"), False),
-    ],
-)
-def test_an_out_of_memory_error_of_mps_is_recognized(error: Exception, wanted: bool) -> None:
-    assert torch_errors.is_out_of_memory(error) == wanted
+NCCL = """NCCL error in: torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.5
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+"""
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously"),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("FIND was unable to find an engine to execute this computation"),
+    torch.distributed.DistBackendError(f"{NCCL}Cuda failure 2 'out of memory'"),
+    torch.distributed.DistBackendError(f"{NCCL}Failed to CUDA calloc async 608 bytes"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB)."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: not enough memory: you tried to allocate"),
+    RuntimeError("unable to mmap 4096 bytes from file </torch_1>: Cannot allocate memory (12)"),
+    RuntimeError("std::bad_alloc"),
+    OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+    MemoryError(),
+    RankError(1, "was killed by SIGKILL (the kernel does that where memory runs out)"),
+]
+OTHERS = [
+    RuntimeError("MPS backend is not available"),
+    torch.AcceleratorError("CUDA error: device-side assert triggered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+    torch.distributed.DistBackendError(f"{NCCL}Cuda failure 700 'an illegal memory access was encountered'"),
+    OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    RankError(1, "was killed by SIGSEGV"),
+]
+
+
+@pytest.mark.parametrize("error", [*OUT_OF_MEMORY, *OTHERS], ids=lambda error: str(error)[-40:])
+def test_errors_that_mean_too_little_memory_are_recognized(error: Exception) -> None:
+    assert torch_errors.is_out_of_memory(error) == (error in OUT_OF_MEMORY)
+
+
+def test_an_error_of_the_allocator_means_too_little_memory() -> None:
+    assert torch_errors.is_out_of_memory(error_of(lambda: torch.empty(2**60)))
+    assert not torch_errors.is_out_of_memory(error_of(wrong_shapes))
 
 
 def test_a_rank_that_never_joins_is_a_lost_peer() -> None:

@@ -100,5 +100,5 @@ class Replay:
         if len(rows) > self.capacity or (cursor != len(rows) % self.capacity and len(rows) != self.capacity):
             rows = torch.cat((rows[cursor:], rows[:cursor]))[-self.capacity :]  # oldest first
             cursor = len(rows) % self.capacity
-        self.rows[: len(rows)] = rows.to(self.rows.device)
+        self.rows[: len(rows)].copy_(rows)  # not `= rows.to(…)`, which takes the memory twice on the device
         self._length, self._cursor = len(rows), cursor

@@ -21,6 +21,7 @@ from runner.storage.content_checks import CONTENT_ERRORS
 from runner.system.cpu import local_world_size
 from runner.system.memory import host_memory
 from runner.system.section_timer import timer
+from runner.system.torch_errors import is_out_of_memory
 from runner.tracking.metrics import BatchSums, MetricSums, deferred
 from runner.workloads.base import Workload
 from runner.workloads.dqn.epsilon import epsilon
@@ -251,10 +252,10 @@ class DQN(Workload):
             self._check_memory(capacity, 4 * row_width(size))
         try:
             replay = Replay(capacity, size, replay_device)
-        except RuntimeError as error:  # out of memory
-            why = f"it does not fit into the memory of {replay_device}: {str(error).splitlines()[0]}"
-            remedy = "reduce it, or set workload.replay_device=cpu"
-            raise ConfigError("workload.replay_size", self.replay_size, why, remedy) from None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._replay_too_large(replay_device, error) from None
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
         with errors_under("env"):
             vector = self.env.vector(num_envs)
@@ -284,6 +285,11 @@ class DQN(Workload):
         remedy = f"use at most workload.replay_size={int(free_bytes // (count * row_bytes)) * self._count}"
         check(num_bytes <= free_bytes, "workload.replay_size", self.replay_size, why, remedy)
 
+    def _replay_too_large(self, device: torch.device, error: Exception) -> ConfigError:
+        why = f"it does not fit into the memory of {device}: {type(error).__name__} {error}".partition("\n")[0]
+        remedy = "reduce it" if device.type == "cpu" else "set workload.replay_device=cpu, or reduce it"
+        return ConfigError("workload.replay_size", self.replay_size, why, remedy)
+
     def _resume(self, actor: Actor, last_step: int) -> None:
         """Restore the saved state of this process; `last_step` is the last optimizer step that it has done.
 
@@ -295,6 +301,8 @@ class DQN(Workload):
             try:
                 actor.load_state_dict(self._saved)
             except (*CONTENT_ERRORS, EnvironmentBrokenError) as error:
+                if is_out_of_memory(error):
+                    raise self._replay_too_large(actor.replay.rows.device, error) from None
                 why = f"the state of the environments in the checkpoint is not that of {self.env.id}: {error}"
                 raise ConfigError("resume", ABSENT, why, "do not trust it, and resume another checkpoint") from None
             self._saved = {}

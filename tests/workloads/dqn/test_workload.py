@@ -32,7 +32,7 @@ from runner.seeds import derive
 from runner.tracking.metrics import computed
 from runner.training import initial_state, train_step
 from runner.workloads.dqn.actor import Actor
-from runner.workloads.dqn.replay import Transitions, unpack
+from runner.workloads.dqn.replay import Replay, Transitions, unpack
 
 SMALL = (
     "workload=dqn",
@@ -541,6 +541,24 @@ def test_a_config_that_cannot_run_is_refused(typed: str) -> None:
     key, got, remedy = REFUSED[typed]
     assert (refusal.value.key, refusal.value.got) == (key, got)
     assert remedy in refusal.value.remedy
+
+
+@pytest.mark.parametrize("method", ["__init__", "load_state_dict"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("CUDA error: out of memory")], ids=repr)
+def test_a_replay_that_does_not_fit_into_the_device_is_refused(
+    method: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running out of memory while the buffer is created or restored says nothing against the checkpoint."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    words = (*SMALL, "workload.replay_size=300", "workload.eval_episodes=1", "save_every=2")
+    train_in(tmp_path, build_composed_run(*words, "steps=2"))
+    monkeypatch.setattr(Replay, method, fail)
+    with pytest.raises(ConfigError) as refusal:
+        train_in(tmp_path, build_composed_run(*words, "steps=4"))
+    assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 300)
 
 
 def test_a_replay_larger_than_the_memory_of_its_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
