@@ -14,6 +14,7 @@ import torch
 
 from runner.ema.base import Average
 from runner.run import Result, Session, config_hash
+from runner.schedule import Schedule
 from runner.seeds import random_state, set_random_state
 from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_count, check_like
@@ -28,8 +29,8 @@ from runner.workloads.metric_checks import check_measured
 
 log = logging.getLogger(__name__)
 
-_OPTIONAL: dict[str, Any] = {"stop": {}}
-"""A dict from name to empty value of those parts of the shared state that a checkpoint omits if they are empty."""
+_OPTIONAL: dict[str, Any] = {"stop": {}, "num_steps": 0}
+"""A dict from name to empty value of those parts of the shared state that a checkpoint may lack."""
 
 
 class State:
@@ -99,7 +100,16 @@ class State:
             return
         self.load(checkpoint)
         log.info("resumed after step %d", self.step)
+        self._report_length((_OPTIONAL | checkpoint.state)["num_steps"])
         self.checkpoints.finish_interrupted(checkpoint)  # here, as a run that has no step left does not save again
+
+    def _report_length(self, before: int) -> None:
+        """Log what another length of the run does to its schedule; `before` is 0 if it is not known."""
+        schedule, num_steps = self.session.run.schedule, self.session.num_steps
+        if before not in (0, num_steps) and schedule != Schedule() and 0 < self.step < num_steps:
+            text = "the run has %d steps instead of %d: the learning rate schedule is stretched to them, "
+            text += "and goes on at %.3g × optimizer.lr"
+            log.info(text, num_steps, before, schedule.factor(self.step, num_steps))
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load the state that is in `checkpoint`; called on every rank.
@@ -167,6 +177,7 @@ class State:
             "logged": self.logged_step,
             "metrics": dict(self.metrics),
             "best": dict(self.best),
+            "num_steps": self.session.num_steps,
         }
         shared |= {"stop": stopping} if (stopping := self.stopping.state_dict()) else {}
         local = {
@@ -254,12 +265,13 @@ def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:
     """
     shared, step = _OPTIONAL | checkpoint.state, checkpoint.step
     like = {"optimizer": {str: dict}, "precision": dict, "window": TensorSpec(torch.float32, (None, num_metrics))}
-    like |= {"logged": int, "metrics": {str: float}, "best": dict, "stop": dict}
+    like |= {"logged": int, "metrics": {str: float}, "best": dict, "stop": dict, "num_steps": int}
     check_like(shared, like, "the state")
     if shared["best"]:
         check_like(shared["best"], {"metric": str, "value": float, "step": int}, "the best evaluation")
         check_count(shared["best"]["step"], "the best evaluation, step", most=step)
     check_count(shared["logged"], "the last logged step", most=step)
+    check_count(shared["num_steps"], "the length of the run")
     # A row for each iteration of the loop, which has several steps where the processes divide the steps.
     num_steps, num_rows = step - shared["logged"], len(shared["window"])
     check_count(num_rows, "the metric sums, rows", most=num_steps)

@@ -13,6 +13,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,30 @@ def test_resume_with_changed_options_stays_within_tolerance(
     for name, tensor in run_outcome(resumed.directory)["weights"].items():
         difference = (tensor - whole[name]).norm() / whole[name].norm()
         assert difference <= tolerance, (name, difference)
+
+
+@pytest.mark.parametrize("schedule", ["onecycle", "cosine", "constant"])
+def test_a_longer_resume_says_that_the_schedule_is_stretched(
+    schedule: str, session: Callable[..., TrainedRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    session("longer", "steps=6", f"schedule={schedule}")
+    with caplog.at_level(logging.INFO, logger="runner"):
+        session("longer", "steps=14", f"schedule={schedule}")
+    said = [text for text in caplog.messages if "instead of" in text]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    torchs = {
+        "onecycle": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=14),
+        "cosine": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=14),
+    }
+    if schedule in torchs:
+        scheduler = torchs[schedule](optimizer)
+        for _ in range(6):
+            optimizer.step()
+            scheduler.step()
+        wanted = "the run has 14 steps instead of 6: the learning rate schedule is stretched to them, and goes on at "
+        assert said == [f"{wanted}{scheduler.get_last_lr()[0]:.3g} × optimizer.lr"]
+    else:
+        assert not said
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.cli.config_source import OptionFiles
 from runner.config.errors import ABSENT, check, did_you_mean
+from runner.config.overrides import override_key
 
 _MAX_KEPT, _MAX_ENTRIES = 64, 2000
 """The maximum number of configs that are kept, 25 kB each; the number of directory entries above which none is kept."""
@@ -32,6 +33,9 @@ _MAX_KEPT, _MAX_ENTRIES = 64, 2000
 _kept: dict[tuple[Any, ...], tuple[DictConfig, bool]] = {}
 """For each result of `ConfigLoader._key`: the composed config, and the `OptionFiles.sets_hydra` of its files."""
 
+
+_LENGTHS = {"epochs", "workload.env_steps"}
+"""Keys that say how long a run is if `steps` is null."""
 
 _TRACKERS = re.compile(r"tracking=(\[.*\])")
 _SEVERAL = "runner.tracking.several.Several"
@@ -46,6 +50,8 @@ class ConfigLoader(ConfigLoaderImpl):
     The override `tracking=[tensorboard,csv]` is short for `tracking=several tracking.names=[tensorboard,csv]`. Hydra
     itself would use only the last option in the list. The options that `tracking.names` names are composed into
     `tracking.trackers`, because the processes of a run do not know the directory of `--config-dir`.
+
+    An override of `epochs` also sets `steps=null`, because the `steps` of an option file or a saved run would hide it.
     """
 
     def _load_configuration_impl(
@@ -58,6 +64,9 @@ class ConfigLoader(ConfigLoaderImpl):
             config.tracking.trackers = self._composed(
                 config_name, [*overrides, *nodes], run_mode, *rest, **options
             ).tracking.trackers
+        typed = set(map(override_key, overrides))
+        if typed & _LENGTHS and "steps" not in typed:
+            OmegaConf.update(config, "steps", None)
         return config
 
     def _named_trackers(self, config: DictConfig) -> list[str]:

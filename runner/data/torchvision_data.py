@@ -253,7 +253,7 @@ class Cifar10(Downloadable):
 def _locked(root: Path) -> Iterator[None]:
     """Lock `root`, so that only one process of a distributed run downloads the files."""
     root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("w") as lock:
+    with (root / ".lock").open("a") as lock:  # "w" would empty a file of this name that somebody else has written
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -156,7 +156,7 @@ def _check(manifest: dict[str, Any], directory: Path) -> None:
 def _is_entry(entry: tuple[str, Any]) -> bool:
     """Return whether `entry`, an item of `files`, consists of a plain file name (not a path) and a string."""
     name, sha256 = entry
-    return bool(re.fullmatch(r"\w[\w.-]*", name, re.ASCII)) and isinstance(sha256, str)
+    return bool(re.fullmatch(r"\w[\w.-]{0,250}", name, re.ASCII)) and isinstance(sha256, str)
 
 
 def _verify(path: Path, sha256: str, wanted: str) -> None:

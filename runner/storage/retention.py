@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,9 @@ from runner.storage.regular_file import check_no_link
 from runner.storage.run_directory import free_name, step_name, step_of
 
 log = logging.getLogger(__name__)
+
+_LEFTOVER = re.compile(r"tmp\.step_[0-9]{8,}|step_[0-9]{8,}\.pruned[0-9]*")
+"""The names of checkpoints whose saving or deletion was interrupted."""
 
 
 def delete_outdated(root: Path, keep: int, best_step: int | None) -> None:
@@ -63,5 +67,6 @@ def delete(root: Path, steps: Iterable[int]) -> None:
     for step in steps:  # renamed first, so that an interrupted deletion leaves no partial checkpoint
         path = root / step_name(step)
         os.replace(path, free_name(path, "pruned"))
-    for leftover in [*root.glob("tmp.*"), *root.glob("*.pruned*")]:
-        leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
+    for path in root.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)

@@ -282,16 +282,20 @@ def lock(directory: Path) -> IO[str] | None:
     return file
 
 
-def check_regular(directory: Path, most_levels: int = MOST_LEVELS, skipped: tuple[str, ...] = (WANDB,)) -> None:
+def check_regular(
+    directory: Path, most_levels: int = MOST_LEVELS, skipped: tuple[str, ...] = (WANDB,), hard_links: bool = False
+) -> None:
     """Check that everything in a run directory is a regular file or a directory, before a run writes to it.
 
-    With a symbolic link, a run could write or rename files outside of the run directory.
+    With a link, a run could write or rename files outside of the run directory. Files in `checkpoints` may have several
+    hard links, because they are replaced, never written again.
 
     Args:
         directory: the run directory.
         most_levels: maximum depth of nested directories. A limit is needed, because Python cannot delete a thousand
             nested directories.
         skipped: names of subdirectories of the run directory whose content is not checked.
+        hard_links: whether files may have several hard links.
 
     Raises:
         UnsafeFileError: if the directory contains a link, a pipe or a device, or is nested too deeply.
@@ -302,9 +306,11 @@ def check_regular(directory: Path, most_levels: int = MOST_LEVELS, skipped: tupl
         raise UnsafeFileError(errno.EPERM, "its directories are nested too deeply", str(directory))
     for path in directory.iterdir():
         if not path.is_dir() or path.is_symlink():
-            open_regular(path).close()
+            with open_regular(path) as file:
+                if not hard_links and os.fstat(file.fileno()).st_nlink > 1:
+                    raise UnsafeFileError(errno.EPERM, "it has another hard link, which would change too", str(path))
         elif path.name not in skipped:
-            check_regular(path, most_levels - 1, ())
+            check_regular(path, most_levels - 1, (), hard_links or path.name == "checkpoints")
 
 
 def free_name(path: Path, suffix: str) -> Path:

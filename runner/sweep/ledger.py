@@ -15,7 +15,7 @@ from runner.config.errors import ConfigError, check
 from runner.config.overrides import canonical_override, override_key
 from runner.storage import run_directory
 from runner.storage.durable_write import write_text
-from runner.storage.regular_file import UnsafeFileError, read_regular
+from runner.storage.regular_file import UnsafeFileError
 from runner.storage.run_directory import StorageError
 from runner.sweep.ledger_reader import LEDGER, read_ledger
 from runner.sweep.unfinished_commands import forget_command, remember_command
@@ -228,11 +228,11 @@ def _one_at_a_time(parent: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> IO[str]:
-    """Lock the sweep at `path`, write the id of this process to the lock file, and return the open file.
+    """Lock the sweep at `path`, and return the open lock file.
 
     Raises:
-        ConfigError: if another process holds the lock, the file cannot be locked, or a symbolic link in the directory
-            would let the sweep write to files elsewhere.
+        ConfigError: if another process holds the lock, the file cannot be locked, or a link in the directory would let
+            the sweep write to files elsewhere.
     """
     try:
         for folder in (path / CONSOLE, path / OPTIONS):
@@ -247,18 +247,9 @@ def _locked(path: Path) -> IO[str]:
         raise ConfigError("output_root", str(path), why, "choose another with output_root=DIR") from None
     if lock is None:
         remedy = "wait for it, or stop it; resume=never starts another sweep"
-        raise ConfigError("resume", "auto", f"{_holder(path)} runs this sweep, {path}", remedy)
-    with suppress(OSError):  # on a full disk: the ledger, which is written next, reports it
-        os.ftruncate(lock.fileno(), 0)
-        os.write(lock.fileno(), f"{os.getpid()}\n".encode())
+        why = f"another process (pid {read_ledger(path).get('pid', 'unknown')}) runs this sweep, {path}"
+        raise ConfigError("resume", "auto", why, remedy)
     return lock
-
-
-def _holder(path: Path) -> str:
-    try:
-        return f"another process (pid {int(read_regular(path / '.lock', 100))})"
-    except (OSError, ValueError):
-        return "another process"
 
 
 def _printable(value: Any) -> Any:

@@ -109,6 +109,8 @@ def _check(ledger: Any) -> None:
         raise ValueError("its command is not a list of strings")
     if not isinstance(ledger.get("complete"), bool):
         raise ValueError("it does not say whether the sweep is complete")
+    if type(ledger.get("pid", 0)) is not int:
+        raise ValueError("its process is not a number")
     total = ledger.get("num_jobs", 0)
     if type(total) is not int or not 0 <= total < 10**9:
         raise ValueError("its number of jobs is not possible")

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner.config.errors import ConfigError, check
+from runner.storage.durable_write import write_bytes
 from runner.storage.regular_file import read_regular
 from runner.sweep.engines.base import MOST_TRIALS, Engine
 from runner.sweep.ledger import STUDY, Ledger
@@ -476,12 +477,14 @@ class _NoLock:
 
 
 def _drop_incomplete_line(path: Path) -> None:
-    """Remove the last line of the file `path` if a process was killed before it had written the whole line."""
+    """Remove the last line of the file `path` if a process was killed before it had written the whole line.
+
+    A file with several hard links is replaced by a copy, because Optuna appends to it.
+    """
     if path.exists() or path.is_symlink():
         content = read_regular(path, _LIMIT_BYTES)
-        if content and not content.endswith(b"\n"):
-            with path.open("r+b") as file:
-                file.truncate(content.rfind(b"\n") + 1)
+        if not content.endswith(b"\n") or path.stat().st_nlink > 1:
+            write_bytes(path, content[: content.rfind(b"\n") + 1])
 
 
 def _sets_group(dimension: Dimension, groups: Collection[str]) -> bool:

@@ -147,7 +147,7 @@ def _write(path: Path) -> None:
     from runner.tracking.event_file import EventFile
     from runner.tracking.hparams import columns
 
-    for old in path.glob("events.out.tfevents.*"):  # TensorBoard would keep the columns of the first file
+    for old in path.glob(f"events.out.tfevents.{10 * '[0-9]'}"):  # TensorBoard would keep the columns of the first file
         old.unlink()
     file = EventFile(path, first_step=0)
     try:

@@ -14,7 +14,8 @@ from typing import Any
 
 from runner.config.errors import check, did_you_mean
 from runner.storage.regular_file import walk
-from runner.storage.run_directory import CONFIG, OVERRIDES, read_result
+from runner.storage.run_directory import CONFIG, ENVIRONMENT, OVERRIDES, RESULT, read_result
+from runner.storage.saved_run import is_of_a_run
 from runner.sweep.ledger_reader import LEDGER, num_jobs, read_ledger
 from runner.sweep.metric_direction import direction
 from runner.tools.plot_checks import is_finite
@@ -163,10 +164,13 @@ def directories(root: Path) -> Iterator[Path]:
 def is_run(path: Path) -> bool:
     """Return whether `path` is a run directory, or the remains of a run directory that was being removed.
 
-    A directory with only a `config.yaml` is not a run directory, because the file may be somebody's Hydra config.
+    A directory with only a `config.yaml` and an `overrides.yaml` is not, because Hydra writes such files for anybody.
+    The config of a run has a SHA-256; that of a run of an earlier version has a result or an environment beside it.
     """
     marks = (CONFIG,) if path.name.startswith(REMOVED) else (CONFIG, OVERRIDES)
-    return _is(path, stat.S_ISDIR) and all(_is(path / name, stat.S_ISREG) for name in marks)
+    if not (_is(path, stat.S_ISDIR) and all(_is(path / name, stat.S_ISREG) for name in marks)):
+        return False
+    return marks == (CONFIG,) or is_of_a_run(path) or any((path / name).exists() for name in (ENVIRONMENT, RESULT))
 
 
 def _is(path: Path, kind: Callable[[int], bool]) -> bool:

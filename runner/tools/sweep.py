@@ -21,7 +21,7 @@ from typing import Any
 
 from runner.config.errors import ABSENT, ConfigError, check, escaped
 from runner.config.overrides import hydra_quoted, override_key
-from runner.storage.regular_file import check_readable, read_regular
+from runner.storage.regular_file import check_readable
 from runner.sweep.console import is_open_in, last_line
 from runner.sweep.ledger import CONSOLE, STUDY
 from runner.sweep.ledger_reader import LEDGER, num_jobs, read_ledger
@@ -138,12 +138,8 @@ def cancel(path: Path, at_once: bool) -> None:
     Raises:
         ConfigError: if no process of this user on this machine runs the sweep, or the system has no /proc.
     """
-    lock = path / ".lock"
+    lock, pid = path / ".lock", read_ledger(path).get("pid", 0)
     check(is_locked(path), "PATH", str(path), "no process runs this sweep", "--resume goes on with it")
-    try:
-        pid = int(read_regular(lock, 100))
-    except (OSError, ValueError):
-        pid = 0
     why = "the process that runs this sweep cannot be found here: it is on another machine, or another user's"
     if not os.path.isdir("/proc"):
         why = "this system has no /proc, in which the process that runs this sweep could be found"

@@ -84,6 +84,28 @@ def test_a_list_of_trackers_is_expanded_to_tracking_several() -> None:
     assert Composer().job(sweep, 0, ["seed=1", "tracking=[csv]"]).config["tracking"]["names"] == ["csv"]
 
 
+@pytest.mark.parametrize(
+    ("typed", "steps", "epochs"),
+    [
+        ([], 10, 20),
+        (["epochs=2"], None, 2),
+        (["++epochs=2"], None, 2),
+        (["epochs=2", "steps=7"], 7, 2),
+        (["workload.env_steps=500", "workload=dqn"], None, None),
+    ],
+)
+def test_typed_epochs_go_before_the_steps_of_an_option_file(
+    typed: list[str], steps: int | None, epochs: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "short.yaml").write_text("# @package _global_\nsteps: 10\n")
+    composer = Composer(str(tmp_path))
+    words = ["experiment=short", *typed]
+    config = composer.run(words).config
+    assert (config["steps"], config["epochs"]) == (steps, epochs)
+    assert composer.job(composer.sweep(["experiment=short"]), 0, words).config["steps"] == steps
+
+
 def test_a_misspelled_key_is_refused_although_the_options_are_cached() -> None:
     """Valid overrides must still be accepted after invalid ones with the same options."""
     loader = Composer()._loader

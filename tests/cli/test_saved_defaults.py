@@ -69,6 +69,12 @@ def test_a_prefix_of_resume_changes_nothing(prefix: str, run: Path, tmp_path: Pa
     assert show(tmp_path, f"{prefix}resume={run}", "++steps=9") == show(tmp_path, f"resume={run}", "steps=9")
 
 
+def test_typed_epochs_go_before_saved_steps(run: Path, tmp_path: Path) -> None:
+    assert show(tmp_path, f"resume={run}", "epochs=1")["steps"] is None
+    code, console = run_command(f"resume={run}", "epochs=1", cwd=tmp_path)
+    assert (code, "done after step 23/23" in console) == (0, True), console
+
+
 @pytest.mark.parametrize("folder", ["experiment", "local"])
 def test_an_option_file_cannot_name_the_run_to_resume(folder: str, run: Path, tmp_path: Path) -> None:
     """It would be read beside the defaults, which would then replace the options of the run."""

@@ -79,10 +79,10 @@ class Sandbox(NamedTuple):
             (checkpoint / "config.yaml").write_bytes(data)
             rewrite_manifest(checkpoint)
 
-    def link(self, name: str, target: Path) -> None:
-        """Replace the file `name` in the run directory by a symbolic link."""
+    def link(self, name: str, target: Path, hard: bool = False) -> None:
+        """Replace the file `name` in the run directory by a symbolic or hard link."""
         (self.path / name).unlink(missing_ok=True)
-        (self.path / name).symlink_to(target)
+        (self.path / name).hardlink_to(target) if hard else (self.path / name).symlink_to(target)
 
     @property
     def checkpoint(self) -> Path:
@@ -343,6 +343,11 @@ RUNS: dict[str, tuple[Tamper, tuple[int, ...]]] = {
     # files
     "config: a link to a secret": (lambda sandbox: sandbox.link("config.yaml", sandbox.secret), REFUSED),
     "log: a link": (lambda sandbox: sandbox.link("log.txt", sandbox.outside / "folder/victim.txt"), REFUSED),
+    "log: a hard link": (lambda sandbox: sandbox.link("log.txt", sandbox.outside / "folder/victim.txt", True), REFUSED),
+    "a curve: a hard link": (
+        lambda sandbox: sandbox.link("curves.csv.part", sandbox.outside / "folder/victim.txt", True),
+        REFUSED,
+    ),
     "lock: a link": (lambda sandbox: sandbox.link(".lock", sandbox.outside / "folder/new"), REFUSED),
     "result: a link": (lambda sandbox: sandbox.link("result.json", sandbox.secret), REFUSED),
     "overrides: a link": (lambda sandbox: sandbox.link("overrides.yaml", sandbox.secret), REFUSED),

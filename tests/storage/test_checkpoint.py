@@ -474,12 +474,14 @@ def test_checkpoints_set_aside_are_not_pruned(tmp_path: Path) -> None:
 
 
 def test_other_directories_are_left_alone(two: Checkpoints) -> None:
-    for name in ("step_7", "step_000000009", "step_last", "notes"):
+    others = {"step_7", "step_000000009", "step_last", "notes", "tmp.notes", "thesis.pruned", "tmp.step_1", "x.pruned2"}
+    for name in others:
         (two.root / name).mkdir()
+    (two.root / "tmp.txt").touch()
     assert equals_checkpoint(two.latest(), 2)
     save_and_wait(two, checkpoint(3))
     assert two.steps() == [2, 3]
-    assert (two.root / "step_7").is_dir()
+    assert {path.name for path in two.root.iterdir()} >= {*others, "tmp.txt"}
 
 
 @pytest.mark.parametrize("call", ["replace", "rmtree"])

@@ -396,6 +396,21 @@ def test_a_run_directory_has_only_regular_files(make: Callable[[Path], None], pl
     assert refusal.value.filename == str(path)
 
 
+@pytest.mark.parametrize("name", ["log.txt", "profile/simple.txt", ".lock"])
+def test_files_that_a_run_writes_to_have_no_other_hard_link(name: str, tmp_path: Path) -> None:
+    """A checkpoint is replaced and never written to: programs that find equal files may have linked its files."""
+    (tmp_path / "elsewhere").touch()
+    run, checkpoint = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.yaml").hardlink_to(tmp_path / "elsewhere")
+    directory.check_regular(run)
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).hardlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafeFileError) as refusal:
+        directory.check_regular(run)
+    assert refusal.value.filename == str(run / name)
+
+
 @pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400, "9" * 5_000, "true", '"1"', "null", "[1]"])
 @pytest.mark.parametrize("key", ["seconds", "samples_per_second", "best"])
 def test_a_result_with_invalid_numbers_is_ignored(key: str, number: str, tmp_path: Path) -> None:

@@ -130,6 +130,20 @@ def test_the_spelling_of_an_override_does_not_make_another_sweep(open_ledger: Op
     assert read_ledger(path)["typed"] == ["seed=1,2", "x=a"]
 
 
+def test_hard_links_in_a_sweep_change_no_other_file(open_ledger: OpenLedger, tmp_path: Path) -> None:
+    other = tmp_path / "thesis.tex"
+    other.write_text("mine")
+    path = write_ledger(tmp_path, VALID)
+    (path / ".lock").hardlink_to(other)
+    open_ledger(VALID["typed"]).close()
+    assert other.read_text() == "mine"
+    (path / "console").mkdir()
+    (path / "console" / "000.txt").hardlink_to(other)
+    with pytest.raises(ConfigError) as refusal:
+        open_ledger(VALID["typed"])
+    assert (refusal.value.key, refusal.value.got) == ("resume", str(path / "console" / "000.txt"))
+
+
 def test_a_new_sweep_says_in_what_the_newest_unfinished_one_differs(
     open_ledger: OpenLedger, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -320,6 +320,24 @@ def opened_or_killed(root: Path, options: Local, what: Space | None) -> Iterator
         context.__exit__(None, None, None)
 
 
+def test_a_study_with_another_hard_link_is_copied_before_it_is_continued(tmp_path: Path) -> None:
+    options = Local(search="random", trials=2)
+    with open_search(tmp_path, options) as source:
+        source.next()
+        path = source._ledger.path / STUDY
+        source._ledger.update(0, config_hash="…", state="running")
+        (source._ledger.path / "000").mkdir()
+    other = tmp_path / "backup.log"
+    other.hardlink_to(path)
+    before = other.read_bytes()
+    with open_search(tmp_path, options) as source:
+        source.next()
+        source.next()
+        assert path.read_bytes().startswith(before)
+        assert len(path.read_bytes()) > len(before)
+    assert other.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -131,6 +131,10 @@ def test_config_directories_and_symbolic_links_are_not_listed_as_runs(
     elsewhere = write_run_directory(outputs.parent / "elsewhere" / "run")
     (outputs / "conf").mkdir()
     (outputs / "conf" / "config.yaml").write_text("a: 1\n")
+    hydra = outputs / "2026-11-25" / "12-00-00" / ".hydra"  # where another program of the user writes
+    hydra.mkdir(parents=True)
+    for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
+        (hydra / name).write_text("a: 1\n")
     (outputs / "link").symlink_to(elsewhere)
     (outputs / "links").symlink_to(elsewhere.parent)
     forged = outputs / "forged"
@@ -140,6 +144,7 @@ def test_config_directories_and_symbolic_links_are_not_listed_as_runs(
     assert len(names(capsys)) == 5
     assert runs.main(["--clean", "--yes"]) == 0
     assert (outputs / "conf" / "config.yaml").exists()
+    assert {file.name for file in hydra.iterdir()} == {"config.yaml", "hydra.yaml", "overrides.yaml"}
     assert os.path.lexists(forged / "config.yaml")
     assert runs_in(elsewhere) == {"run"}
     assert (elsewhere / "checkpoints" / "step_00000007" / "model.safetensors").exists()

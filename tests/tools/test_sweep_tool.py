@@ -83,7 +83,7 @@ def test_follow_returns_1_if_a_job_has_failed(state: str, is_search: bool, code:
 def test_canceling_a_sweep_that_has_just_ended_is_not_an_error(
     flag: str, sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (sweep / ".lock").write_text("1234567")
+    write(sweep, pid=1234567)
     locked = iter([True])
 
     def kill(pid: int, number: int) -> None:
@@ -158,20 +158,19 @@ def test_a_command_with_a_redacted_secret_is_not_resumed(sweep: Path, capsys: py
 
 
 def test_a_process_that_does_not_run_the_sweep_is_not_stopped(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The process ID in the lock file is not trusted, because another user may have written it."""
+    """The process ID in the ledger is not trusted, because another user may have written it."""
+    write(sweep, pid=os.getpid())
     holder, stay = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         with (sweep / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            lock.write(f"{os.getppid()}\n")
-            lock.flush()
             os.write(holder[1], b"x")
             os.read(stay[0], 1)
         os._exit(0)
     os.read(holder[0], 1)
     try:
-        assert main([str(sweep), "--cancel"]) == 2, "this process, which the file names, has not opened it"
+        assert main([str(sweep), "--cancel"]) == 2, "this process, which the ledger names, has not opened the lock"
         assert "cannot be found here" in capsys.readouterr().err
     finally:
         os.write(stay[1], b"x")
