@@ -16,6 +16,7 @@ import torch
 
 from runner.batching import Accumulation, Plan
 from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, errors_under
+from runner.config.other_names import type_instead
 from runner.config.schema import build, component_fields, load_class, option_fields, typed_values
 from runner.data.base import Data
 from runner.device import Device, device_name
@@ -350,7 +351,10 @@ def build_run(config: Mapping[str, Any]) -> Run:
     known = [*scalars, *CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload"]
     for key in config:
         if key not in known:
-            raise ConfigError(key, ABSENT, "there is no such key;", did_you_mean(key, known))
+            inner = config[key] if isinstance(config[key], Mapping) else ()
+            others = filter(None, map(type_instead, (key, *(f"{key}.{name}" for name in inner))))
+            remedy = next(others, did_you_mean(key, known))
+            raise ConfigError(key, ABSENT, "there is no such key;", remedy)
     parts = {group: build(_node(config, group), base, group) for group, base in CONFIG_GROUPS.items()}
     node = _node(config, "workload")
     with errors_under("workload"):

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.options import groups, groups_in_defaults, root_keys
+from runner.config.other_names import type_instead
 from runner.config.overrides import hydra_quoted, override_key
 
 _OVERRIDE = re.compile(r"(?P<key>[~+]{0,2}[\w./@-]+)=(?P<value>.*)", re.DOTALL)
@@ -91,7 +92,9 @@ def _check_hydra_key(key: str, value: str) -> None:
     """Raise a `ConfigError` if `key` is a Hydra key that has no effect here: Hydra is used only to compose configs."""
     if _HYDRA_KEYS.fullmatch(key) and not _ALLOWED_HYDRA_KEYS.fullmatch(key):
         part = re.split(r"[./@]", f"{key}.")[1]
-        remedy = _HYDRA_REMEDIES.get(part, "only hydra.verbose, hydra.searchpath and hydra.sweeper.params can be set")
+        remedy = type_instead(key.lstrip("~+")) or _HYDRA_REMEDIES.get(
+            part, "only hydra.verbose, hydra.searchpath and hydra.sweeper.params can be set"
+        )
         raise ConfigError(key, value or ABSENT, "Hydra only composes the config: this would have no effect", remedy)
 
 
@@ -116,7 +119,8 @@ def _checked_flag(word: str) -> str:
         key = re.split(r"[=.]", bare)[0]
         dashed = key in root_keys() and f"without dashes: {bare if '=' in bare else f'{bare}=…'}"
         known = [known for known in (*_SWITCHES, *_FLAGS_WITH_VALUE) if known.startswith("--")]
-        raise ConfigError(flag, ABSENT, "there is no such flag;", dashed or did_you_mean(flag, known))
+        remedy = dashed or type_instead(flag.lstrip("-")) or did_you_mean(flag, known)
+        raise ConfigError(flag, ABSENT, "there is no such flag;", remedy)
     return word
 
 

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.errors import ABSENT, ConfigError, did_you_mean
 from runner.config.options import groups, option_keys, root_keys
+from runner.config.other_names import type_instead
 from runner.config.overrides import override_key
 
 
@@ -93,16 +94,19 @@ def _other_key(key: str, chosen: Collection[str]) -> str:
     if group == "hydra":
         return "python -m runner --cfg hydra shows all of Hydra's keys"
     keys = {option: option_keys(group, option) for option in groups().get(group, [])}
+    other = type_instead(key)
     if not keys:
         near = difflib.get_close_matches(group.lower(), groups(), n=1)
         own = {each for option in groups()[near[0]] for each in option_keys(near[0], option)} if near else set()
-        return f"did you mean {near[0]}.{name}?" if name in own else did_you_mean(group, root_keys())
+        return f"did you mean {near[0]}.{name}?" if name in own else other or did_you_mean(group, root_keys())
     if not name:
         return did_you_mean(group, root_keys())
     if owners := [f"{group}={option}" for option, names in keys.items() if name in names]:
         return f"it is a key of {', '.join(owners)}; another {group} is chosen"
     known = {name for names in keys.values() for name in names}
     is_near = bool(difflib.get_close_matches(name.lower(), known, n=1))
+    if other and not is_near:
+        return other
     return did_you_mean(name, known if is_near else chosen or known, f"{group}.")
 
 

@@ -14,6 +14,7 @@ import pytest
 from helpers.command import ROOT, child_environment, run_command, wait_until
 
 from runner.config.options import groups, option_keys, root_keys
+from runner.config.other_names import NAMES
 from runner.config.overrides import text_override
 
 TEXTS = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("conf/**/*.yaml"), *ROOT.glob("runner/**/*.py")]
@@ -50,7 +51,7 @@ def test_pip_installs_packages_that_are_extras_of_this_one():
 
 def test_messages_name_keys_and_options_that_exist():
     wrong = []
-    for path, texts in messages().items():
+    for path, texts in {**messages(), "names of other libraries": list(NAMES)}.items():
         for group, key, value in re.findall(r"(?<![\w./-])([a-z_]+)((?:\.[a-z_]+)*)=([\w\[]*)", "\n".join(texts)):
             options = groups().get(group, [])
             keys = {name for option in options for name in option_keys(group, option)}
