@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -231,6 +232,16 @@ class Session:
     def rank(self) -> int:
         """The rank of this process; rank 0 writes the results."""
         return self.context.rank
+
+    def batches(self, model: torch.nn.Module, after_step: int) -> Iterator[Any]:
+        """Yield the micro-batches of this process for all steps after `after_step`; None for each if it needs none.
+
+        Raises:
+            ConfigError, DataError, EnvironmentBrokenError: as in `Workload.batches`.
+        """
+        if not self.context.layout.reads_batches:
+            return itertools.repeat(None)
+        return self.run.workload.batches(model, self.plan, after_step, self.device)
 
     @contextmanager
     def settings(self) -> Iterator[None]:

@@ -149,7 +149,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         StorageError: if a checkpoint cannot be written.
     """
     session, run, model = state.session, state.session.run, state.model
-    batches = run.workload.batches(model, session.plan, state.step, session.device)
+    batches = session.batches(model, state.step)
     model.train()
     state.step_timer.start(state.step, math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
 

@@ -185,7 +185,8 @@ class Parallel:
         """Evaluate the model, which the caller has put into evaluation mode, on the held-out data.
 
         Returns:
-            A pair of dicts by metric name: the metrics, and the sums over all ranks from which they were computed.
+            A pair of dicts by metric name: the metrics, and the sums over all ranks from which they were computed. Some
+            modes return the sums only on rank 0.
         """
         context = self._context
         with torch.inference_mode(), context.precision.autocast():

@@ -44,6 +44,8 @@ class Layout(NamedTuple):
     """(index, count): the held-out data is divided into `count` shards, and the process evaluates shard `index`."""
     seed_offset: int = 0
     """A number that is added to the run's seed; 0, unless the processes train different models."""
+    reads_batches: bool = True
+    """Whether the process needs the samples of the batches; a stage in the middle of a pipeline does not."""
     rng_stream: int = 0
     """The index of the random number stream that the process uses after the initialization of the weights."""
     num_members: int = 0

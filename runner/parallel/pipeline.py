@@ -159,7 +159,9 @@ class Pipeline(Partition, MultiProcess):
         return stages // 2 if two_each else stages
 
     def layout(self, rank_info: RankInfo) -> Layout:
-        return Layout(rng_stream=rank_info.rank)  # every process iterates over the same batches
+        # The first stage takes the inputs of the batches, and the last one the targets.
+        ends = (0, rank_info.world_size - 1)
+        return Layout(rng_stream=rank_info.rank, reads_batches=rank_info.rank in ends)
 
     def _num_stages(self, context: Context) -> int:
         if self.asked_stages is not None:
@@ -308,7 +310,7 @@ class Pipeline(Partition, MultiProcess):
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
         workload, precision = supervised(self._context.workload), self._context.precision
-        device, share = batch.inputs.device, micro.weight / self._num_micros
+        device, share = self._context.device, micro.weight / self._num_micros
         sums: list[torch.Tensor] = []
 
         def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -320,7 +322,7 @@ class Pipeline(Partition, MultiProcess):
         if micro.is_last and log_due:
             self._timeline.begin(self._context.collectives.barrier)
         with timer.section("pipeline"):
-            self._engine.train(batch.inputs, batch.targets, loss)
+            self._engine.train(*(batch or (None, None)), loss)
         self._timeline.end()
         if micro.is_last and self.batch_norm == "defer":
             deferred_batch_norm.update(model)
@@ -338,16 +340,15 @@ class Pipeline(Partition, MultiProcess):
     def combine_overflow(self, found_inf: torch.Tensor) -> None:
         self._context.collectives.all_reduce_max(found_inf)
 
-    def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        return self._engine.infer(inputs)
-
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         context, workload = self._context, self._context.workload
+        sums: MetricSums = {}
         with torch.inference_mode():
-            sums = workload.evaluate(
-                lambda inputs: self.infer(model, inputs), context.layout.eval_shard, context.device
-            )
-        return workload.summarize(sums), sums  # every process has all outputs, so there is nothing to all-reduce
+            if context.rank == 0:
+                sums = workload.evaluate(self._engine.infer, context.layout.eval_shard, context.device)
+            if self.in_processes:
+                self._engine.serve()
+        return context.collectives.from_rank_0(lambda: workload.summarize(sums)), sums
 
     # -----------------------------------------------------------------------------------------------------------------
     # Logging

@@ -222,7 +222,6 @@ def _planned_samples(samples: Samples) -> Samples:
 
 
 def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPlan:
-    run = session.run
     with tracker, torch.random.fork_rng(devices=[]):
         state = prepare(session, directory)
         _classify(tracker, state)
@@ -230,7 +229,7 @@ def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPla
         for parameter in state.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracker.set_kind("gradients", (p.grad,)))
-        batches = run.workload.batches(state.model, session.plan, 0, session.device)
+        batches = session.batches(state.model, 0)
         state.model.train()
         placed = sum(tracker.peak.values())
         _create_optimizer_state(state)

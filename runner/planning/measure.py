@@ -166,7 +166,7 @@ def _passes(session: Session, model: torch.nn.Module) -> dict[str, float]:
         model: the model that the parallel mode has placed.
     """
     parallel, plan = session.run.parallel, session.plan
-    batches = session.run.workload.batches(model, plan, 0, session.device)
+    batches = session.batches(model, 0)
     batch, last = next(batches), plan.micro_batches(1)[-1]
 
     def forward_backward(micro: MicroBatch) -> None:

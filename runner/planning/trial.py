@@ -217,7 +217,7 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
     session = run.prepare(process)
     with session.settings():
         state = prepare(session, directory)
-        batches = run.workload.batches(state.model, session.plan, 0, session.device)
+        batches = session.batches(state.model, 0)
         state.model.train()
         steps = _endless(session)
 

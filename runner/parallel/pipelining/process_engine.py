@@ -60,38 +60,59 @@ class ProcessEngine:
         assert self._loss is not None
         return self._loss(outputs, targets)
 
-    def train(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> None:
+    def train(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, loss: Loss) -> None:
         """Run the forward and backward passes of all micro-batches.
 
         Args:
-            inputs: inputs of all micro-batches; used in the process of the first stage.
-            targets: targets of all micro-batches; used in the process of the last stage.
+            inputs: inputs of all micro-batches; needed in the process of the first stage.
+            targets: targets of all micro-batches; needed in the process of the last stage.
             loss: function of the outputs and targets of a micro-batch that returns the scalar loss to differentiate.
         """
         self._loss = loss
         # As in the example given to torch: inputs must be contiguous, and only the last stage takes targets.
-        own = (inputs.contiguous(),) if self.has_first else ()
+        own = (inputs.contiguous(),) if self.has_first and inputs is not None else ()
         self._schedule.step(*own, target=targets if self.has_last else None)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the network's outputs for all `inputs`, on every rank.
+        """Return the network's outputs for all `inputs`; called on rank 0, while the other ranks are in `serve`.
 
         The inputs are split into chunks of `size` samples. While one stage computes a chunk, earlier stages compute the
         following chunks.
         """
+        self._announced(len(inputs))
+        self._forward(len(inputs), inputs)
+        outputs = self.activations[-1].empty(len(inputs), self.device)
+        dist.recv(outputs, self._rank_of(self.num_stages - 1))
+        return outputs
+
+    def serve(self) -> None:
+        """Compute what rank 0 asks for with `infer`, until it calls `serve` itself; called on every rank."""
+        while (count := self._announced(-1)) >= 0:
+            self._forward(count, None)
+
+    def _announced(self, count: int) -> int:
+        """Return the `count` of rank 0: the number of samples to compute next; −1 if there are no more."""
+        number = torch.tensor(count)
+        dist.broadcast(number, 0)  # of a CPU tensor: over gloo, for any device
+        return int(number)
+
+    def _forward(self, count: int, inputs: torch.Tensor | None) -> None:
+        """Run the forward passes of this rank's stages for `count` samples, whose `inputs` only rank 0 needs."""
         sent, outputs = [], []
-        for chunk in inputs.split(self.size):
+        for start in range(0, count, self.size):
+            stop = min(start + self.size, count)
             for number, stage in self.stages.items():
-                x = stage(chunk if number == 0 else self._received(number, len(chunk)))
+                x = stage(
+                    inputs[start:stop] if inputs is not None and number == 0 else self._received(number, stop - start)
+                )
                 if number == self.num_stages - 1:
                     outputs.append(x.contiguous())
                 else:
                     sent.append((dist.isend(x, self._rank_of(number + 1)), x))  # `x` is kept until it is sent
-        whole = torch.cat(outputs) if self.has_last else self.activations[-1].empty(len(inputs), self.device)
+        if self.has_last:
+            dist.send(torch.cat(outputs) if outputs else self.activations[-1].empty(0, self.device), 0)
         for work, _ in sent:
             work.wait()
-        dist.broadcast(whole, self._rank_of(self.num_stages - 1))
-        return whole
 
     def _received(self, number: int, count: int) -> torch.Tensor:
         x = self.activations[number].empty(count, self.device)

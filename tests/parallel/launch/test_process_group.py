@@ -86,7 +86,9 @@ def test_abort_does_not_end_a_backend_in_agreement_with_the_other_ranks() -> Non
             ended.append("abort")
 
     torch.distributed.Backend.register_backend(
-        "recording", lambda store, rank, size, timeout: Recording(rank, size), devices=["cpu"]
+        "recording",
+        lambda store, rank, size, timeout: Recording(rank, size),
+        devices=["cpu"],  # pyright: ignore[reportCallIssue]
     )
     for leave in (process_group.destroy_process_group, process_group.abort_process_group):
         torch.distributed.init_process_group("recording", store=HashStore(), rank=0, world_size=1)

@@ -254,6 +254,25 @@ def test_the_logged_gradient_norm_is_that_of_all_stages(
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
+def test_middle_stages_read_no_samples_and_only_the_first_one_evaluates(
+    ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    config = compose_config(*TINY_CPU, *COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, "parallel=pipeline")
+    result = ranks(3).train(config, tmp_path, read_as_little_as_possible)
+    assert (result.status, result.steps) == ("done", STEPS)
+    assert largest_difference(weights_at(tmp_path, STEPS), plain("sgd", SIX)[0].weights) <= 1e-6
+
+
+def read_as_little_as_possible(session: Session) -> None:
+    def read(*_: Any) -> None:
+        raise AssertionError("reads samples")
+
+    if session.rank == 1:
+        session.run.workload.batches = read  # pyright: ignore[reportAttributeAccessIssue]
+    if session.rank > 0:
+        session.run.workload.evaluate = read  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @pytest.mark.parametrize("log_every", [1, 100])
 def test_all_stages_skip_an_update_if_a_gradient_of_one_stage_overflows(
     log_every: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path

@@ -58,7 +58,7 @@ def test_gradients_and_outputs_are_those_of_the_whole_network(
     flat = [gradient for number in sorted(got) for gradient in got[number]]
     for gradient, parameter in zip(flat, whole.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-12)
-    for _, inferred, _ in found:
+    for _, inferred, _ in found[:1]:
         torch.testing.assert_close(inferred, outputs[:-1].detach(), rtol=1e-12, atol=1e-12)
 
     spans = [span for _, _, own in found for span in own]
@@ -69,11 +69,11 @@ def test_gradients_and_outputs_are_those_of_the_whole_network(
     assert any(span.kind == "weights" for span in spans) is (schedule == "zero_bubble")
 
 
-def in_rank(schedule: str) -> tuple[dict[int, list[torch.Tensor]], torch.Tensor, list[Span]]:
+def in_rank(schedule: str) -> tuple[dict[int, list[torch.Tensor]], torch.Tensor | None, list[Span]]:
     """Train on the batch in this rank, then compute outputs for the batch without its last sample.
 
     Returns:
-        The gradients of each stage of this rank, by the number of the stage; the outputs; and the spans of this rank.
+        The gradients of each stage of this rank, by the number of the stage; the outputs, on rank 0; and the spans.
     """
     rank_info = external_rank_info()
     assert rank_info is not None
@@ -99,4 +99,6 @@ def in_rank(schedule: str) -> tuple[dict[int, list[torch.Tensor]], torch.Tensor,
         timeline.end()
         gradients = {n: [p.grad for p in stage.parameters() if p.grad is not None] for n, stage in own.items()}
         with torch.inference_mode():
-            return gradients, engine.infer(inputs[:-1]).clone(), timeline.take()
+            inferred = engine.infer(inputs[:-1]).clone() if process.rank_info.rank == 0 else None
+            engine.serve()
+            return gradients, inferred, timeline.take()
