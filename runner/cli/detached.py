@@ -16,6 +16,7 @@ from runner.config.overrides import typed_path
 from runner.sweep.console import message
 from runner.sweep.ledger import CONSOLE
 from runner.system.exit_codes import CRASHED, DONE
+from runner.system.import_path import python_path
 
 OUTPUT = "sweep.txt"
 """The file in the folder `console` to which a detached sweep prints."""
@@ -35,7 +36,9 @@ def start_detached(arguments: list[str]) -> int:
     """
     ready, announce = os.pipe()
     words = [sys.executable, "-m", "runner", *arguments, f"{DETACHED}={announce}"]
-    process = subprocess.Popen(words, start_new_session=True, pass_fds=(announce,), stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        words, start_new_session=True, pass_fds=(announce,), stdin=subprocess.DEVNULL, env=os.environ | python_path()
+    )
     os.close(announce)
     try:
         with os.fdopen(ready, encoding="utf-8") as file:

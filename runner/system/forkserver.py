@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
+from runner.system import import_path
 from runner.system.signals import STOP_SIGNALS
 from runner.system.temporary import claim_directory, remove_abandoned
 
@@ -44,7 +45,8 @@ def start_server(module: str, *modules: str) -> None:
             remove_abandoned("pymp-")
         resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM here, and ignores them itself
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        forkserver.ensure_running()
+        with import_path.exported():  # the server and its children must not import another copy of the project
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -27,6 +27,7 @@ from runner.sweep.ledger import CONSOLE, STUDY
 from runner.sweep.ledger_reader import LEDGER, num_jobs, read_ledger
 from runner.sweep.unfinished_commands import remembered_command
 from runner.system.console import reader_left, run_tool
+from runner.system.import_path import python_path
 from runner.system.utf8 import printable
 from runner.tools.output import one_line
 from runner.tools.run_states import is_locked
@@ -175,7 +176,9 @@ def resume(path: Path) -> int:
     kept = [word for word in words if override_key(word) not in ("output_root", "resume")]
     typed = ["-m", *kept, f"output_root={hydra_quoted(str(output_root))}", "resume=auto"]
     print(escaped(printable(f"python -m runner {shlex.join(typed)}")), flush=True)
-    return subprocess.run([sys.executable, "-m", "runner", *typed], check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "runner", *typed], check=False, env=os.environ | python_path()
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -51,14 +51,6 @@ def task(arguments: list[str], console: Path, variables: dict[str, str]) -> Task
     return Task([*COMMAND, *arguments], str(console.absolute()), os.getcwd(), variables)
 
 
-def python_path() -> dict[str, str]:
-    """Return environment variables that let Python import this project, but no modules in the current directory."""
-    root = Path(__file__).parents[3]
-    installed = root.name in ("site-packages", "dist-packages")  # as opposed to a checkout
-    paths = [*([] if installed else [str(root)]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-
-
 class Child:
     """A child process that runs a task. Signal handlers and other threads may call `stop` and `kill`.
 

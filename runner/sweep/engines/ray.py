@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError, check, check_range
 from runner.sweep.engines.base import Ended, Job, Pool, Started
-from runner.sweep.engines.child import python_path, task
+from runner.sweep.engines.child import task
 from runner.sweep.engines.cluster import ClusterEngine
 from runner.sweep.engines.ray_task import RayTask, import_ray
 from runner.system.cpu import usable_core_numbers
 from runner.system.exit_codes import STOPPED
+from runner.system.import_path import python_path
 from runner.system.installed import is_installed
 
 _OBJECT_STORE_BYTES = 100 * 2**20

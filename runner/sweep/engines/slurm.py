@@ -29,10 +29,11 @@ from typing import TYPE_CHECKING, Any
 from runner.config.errors import ConfigError, check, check_range
 from runner.storage.regular_file import UnsafeFileError, check_no_link, read_regular
 from runner.sweep.engines.base import Ended, Job, Pool, Started
-from runner.sweep.engines.child import python_path, task
+from runner.sweep.engines.child import task
 from runner.sweep.engines.cluster import ClusterEngine, Resources
 from runner.sweep.engines.slurm_task import KILL, STOP, SlurmTask
 from runner.system.exit_codes import STOPPED
+from runner.system.import_path import python_path
 from runner.system.installed import is_installed
 
 if TYPE_CHECKING:
