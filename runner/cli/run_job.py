@@ -14,13 +14,14 @@ from torch.distributed import is_initialized
 from runner.config.errors import ConfigError, check, escaped
 from runner.config.overrides import typed_path
 from runner.parallel.launch.launcher import Launcher
-from runner.parallel.launch.supervisor import RankError
+from runner.parallel.launch.supervisor import RankError, report_of
 from runner.resume.claimed_directory import claimed_directory, finished
 from runner.run import CrashedError, Result, Run, Session, check_same_config, check_used, config_hash
 from runner.storage import run_directory
 from runner.storage.durable_write import write_json
 from runner.storage.retention import delete_all
 from runner.system.secrets import redacted
+from runner.system.user_code import last_user_frame
 from runner.system.utf8 import printable
 from runner.tracking.log_file import LogFile
 from runner.training import train, train_rank
@@ -117,7 +118,9 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
     except Exception as early:  # before the first step of this session, or after its last one
         steps = run_directory.newest_step(directory)
         result, error = Result("crashed", steps, config_hash=known, error=f"{type(early).__name__}: {early}"), early
-    print(printable(redacted(trace)), end="", file=sys.stderr)  # of another process; this one's trace is in the log
+    if not trace and report_of(error).trace:  # unless the message of the error says enough
+        trace = last_user_frame(error)  # of this process, whose whole trace is in the log
+    print(printable(redacted(trace)), end="", file=sys.stderr)
     log.debug("crashed", exc_info=error)
     log.error("%s", result.error)
     result.cause = error

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -135,7 +136,9 @@ def test_a_config_that_cannot_run_is_an_error_and_leaves_nothing_behind(word: st
     assert not Path("outputs").exists()
 
 
-def test_a_crash_is_raised_with_its_cause_and_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_is_raised_with_its_cause_and_the_result(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("on purpose")
 
@@ -147,6 +150,10 @@ def test_a_crash_is_raised_with_its_cause_and_the_result(monkeypatch: pytest.Mon
     assert (result.status, result.exit_code, result.steps) == ("crashed", 1, 3)
     assert result.directory is not None
     assert json.loads((result.directory / "result.json").read_text())["status"] == "crashed"
+    lines = capfd.readouterr().err.splitlines()
+    code = lines.index('    raise ZeroDivisionError("on purpose")')
+    assert re.fullmatch(rf'  File "{re.escape(__file__)}", line \d+, in fail', lines[code - 1])
+    assert lines[code + 1 :] == ["ZeroDivisionError: on purpose"]
 
 
 def test_a_resumed_run_that_crashes_before_its_first_step_keeps_its_step_count(
