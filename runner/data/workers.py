@@ -6,8 +6,10 @@ Workers are forked from the fork server. Starting a worker takes 0.1 s, and a wo
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
@@ -17,9 +19,13 @@ from typing import Any, Protocol
 
 import torch
 
+from runner.data.base import DataError
 from runner.data.worker_watchdog import Watch
-from runner.system.cpu import cores_per_process
+from runner.system.cpu import cores_per_process, local_world_size
 from runner.system.forkserver import METHOD, start_server, without_main_module
+
+_SHARED_MEMORY = "/dev/shm"
+_REMEDY = "enlarge it (docker run --shm-size={gigabytes}g); data.workers=0 loads data in the main process"
 
 
 class Fetch(Protocol):
@@ -70,18 +76,24 @@ class Loader:
         The workers end with an iteration that is not completed.
 
         Raises:
-            DataError: if a worker died, or no batch arrived in time.
+            DataError: if a worker died, no batch arrived in time, or there is too little shared memory.
             Exception: any exception that `fetch` raises.
         """
         self.reading, self._jobs.jobs, batches = True, jobs, None
         try:
+            free = _free_shared_memory() if self.workers.count else math.inf
             watch, batches = self._begin()
             with suppress(StopIteration):
+                first = watch.wait_for(partial(next, batches))
+                _check_memory(self._jobs.num_begun, first, free)
+                yield first
                 while True:
                     yield watch.wait_for(partial(next, batches))
-        except BaseException:
+        except BaseException as error:
             del batches  # the last reference but one: without any, DataLoader lets each worker finish its batch
             self.close()
+            if isinstance(error, SharedMemoryError):
+                raise DataError(_SHARED_MEMORY, "it has no room for a batch", _REMEDY.format(gigabytes=8)) from None
             raise
         finally:
             self.reading = False
@@ -110,7 +122,7 @@ class Loader:
             self.fetch,  # pyright: ignore[reportArgumentType]  # only __getitem__ is used
             batch_size=None,  # a job is already a whole batch
             sampler=self._jobs,
-            collate_fn=_unchanged,
+            collate_fn=_shared,
             num_workers=self.workers.count,  # DataLoader sets each worker to one thread
             worker_init_fn=_exit_with_parent,
             pin_memory=self.workers.pin_memory,
@@ -129,9 +141,14 @@ class _Jobs:
     """The sampler of a DataLoader whose iterations have different samples."""
 
     jobs: Iterable[Any] = ()
+    num_begun = 0
+    """The number of jobs of the current iteration that the workers have been given."""
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.jobs)
+        self.num_begun = 0
+        for job in self.jobs:
+            self.num_begun += 1
+            yield job
 
 
 class Loaders:
@@ -193,5 +210,55 @@ def _exit_with_parent(_: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _unchanged(batch: Any) -> Any:
+class SharedMemoryError(RuntimeError):
+    """Raised in a worker if there is no shared memory for a batch."""
+
+
+def _shared(batch: Any) -> Any:
+    """Move the tensors of a batch to shared memory if this process is a worker.
+
+    DataLoader would do this in a thread, in which an error is only printed, and the batch would be waited for.
+    """
+    if torch.utils.data.get_worker_info() is not None:
+        try:
+            for tensor in _tensors(batch):
+                tensor.share_memory_()
+        except RuntimeError as error:
+            raise SharedMemoryError(str(error)) from None
     return batch
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [each for each in (batch if isinstance(batch, tuple) else (batch,)) if isinstance(each, torch.Tensor)]
+
+
+def _free_shared_memory() -> float:
+    """Return the number of bytes in shared memory that are free for this rank; infinite if there is no limit.
+
+    Raises:
+        DataError: if the workers could not send batches, because there is no shared memory.
+    """
+    if sys.platform != "linux":
+        return math.inf
+    if not os.access(_SHARED_MEMORY, os.W_OK):
+        why = "data workers send batches through it, and it is missing or read-only"
+        raise DataError(_SHARED_MEMORY, why, _REMEDY.format(gigabytes=8))
+    found = os.statvfs(_SHARED_MEMORY)
+    blocks = min(found.f_bavail, found.f_blocks // local_world_size())
+    return blocks * found.f_frsize if found.f_blocks else math.inf
+
+
+def _check_memory(count: int, batch: Any, free: float) -> None:
+    """Check that `count` batches of the size of `batch`, which are loaded in advance, fit into `free` bytes.
+
+    Raises:
+        DataError: if they do not. The run would end as soon as batches are loaded faster than they are used.
+    """
+    needed = count * sum(tensor.nbytes for tensor in _tensors(batch))
+    if needed > free:
+        why = (
+            f"{count} batches are loaded in advance and take {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+        )
+        gigabytes = math.ceil(2 * needed * local_world_size() / 2**30)
+        remedy = f"reduce data.workers or data.prefetch; {_REMEDY.format(gigabytes=gigabytes)}"
+        raise DataError(_SHARED_MEMORY, why, remedy)
