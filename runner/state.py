@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from runner.device import Competition
 from runner.ema.base import Average
 from runner.run import Result, Session, config_hash
 from runner.schedule import Schedule
@@ -63,6 +64,7 @@ class State:
         followers = (type(self.average).update, Average.update), (type(run.workload).after_step, Workload.after_step)
         self.weights_are_followed = any(own is not nothing for own, nothing in followers)
         self.metric_buffer = MetricBuffer(run.workload.metrics, session.device)
+        self.competition = Competition(session.device, run.workload.num_data_workers)
         self.step_timer = StepTimer(session.context.process.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}

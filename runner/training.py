@@ -19,7 +19,6 @@ import torch
 
 from runner.batching import Step
 from runner.config.errors import ConfigError
-from runner.device import oversubscription
 from runner.model.table import table_of
 from runner.optimizer import learning_rates
 from runner.parallel.context import Process
@@ -245,7 +244,14 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     if state.session.steps_per_epoch:
         points["epoch"] = step / state.session.steps_per_epoch
     points |= state.step_timer.rates(state.session.plan.samples_per_round) | memory.usage(state.session.device)
+    warn_of_competition(state)
     recorder.scalars(points, step)  # at once, as each call is a record on the disk, and a request to a remote tracker
+
+
+def warn_of_competition(state: State) -> None:
+    """Log, once in a run, that the threads of rank 0 have to wait for cores."""
+    if state.session.rank == 0 and (why := state.competition.warning()):
+        log.warning("%s", why)
 
 
 def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
@@ -276,8 +282,7 @@ def introduce(state: State, recorder: Recorder) -> None:
     session = state.session
     config = config_yaml(session.run.config)
     log.info("%s", session.describe(state.model_description, state.directory))
-    if session.rank == 0 and (why := oversubscription(session.device, session.run.workload.num_data_workers)):
-        log.warning("%s", why)
+    warn_of_competition(state)
     if session.rank == 0 and (why := session.run.ema.too_slow(session.num_steps)):
         log.warning("%s", why)
     log.debug("model:\n%s", state.model_table)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from helpers.compose import option_content
 import runner.device
 from runner.config.errors import ConfigError
 from runner.config.schema import build, option_fields
-from runner.device import Device, oversubscription
+from runner.device import Competition, Device, oversubscription
 
 
 @pytest.fixture
@@ -177,6 +179,50 @@ def test_with_a_gpu_only_one_thread_per_process_counts(monkeypatch: pytest.Monke
         patched.setattr(torch, "get_num_threads", lambda: 2)
         assert oversubscription(torch.device("cuda"), 1) == ""
         assert "data.workers=1" in oversubscription(torch.device("cuda"), 2)
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float, float], str]:
+    """Return a function that returns the warning of a process with some threads, after it has trained for some time.
+
+    Its arguments are the number of threads, the seconds of training, and the seconds that threads waited for cores.
+    """
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+
+    def warning(threads: int, seconds: float, waited: float) -> str:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "get_num_threads", lambda: threads)
+            patched.setattr(runner.device, "seconds_without_core", lambda: 7.0)
+            patched.setattr(time, "perf_counter", lambda: 100.0)
+            competition = Competition(torch.device("cpu"), 0)
+            assert competition.warning() == ""
+            patched.setattr(runner.device, "seconds_without_core", lambda: 7.0 + waited)
+            patched.setattr(time, "perf_counter", lambda: 100.0 + seconds)
+            found = competition.warning()
+            patched.setattr(runner.device, "seconds_without_core", lambda: 7.0 + 10 * waited)
+            patched.setattr(time, "perf_counter", lambda: 100.0 + 2 * seconds)
+            assert not found or competition.warning() == "", "once"
+            return found
+
+    return warning
+
+
+def test_a_busy_machine_is_noticed_while_training(busy: Callable[[int, float, float], str]) -> None:
+    assert "of its 2 threads, 1.6 were waiting" in busy(2, 10, 16)
+    assert busy(2, 10, 16).endswith("device.threads=1")
+    assert busy(16, 10, 9).endswith("device.threads=15")
+    assert busy(2, 10, 1) == ""  # a quiet machine
+    assert busy(1, 10, 9) == ""  # there is nothing to type
+    assert busy(2, 4, 4) == ""  # too short to know
+
+
+def test_a_process_that_has_more_threads_than_cores_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "get_num_threads", lambda: 2)
+        competition = Competition(torch.device("cpu"), 0)
+        assert competition.warning().endswith("try device.threads=1")
+        assert competition.warning() == ""
 
 
 def test_settings_are_restored_after_an_error() -> None:

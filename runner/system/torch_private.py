@@ -67,9 +67,11 @@ def _do_nothing(*_: Any) -> None:
 
 def restore_child_handler(before: Any) -> None:
     """Set the handler of SIGCHLD to `before`, if DataLoader has replaced it; its next use sets its own again."""
+    from torch.utils.data._utils import signal_handling
+
     if signal.getsignal(signal.SIGCHLD) is not before and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, before)
-        torch.utils.data._utils.signal_handling._SIGCHLD_handler_set = False
+        signal_handling._SIGCHLD_handler_set = False
 
 
 def allow_recompilations(count: int) -> None:

@@ -33,7 +33,7 @@ def of_interpreter() -> dict[str, Any]:
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "threads": [thread.name for thread in threading.enumerate()],
-        "warnings": (warnings.filters.copy(), warnings.showwarning),
+        "warnings": (list(warnings.filters), warnings.showwarning),
         "random": random.getstate(),
         "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook),
         "streams": (sys.stdin, sys.stdout, sys.stderr),
@@ -98,6 +98,7 @@ def main() -> None:
     ):
         result = runner.train([*SMALL, *words])
         before = compare(" ".join(words[:1]), before, of_interpreter() | of_torch())
+    assert result.directory is not None
     runner.load(result.directory).evaluate("last")
     compare("evaluate", before, of_interpreter() | of_torch())
     print(json.dumps(changed))
