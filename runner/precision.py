@@ -214,7 +214,10 @@ class Float16(BFloat16):
             return super().step(optimizer, clip)
         self._scaler.unscale_(optimizer)
         flags = found_inf_flags(self._scaler, optimizer)
-        for found_inf in flags:
+        for other in flags[1:]:  # of other devices: GradScaler adds them up, but fused kernels only skip if it is 1
+            torch.maximum(flags[0], other.to(flags[0].device, non_blocking=True), out=flags[0])
+            other.zero_()
+        for found_inf in flags[:1]:
             combine_overflow(found_inf)  # over the ranks, where each has only a part of the gradients: a pipeline
         norm = clip() if clip is not None else _gradient_norm(optimizer)
         self._scaler.step(optimizer)  # a fused optimizer reads the flag on the device: no sync
@@ -222,7 +225,7 @@ class Float16(BFloat16):
         _drop_gradients(optimizer)
         self.num_skipped()  # counts the previous step, whose flag has been copied by now
         finite = torch.isfinite(norm)
-        for found_inf in flags:  # an overflow may be on another rank or device than the norm
+        for found_inf in flags[:1]:  # an overflow may be on another rank or device than the norm
             finite = finite & (found_inf.to(norm.device, non_blocking=True) == 0)
         self._pending = finite.to("cpu", non_blocking=True), _record_event(norm.device)
         return norm

@@ -423,3 +423,23 @@ def test_rounding_errors_of_tf32_and_32_are_as_expected_on_cuda() -> None:
         errors.append(float((a @ b - exact).norm() / exact.norm()))
     assert errors[0] < 1e-6
     assert 1e-5 < errors[1] < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("overflows", [(True, False), (False, True), (True, True), (False, False)])
+def test_an_overflow_on_one_or_two_gpus_skips_the_update_of_both(overflows: tuple[bool, bool], fused: bool) -> None:
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2, device=f"cuda:{index}") for index in range(2))
+    precision, optimizer = scaled(device=torch.device("cuda", 0)), SGD(lr=0.1, fused=fused).build(model)
+    scale = precision.scaled(torch.ones((), device="cuda:0")).item()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for layer, overflow in zip(model, overflows, strict=True):
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, math.inf if overflow else scale)
+    precision.step(optimizer, None)
+    change = 0.0 if any(overflows) else -0.1
+    for parameter, was in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.detach(), was + change)
+    assert precision.num_skipped() == any(overflows)
+    assert precision.scaled(torch.ones((), device="cuda:0")).item() == (scale / 2 if any(overflows) else scale)
