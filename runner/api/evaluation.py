@@ -57,7 +57,7 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> Eval
     check_used(run, overrides)
     launcher = run.parallel.launcher(run.device)
     with tempfile.TemporaryDirectory(prefix="runner-evaluate-") as scratch, launcher.connect() as process:
-        session = run.prepare(process)
+        session = process.collectives.on_all_ranks(lambda: run.prepare(process))
         _check_signature(session.run.workload.signature(), saved_signature(checkpoint))
         rank_main = partial(_evaluate_rank, run.config, checkpoint)
         here = partial(_evaluate, session, checkpoint)

@@ -57,7 +57,7 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process, ExitStack() as claims, LogFile(None, process.rank_info.rank) as log_file:
         check_same_config(run.config, process.collectives)
-        session = run.prepare(process)
+        session = process.collectives.on_all_ranks(lambda: run.prepare(process))
         claim = partial(claimed_directory, session, parent, name, overrides)
         directory = process.collectives.from_rank_0(lambda: claims.enter_context(claim()))
         log_file.open(directory)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -74,6 +74,14 @@ class Collectives:
             ConfigError: on the other ranks, if `make` raised this ConfigError on rank 0.
             LostError: on the other ranks, if `make` raised any other exception, or its result cannot be encoded.
             TypeError: on rank 0, if there are several ranks and the result cannot be encoded.
+        """
+        return make()
+
+    def on_all_ranks(self, make: Callable[[], T]) -> T:
+        """Call `make` on every rank, and return its result.
+
+        Raises:
+            ConfigError: on every rank, if `make` raised it on one of them; that of the lowest such rank.
         """
         return make()
 
@@ -172,6 +180,17 @@ class ProcessGroup(Collectives):
             raise
         _broadcast(message)
         return result
+
+    def on_all_ranks(self, make: Callable[[], T]) -> T:
+        result, refusal = None, None
+        try:
+            result = make()
+        except ConfigError as error:
+            refusal = error
+        for refused in self.all_gather(refusal):
+            if refused is not None:
+                raise refused
+        return cast(T, result)
 
     def all_gather(self, value: Any) -> list[Any]:
         own = _bytes_to_tensor(encode(value))

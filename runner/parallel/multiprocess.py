@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from runner.config.errors import check, check_range, errors_under
+from runner.config.errors import ConfigError, check, check_range, errors_under
 from runner.device import Device
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives, ProcessGroup
@@ -61,22 +61,38 @@ class MultiProcess(Parallel, ABC):
     def layout(self, rank_info: RankInfo) -> Layout: ...
 
     def launcher(self, choice: Device) -> Launcher:
-        gpus = self._gpus(choice)
         rank_info = external_rank_info()
         if rank_info is None:
-            return self._local_processes(gpus)
+            return self._local_processes(self._gpus(choice))
         started = rank_info.world_size
         why = f"torchrun or SLURM started {started} processes"
         check(self.processes in ("auto", started), "parallel.processes", self.processes, why, "leave it auto")
-        number, cpu = rank_info.local_rank, torch.device("cpu")
-        why = f"process {number} of this machine has no GPU of its own"
-        enough, fewer = not gpus or number < len(gpus), f"start at most {len(gpus)} processes a machine"
-        check(enough, "device.indices", [gpu.index for gpu in gpus], why, fewer)
         if self.max_restarts and rank_info.rank == 0:
             log.warning(
                 "parallel.max_restarts has no effect: torchrun (--max-restarts) or SLURM restarts the processes"
             )
-        return ExternalProcesses(rank_info, gpus[number] if gpus else cpu, self.timeout, self.collectives_class)
+        device, refusal = torch.device("cpu"), None
+        try:
+            device = self._device_of_rank(choice, rank_info.local_rank)
+        except ConfigError as error:  # only here, perhaps: `connect` tells the other ranks
+            refusal = error
+        return ExternalProcesses(rank_info, device, self.timeout, self.collectives_class, refusal)
+
+    def _device_of_rank(self, choice: Device, local_rank: int) -> torch.device:
+        """Return the device of a process that torchrun or SLURM has started.
+
+        Each process uses another one of the GPUs that it sees. If it sees only one GPU, it uses this GPU, which SLURM
+        may have bound to it (`srun --gpus-per-task=1`).
+        """
+        gpus = self._gpus(choice)
+        if not gpus:
+            return torch.device("cpu")
+        if torch.cuda.device_count() == 1:
+            return gpus[0]
+        why = f"process {local_rank} of this machine has no GPU of its own"
+        fewer = f"start at most {len(gpus)} processes a machine"
+        check(local_rank < len(gpus), "device.indices", [gpu.index for gpu in gpus], why, fewer)
+        return gpus[local_rank]
 
     def _local_processes(self, gpus: list[torch.device]) -> Launcher:
         count = self._num_processes(len(gpus))

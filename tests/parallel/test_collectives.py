@@ -51,7 +51,7 @@ def test_collectives_of_one_process_are_no_ops() -> None:
     alone.all_reduce_mean(tensor)
     assert tensor.tolist() == [1.0, 2.0]
     assert [alone.any_rank(True), alone.any_rank(False)] == [True, False]
-    assert alone.from_rank_0(lambda: 7) == 7
+    assert alone.from_rank_0(lambda: 7) == alone.on_all_ranks(lambda: 7) == 7
     assert alone.all_gather("x") == ["x"]
     assert alone.gather_to_rank0(sums) is sums
     alone.barrier()
@@ -152,6 +152,23 @@ def decided(collectives: Collectives) -> tuple[Path, str, str]:
 
 def raise_it(error: Exception) -> None:
     raise error
+
+
+def test_a_refusal_of_any_rank_is_raised_on_all_ranks(on_three: Callable[[Work], list[Any]]) -> None:
+    assert on_three(agreed) == [(rank, "rank 1: got null: refused\n  nothing") for rank in range(3)]
+
+
+def agreed(collectives: Collectives) -> tuple[int, str]:
+    """Return the result of `on_all_ranks` where no rank refuses, and the error where all but rank 0 do, as text."""
+
+    def refuse() -> None:
+        if collectives.rank > 0:
+            raise ConfigError(f"rank {collectives.rank}", None, "refused", "nothing")
+
+    number = collectives.on_all_ranks(lambda: collectives.rank)
+    with pytest.raises(ConfigError) as refusal:
+        collectives.on_all_ranks(refuse)
+    return number, str(refusal.value)
 
 
 def test_from_rank_0_fails_on_all_ranks_if_the_result_cannot_be_encoded(on_three: Callable[[Work], list[Any]]) -> None:

@@ -81,9 +81,18 @@ def test_rank_0_warns_that_max_restarts_has_no_effect_under_torchrun(
 def test_an_externally_launched_process_uses_the_gpu_of_its_local_rank(second_of_two: RankInfo) -> None:
     assert DDP().launcher(Device(kind="cuda")).devices == [GPUS[1]]
     assert DDP().launcher(Device(kind="cuda", indices=[2, 0])).devices == [GPUS[0]]
-    with pytest.raises(ConfigError) as refusal:
-        DDP().launcher(Device(kind="cuda", indices=[2]))
-    assert (refusal.value.key, refusal.value.got) == ("device.indices", [2])
+    launcher = DDP().launcher(Device(kind="cuda", indices=[2]))
+    assert isinstance(launcher, ExternalProcesses)
+    assert launcher.refusal is not None
+    assert (launcher.refusal.key, launcher.refusal.got) == ("device.indices", [2])
+
+
+@pytest.mark.usefixtures("_three_gpus", "second_of_two")
+def test_an_externally_launched_process_uses_the_only_gpu_that_is_bound_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    launcher = DDP().launcher(Device())
+    assert isinstance(launcher, ExternalProcesses)
+    assert (launcher.devices, launcher.refusal) == ([GPUS[0]], None)
 
 
 @pytest.mark.parametrize(("processes", "fits"), [("auto", True), (2, True), (3, False)])

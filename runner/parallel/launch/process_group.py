@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, check
+from runner.parallel.json_encoding import decode, encode
 from runner.parallel.launch.cluster import RankInfo, interface_to
 from runner.system import torch_private
 
@@ -169,6 +170,48 @@ def _open_sockets() -> set[int]:
                 if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                     found.add(int(name))
     return found
+
+
+def check_devices(rank_info: RankInfo, device: torch.device, refusal: ConfigError | None, timeout: float) -> None:
+    """Check that the ranks of torchrun or SLURM have devices of one type, and each a GPU of its own.
+
+    Called on every rank, before the process group is initialized. The ranks communicate through their store, because
+    the process group of ranks with the same GPU would fail with an error of NCCL.
+
+    Args:
+        rank_info: rank of this process, and address of the store.
+        device: device of this process.
+        refusal: why this process has no device; None if it has one.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        ConfigError: on every rank, if a rank was refused, or the devices do not fit together; or if the other ranks do
+            not reach the store in time.
+    """
+    cuda = device.type == "cuda" and refusal is None
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
+    try:
+        store = _external_store(rank_info, timedelta(seconds=timeout))
+        store.set(f"device {rank_info.rank}", encode([refusal, device.type, uuid, socket.gethostname()]).decode())
+        answers = [decode(store.get(f"device {rank}")) for rank in range(rank_info.world_size)]
+        if store.add("readers", 1) == rank_info.world_size:
+            store.set("all have read", "")
+        if rank_info.rank == 0:  # the store may end with this process
+            store.wait(["all have read"])
+    except torch.distributed.DistError as error:
+        why = f"of {rank_info.world_size} processes, not all have come: {str(error).splitlines()[0]}"
+        raise ConfigError("parallel.timeout", timeout, why, "see what the others print, or wait longer") from None
+
+    first_with: dict[str, int] = {}
+    for rank, (refused, kind, uuid, host) in enumerate(answers):
+        if refused is not None:
+            raise ConfigError(refused.key, refused.got, f"rank {rank}, on {host}: {refused.why}", refused.remedy)
+        first = first_with.setdefault(uuid, rank) if uuid else rank
+        why = f"ranks {first} and {rank} have the same GPU (UUID {uuid}, on {host})"
+        remedy = "start one process per GPU; srun --gpus-per-task=1 gives each its own"
+        check(first == rank, "parallel.processes", rank_info.world_size, why, remedy)
+        why = f"it is {answers[0][1]} on rank 0, and {kind} on rank {rank}, on {host}"
+        check(kind == answers[0][1], "device.kind", kind, why, "device=cpu, or start no process there")
 
 
 def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:

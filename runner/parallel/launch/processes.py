@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from runner.config.errors import ConfigError
 from runner.parallel.collectives import Collectives, ProcessGroup
 from runner.parallel.context import Context, Process
 from runner.parallel.launch import process_group
@@ -105,18 +106,28 @@ class ExternalProcesses(Launcher):
         device: device of this process.
         timeout: number of seconds that a rank waits for the others before it fails.
         collectives: class of the ranks' collectives.
+        refusal: why this process has no device; `connect` raises it on all ranks.
     """
 
     def __init__(
-        self, rank_info: RankInfo, device: torch.device, timeout: float, collectives: type[ProcessGroup] = ProcessGroup
+        self,
+        rank_info: RankInfo,
+        device: torch.device,
+        timeout: float,
+        collectives: type[ProcessGroup] = ProcessGroup,
+        refusal: ConfigError | None = None,
     ):
         super().__init__([device])
-        self.rank_info, self.timeout, self.collectives = rank_info, timeout, collectives
+        self.rank_info, self.timeout, self.collectives, self.refusal = rank_info, timeout, collectives, refusal
 
     @contextmanager
     def connect(self) -> Iterator[Process]:
         with StopRequest():  # from here on, the ranks stop only together, after a step that all of them reach
-            if not torch.distributed.is_initialized():  # the runs of a process share one process group
+            if torch.distributed.is_initialized():  # the runs of a process share one process group
+                if self.refusal is not None:
+                    raise self.refusal
+            else:
+                process_group.check_devices(self.rank_info, self.devices[0], self.refusal, self.timeout)
                 init_rank(self.rank_info, self.devices[0], self.timeout, external=True)
                 atexit.register(process_group.destroy_process_group)
             collectives = self.collectives(self.timeout)

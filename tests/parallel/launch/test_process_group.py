@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPriva
 
 from runner.config.errors import ConfigError
 from runner.parallel.launch import process_group
+from runner.parallel.launch.cluster import external_rank_info
 from runner.parallel.launch.process_group import create_store
 from runner.parallel.launch.processes import PRELOADED
 from runner.parallel.launch.supervisor import Supervisor
@@ -103,3 +106,40 @@ def test_externally_launched_ranks_initialize_several_groups_in_turn() -> None:
         assert ranks.call_on_all(rank_functions.init_three_groups) == [[1.0, 1.0, 1.0]] * 2
     finally:
         ranks.close()
+
+
+REFUSAL = ConfigError("device.kind", "cuda", "there is none", "device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("devices", "refusals", "wanted"),
+    [
+        (["cuda GPU-1", "cuda GPU-2"], [None, None], ""),
+        (["cpu", "cpu"], [None, None], ""),
+        (["cuda GPU-1", "cuda GPU-1"], [None, None], "parallel.processes: got 2: ranks 0 and 1 have the same GPU"),
+        (["cuda GPU-1", "cpu"], [None, None], "device.kind: got 'cpu': it is cuda on rank 0, and cpu on rank 1"),
+        (["cuda GPU-1", "cpu"], [None, REFUSAL], "device.kind: got 'cuda': rank 1, on "),
+        (["cpu", "cpu"], [REFUSAL, REFUSAL], "device.kind: got 'cuda': rank 0, on "),
+    ],
+)
+def test_devices_that_do_not_fit_together_are_refused_on_all_ranks(
+    devices: list[str], refusals: list[ConfigError | None], wanted: str, ranks: Callable[[int], PersistentRanks]
+) -> None:
+    texts = ranks(2).call_on_all(check_devices_of_ranks, devices, refusals)
+    assert [text[: len(wanted)] for text in texts] == [wanted] * 2
+    assert bool(texts[0]) == bool(wanted)
+    assert texts[0] == texts[1]
+
+
+def check_devices_of_ranks(devices: list[str], refusals: list[ConfigError | None]) -> str:
+    """In a rank: return the error of `check_devices` as text; `devices` has a device type and a UUID of each rank."""
+    rank_info = external_rank_info()
+    assert rank_info is not None
+    kind, _, uuid = devices[rank_info.rank].partition(" ")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+        try:
+            process_group.check_devices(rank_info, torch.device(kind), refusals[rank_info.rank], 60)
+        except ConfigError as error:
+            return str(error)
+    return ""

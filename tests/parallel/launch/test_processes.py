@@ -24,6 +24,7 @@ from helpers.runs import (
     free_port,
     listening_addresses,
     only_run,
+    write_images,
 )
 
 from runner.parallel.launch import process_group
@@ -248,6 +249,23 @@ def test_a_config_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None
         code, console = command.wait_for_all_processes()
         assert code == 2, console
         assert console.startswith("resume: got ")
+
+
+def test_what_one_rank_refuses_ends_all_ranks_with_its_words(tmp_path: Path) -> None:
+    write_images(tmp_path / "host_0" / "photos")  # but not on the other host
+    for command in started(tmp_path, "data=imagefolder", "data.root=photos", "batch_size=4"):
+        code, console = command.wait_for_all_processes()
+        assert code == 2, console
+        assert "data.root: got 'photos': there is no such directory" in console
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_processes_that_do_not_come_are_missed_in_words(tmp_path: Path) -> None:
+    own = torchrun_variables(0, free_port())
+    command = Command(tmp_path, *TINY_CPU, "parallel=ddp", "parallel.timeout=1", f"output_root={tmp_path}/o", **own)
+    code, console = command.wait_for_all_processes()
+    assert code == 2, console
+    assert console.startswith("parallel.timeout: got 1.0: of 2 processes, not all have come: ")
 
 
 def test_a_sweep_under_an_external_launcher_is_refused(tmp_path: Path) -> None:
