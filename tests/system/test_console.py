@@ -50,6 +50,15 @@ def test_all_jobs_of_a_sweep_run_whatever_its_console_is(redirected: str, tmp_pa
     assert [job["state"] for job in json.loads(ledger.read_text())["jobs"].values()] == ["done"] * 3
 
 
+@FULL
+def test_ranks_train_although_what_their_environments_print_cannot_be_written(tmp_path: Path) -> None:
+    agent = "workload=dqn env.id=helpers.talking_env:Talking-v0 device=cpu parallel=ddp"
+    ended = run_in_shell(f" {agent} steps=2 workload.warm_up=1000 workload.eval_episodes=2 >/dev/full 2>&1", tmp_path)
+    assert ended.returncode == 0
+    [path] = tmp_path.glob("outputs/dqn/*")
+    assert run_directory.read_result(path)["status"] == "done"
+
+
 def test_a_sweep_with_a_crashed_job_fails_even_if_nobody_reads_its_output(tmp_path: Path) -> None:
     ended = run_in_shell(f" -m {' '.join(TINY_CPU)} steps=1 optimizer.lr=-1,0.1 2>&1 | true", tmp_path)
     assert ended.returncode == 2

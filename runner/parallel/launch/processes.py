@@ -22,6 +22,7 @@ from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
+from runner.system.console import open_console
 from runner.system.cpu import cores_per_process, keep_to_own_cores
 from runner.system.forkserver import start_server
 from runner.system.signals import StopRequest, before_training
@@ -187,6 +188,7 @@ def _run_rank(
         device: device of the rank.
         shared_state: memory that all ranks share; None if the parallel mode needs none.
     """
+    open_console()
     send = start_heartbeat(pipe, process_group.progress, process_group.fail_collectives)
     # Ctrl-C reaches all processes of a terminal, so a rank may stop before it receives the supervisor's signal. Threads
     # that were started during training do not block that signal: without a handler, it would kill the rank.
