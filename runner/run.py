@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -129,13 +129,7 @@ class Run:
         Raises:
             ConfigError: if a check fails. The run directory is created only after all checks have passed.
         """
-        context = self.context(process)
-        self.tracking.check()
-        self.parallel.check(context)
-        self.workload.check_plan(context.plan)
-        self.precision.check_device(context.device)
-        self.workload.prepare()
-        self.parallel.check_workload(context)
+        context = self._prepared(process, self.workload.prepare)
         why = "the processes of this mode do not wait for each other: there is no sequence of weights to average"
         in_sequence = self.ema.decay is None or context.plan.steps_per_round == 1
         check(in_sequence, "ema.decay", self.ema.decay, why, "ema.decay=null, or another parallel mode")
@@ -154,6 +148,29 @@ class Run:
             save_every=once_an_epoch if self.save_every is None else self.save_every,
             steps_per_epoch=epoch,
         )
+
+    def prepare_evaluation(self, process: Process, load: Callable[[], None]) -> Session:
+        """Return a session in which a checkpoint can be evaluated, but in which nothing is trained.
+
+        Args:
+            process: the process.
+            load: function that loads the data; it is called in place of `prepare` of the workload.
+
+        Raises:
+            ConfigError: if a check fails.
+        """
+        context = self._prepared(process, load)
+        return Session(self, context, self.seed + context.layout.seed_offset, num_steps=0, eval_every=0, save_every=0)
+
+    def _prepared(self, process: Process, load: Callable[[], None]) -> Context:
+        context = self.context(process)
+        self.tracking.check()
+        self.parallel.check(context)
+        self.workload.check_plan(context.plan)
+        self.precision.check_device(context.device)
+        load()
+        self.parallel.check_workload(context)
+        return context
 
     def context(self, process: Process) -> Context:
         """Return what the parallel mode needs to know about this run in `process`.

@@ -22,7 +22,7 @@ from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_coun
 from runner.storage.manifest import untrusted
 from runner.storage.run_directory import step_name
 from runner.storage.saved_config import config_text
-from runner.storage.signature import signature_text
+from runner.storage.signature import saved_signature, signature_text
 from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
 from runner.workloads.base import Workload
@@ -79,7 +79,7 @@ class State:
             session.collectives.timeout,
             self.hash,
             config_text(session.run.config),
-            signature_text(session.run.workload.signature()),
+            partial(_signature_text, session.run.workload),
         )
 
     @property
@@ -100,10 +100,19 @@ class State:
             if run.resume != "never":
                 log.info("there is no checkpoint to resume from: the run starts at step 1")
             return
+        self._match_data(saved_signature(self.checkpoints.root / step_name(checkpoint.step)))
         self.load(checkpoint)
         log.info("resumed after step %d", self.step)
         self._report_length((_OPTIONAL | checkpoint.state)["num_steps"])
         self.checkpoints.finish_interrupted(checkpoint)  # here, as a run that has no step left does not save again
+
+    def _match_data(self, saved: dict[str, Any]) -> None:
+        """Check that the data is that of the checkpoint with the signature `saved`, and use its normalization."""
+        workload = self.session.run.workload
+        workload.continue_with(saved)
+        change = self.session.collectives.from_rank_0(partial(workload.check_same_samples, saved))
+        if change:
+            log.warning("the data has changed, as data.changed=accept allows: %s", change)
 
     def _report_length(self, before: int) -> None:
         """Log what another length of the run does to its schedule; `before` is 0 if it is not known."""
@@ -253,6 +262,11 @@ class State:
             error=error,
             stopped_by=rule if in_step and self.step < session.num_steps else "",
         )
+
+
+def _signature_text(workload: Workload) -> str:
+    identity = workload.samples_identity()
+    return signature_text(workload.signature() | ({"data": identity} if identity else {}))
 
 
 def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:

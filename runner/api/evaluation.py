@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import reprlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +11,9 @@ from typing import Any, NamedTuple
 from runner.api.composing import check_list_of_texts, compose
 from runner.cli.arguments import override_value
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.config.overrides import override_key
 from runner.parallel.context import Process
-from runner.run import Session, build_run, check_used
+from runner.run import Run, Session, build_run, check_used
 from runner.storage.checkpoint import load
 from runner.storage.manifest import DamagedError, verified_manifest
 from runner.storage.signature import saved_signature
@@ -25,25 +25,29 @@ class Evaluation(NamedTuple):
 
     Args:
         metrics: a dict from TensorBoard tags to the values of the metrics.
-        description: what was evaluated, such as {"data": "Digits, 1,438 training and 359 held-out samples …"}.
+        description: what was evaluated, such as {"data": "Digits, the 359 samples of val, …"}.
     """
 
     metrics: dict[str, float]
     description: dict[str, str]
 
 
-def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> Evaluation:
+def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: str | None = None) -> Evaluation:
     """Evaluate `checkpoint`. Nothing is written to its run.
 
-    If the parallel mode, the device and the precision are those of the run, the metrics equal, to the last bit, those
-    that the run computed at the step of the checkpoint.
+    The normalization is that of the checkpoint, and columns are matched by name. If the parallel mode, the device, the
+    precision and the data are those of the run, the metrics equal, to the last bit, those that the run computed at the
+    step of the checkpoint.
 
     Args:
         checkpoint: the path of a checkpoint in a run directory.
         overrides: changes of the run's config, such as `["parallel=single", "data.root=…"]`.
+        split: the samples to evaluate on: `train`, `val` (the held-out samples), `test` or `all`. None chooses those
+            that the run held out; if `overrides` name other data, all of it, or `val` if it has a directory for each
+            split.
 
     Raises:
-        ConfigError: if the checkpoint is damaged, or the config cannot run.
+        ConfigError: if the checkpoint is damaged, the config cannot run, or the data does not suit the model.
         RankError: if a process fails.
     """
     check_list_of_texts(overrides)
@@ -55,11 +59,11 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> Eval
         raise ConfigError("checkpoint", str(checkpoint), str(error), "evaluate another one of the run") from None
     run = build_run(dict(compose([f"resume={checkpoint}", "tracking=none", *overrides])))
     check_used(run, overrides)
+    is_other = any(override_key(text).partition(".")[0] == "data" for text in overrides)
     launcher = run.parallel.launcher(run.device)
     with tempfile.TemporaryDirectory(prefix="runner-evaluate-") as scratch, launcher.connect() as process:
-        session = process.collectives.on_all_ranks(lambda: run.prepare(process))
-        _check_signature(session.run.workload.signature(), saved_signature(checkpoint))
-        rank_main = partial(_evaluate_rank, run.config, checkpoint)
+        session = process.collectives.on_all_ranks(lambda: _session(run, process, checkpoint, split, is_other))
+        rank_main = partial(_evaluate_rank, run.config, checkpoint, run.workload.split or None)
         here = partial(_evaluate, session, checkpoint)
         try:
             metrics = launcher.launch(here, rank_main, session.context, Path(scratch))
@@ -71,27 +75,14 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = ()) -> Eval
             raise
 
 
-def _check_signature(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Check that the evaluation data has the same names of classes or targets as the training data.
-
-    The size of the inputs is not checked, because some networks take images of any size.
-
-    Args:
-        own: the signature of the workload with the evaluation data (see `Workload.signature`).
-        saved: the signature in the checkpoint. If it contains no names of classes or targets, nothing is checked.
-
-    Raises:
-        ConfigError: with the key `data`, if the names differ.
-    """
-    for key in ("classes", "targets"):
-        here, there = (list(signature.get(key) or []) for signature in (own, saved))
-        why = f"the model was trained with the {key} {reprlib.repr(there)}"
-        check(here == there or not there, "data", reprlib.repr(here), why, "evaluate it on data with the same ones")
+def _session(run: Run, process: Process, checkpoint: Path, split: str | None, is_other: bool = False) -> Session:
+    load_data = partial(run.workload.prepare_evaluation, saved_signature(checkpoint), split, is_other)
+    return run.prepare_evaluation(process, load_data)
 
 
-def _evaluate_rank(config: dict[str, Any], checkpoint: Path, process: Process) -> dict[str, float]:
+def _evaluate_rank(config: dict[str, Any], checkpoint: Path, split: str | None, process: Process) -> dict[str, float]:
     """Evaluate `checkpoint` in `process`, which a launcher has started, and return the metrics."""
-    return _evaluate(build_run(config).prepare(process), checkpoint)
+    return _evaluate(_session(build_run(config), process, checkpoint, split), checkpoint)
 
 
 def _evaluate(session: Session, checkpoint: Path) -> dict[str, float]:

@@ -152,7 +152,7 @@ class SavedRun:
         weights, path = self.weights(step), self.checkpoint(step)
         with settings_kept():
             run, signature = self.on_one_device(step, overrides), self.signature(step)
-            if signature:  # before memory is allocated: the checkpoint may be anybody's
+            if "inputs" in signature:  # before memory is allocated: the checkpoint may be anybody's
                 _check_fits(_without_memory(lambda: run.workload.saved_model(signature)), weights, path)
             model = run.precision.convert(run.workload.saved_model(signature))
             _check_fits(model, weights, path)
@@ -194,7 +194,9 @@ class SavedRun:
         """
         return self.signature("last").get("classes", [])
 
-    def evaluate(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> dict[str, float]:
+    def evaluate(
+        self, choice: str | int = "best", overrides: Sequence[str] = (), split: str | None = None
+    ) -> dict[str, float]:
         """Evaluate a checkpoint, and return a dict from TensorBoard tags to the values of the metrics.
 
         On the device of the run and without overrides, the metrics equal, to the last bit, those that the run computed
@@ -203,13 +205,15 @@ class SavedRun:
         Args:
             choice: as in `checkpoint`.
             overrides: changes of the run's config, such as `["parallel=single", "data.root=…"]`.
+            split: `train`, `val`, `test` or `all`; None for the held-out samples, or all of other data in `overrides`
+                (see `evaluate_checkpoint`).
 
         Raises:
             ConfigError: if there is no such checkpoint, if it is damaged, or if the config cannot run.
             RankError: if a process fails.
         """
         with settings_kept():
-            return evaluate_checkpoint(self.checkpoint(choice), overrides).metrics
+            return evaluate_checkpoint(self.checkpoint(choice), overrides, split).metrics
 
     def predict(
         self, files: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], choice: str | int = "best"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
 
@@ -86,6 +87,16 @@ class ArraySamples(Samples):
         for first in range(start, stop, batch_size):
             last = min(first + batch_size, stop)
             yield Batch(self.inputs[first:last], self.targets[first:last])
+
+    def joined(self, other: Samples) -> Samples:
+        if type(other) is not type(self):
+            return super().joined(other)
+        both = copy.copy(self)
+        both.inputs, both.targets = (torch.cat(pair) for pair in zip(self._tensors(), other._tensors(), strict=True))
+        return both
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs, self.targets
 
     def _move(self, device: torch.device) -> None:
         """Move the samples to `device`; a tensor that is already there is not copied."""

@@ -7,9 +7,11 @@ Inputs and targets may be any tensors. What only some workloads need, such as th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from runner.config.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +115,23 @@ class Samples(ABC):
         """
         return {}
 
+    def fingerprint(self) -> str:
+        """Return a SHA-256 of the whole data set, training and held-out samples, as hexadecimal digits.
+
+        It shows that a data set has changed between two sessions. Empty (the default) if the options of the data set
+        determine its samples.
+        """
+        return ""
+
+    def joined(self, other: Samples) -> Samples:
+        """Return the samples of both, for an evaluation.
+
+        Raises:
+            ConfigError: with the key `--split`, if this is not possible, as with samples of another type.
+        """
+        why = f"{type(self).__name__} cannot be joined"
+        raise ConfigError("--split", "all", why, "evaluate --split train and --split val")
+
     def close(self) -> None:
         """End the processes that were started for `batches` and `in_order`; they are started again when needed."""
 
@@ -174,6 +193,8 @@ class RegressionSamples(Samples):
     The targets may be standardized: the value in the units of the data is `target · target_std + target_mean`.
     """
 
+    input_names: Sequence[str] = ()
+    """The names of the inputs, if an input is a list of numbers that have names."""
     target_names: list[str]
     target_mean: list[float]
     target_std: list[float]
@@ -200,10 +221,25 @@ def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:
 
 @dataclass
 class Data(ABC):
-    """The base class for the options of a data set; `load` returns the samples."""
+    """The base class for the options of a data set; `load` returns the samples.
+
+    Args:
+        changed: on resume, `refuse` other samples than those of the checkpoint, or `accept` them.
+    """
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
     """Options that may differ on resume, because they do not affect the samples."""
+
+    changed: str = field(default="refuse", kw_only=True)
+
+    @classmethod
+    def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return new values for saved options: a session that accepted changed samples decides for itself alone.
+
+        Args:
+            values: the options of the data set in the saved config, without those that the command line overrides.
+        """
+        return {"changed": "refuse"} if "changed" in values else {}
 
     @abstractmethod
     def load(self) -> tuple[Samples, Samples]:
@@ -212,3 +248,25 @@ class Data(ABC):
         Raises:
             ConfigError: if files are missing or damaged, or an option does not suit the data.
         """
+
+    def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
+        """Return functions that load the samples of each split, for the model of a checkpoint.
+
+        The splits are `train`, `val` (the held-out samples), `all`, and `test` if there is one. The first of them is
+        the one to evaluate of data that the run was not trained on.
+
+        This implementation is for data sets whose normalization and columns do not depend on the samples.
+
+        Args:
+            saved: the signature of the checkpoint (see `Workload.signature`), which has the columns and the
+                normalization to use; empty if the checkpoint has none.
+
+        Raises:
+            ConfigError: as in `load`, or if the data lacks what the model was trained on, such as a column.
+        """
+        return two_splits(*self.load())
+
+
+def two_splits(train: Samples, held_out: Samples) -> dict[str, Callable[[], Samples]]:
+    """Return `Data.splits` of a data set whose samples have been loaded."""
+    return {"val": lambda: held_out, "train": lambda: train, "all": lambda: train.joined(held_out)}

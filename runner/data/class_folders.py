@@ -5,9 +5,11 @@ Images are recognized by their file names; no file is opened.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -45,14 +47,57 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
         ConfigError: with the key `root`, if `root` has neither of these layouts, if directories cannot be listed or are
             nested too deeply, or if a class has too few images.
     """
-    remedy = "give a directory that contains one directory of images per class"
-    check(os.path.exists(root), "root", str(root), "there is no such directory", remedy)
-    check(root.is_dir(), "root", str(root), "it is a file", remedy)
+    _check_directory(root)
     real = os.path.realpath(root)  # the cache does not depend on how the directory is named
     train, held_out, notes = cached([real, holdout], partial(_listed, root, holdout))
     for note in notes:
         log.info("%s: %s", root, note)
     return _joined(root, train), _joined(root, held_out)
+
+
+def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
+    """Return the images of each split below `root`: `all`, and those of `train`, `val` and `test` that there are.
+
+    In contrast to `training_and_held_out`, no split must exist, and a class may have a single image. The first split
+    is `all`, but if the splits are directories, it is `val`: the first that exists of `val`, `valid`, `validation` and
+    `test`.
+
+    Raises:
+        ConfigError: as in `training_and_held_out`.
+    """
+    _check_directory(root)
+    visited = _Visited(root)
+    folders = {name: _classes(root / name, visited) for name in _split_folders(root, visited)}
+    if folders:
+        held_out = [folders[name] for name in HELD_OUT if name in folders][:1]
+        everything: dict[str, set[str]] = {}
+        for label, paths in [pair for classes in folders.values() for pair in classes.items()]:
+            everything.setdefault(label, set()).update(paths)
+        splits = {name: folders[name] for name in ("train", "test") if name in folders}
+        splits = {"val": held_out[0], **splits} if held_out else splits
+        splits["all"] = {label: sorted(everything[label]) for label in sorted(everything)}
+    else:
+        classes = _classes(root, visited)
+        train, held_out = _split(classes, root, holdout)
+        splits = {"all": classes, "train": train, "val": held_out}
+    for note in visited.notes:
+        log.info("%s: %s", root, note)
+    return splits
+
+
+def fingerprint(root: Path, parts: Iterable[Files]) -> str:
+    """Return the SHA-256 of the sorted relative paths, in which the classes are, and of the sizes of the files."""
+    lines = []
+    for path in [path for files in parts for paths in files.values() for path in paths]:
+        size = os.stat(path).st_size if os.path.exists(path) else -1  # deleted in the meantime: it cannot be read
+        lines.append(os.fsencode(f"{os.path.relpath(path, root)}\t{size}\n"))
+    return hashlib.sha256(b"".join(sorted(lines))).hexdigest()
+
+
+def _check_directory(root: Path) -> None:
+    remedy = "give a directory that contains one directory of images per class"
+    check(os.path.exists(root), "root", str(root), "there is no such directory", remedy)
+    check(root.is_dir(), "root", str(root), "it is a file", remedy)
 
 
 def _joined(root: Path, classes: Files) -> Files:
@@ -103,9 +148,10 @@ def _found(root: Path, holdout: float, visited: _Visited) -> tuple[Files, Files]
     folders = _folders(root, visited)
     name = next((name for name in HELD_OUT if name in folders), None)
     if "train" in folders and name is not None:
-        visited.notes.append(f"training on train/, evaluating on {name}/")
+        rest = "; test/ is left for evaluate --split test" * ("test" in folders and name != "test")
+        visited.notes.append(f"training on train/, evaluating on {name}/{rest}")
         return _same_classes(_classes(root / "train", visited), _classes(root / name, visited), root, name)
-    present = [split for split in ("train", *HELD_OUT) if split in folders and _folders(root / split, visited)]
+    present = _split_folders(root, visited)
     check(
         not present,
         "root",
@@ -113,7 +159,16 @@ def _found(root: Path, holdout: float, visited: _Visited) -> tuple[Files, Files]
         f"it contains {', '.join(present)}/, but not both train/ and one of {', '.join(HELD_OUT)}",
         f"add the missing one, or {text_override('data.root', root / (present or ['train'])[0])} to split its images",
     )
-    return _split(_classes(root, visited), root, holdout)
+    classes = _classes(root, visited)
+    small = [name for name, paths in classes.items() if len(paths) < 2]
+    why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
+    check(not small, "root", str(root), why, "add images to these classes, or remove their directories")
+    return _split(classes, root, holdout)
+
+
+def _split_folders(root: Path, visited: _Visited) -> list[str]:
+    folders = _folders(root, visited)
+    return [name for name in ("train", *HELD_OUT) if name in folders and _folders(root / name, visited)]
 
 
 def _same_classes(train: Files, held_out: Files, root: Path, name: str) -> tuple[Files, Files]:
@@ -129,9 +184,6 @@ def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
 
     The images whose paths have the smallest hashes are held out, so that every run holds out the same images.
     """
-    small = [name for name, paths in classes.items() if len(paths) < 2]
-    why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
-    check(not small, "root", str(root), why, "add images to these classes, or remove their directories")
     train, held_out = {}, {}
     start = len(str(root / "x")) - 1
     for name, paths in classes.items():

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from runner.config.errors import check_choice, check_range
 from runner.data.auto_augment import NO_AUGMENT, POLICIES, Augment
-from runner.data.base import Data, Samples
+from runner.data.base import Data, Samples, two_splits
 from runner.data.memory import TensorSamples
 from runner.seeds import derive
 
@@ -44,11 +46,19 @@ class Digits(Data):
         check_range(self, "random_erase", least=0, most=1)
 
     def load(self) -> tuple[Samples, Samples]:
+        return self._load()
+
+    def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
+        return two_splits(*self._load(saved.get("image")))
+
+    def _load(self, normalization: Mapping[str, list[float]] | None = None) -> tuple[Samples, Samples]:
         table = torch.from_numpy(read_table())
         images = table[:, :64].reshape(-1, 1, 8, 8).to(torch.float32) / 16
         if self.size != 8:
             images = torch.nn.functional.interpolate(images, size=(self.size, self.size), mode="bilinear")
         mean, std = images.mean().item(), images.std().item()
+        if normalization and len(normalization["mean"]) == 1:
+            [mean], [std] = normalization["mean"], normalization["std"]
         # Independent of the run's seed, so that runs with different seeds are evaluated on the same samples.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(derive(0, "digits")))
         held_out = max(1, round(self.holdout * len(images)))

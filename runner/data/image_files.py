@@ -151,6 +151,7 @@ class FileSamples(LabeledSamples):
         augment: further transforms of training images, applied to the images that `read` returns.
         centre: side of the central square to which `read` crops images in evaluations, as a fraction of the image's
             shorter side. None if `read` does not crop images in this way; the method `image_input` then returns None.
+        content: function that returns the `fingerprint` of the data set.
     """
 
     def __init__(
@@ -167,13 +168,14 @@ class FileSamples(LabeledSamples):
         unreadable: Unreadable,
         augment: Augment = NO_AUGMENT,
         centre: float | None = None,
+        content: Callable[[], str] = str,
     ):
         self.paths, self.targets, self.class_names = paths, targets, class_names
         self.num_classes = len(class_names)
         self.shape, self.read, self.mean, self.std = shape, read, mean, std
         self.num_workers = workers.count
         self.workers, self.pin_memory, self.unreadable, self.augment = workers, pin_memory, unreadable, augment
-        self.centre = centre
+        self.centre, self._content = centre, content
         self._loaders = Loaders()
 
     def __len__(self) -> int:
@@ -237,6 +239,9 @@ class FileSamples(LabeledSamples):
         if self.centre is None:
             return None
         return {"shape": self.shape, "mean": self.mean, "std": self.std, "centre": self.centre}
+
+    def fingerprint(self) -> str:
+        return self._content()
 
     def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
         for path, why in [found for files in all_gather(self.unreadable.files) for found in files.items()]:

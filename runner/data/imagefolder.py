@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from runner.config.errors import check, check_choice, check_range
 from runner.data.auto_augment import NO_AUGMENT, POLICIES, Augment
 from runner.data.base import Data, Samples
-from runner.data.class_folders import Files, training_and_held_out
+from runner.data.class_folders import Files, fingerprint, splits_for_evaluation, training_and_held_out
 from runner.data.decode import ImageReader
 from runner.data.image_files import FileSamples, Unreadable
 from runner.data.workers import Workers, default_count, start_worker_server
@@ -94,16 +96,45 @@ class ImageFolder(Data):
         )  # finite, so that a worker that hangs does not block the run forever
 
     def load(self) -> tuple[Samples, Samples]:
+        workers = self._workers()
+        train, held_out = training_and_held_out(self._directory, self.holdout)
+        build = self._builder(workers, train, held_out)
+        return build(train, augment=Augment(self.auto_augment, self.random_erase, tuple(self.mean))), build(held_out)
+
+    def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
+        for key, own in ("mean", self.mean), ("std", self.std):
+            there = list((saved.get("image") or {key: own})[key])
+            remedy = f"data.{key}=[{','.join(map(str, there))}]"
+            check(list(own) == there, key, own, "the model was trained on images with another one", remedy)
+        workers = self._workers()
+        splits = splits_for_evaluation(self._directory, self.holdout)
+        build = self._builder(workers, *(splits[name] for name in ("train", "val") if name in splits))
+        return {name: partial(build, files) for name, files in splits.items()}
+
+    @property
+    def _directory(self) -> Path:
+        return Path(self.root).expanduser()
+
+    def _workers(self) -> Workers:
         workers = Workers(default_count() if self.workers is None else self.workers, self.timeout, self.prefetch)
         if workers.count:
             start_worker_server()  # starts up while the files are listed
-        train, held_out = training_and_held_out(Path(self.root).expanduser(), self.holdout)
-        unreadable = Unreadable(self.on_error == "skip")
-        augment = Augment(self.auto_augment, self.random_erase, tuple(self.mean))
-        training = self._samples(train, workers, unreadable, augment)
-        return training, self._samples(held_out, workers, unreadable, NO_AUGMENT)
+        return workers
 
-    def _samples(self, classes: Files, workers: Workers, unreadable: Unreadable, augment: Augment) -> FileSamples:
+    def _builder(self, workers: Workers, *parts: Files) -> Callable[..., FileSamples]:
+        """Return a function that makes samples of files; `parts` are all files of the data set."""
+        unreadable = Unreadable(self.on_error == "skip")
+        content = cache(partial(fingerprint, self._directory, parts))
+        return partial(self._samples, workers=workers, unreadable=unreadable, content=content)
+
+    def _samples(
+        self,
+        classes: Files,
+        workers: Workers,
+        unreadable: Unreadable,
+        content: Callable[[], str],
+        augment: Augment = NO_AUGMENT,
+    ) -> FileSamples:
         names = list(classes)
         return FileSamples(
             paths=[path for paths in classes.values() for path in paths],
@@ -118,4 +149,5 @@ class ImageFolder(Data):
             unreadable=unreadable,
             augment=augment,
             centre=self.centre,
+            content=content,
         )

@@ -82,6 +82,10 @@ class Noise(TensorSamples):
         self._generate(torch.device("cpu"))
         return super().display_images(indices)
 
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self._generate(torch.device("cpu"))
+        return super()._tensors()
+
     def _move(self, device: torch.device) -> None:
         self._generate(device)
         super()._move(device)

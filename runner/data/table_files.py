@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
+import json
 import logging
 import math
 import re
@@ -44,11 +46,21 @@ class Table(NamedTuple):
         inputs: real numbers [n, …] that are finite in float32, in the precision of the file.
         targets: the same, [n, num_targets].
         target_names: the name of each target.
+        input_names: the name of each input; empty if they have no names.
     """
 
     inputs: torch.Tensor
     targets: torch.Tensor
     target_names: list[str]
+    input_names: Sequence[str] = ()
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of the names and the numbers, as hexadecimal digits."""
+        digest = hashlib.sha256(json.dumps([list(self.input_names), self.target_names]).encode())
+        for values in (self.inputs, self.targets):
+            digest.update(f"{list(values.shape)} {values.dtype}".encode())
+            digest.update(values.contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimiter: str) -> Table:
@@ -98,7 +110,7 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
     check(bool(values), "file", str(path), "it has no line but the first", _CSV)
     table = torch.tensor(values, dtype=torch.float64)
     count = len(chosen["inputs"])
-    return Table(table[:, :count].contiguous(), table[:, count:].contiguous(), chosen["targets"])
+    return Table(table[:, :count].contiguous(), table[:, count:].contiguous(), chosen["targets"], chosen["inputs"])
 
 
 _CSV = "the first line names the columns, all other cells are numbers; data.delimiter sets what is between them"

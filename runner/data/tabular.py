@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from runner.config.errors import check, check_range
+from runner.config.errors import ConfigError, check, check_range
 from runner.data.arrays import ArraySamples
 from runner.data.base import Data, RegressionSamples, Samples
 from runner.data.table_files import SUFFIXES, Table, existing, read_arrays, read_csv
 from runner.seeds import derive
+from runner.storage.signature import check_same_names
 
 _ROWS = 65_536
 """The number of rows that are converted to float64 at a time."""
@@ -59,25 +63,54 @@ class Tabular(Data):
                 check(not getattr(self, key), key, list(getattr(self, key)), why, f"data.{key}=[], or a .csv file")
 
     def load(self) -> tuple[Samples, Samples]:
-        table = self._table()
+        splits = self.splits({})
+        return splits["train"](), splits["val"]()
+
+    def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
+        table = self._table(saved)
         count = len(table.inputs)
         held_out = max(1, round(self.holdout * count))
-        key = "num_samples" if self.file is None else "file"
-        why = f"{held_out} of {count} samples would be held out, which leaves none to train on"
-        check(held_out < count, key, getattr(self, key), why, "use more samples, or a smaller data.holdout")
         # Independent of the run's seed, so that runs with different seeds are evaluated on the same samples.
         order = torch.randperm(count, generator=torch.Generator().manual_seed(derive(0, "tabular")))
-        train, test = order[held_out:].sort().values, order[:held_out].sort().values
-        scales = [_scale(tensor[train], self.standardize) for tensor in (table.inputs, table.targets)]
-        return TableSamples(table, train, *scales), TableSamples(table, test, *scales)
+        rows = {
+            "all": torch.arange(count),
+            "train": order[held_out:].sort().values,
+            "val": order[:held_out].sort().values,
+        }
+        if "scale" in saved:
+            scales = [_saved_scale(saved["scale"].get(key), getattr(table, key)) for key in ("inputs", "targets")]
+        else:
+            key = "num_samples" if self.file is None else "file"
+            why = f"{held_out} of {count} samples would be held out, which leaves none to train on"
+            check(held_out < count, key, getattr(self, key), why, "use more samples, or a smaller data.holdout")
+            scales = [_scale(tensor[rows["train"]], self.standardize) for tensor in (table.inputs, table.targets)]
+        content = "" if self.file is None else table.fingerprint()
+        return {name: partial(TableSamples, table, chosen, *scales, content) for name, chosen in rows.items()}
 
-    def _table(self) -> Table:
+    def _table(self, saved: Mapping[str, Any]) -> Table:
+        """Return the table, with the columns in `saved`, the signature of a checkpoint, in their order."""
         if self.file is None:
-            return friedman(self.num_samples)
-        path = existing(self.file)
-        if path.suffix == ".csv":
-            return read_csv(path, self.inputs, self.targets, self.delimiter)
-        return read_arrays(path)
+            table = friedman(self.num_samples)
+        elif Path(self.file).suffix == ".csv":
+            table = self._columns(existing(self.file), saved)
+        else:
+            table = read_arrays(existing(self.file))
+        shape, trained = list(table.inputs.shape[1:]), list(saved.get("inputs", table.inputs.shape[1:]))
+        why = f"an input has the shape {shape}, and the model was trained on {trained}"
+        check(shape == trained, "file", self.file, why, "use data with the same inputs")
+        check_same_names(saved, {"targets": table.target_names}, "file")
+        return table
+
+    def _columns(self, path: Path, saved: Mapping[str, Any]) -> Table:
+        inputs, targets = saved.get("columns", self.inputs), saved.get("targets", self.targets)
+        check_same_names({"columns": sorted(inputs)}, {"columns": sorted(self.inputs or inputs)}, "inputs")
+        try:
+            return read_csv(path, inputs, targets, self.delimiter)
+        except ConfigError as error:
+            if error.key not in ("inputs", "targets") or not saved:
+                raise
+            why = f"the model was trained with the columns {', '.join([*inputs, *targets])}: {error.got} is missing"
+            raise ConfigError("file", self.file, why, "use a file that has these columns, in any order") from None
 
 
 class TableSamples(ArraySamples, RegressionSamples):
@@ -88,6 +121,7 @@ class TableSamples(ArraySamples, RegressionSamples):
         rows: the indices of the rows to use, int64 [n].
         input_scale: mean and standard deviation by which inputs are standardized, float64 of the shape of an input.
         target_scale: the same for targets, float64 [num_targets].
+        content: the `fingerprint` of the table.
     """
 
     def __init__(
@@ -96,13 +130,17 @@ class TableSamples(ArraySamples, RegressionSamples):
         rows: torch.Tensor,
         input_scale: tuple[torch.Tensor, torch.Tensor],
         target_scale: tuple[torch.Tensor, torch.Tensor],
+        content: str = "",
     ):
         super().__init__(
             _standardized(table.inputs, rows, *input_scale), _standardized(table.targets, rows, *target_scale)
         )
-        self.target_names = table.target_names
+        self.input_names, self.target_names = table.input_names, table.target_names
         self.target_mean, self.target_std = (values.tolist() for values in target_scale)
-        self._input_scale = input_scale
+        self._input_scale, self._content = input_scale, content
+
+    def fingerprint(self) -> str:
+        return self._content
 
     def standardization(self) -> dict[str, dict[str, list[float]]]:
         mean, std = (values.flatten().tolist() for values in self._input_scale)
@@ -129,6 +167,15 @@ def _standardized(values: torch.Tensor, rows: torch.Tensor, mean: torch.Tensor, 
     for part, chosen in zip(result.split(_ROWS), rows.split(_ROWS), strict=True):
         part.copy_((values[chosen].double() - mean) / std)
     return result
+
+
+def _saved_scale(scale: Mapping[str, list[float]] | None, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean and the standard deviation in a signature, float64 of the shape of a row; (0, 1) for None."""
+    shape = values.shape[1:]
+    if scale is None:
+        return torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
+    mean, std = (torch.tensor(scale[key], dtype=torch.float64).view(shape) for key in ("mean", "std"))
+    return mean, std
 
 
 def _scale(values: torch.Tensor, standardize: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,7 +91,7 @@ class Downloadable(Data):
         Returns:
             The options to change, with their new values: `download` becomes False.
         """
-        return {"download": False} if "download" in values else {}
+        return super().untrusted_values(values) | ({"download": False} if "download" in values else {})
 
     def load(self) -> tuple[Samples, Samples]:
         if self.download and self._missing():

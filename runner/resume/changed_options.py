@@ -22,7 +22,7 @@ change, except that the type of the optimizer must stay the same.
 _HOW = (
     *("name", "output_root", "resume", "tracking", "how", "parallel", "device", "accumulation", "compile", "profiler"),
     *("channels_last", "deterministic", "log_every", "eval_every", "save_every", "keep", "stop.max_time"),
-    "optimizer.fused",
+    *("optimizer.fused", "data.changed"),
 )
 """Keys and groups that determine how a run is computed and what is written: with other values, it is the same run."""
 

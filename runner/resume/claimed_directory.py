@@ -13,7 +13,7 @@ from pathlib import Path
 
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import override_key
-from runner.resume.earlier_run import Claim, check_newest, later_checkpoints, named_checkpoint, to_resume
+from runner.resume.earlier_run import Claim, check_data, check_newest, later_checkpoints, named_checkpoint, to_resume
 from runner.run import Result, Session
 from runner.storage import run_directory
 from runner.storage.durable_write import sync, write_bytes, write_json
@@ -55,6 +55,8 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
             check_newest(path, session)
         with ExitStack() as undo:
             if not _is_done(path, session):
+                if has_run:
+                    check_data(path, session)
                 _begin_session(path, session, overrides, undo, resumed=has_run)
             begun = True
             try:

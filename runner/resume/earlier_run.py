@@ -15,6 +15,7 @@ from runner.storage.manifest import CONFIG, DamagedError, saved_text
 from runner.storage.regular_file import UnsafeFileError, check_readable, is_locked
 from runner.storage.saved_config import UnreadableConfigError, parse_config
 from runner.storage.saved_run import checkpoints, directory_of, is_of_a_run, saved_config
+from runner.storage.signature import saved_signature
 
 log = logging.getLogger(__name__)
 
@@ -144,9 +145,7 @@ def check_newest(path: Path, session: Session) -> None:
     Raises:
         ConfigError: as in `check_resumable`.
     """
-    checkpoint = named_checkpoint(session) or path / "checkpoints" / run_directory.step_name(
-        run_directory.newest_step(path)
-    )
+    checkpoint = _to_resume_from(path, session)
     try:
         text = saved_text(checkpoint, CONFIG)
         saved = parse_config(text.encode()) if text else {}
@@ -154,6 +153,25 @@ def check_newest(path: Path, session: Session) -> None:
         return  # when the checkpoint is loaded, an error says why, or the previous checkpoint is taken
     if saved:
         check_resumable(saved, session.run.config, str(checkpoint))
+
+
+def check_data(path: Path, session: Session) -> None:
+    """Check the data before anything is written. `State.resume` does so again, with the checkpoint that it loads.
+
+    Raises:
+        ConfigError: with the key `data`, if the data is not that of the checkpoint to resume from.
+    """
+    try:
+        signature = saved_signature(_to_resume_from(path, session))
+    except (OSError, DamagedError, ConfigError):
+        return
+    session.run.workload.continue_with(signature)
+    session.run.workload.check_same_samples(signature)
+
+
+def _to_resume_from(path: Path, session: Session) -> Path:
+    newest = run_directory.step_name(run_directory.newest_step(path))
+    return named_checkpoint(session) or path / "checkpoints" / newest
 
 
 def _unfinished(session: Session, parent: Path) -> Claim | None:

@@ -98,8 +98,8 @@ class Checkpoints:
         timeout: seconds that rank 0 waits for the files of the other ranks, after it has written its own files.
         config_hash: hash of the config, for the manifest.
         config: the text of the config, which is written to each checkpoint; empty to write no config.
-        signature: the text of `model.json`, which says what a program has to know to use the model; empty to write no
-            such file.
+        signature: function that returns the text of `model.json`, which says what a program has to know to use the
+            model; empty to write no such file. It is called by the thread that writes a checkpoint, on rank 0.
     """
 
     def __init__(
@@ -112,11 +112,12 @@ class Checkpoints:
         timeout: float = math.inf,
         config_hash: str = "",
         config: str = "",
-        signature: str = "",
+        signature: Callable[[], str] = str,
     ):
         self.root = directory / "checkpoints"
         self.keep, self.rank, self.world_size, self.barrier, self.timeout = keep, rank, world_size, barrier, timeout
-        self.config_hash, self.texts = config_hash, {CONFIG: config, SIGNATURE: signature}
+        self.config_hash = config_hash
+        self.texts: dict[str, Callable[[], str]] = {CONFIG: lambda: config, SIGNATURE: signature}
         self._writing: _Writing | None = None
         self._failed = threading.Event()
 
@@ -222,8 +223,8 @@ class Checkpoints:
         # safetensors makes its files unreadable for other users; give them the mode of the other files, from the umask.
         for name in weights:
             (part / name).chmod(stat.S_IMODE((part / _STATE).stat().st_mode))
-        for name, text in self.texts.items():
-            if text:
+        for name, text_of in self.texts.items():
+            if text := text_of():
                 _write_synced(part / name, partial(Path.write_text, data=text, encoding="utf-8"))
         self._wait_for_other_ranks(part)
         manifest = manifest_of(part, step=checkpoint.step, world_size=self.world_size, config_hash=self.config_hash)

@@ -1,14 +1,16 @@
-"""The signature of a checkpoint, `model.json`: the inputs of its model, and the names of the classes or targets."""
+"""The signature of a checkpoint, `model.json`: what the numbers in its inputs and outputs mean, and its data."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.config.errors import ABSENT, check
 from runner.storage.manifest import SIGNATURE, saved_text, untrusted
 from runner.storage.run_directory import LIMIT_BYTES
 
@@ -18,6 +20,9 @@ _LARGEST = 4096
 
 _MOST_DIMS = 8
 """The largest number of dimensions of an input."""
+
+_MOST_NAMES = 20
+"""The number of names that a message shows."""
 
 
 def signature_text(signature: Mapping[str, Any]) -> str:
@@ -47,17 +52,86 @@ def saved_signature(checkpoint: Path) -> dict[str, Any]:
     return signature
 
 
+def check_same_names(saved: Mapping[str, Any], now: Mapping[str, Any], key: str = "data") -> None:
+    """Check that data means to the model of a checkpoint what its training data meant.
+
+    Args:
+        saved: the signature of the checkpoint.
+        now: the signature with the data of this session. The names of the classes, the targets and the columns are
+            compared, in order, where both have them.
+        key: the key of the error.
+
+    Raises:
+        ConfigError: if anything differs; it has both lists of names.
+    """
+    for kind in ("classes", "targets", "columns"):
+        there, here = saved.get(kind), now.get(kind)
+        if there and here is not None:
+            trained, has = _listed(there, here), _listed(here, there)
+            why = f"the model was trained with the {kind} {trained}, and this data has {has}"
+            check(list(here) == list(there), key, ABSENT, why, f"use data with the same {kind}, or start a new run")
+
+
+def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], accept: bool) -> str:
+    """Check that a session has the samples of the checkpoint that it resumes.
+
+    Args:
+        saved: the entry `data` of the checkpoint's signature (see `Workload.samples_identity`).
+        now: the same of this session.
+        accept: whether other samples are accepted.
+
+    Returns:
+        What has changed, in words; empty if nothing has, or one of the arguments is empty.
+
+    Raises:
+        ConfigError: if anything differs, and `accept` is false.
+    """
+    if not saved or not now or saved == now:
+        return ""
+    counts = [f"{each['training']:,} training and {each['held_out']:,} held-out samples" for each in (saved, now)]
+    other = f"{counts[0]} then, {counts[1]} now"
+    other += ", with other content" if counts[0] == counts[1] else ""
+    why = f"these are not the samples of the checkpoint ({other})"
+    remedy = "restore them, or data.changed=accept to continue with these and the checkpoint's normalization"
+    check(accept, "data", ABSENT, why, remedy)
+    return other
+
+
+def _listed(names: Sequence[str], others: Collection[str]) -> str:
+    """Return the names as text; of a long list, those that the other list lacks, and the number of the rest."""
+    new = [name for name in names if name not in set(others)]
+    shown = names if len(names) <= _MOST_NAMES else new[:_MOST_NAMES]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if shown else f"{more:,} in another order") * bool(more)
+
+
 def _is_signature(value: Any) -> bool:
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not value:
         return False
+    value = dict(value)
+    if not _is_identity(value.pop("data", None)):
+        return False
+    if not value:
+        return True
     inputs, classes, image = (value.get(key) for key in ("inputs", "classes", "image"))
     if not isinstance(inputs, list) or len(inputs) > _MOST_DIMS:
         return False
     if not all(_is_number(size, 1, _LARGEST) and type(size) is int for size in inputs):
         return False
     if "targets" in value:
-        return value.keys() == {"inputs", "targets", "scale"} and _is_scale(value["scale"], value["targets"], inputs)
+        columns = value.pop("columns", None)
+        fits = columns is None or (_are_names(columns) and [len(columns)] == inputs)
+        known = fits and value.keys() == {"inputs", "targets", "scale"}
+        return known and _is_scale(value["scale"], value["targets"], inputs)
     return _are_names(classes) and (image is None or (isinstance(image, dict) and _is_image(image, inputs)))
+
+
+def _is_identity(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return value is None
+    counts = all(type(value.get(key)) is int and 0 <= value[key] < 2**63 for key in ("training", "held_out"))
+    known = value.keys() == {"training", "held_out", "sha256"}
+    return counts and known and bool(re.fullmatch("[0-9a-f]{64}|", str(value["sha256"])))
 
 
 def _are_names(value: Any) -> bool:
@@ -79,7 +153,7 @@ def _are_moments(value: Any, length: int) -> bool:
         return False
     mean, std = value["mean"], value["std"]
     lists = isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == length
-    return lists and all(_is_number(x, -1e38, 1e38) for x in mean) and all(_is_number(x, 1e-38, 1e38) for x in std)
+    return lists and all(_is_number(x, -1e39, 1e39) for x in mean) and all(_is_number(x, 5e-324, 1e39) for x in std)
 
 
 def _is_image(image: dict[str, Any], inputs: Any) -> bool:

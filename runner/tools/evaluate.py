@@ -1,8 +1,10 @@
 """`python -m runner.tools.evaluate RUN [OVERRIDE …]` evaluates a checkpoint of a run on its held-out data.
 
 The checkpoint is evaluated as in the run, in the same parallel mode, so that the metrics equal the run's own to the
-last bit. Overrides change the config of the run: `parallel=single device=cpu` evaluates the checkpoint on the CPU, and
-`data.root=DIR` evaluates it on the images in DIR. Nothing is written to the run directory.
+last bit. Overrides change the config of the run: `parallel=single device=cpu` evaluates the checkpoint on the CPU.
+`data.root=DIR` evaluates it on all images in DIR (or on those in DIR/val, if DIR has a directory for each split), and
+`data.file=FILE` on all rows of a table. Normalization and columns are those of the checkpoint. Nothing is written to
+the run directory.
 
 Exit codes: 0: evaluated. 1: the evaluation crashed. 2: there is no such run or checkpoint, or the config is refused.
 """
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate the checkpoint that the command line names, print its metrics, and return the exit code."""
     parser = run_parser("evaluate", __doc__)
+    splits = "val: the held-out samples; test: those in test/ (default: val, and all of other data)"
+    parser.add_argument("--split", metavar="train|val|test|all", help=splits)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, overrides = parser.parse_known_args(arguments)
     try:
@@ -38,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         checkpoint = load(options.run).checkpoint(options.checkpoint)
         with LogFile(None):  # on the console: which files are ignored, for example
-            evaluation = evaluate_checkpoint(checkpoint, overrides)
+            evaluation = evaluate_checkpoint(checkpoint, overrides, options.split)
     except Exception as error:
         if isinstance(error, RankError):
             print(f"{error.trace}{error}", file=sys.stderr)
@@ -54,9 +58,10 @@ def _as_json(checkpoint: Path, evaluation: Evaluation) -> str:
 
 
 def _as_text(checkpoint: Path, evaluation: Evaluation) -> str:
-    cells = evaluation.description | {tag: f"{value:.6g}" for tag, value in evaluation.metrics.items()}
+    metrics = {tag: f"{value:.6g}" for tag, value in evaluation.metrics.items()}
+    cells = evaluation.description | {"checkpoint": str(checkpoint)} | metrics
     width = max(map(len, cells))
-    return "\n".join([str(checkpoint), *(f"{name:<{width}}  {cell}" for name, cell in cells.items())])
+    return "\n".join(f"{name:<{width}}  {cell}" for name, cell in cells.items())
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from runner.config.errors import check
 from runner.data.base import Batch
 from runner.tracking.metrics import BatchSums, MetricSums, deferred
 
@@ -35,6 +36,9 @@ class Workload(ABC):
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
     """Options that may differ on resume: those that do not affect the training, and the length of the run."""
+
+    split: str = field(default="", init=False)
+    """The part of the data that is evaluated (see `prepare_evaluation`); empty in training, or without parts."""
 
     def prepare(self) -> None:
         """Load the data, and check that the model and the options of the workload suit the data.
@@ -92,9 +96,52 @@ class Workload(ABC):
         The signature is saved with every checkpoint, unless it is empty (the default). The key `inputs` is the shape of
         an input. For classification, `classes` are the names of the outputs, and `image` has the fields of the
         `ImageInput` that converts image files to inputs, or is None if there is no `ImageInput`. For regression,
-        `targets` are the names of the outputs, and `scale` is the result of `RegressionSamples.standardization`.
+        `targets` are the names of the outputs, `columns` those of the inputs if they have names, and `scale` is the
+        result of `RegressionSamples.standardization`.
         """
         return {}
+
+    def samples_identity(self) -> dict[str, Any]:
+        """Return what identifies the samples: the entry `data` of the signature in a checkpoint.
+
+        It has the numbers of `training` and `held_out` samples, and `sha256`, the `Samples.fingerprint`. It is empty
+        (the default) if a resumed run cannot have other samples.
+        """
+        return {}
+
+    def continue_with(self, saved: Mapping[str, Any]) -> None:
+        """Use the normalization and the order of columns in `saved`, the signature of the checkpoint to resume.
+
+        Raises:
+            ConfigError: with the key `data`, if the data now has other classes, targets or columns.
+        """
+
+    def check_same_samples(self, saved: Mapping[str, Any]) -> str:
+        """Check that the samples are those of the checkpoint with the signature `saved`; called on rank 0.
+
+        Returns:
+            What has changed, in words, if the user accepts other samples; otherwise an empty string.
+
+        Raises:
+            ConfigError: with the key `data`, if they are others, and the user does not accept them.
+        """
+        return ""
+
+    def prepare_evaluation(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
+        """Prepare for the evaluation of a checkpoint, without training; called instead of `prepare`.
+
+        Args:
+            saved: the signature of the checkpoint; empty if it has none.
+            split: the samples to evaluate on: `train`, `val`, `test` or `all`. None chooses the held-out samples, as in
+                training; or, if the data is not that of the checkpoint, the first of `Data.splits`.
+            is_other: whether the user has named data for the evaluation.
+
+        Raises:
+            ConfigError: as in `prepare`; or with the key `--split`, if there is no such split.
+        """
+        remedy = "leave it out"
+        check(split is None, "--split", split, f"{type(self).__name__} does not divide its data", remedy)
+        self.prepare()
 
     def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
         """Return a new model on the CPU, into which the caller loads the weights of a checkpoint.

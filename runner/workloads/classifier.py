@@ -72,8 +72,8 @@ class Classifier(DataWorkload[LabeledSamples]):
         why, name = "its samples have no classes", type(self.data).__name__
         raise ConfigError("data", name, why, "use data=digits, for example, or workload=regression for numbers")
 
-    def prepare(self) -> None:
-        super().prepare()
+    def use(self, train: Samples, held_out: Samples) -> None:
+        super().use(train, held_out)
         count = self.train.num_classes
         why = f"all predictions are right among the {count} classes of this data"
         check(not self.top5 or count > 5, "workload.top5", True, why, "workload.top5=false")
@@ -93,8 +93,7 @@ class Classifier(DataWorkload[LabeledSamples]):
 
     def describe(self) -> dict[str, str]:
         shape, classes = "×".join(map(str, self.train.shape)), self.train.num_classes
-        counts = f"{len(self.train):,} training and {len(self.held_out):,} held-out samples"
-        return {"data": f"{type(self.data).__name__}, {counts} of {shape}, {classes:,} classes"}
+        return {"data": f"{self.summary()} of {shape}, {classes:,} classes"}
 
     def eval_metrics(self) -> dict[str, str]:
         return {"accuracy": "max", "loss": "min"} | ({"top5_accuracy": "max"} if self.top5 else {})
@@ -108,7 +107,7 @@ class Classifier(DataWorkload[LabeledSamples]):
         return {"inputs": samples.shape, "classes": samples.class_names, "image": samples.image_input()}
 
     def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
-        if not signature:
+        if "inputs" not in signature:
             return super().saved_model(signature)
         with errors_under("model"):
             return self.model.build(tuple(signature["inputs"]), len(signature["classes"]))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import check, check_range, errors_under
+from runner.config.errors import check, check_choice, check_range, errors_under
 from runner.data.base import Batch, Data, Samples
 from runner.model.base import Model
+from runner.storage.signature import check_same_names, check_same_samples
 from runner.workloads.base import SupervisedWorkload
+
+log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Samples)
 
@@ -38,8 +43,12 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
     overfit_batches: int = 0
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size",)
+    splits: Sequence[str] = field(default=(), init=False)
+    """The splits of the data, of which `split` is evaluated; empty in training."""
 
     def __post_init__(self) -> None:
+        with errors_under("data"):
+            check_choice(self.data, "changed", ("refuse", "accept"))
         check_range(self, "eval_batch_size", least=1)
         check_range(self, "overfit_batches", least=0)
 
@@ -58,12 +67,65 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
     def prepare(self) -> None:
         with errors_under("data"):
             train, held_out = self.data.load()
+        self.use(train, held_out)
+
+    def use(self, train: Samples, held_out: Samples) -> None:
+        """Train on `train`, and evaluate on `held_out`.
+
+        Raises:
+            ConfigError: if the model or an option of the workload does not suit them.
+        """
         self.train, self.held_out = self.usable(train), self.usable(held_out)
         shapes = self.train.shape, self.held_out.shape
         assert shapes[0] == shapes[1], f"training inputs have shape {shapes[0]}, held-out inputs {shapes[1]}"
         num_dims, shape = self.model.num_dims, list(self.train.shape)
         why = f"an input of {type(self.data).__name__} has the shape {shape}, this network needs {num_dims} dimensions"
         check(num_dims is None or len(shape) == num_dims, "model", type(self.model).__name__, why, "use model=qnet")
+
+    def samples_identity(self) -> dict[str, Any]:
+        return {"training": len(self.train), "held_out": len(self.held_out), "sha256": self.train.fingerprint()}
+
+    def continue_with(self, saved: Mapping[str, Any]) -> None:
+        now = json.loads(json.dumps(self.signature()))  # lists in place of tuples, as in `saved`
+        # Columns are matched by name, but none may be missing or new.
+        check_same_names(_sorted_names(saved), _sorted_names(now))
+        if any(key in saved and saved[key] != now.get(key) for key in ("columns", "targets", "scale", "image")):
+            with errors_under("data"):
+                splits = self.data.splits(saved)
+                train, held_out = splits["train"](), splits["val"]()
+            self.use(train, held_out)
+
+    def check_same_samples(self, saved: Mapping[str, Any]) -> str:
+        accept = self.data.changed == "accept"
+        return check_same_samples(saved.get("data", {}), self.samples_identity(), accept)
+
+    def prepare_evaluation(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
+        with errors_under("data"):
+            splits = self.data.splits(saved)
+        self.splits = sorted(splits, key=("train", "val", "test", "all").index)
+        name = split or ("val" if "val" in splits else next(iter(splits)))
+        check(name in splits, "--split", name, "this data has no such split", f"it has {', '.join(self.splits)}")
+        samples = splits[name]()
+        before = saved.get("data", {}).get("sha256", "")
+        if split is None and samples.fingerprint() != before:
+            if is_other:
+                name = next(iter(splits))
+                samples = splits[name]()
+            elif before:
+                log.warning("the data has changed since the checkpoint: the run may have trained on these samples")
+        self.split = name
+        self.use(samples, samples)
+        check_same_names(saved, self.signature())
+
+    def summary(self) -> str:
+        """Return the data set and the numbers of its samples in words."""
+        name = type(self.data).__name__
+        if not self.split:
+            return f"{name}, {len(self.train):,} training and {len(self.held_out):,} held-out samples"
+        path = getattr(self.data, "root", None) or getattr(self.data, "file", None)
+        others = ", ".join(split for split in self.splits if split != self.split)
+        where = f"{name} {path}" if path else name
+        return f"{where}, {len(self.held_out):,} samples (--split {self.split}; or {others})"
 
     def input_shape(self) -> tuple[int, ...]:
         return self.train.shape
@@ -107,3 +169,8 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         stream = self.micro_batches(plan, self._positions(plan, plan.micro_batches(step)), device)
         inputs, targets = zip(*stream, strict=True)
         return {"inputs": torch.cat(inputs).cpu(), "targets": torch.cat(targets).cpu()}
+
+
+def _sorted_names(signature: Mapping[str, Any]) -> dict[str, Any]:
+    names = {key: sorted(signature[key]) for key in ("targets", "columns") if signature.get(key)}
+    return dict(signature) | names

@@ -45,8 +45,8 @@ class Regression(DataWorkload[RegressionSamples]):
         check_choice(self, "loss_function", _LOSSES)
         check_range(self, "huber_delta", above=0)
 
-    def prepare(self) -> None:
-        super().prepare()
+    def use(self, train: Samples, held_out: Samples) -> None:
+        super().use(train, held_out)
         self._scale: torch.Tensor | None = None
 
     def usable(self, samples: Samples) -> RegressionSamples:
@@ -58,9 +58,8 @@ class Regression(DataWorkload[RegressionSamples]):
     def describe(self) -> dict[str, str]:
         shape, names = "×".join(map(str, self.train.shape)), self.train.target_names
         shape += f" value{'s' * (shape != '1')}" if len(self.train.shape) == 1 else ""
-        counts = f"{len(self.train):,} training and {len(self.held_out):,} held-out samples"
         targets = f"{len(names)} targets" if len(names) > 1 else f"target {names[0]}"
-        return {"data": f"{type(self.data).__name__}, {counts} of {shape}, {targets}"}
+        return {"data": f"{self.summary()} of {shape}, {targets}"}
 
     def eval_metrics(self) -> dict[str, str]:
         return {"loss": "min", "mae": "min", "r2": "max"}
@@ -71,10 +70,12 @@ class Regression(DataWorkload[RegressionSamples]):
 
     def signature(self) -> dict[str, Any]:
         samples = self.train
-        return {"inputs": samples.shape, "targets": samples.target_names, "scale": samples.standardization()}
+        names = {"columns": samples.input_names} if samples.input_names else {}
+        scale = samples.standardization()
+        return {"inputs": samples.shape, "targets": samples.target_names, "scale": scale} | names
 
     def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
-        if not signature:
+        if "inputs" not in signature:
             return super().saved_model(signature)
         with errors_under("model"):
             return self.model.build(tuple(signature["inputs"]), len(signature["targets"]))

@@ -45,8 +45,7 @@ def test_of_several_held_out_folders_the_validation_set_is_taken(tmp_path, caplo
     make(tmp_path, *(f"{part}/{c}/1.png" for part in ("train", "val", "test") for c in "ab"))
     _, held_out = training_and_held_out(tmp_path, 0.5)
     assert below(tmp_path, held_out) == {"a": ["val/a/1.png"], "b": ["val/b/1.png"]}
-    assert "val/" in caplog.text
-    assert "test/" not in caplog.text
+    assert "evaluating on val/; test/ is left for evaluate --split test" in caplog.text
 
 
 def test_the_split_of_each_class_does_not_depend_on_the_path_of_the_folder(tmp_path):

@@ -142,7 +142,7 @@ def test_the_same_samples_are_held_out_in_every_run() -> None:
 
 
 def test_friedman_returns_the_published_function_plus_noise() -> None:
-    x, y, names = friedman(200_000)
+    x, y, names, _ = friedman(200_000)
     assert (x.shape, y.shape, names) == ((200_000, 10), (200_000, 1), ["y"])
     wanted = 10 * torch.sin(torch.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
     noise = y[:, 0] - wanted

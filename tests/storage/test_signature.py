@@ -14,7 +14,7 @@ from helpers.handmade_runs import save_and_wait
 from runner.config.errors import ConfigError
 from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.storage.manifest import DamagedError
-from runner.storage.signature import saved_signature, signature_text
+from runner.storage.signature import check_same_names, saved_signature, signature_text
 
 IMAGE = {"shape": [1, 8, 8], "mean": [0.5], "std": [0.25], "centre": 1.0}
 SIGNATURE = {"inputs": [1, 8, 8], "classes": ["zero", "Größe"], "image": IMAGE}
@@ -22,11 +22,12 @@ SIGNATURE = {"inputs": [1, 8, 8], "classes": ["zero", "Größe"], "image": IMAGE
 
 def saved(directory: Path, text: str) -> Path:
     """Save a checkpoint with `text` in `model.json`, and return its path."""
-    checkpoints = Checkpoints(directory, keep=1, signature=text)
+    checkpoints = Checkpoints(directory, keep=1, signature=lambda: text)
     return save_and_wait(checkpoints, Checkpoint(1, {"weight": torch.zeros(1)}, {}, {}))
 
 
 SCALE = {"targets": {"mean": [3.5], "std": [0.25]}, "inputs": {"mean": [0, -1.0], "std": [1e-30, 1]}}
+DATA = {"training": 8, "held_out": 2, "sha256": "0f" * 32}
 REGRESSION = {"inputs": [2], "targets": ["price"], "scale": SCALE}
 
 
@@ -35,6 +36,7 @@ REGRESSION = {"inputs": [2], "targets": ["price"], "scale": SCALE}
     [
         *(SIGNATURE, SIGNATURE | {"image": None}),
         *(REGRESSION, REGRESSION | {"scale": {"targets": SCALE["targets"]}}),
+        *(REGRESSION | {"columns": ["a", "b"], "data": DATA}, SIGNATURE | {"data": DATA}, {"data": DATA}),
     ],
 )
 def test_a_signature_is_read_as_it_was_written(tmp_path: Path, signature: dict[str, Any]) -> None:
@@ -62,6 +64,12 @@ def test_a_checkpoint_may_have_no_signature(tmp_path: Path) -> None:
         {"image": IMAGE | {"std": [0.0]}},
         {"image": IMAGE | {"centre": 0}},
         {"image": IMAGE | {"more": 1}},
+        {"data": []},
+        {"data": DATA | {"training": -1}},
+        {"data": DATA | {"held_out": "2"}},
+        {"data": DATA | {"sha256": None}},
+        {"data": DATA | {"sha256": "0F" * 32}},
+        {"data": DATA | {"more": 1}},
         {"inputs": [2, 8, 8], "image": IMAGE | {"shape": [2, 8, 8], "mean": [0, 0], "std": [1, 1]}},
     ],
 )
@@ -84,12 +92,32 @@ def test_an_invalid_classification_signature_is_refused(tmp_path: Path, change: 
         {"scale": SCALE | {"targets": {"mean": [0.0], "std": [0.0]}}},
         {"scale": SCALE | {"targets": {"mean": ["0"], "std": [1.0]}}},
         {"scale": SCALE | {"inputs": {"mean": [0.0, 0.0]}}},
+        {"columns": ["a"]},
+        {"columns": "ab"},
     ],
 )
 def test_an_invalid_regression_signature_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     path = saved(tmp_path, json.dumps(REGRESSION | change))
     with pytest.raises(ConfigError, match="other content than a run writes"):
         saved_signature(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "others", "shown"),
+    [
+        (["a", "b"], ["b", "a"], ("a, b", "b, a")),
+        ([f"{i}" for i in range(99)], [f"{i}" for i in range(98)], ("98 and 98 more", "98 in another order")),
+        ([f"{i}" for i in range(99)], [f"{i}" for i in range(1, 100)], ("0 and 98 more", "99 and 98 more")),
+    ],
+)
+def test_a_refusal_has_both_lists_or_what_is_in_one_of_them(
+    names: list[str], others: list[str], shown: tuple[str, str]
+) -> None:
+    check_same_names({"classes": names}, {"classes": list(names), "columns": ["a"]})
+    with pytest.raises(ConfigError) as refused:
+        check_same_names({"classes": names}, {"classes": others})
+    assert refused.value.key == "data"
+    assert refused.value.why == f"the model was trained with the classes {shown[0]}, and this data has {shown[1]}"
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", "3"])

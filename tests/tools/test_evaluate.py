@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.compose import TINY_CPU
+from helpers.runs import write_images
 
 import runner
 from runner.tools import evaluate
@@ -40,9 +41,9 @@ def test_the_text_names_the_checkpoint_and_each_metric(
     result: runner.Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main([str(result.directory), "--checkpoint=4"]) == 0
-    first, data, *others = capsys.readouterr().out.splitlines()
-    assert first.endswith("/checkpoints/step_00000004")
-    assert data.split(maxsplit=1) == ["data", "Digits, 1,438 training and 359 held-out samples of 1×8×8, 10 classes"]
+    data, checkpoint, *others = capsys.readouterr().out.splitlines()
+    assert data.split(maxsplit=1) == ["data", "Digits, 359 samples (--split val; or train, all) of 1×8×8, 10 classes"]
+    assert checkpoint.endswith("/checkpoints/step_00000004")
     assert [line.split() for line in others] == [[tag, f"{value:.6g}"] for tag, value in result.evaluation.items()]
 
 
@@ -76,9 +77,11 @@ def test_what_is_left_out_of_the_data_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("t.csv").write_text(",x,y\n" + "".join(f"{i},{i % 7},{i % 5}\n" for i in range(40)))
-    result = runner.train(["workload=regression", "data.file=t.csv", "device=cpu", "batch_size=8", "steps=1"])
-    said = "t.csv: left out 1 of 3 columns"
+    write_images(tmp_path / "photos")
+    Path("photos/val/cat/notes.txt").touch()
+    options = ("data=imagefolder", "data.root=photos", "data.workers=0", "batch_size=8", "steps=1")
+    result = runner.train([*TINY_CPU, *options])
+    said = "val/: ignored 1 "
     assert result.directory is not None
     assert (capsys.readouterr().err.count(said), (result.directory / "log.txt").read_text().count(said)) == (1, 1)
     assert evaluate.main([str(result.directory)]) == 0
