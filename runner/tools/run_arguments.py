@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from runner.config.errors import ABSENT, check
+from runner.config.other_names import type_instead
 
 
 def run_parser(tool: str, description: str | None, run_help: str = "a run directory") -> argparse.ArgumentParser:
@@ -36,4 +37,5 @@ def check_no_flags(words: Sequence[str], remedy: str = "--help lists them") -> N
         ConfigError: if one of the words is a flag.
     """
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
-    check(not flags, " ".join(flags[:1]), ABSENT, "there is no such flag of this tool;", remedy)
+    flag = "".join(flags[:1])
+    check(not flags, flag, ABSENT, "there is no such flag of this tool;", type_instead(flag.lstrip("-")) or remedy)
