@@ -329,8 +329,8 @@ class Result:
         notes: additional results of the workload, such as the number of skipped files.
         error: the reason why the run diverged or crashed; empty if it did neither.
         stopped_by: the rule of `stop` that ended the run before its last step, in words; empty if no rule did.
-        directory: the run directory; None in the result that a rank returns. Neither `directory` nor `cause` is written
-            to `result.json`.
+        directory: the run directory; None in the result that a rank returns, and if the directory was removed or
+            renamed. Neither `directory` nor `cause` is written to `result.json`.
         cause: the exception that crashed the run; None if the run has not crashed.
     """
 

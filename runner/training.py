@@ -163,6 +163,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         is_best = False
         if log_due:
             with timer.section("log"):
+                state.checkpoints.check_directory()
                 log_training(state, recorder, progress, norm)
         if evaluation_due:
             with timer.section("evaluate"):

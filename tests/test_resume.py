@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers.command import names_left_in, run_command, run_successfully
+from helpers.command import Command, names_left_in, run_command, run_successfully
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
 from helpers.events import scalar_curves
 from helpers.permissions import enforced_permissions
@@ -897,6 +897,28 @@ def test_a_finished_run_cannot_become_shorter_or_continue_without_checkpoints(tm
         code, output = run_command(f"resume={run}", "steps=9", cwd=tmp_path)
         assert (code, "checkpoints to continue from have been deleted" in output) == (2, True), output
         assert files(run) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "mode"), [("removed", "single"), ("renamed", "single"), ("replaced", "single"), ("replaced", "ddp")]
+)
+def test_a_run_whose_directory_is_removed_or_renamed_stops(change: str, mode: str, tmp_path: Path) -> None:
+    """It writes nothing where it was: another run may be in its place."""
+    command = Command(tmp_path, *TINY_CPU, "steps=1000000", "save_every=4", "log_every=2", f"parallel={mode}")
+    path = command.wait_for_checkpoint(8).single_run_directory
+    path.rename(tmp_path / "moved")
+    if change == "removed":
+        shutil.rmtree(tmp_path / "moved")
+    elif change == "replaced":
+        path.mkdir()
+    code, console = command.wait_for_all_processes()
+    assert (code, f"{path} has been removed or renamed" in console) == (1, True), console
+    assert "resume: python" not in console
+    assert path.exists() == (change == "replaced")
+    assert not list(path.parent.glob("*/*"))
+    if change != "removed":
+        code, console = run_command("resume=moved", "stop.max_time=0.1", "parallel=single", cwd=tmp_path)
+        assert (code, "resumed after step" in console) == (75, True), console
 
 
 def files(path: Path) -> dict[str, bytes]:

@@ -60,12 +60,15 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
         session = process.collectives.on_all_ranks(lambda: run.prepare(process))
         claim = partial(claimed_directory, session, parent, name, overrides)
         directory = process.collectives.from_rank_0(lambda: claims.enter_context(claim()))
+        known = run_directory.identity(directory)
         log_file.open(directory)
         done = session.collectives.from_rank_0(partial(finished, directory))
         result = trained(session, launcher, directory) if done is None else nothing_left(done)
-        result.directory = directory
+        is_there = run_directory.identity(directory) == known  # otherwise, another run may be in its place
+        result.directory = directory if is_there else None
         if process.rank_info.rank == 0:
-            write_result(session, directory, result)
+            if is_there:
+                write_result(session, directory, result)
             report(session, directory, result)
             if done is None and is_worth_planning(directory, result):
                 from runner.planning.logged_plan import log_plan  # imported here: short runs have no plan
@@ -129,7 +132,6 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
 
 def write_result(session: Session, directory: Path, result: Result) -> None:
     """Write `result.json` to the run directory `directory`; if the run is done and `keep=0`, delete all checkpoints.
-
     If `result.json` cannot be written, print the reason, set the status of `result` to `crashed`, and set the error of
     `result` to the reason. If checkpoints cannot be deleted, only log a warning.
     """
@@ -152,16 +154,22 @@ def print_summary(session: Session, directory: Path, result: Result) -> None:
 
 def summary(session: Session, directory: Path, result: Result) -> str:
     """Return the text that is printed at the end of a run: its status, time and results, and what to type next."""
-    root = Path(session.run.output_root).resolve()
-    root = root if directory.is_relative_to(root) else directory
-    where, logs = map(typed_path, (directory, root))
     steps = f"{result.steps}/{max(result.steps, session.num_steps)}"
     lines = [f"{result.status} after step {steps}" + (f", {result.seconds:.1f} s" if result.seconds else "")]
     lines[0] += f": {result.error}" if result.error and result.status != "crashed" else ""  # already printed
     lines[0] += f": {result.stopped_by}" if result.stopped_by else ""
     if best := result.best:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
-    lines.append(f"run: {where}")
+    if result.directory is not None:
+        lines += _where(session, directory, result)
+    return redacted(escaped("\n".join(lines)))
+
+
+def _where(session: Session, directory: Path, result: Result) -> list[str]:
+    root = Path(session.run.output_root).resolve()
+    root = root if directory.is_relative_to(root) else directory
+    where, logs = map(typed_path, (directory, root))
+    lines = [f"run: {where}"]
     if result.status != "done":
         lines.append(f"log: {where}/log.txt")
         if any((directory / "checkpoints").glob("step_*")):
@@ -169,4 +177,4 @@ def summary(session: Session, directory: Path, result: Result) -> str:
             lines.append(f"resume: python -m runner resume={where}{other}")
     if any(directory.glob("events.out.tfevents.*")):  # other trackers write none
         lines.append(f"look: tensorboard --logdir {logs}")
-    return redacted(escaped("\n".join(lines)))
+    return lines

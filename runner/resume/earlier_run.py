@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from runner.config.errors import ConfigError, check
+from runner.config.overrides import text_override
 from runner.resume.changed_options import Difference, check_resumable, differences
 from runner.run import Session
 from runner.storage import run_directory
@@ -203,7 +204,7 @@ def _unfinished(session: Session, parent: Path) -> Claim | None:
             log.warning("%s is skipped: its config cannot be read", path)
     if nearest is not None:
         can_continue = not any(each.is_essential for each in fewest)
-        where = f"resume={nearest} continues it with these options" if can_continue else str(nearest)
+        where = f"{text_override('resume', nearest)} continues it with these options" if can_continue else nearest
         log.warning("a new run begins; the nearest unfinished one has %s: %s", "; ".join(map(str, fewest)), where)
     return None
 

@@ -54,7 +54,7 @@ from runner.storage.manifest import CONFIG, SIGNATURE, DamagedError, manifest_of
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.regular_file import UnsafeFileError, check_no_link, utf8_path
 from runner.storage.retention import delete, delete_outdated, saved_steps
-from runner.storage.run_directory import StorageError, free_name, step_name
+from runner.storage.run_directory import MovedError, StorageError, free_name, identity, step_name
 from runner.storage.safe_torch_load import load_tensors
 from runner.system.torch_errors import is_out_of_memory
 
@@ -120,6 +120,7 @@ class Checkpoints:
         self.texts: dict[str, Callable[[], str]] = {CONFIG: lambda: config, SIGNATURE: signature}
         self._writing: _Writing | None = None
         self._failed = threading.Event()
+        self._identity = identity(directory)
 
     def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> None:
         """Wait until the previous checkpoint is written, and begin to write `checkpoint` in a thread.
@@ -141,6 +142,17 @@ class Checkpoints:
                 self._make(part)
         self.barrier()
         self._writing = _in_thread(lambda: self._write(checkpoint, part, best_step))
+
+    def check_directory(self) -> None:
+        """Check on rank 0 that the run directory has been neither removed nor renamed.
+
+        Otherwise, the run would go on in a new directory of the same name, or in that of another run.
+
+        Raises:
+            MovedError: if the check fails.
+        """
+        if self.rank == 0 and identity(self.root.parent) != self._identity:
+            raise MovedError(self.root.parent)
 
     def check(self) -> None:
         """Raise the error of the last `save`, if its thread has already failed.
@@ -173,9 +185,11 @@ class Checkpoints:
             self._writing.wait()
 
     def _make(self, part: Path) -> None:
+        self.check_directory()
         check_no_link(self.root)
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        self.root.mkdir(exist_ok=True)
+        part.mkdir()
         sync(self.root.parent)
 
     def _write(self, checkpoint: Checkpoint, part: Path, best_step: int | None) -> None:
@@ -213,6 +227,7 @@ class Checkpoints:
                     path.unlink(missing_ok=True)
                 if self.rank == 0:
                     part.rmdir()
+            self.check_directory()
             raise StorageError(part, error.strerror or str(error)) from error
 
     def _commit(self, checkpoint: Checkpoint, part: Path) -> None:

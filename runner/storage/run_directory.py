@@ -53,6 +53,19 @@ class StorageError(Exception):
         )
 
 
+class MovedError(StorageError):
+    """Raised when the run directory has been removed or renamed, or another one has taken its place."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, "it is not there any more")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} has been removed or renamed while the run was running\n"
+            "  if it is elsewhere now, resume it there, from its last checkpoint"
+        )
+
+
 def unique_name(overrides: Iterable[str] = ()) -> str:
     """Return `<date>_<time>-<id>-<overrides>`; the random id distinguishes runs that start in the same second.
 
@@ -280,6 +293,15 @@ def lock(directory: Path) -> IO[str] | None:
         file.close()
         raise
     return file
+
+
+def identity(directory: Path) -> tuple[int, int] | None:
+    """Return what distinguishes `directory` from others while one of its files is open; None if there is none."""
+    try:
+        status = os.stat(directory)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def check_regular(

@@ -173,7 +173,10 @@ def test_a_directory_removed_during_training_is_recreated_or_reported(
     with count_fault("disk: a directory is removed"), disturbed_at(step, remove):
         code, console = run_in_this_process(list(OPTIONS), tmp_path)
         assert "Traceback" not in console, console
-        if code == 0:
+        if what == "":
+            assert (code, "has been removed or renamed" in console) == (1, True), console
+            assert not list(tmp_path.glob("outputs/a/*"))
+        elif code == 0:
             [path] = tmp_path.glob("outputs/a/*")
             assert assert_newest_checkpoint_valid(path, 8) == 8
         else:
