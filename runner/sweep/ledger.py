@@ -132,9 +132,12 @@ class Ledger:
                     self._set(int(number), entry)
                 return path
             more, less = (" ".join(sorted({*one} - {*two})) for one, two in ((self.typed, typed), (typed, self.typed)))
-            other = other or f"{path} has {less or 'no'} where this one has {more or 'none'}"
+            what = [f"has {less}"] * bool(less) + [f"lacks {more}"] * bool(more)
+            other = other or f"{path} {' and '.join(what)}"
         if other:
-            log.warning("no unfinished sweep has these overrides, so a new one begins: %s", printable(other))
+            log.warning(
+                "no unfinished sweep has these overrides, so a new one begins; the newest, %s", printable(other)
+            )
         return None
 
     def settled(self, number: int, config_hash: str) -> int | None:

@@ -149,7 +149,10 @@ def test_a_new_sweep_says_in_what_the_newest_unfinished_one_differs(
 ) -> None:
     path = write_ledger(tmp_path, {"typed": ["epochs=1", "seed=1,2"], "complete": False, "jobs": {}})
     assert open_ledger(["seed=1,2,3", "epochs=1"]).path != path
-    assert f"{path} has seed=1,2 where this one has seed=1,2,3" in caplog.text
+    assert f"{path} has seed=1,2 and lacks seed=1,2,3" in caplog.text
+    caplog.clear()
+    open_ledger(["seed=1,2", "epochs=1", "log_every=2"])
+    assert f"{path} lacks log_every=2\n" in caplog.text
 
 
 @pytest.mark.parametrize(
