@@ -58,16 +58,16 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
 def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
     """Return the images of each split below `root`: `all`, and those of `train`, `val` and `test` that there are.
 
-    In contrast to `training_and_held_out`, no split must exist, and a class may have a single image. The first split
-    is `all`, but if the splits are directories, it is `val`: the first that exists of `val`, `valid`, `validation` and
-    `test`.
+    In contrast to `training_and_held_out`, no split must exist, a class may have a single image or none, and there may
+    be only one class. The first split is `all`, but if the splits are directories, it is `val`: the first that exists
+    of `val`, `valid`, `validation` and `test`.
 
     Raises:
         ConfigError: as in `training_and_held_out`.
     """
     _check_directory(root)
     visited = _Visited(root)
-    folders = {name: _classes(root / name, visited) for name in _split_folders(root, visited)}
+    folders = {name: _held_out_classes(root / name, visited) for name in _split_folders(root, visited)}
     if folders:
         held_out = [folders[name] for name in HELD_OUT if name in folders][:1]
         everything: dict[str, set[str]] = {}
@@ -77,7 +77,7 @@ def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
         splits = {"val": held_out[0], **splits} if held_out else splits
         splits["all"] = {label: sorted(everything[label]) for label in sorted(everything)}
     else:
-        classes = _classes(root, visited)
+        classes = _held_out_classes(root, visited)
         train, held_out = _split(classes, root, holdout)
         splits = {"all": classes, "train": train, "val": held_out}
     for note in visited.notes:
@@ -96,7 +96,8 @@ def fingerprint(root: Path, parts: Iterable[Files]) -> str:
 
 def _check_directory(root: Path) -> None:
     remedy = "give a directory that contains one directory of images per class"
-    check(os.path.exists(root), "root", str(root), "there is no such directory", remedy)
+    where = "" if root.is_absolute() else f" in {Path.cwd()}"
+    check(os.path.exists(root), "root", str(root), f"there is no such directory{where}", remedy)
     check(root.is_dir(), "root", str(root), "it is a file", remedy)
 
 
@@ -150,7 +151,13 @@ def _found(root: Path, holdout: float, visited: _Visited) -> tuple[Files, Files]
     if "train" in folders and name is not None:
         rest = "; test/ is left for evaluate --split test" * ("test" in folders and name != "test")
         visited.notes.append(f"training on train/, evaluating on {name}/{rest}")
-        return _same_classes(_classes(root / "train", visited), _classes(root / name, visited), root, name)
+        train, held_out = _training_classes(root / "train", visited), _held_out_classes(root / name, visited)
+        new, missing = ([c for c in some if c not in others] for some, others in ((held_out, train), (train, held_out)))
+        why = f"{name}/ has classes that train/ lacks: {_first_five(new)}"
+        check(not new, "root", str(root), why, f"add images of them to train/, or remove them from {name}/")
+        if missing:
+            visited.notes.append(f"{name}/ has no images of {_first_five(missing)}")
+        return train, {label: held_out.get(label, []) for label in train}
     present = _split_folders(root, visited)
     check(
         not present,
@@ -159,7 +166,7 @@ def _found(root: Path, holdout: float, visited: _Visited) -> tuple[Files, Files]
         f"it contains {', '.join(present)}/, but not both train/ and one of {', '.join(HELD_OUT)}",
         f"add the missing one, or {text_override('data.root', root / (present or ['train'])[0])} to split its images",
     )
-    classes = _classes(root, visited)
+    classes = _training_classes(root, visited)
     small = [name for name, paths in classes.items() if len(paths) < 2]
     why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
     check(not small, "root", str(root), why, "add images to these classes, or remove their directories")
@@ -169,14 +176,6 @@ def _found(root: Path, holdout: float, visited: _Visited) -> tuple[Files, Files]
 def _split_folders(root: Path, visited: _Visited) -> list[str]:
     folders = _folders(root, visited)
     return [name for name in ("train", *HELD_OUT) if name in folders and _folders(root / name, visited)]
-
-
-def _same_classes(train: Files, held_out: Files, root: Path, name: str) -> tuple[Files, Files]:
-    for classes, split, others, other in ((train, "train", held_out, name), (held_out, name, train, "train")):
-        missing = [c for c in classes if c not in others]
-        why = f"{split}/ has classes that {other}/ lacks: {_first_five(missing)}"
-        check(not missing, "root", str(root), why, "both must have the same class directories")
-    return train, held_out
 
 
 def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
@@ -193,17 +192,31 @@ def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
     return train, held_out
 
 
+def _training_classes(folder: Path, visited: _Visited) -> Files:
+    """Return the images of each class; there must be two classes, and images of each."""
+    classes = _classes(folder, visited)
+    why = f"{folder} contains {len(classes)} class directories, and classification needs at least two"
+    check(len(classes) > 1, "root", str(folder), why, "put the images of each class into a separate directory")
+    empty = [name for name, paths in classes.items() if not paths]
+    why = f"these class directories contain no images ({' '.join(EXTENSIONS)}): {_first_five(empty)}"
+    check(not empty, "root", str(folder), why, "add images to these directories, or remove them")
+    return classes
+
+
+def _held_out_classes(folder: Path, visited: _Visited) -> Files:
+    """Return the images of each class that has any."""
+    classes = {name: paths for name, paths in _classes(folder, visited).items() if paths}
+    why = f"{folder} contains no class directory with images ({' '.join(EXTENSIONS)})"
+    check(bool(classes), "root", str(folder), why, "put the images of each class into a separate directory")
+    return classes
+
+
 def _classes(folder: Path, visited: _Visited) -> Files:
     """Return the images of each class. Every subdirectory of `folder` is a class; its images may be at any depth."""
     beside = Counter[str]()
     names = _folders(folder, visited, beside)
-    why = f"{folder} contains {len(names)} class directories, and classification needs at least two"
-    check(len(names) > 1, "root", str(folder), why, "put the images of each class into a separate directory")
     others = Counter({f"{kind} in no class directory" * (kind in EXTENSIONS) or kind: n for kind, n in beside.items()})
     classes = {name: _images(folder / name, others, visited) for name in names}
-    empty = [name for name, paths in classes.items() if not paths]
-    why = f"these class directories contain no images ({' '.join(EXTENSIONS)}): {_first_five(empty)}"
-    check(not empty, "root", str(folder), why, "add images to these directories, or remove them")
     visited.num_files += sum(map(len, classes.values())) + others.total()
     if others.total():
         kinds = ", ".join(f"{count} {kind}" for kind, count in (+others).most_common(10))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -109,7 +109,7 @@ class ImageFolder(Data):
         workers = self._workers()
         splits = splits_for_evaluation(self._directory, self.holdout)
         build = self._builder(workers, *(splits[name] for name in ("train", "val") if name in splits))
-        return {name: partial(build, files) for name, files in splits.items()}
+        return {name: partial(build, _with_all(saved.get("classes") or [], files)) for name, files in splits.items()}
 
     @property
     def _directory(self) -> Path:
@@ -151,3 +151,9 @@ class ImageFolder(Data):
             centre=self.centre,
             content=content,
         )
+
+
+def _with_all(classes: Sequence[str], files: Files) -> Files:
+    """Return the files of all `classes`, in their order; `files` itself if it has others."""
+    found = {printable(name): paths for name, paths in files.items()}
+    return {name: found.get(name, []) for name in classes} if found.keys() <= set(classes) else files

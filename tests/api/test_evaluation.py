@@ -141,3 +141,13 @@ def test_images_that_would_be_normalized_in_another_way_are_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         run.evaluate("last", ["data=imagefolder", *IMAGES[1:-1]])
     assert (refused.value.key, refused.value.remedy) == ("data.mean", "data.mean=[0.5,0.5,0.5]")
+
+
+def test_images_of_only_some_classes_are_evaluated_as_those_of_the_model() -> None:
+    write_photos("photos", {"apple": 12, "berry": 12, "cress": 12})
+    write_photos("more", {"cress": 7}, seed=1)
+    run = trained(*TINY_CPU, *IMAGES, "epochs=2")
+
+    found = run.evaluate("last", ["data.root=more"])
+
+    assert found == pytest.approx(wanted_of_images(run, *sorted(Path("more/cress").iterdir())), rel=1e-5)

@@ -141,10 +141,20 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {  # files, data.root, te
     "a class without images": ([*many("root/a", 2), *many("root/b", 2), "root/empty/x.txt"], "root", ["empty"]),
     "train alone": ([*many("root/train/a", 2), *many("root/train/b", 2)], "root", ["train/", "not both"]),
     "val alone": ([*many("root/val/a", 2), *many("root/val/b", 2)], "root", ["val/", "not both"]),
-    "a class in train alone": ([*BOTH, "root/train/c/1.jpg"], "root", ["train/", "val/", ": c"]),
+    "no image in val": ([*BOTH[:2], "root/val/a/x.txt"], "root", ["val", "no class directory"]),
     "a class in val alone": ([*BOTH, "root/val/c/1.jpg"], "root", ["train/", "val/", ": c"]),
     "a class of one image": ([*many("root/a", 2), *many("root/b", 1)], "root", ["one", ": b"]),
 }
+
+
+@pytest.mark.parametrize("files", [[], ["val/b/x.txt"]])
+def test_held_out_images_may_lack_a_class_of_the_training_images(tmp_path, caplog, files):
+    make(tmp_path, *many("train/a", 2), *many("train/b", 2), *many("train/c", 2), "val/a/1.jpg", "val/c/1.jpg", *files)
+    with caplog.at_level("INFO"):
+        held_out = training_and_held_out(tmp_path, 0.2)[1]
+    assert {name: len(paths) for name, paths in held_out.items()} == {"a": 1, "b": 0, "c": 1}
+    assert list(held_out) == ["a", "b", "c"]  # the index of c is that of the training images
+    assert "val/ has no images of b" in caplog.text
 
 
 @pytest.mark.parametrize("case", REFUSED)
