@@ -245,6 +245,14 @@ def device_name(device: torch.device) -> str:
     return f"{device} ({cpu_model()})"
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the floating-point type in which sums over many samples are computed on `device`.
+
+    This is float64 on CPUs and CUDA devices, and float32 elsewhere: Metal has no float64.
+    """
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+
 def synchronize(*devices: torch.device) -> None:
     """Wait until all work that is queued on `devices` has finished."""
     for device in devices:

@@ -13,6 +13,7 @@ from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, check, check_range, errors_under
 from runner.data.base import Batch, DataError, LabeledSamples, Samples
 from runner.data.mixing import Mixing
+from runner.device import sum_dtype
 from runner.tracking.image_grids import class_shares, confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
 from runner.workloads.from_data import DataWorkload
@@ -142,7 +143,7 @@ class Classifier(DataWorkload[LabeledSamples]):
         num_classes = self.held_out.num_classes
         matrix = num_classes if num_classes <= _MAX_CLASSES else 0
         sums = {
-            "loss": torch.zeros((), dtype=torch.float64, device=device),
+            "loss": torch.zeros((), dtype=sum_dtype(device), device=device),
             "correct": torch.zeros((), dtype=torch.int64, device=device),
             "top5": torch.zeros((), dtype=torch.int64, device=device),
             "count": torch.zeros((), dtype=torch.int64, device=device),
@@ -153,8 +154,6 @@ class Classifier(DataWorkload[LabeledSamples]):
             # Probability of the predicted class in 1/1000, so that a rounding error does not change which are shown.
             "confidence": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
         }
-        if device.type == "mps":  # Metal has no float64
-            sums["loss"] = sums["loss"].float()
         for indices, batch in self.held_out.in_order_with_indices(self.eval_batch_size, shard, device):
             outputs = infer(batch.inputs).float()
             predicted = outputs.argmax(1)

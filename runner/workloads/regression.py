@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from runner.config.errors import ConfigError, check_choice, check_range, errors_under
 from runner.data.base import RegressionSamples, Samples
+from runner.device import sum_dtype
 from runner.tracking.metrics import MetricSums
 from runner.workloads.from_data import DataWorkload
 
@@ -106,7 +107,7 @@ class Regression(DataWorkload[RegressionSamples]):
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:
         num_targets = len(self.held_out.target_names)
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # Metal has no float64
+        dtype = sum_dtype(device)
         names = ("loss", "absolute", "squared", "target", "target_squared")
         sums = {name: torch.zeros(num_targets, dtype=dtype, device=device) for name in names}
         sums["count"] = torch.zeros((), dtype=torch.int64, device=device)
@@ -123,7 +124,7 @@ class Regression(DataWorkload[RegressionSamples]):
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
         count = int(sums["count"])
-        sums = {name: values.double().cpu() for name, values in sums.items()}
+        sums = {name: values.cpu().double() for name, values in sums.items()}
         std = torch.tensor(self.held_out.target_std, dtype=torch.float64)
         variation = sums["target_squared"] - sums["target"].square() / count
         # Where all targets are equal, R² is not defined; as in scikit-learn, it is then 1 if all are predicted, else 0.

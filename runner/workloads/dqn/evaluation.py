@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from runner.data.base import shard_bounds
+from runner.device import sum_dtype
 from runner.env.base import Env
 from runner.env.vector import Vector
 from runner.seeds import derive
@@ -57,9 +58,8 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
             # A sharded model needs the same number of forward passes on each process.
             if not in_lockstep and not running.any():
                 break
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # Metal has no float64
     totals = {"return": returns[counted].sum(), "length": lengths[counted].sum(), "count": float(last - first)}
-    return {name: torch.tensor(float(total), dtype=dtype, device=device) for name, total in totals.items()}
+    return {name: torch.tensor(float(total), dtype=sum_dtype(device), device=device) for name, total in totals.items()}
 
 
 def record_video(env: Env, infer: Infer, device: torch.device) -> torch.Tensor:
