@@ -14,6 +14,7 @@ import torch
 from runner.config.errors import check, check_choice, check_range
 from runner.system.cpu import cores_per_process, cpu_model, local_world_size, seconds_without_core, usable_core_numbers
 from runner.system.freed_memory import freed_memory_kept
+from runner.system.gpu import lacks_kernels
 
 
 @dataclass
@@ -24,9 +25,8 @@ class Device:
         kind: `cpu`, `cuda`, `mps`, or `auto` for the first available device of `cuda`, `mps` and `cpu`.
         index: use only the CUDA device with this index, counted among the visible devices (CUDA_VISIBLE_DEVICES). If
             `index` is null, a parallel mode with several devices uses the devices in `indices`, and any other mode uses
-            the first device.
-        indices: the indices of the CUDA devices that a parallel mode with several devices may use; empty for all
-            visible devices.
+            the first of them.
+        indices: the indices of the CUDA devices that the run may use; empty for all visible devices.
         threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`). In a run
             with one process, null chooses torch's default; in a run with several processes, it chooses an equal share
             of the cores for each process. If the device is the CPU, null also reserves one core for each data worker,
@@ -50,6 +50,9 @@ class Device:
             f"device={self.kind} has no numbered devices",
             "leave device.index=null, or choose device=cuda",
         )
+        both = self.index is not None and self.indices not in ([], [self.index])
+        why = f"device.indices={self.indices} names other devices"
+        check(not both, "index", self.index, why, "leave one of the two out")
         check(
             len(set(self.indices)) == len(self.indices) and all(index >= 0 for index in self.indices),
             "indices",
@@ -68,10 +71,7 @@ class Device:
         if kind == "cuda":
             why = f"torch finds no CUDA device{_visible_devices()}"
             check(torch.cuda.is_available(), "kind", kind, why, _AVAILABLE)
-            count, index = torch.cuda.device_count(), self.index or 0
-            why = f"{count} CUDA devices are visible{_visible_devices()}"
-            check(index < count, "index", index, why, f"choose an index from 0 to {count - 1}")
-            return torch.device("cuda", index)
+            return self._cuda_devices(only_first=True)[0]
         self.check_unnumbered(kind)
         if kind == "mps":
             check(torch.backends.mps.is_available(), "kind", kind, "this machine has no Metal device", _AVAILABLE)
@@ -93,19 +93,30 @@ class Device:
         Raises:
             ConfigError: if a requested device is not available.
         """
-        first = Device("cuda", self.index).resolve()
-        if self.index is not None:
-            return [first]
+        why = f"torch finds no CUDA device{_visible_devices()}"
+        check(torch.cuda.is_available(), "kind", "cuda", why, _AVAILABLE)
+        return self._cuda_devices()
+
+    def _cuda_devices(self, only_first: bool = False) -> list[torch.device]:
         count = torch.cuda.device_count()
-        why, remedy = f"{count} CUDA devices are visible{_visible_devices()}", f"choose indices from 0 to {count - 1}"
-        check(all(index < count for index in self.indices), "indices", self.indices, why, remedy)
-        return [torch.device("cuda", index) for index in self.indices or range(count)]
+        key, chosen = ("index", [self.index]) if self.index is not None else ("indices", self.indices or range(count))
+        why = f"{count} CUDA devices are visible{_visible_devices()}"
+        remedy = f"choose from 0 to {count - 1}"
+        check(all(index < count for index in chosen), key, getattr(self, key), why, remedy)
+        devices = [torch.device("cuda", index) for index in chosen[: 1 if only_first else None]]
+        for device in devices:
+            why, remedy = (
+                lacks_kernels(device.index),
+                "install a torch for this GPU, or choose device=cpu or another GPU",
+            )
+            check(not why, "kind", str(device), why, remedy)
+        return devices
 
     @contextmanager
     def settings(self, device: torch.device, deterministic: bool, num_data_workers: int = 0) -> Iterator[None]:
         """Set torch's global flags for one run, and restore them afterwards, because a process may train several runs.
 
-        The current CUDA device and the environment variable CUBLAS_WORKSPACE_CONFIG are set, too, but not restored.
+        The current CUDA device is one of them. The environment variable CUBLAS_WORKSPACE_CONFIG is set, and stays set.
         On a CPU, freed memory is kept in the process during the run (see `runner.system.freed_memory`).
 
         Args:
@@ -120,10 +131,10 @@ class Device:
         torch.set_num_threads(self.threads or default_threads(device, num_data_workers))
         torch.backends.cudnn.benchmark = device.type == "cuda" and not deterministic
         _use_deterministic(deterministic)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         try:
-            with freed_memory_kept() if device.type == "cpu" else nullcontext():
+            # Not `set_device`, which would make a context on the device that it restores.
+            current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+            with current, freed_memory_kept() if device.type == "cpu" else nullcontext():
                 yield
         finally:
             torch.set_num_threads(before[0])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -71,6 +72,44 @@ def test_an_absent_device_is_refused_by_key(machine, monkeypatch: pytest.MonkeyP
     assert "CUDA_VISIBLE_DEVICES='7'" in refused.why
 
 
+def test_the_first_of_the_named_devices_is_used_by_a_mode_with_one(machine) -> None:
+    machine(4)
+    assert Device(indices=[2]).resolve() == torch.device("cuda:2")
+    assert Device(kind="cuda", indices=[3, 1]).resolve() == torch.device("cuda:3")
+    assert Device(indices=[3, 1]).resolve_all() == [torch.device("cuda:3"), torch.device("cuda:1")]
+    assert refusal(Device(indices=[4])).key == "indices"
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        (["sm_75", "sm_80", "sm_90"], (7, 5), True),
+        (["sm_75", "sm_80", "sm_90"], (8, 9), True),  # binary code runs within a major version
+        (["sm_75", "sm_80", "sm_90"], (7, 0), False),
+        (["sm_75", "sm_80", "sm_90"], (12, 0), False),
+        (["sm_75", "sm_90", "compute_90"], (12, 0), True),  # compiled by the driver
+        (["sm_80", "sm_90a"], (9, 0), False),
+        (["sm_100", "sm_120", "compute_120"], (9, 0), False),
+        ([], (3, 5), True),  # a build that does not say
+        (["gfx942"], (9, 4), True),  # of AMD
+    ],
+)
+def test_a_gpu_for_which_torch_has_no_kernels_is_refused(
+    machine, built: list[str], capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(2)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability if index == 1 else (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    device = Device(kind="cuda", index=1)
+    if runs:
+        assert device.resolve() == torch.device("cuda:1")
+        return
+    refused = refusal(device)
+    assert (refused.key, refused.got) == ("kind", "cuda:1")
+    assert f"GPU 1 has compute capability {capability[0]}.{capability[1]}" in refused.why
+
+
 @pytest.mark.parametrize(
     ("options", "key"),
     [
@@ -81,6 +120,7 @@ def test_an_absent_device_is_refused_by_key(machine, monkeypatch: pytest.MonkeyP
         ({"threads": 0}, "threads"),
         ({"indices": [0, 0]}, "indices"),
         ({"indices": [-1]}, "indices"),
+        ({"index": 1, "indices": [2]}, "index"),
     ],
 )
 def test_invalid_options_are_refused_by_key(options: dict, key: str) -> None:
@@ -117,7 +157,13 @@ def switches() -> tuple:
 def test_settings_apply_during_the_run_and_are_restored(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     taken = []
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:  # which also restores the current device, without a context
+        taken.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", current)
     before = switches()
     with Device(threads=2).settings(torch.device("cuda:1"), deterministic):
         assert switches() == (2, not deterministic, deterministic)

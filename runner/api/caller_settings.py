@@ -8,7 +8,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -74,12 +74,9 @@ def _interpreter() -> Iterator[None]:
 
 @contextmanager
 def _cuda_device() -> Iterator[None]:
-    before = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-    try:
+    # Otherwise, there is nothing to restore. `torch.cuda.device` makes no context on the device that it restores.
+    with torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else nullcontext():
         yield
-    finally:
-        if torch.cuda.is_initialized():
-            torch.cuda.set_device(before)
 
 
 @contextmanager

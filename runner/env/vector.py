@@ -19,6 +19,8 @@ from gymnasium.wrappers import FlattenObservation
 from runner.env import environment_state
 from runner.env.spaces import needs_flattening
 from runner.storage.content_checks import UnexpectedContentError, check_like
+from runner.system.forkserver import METHOD, start_server, without_main_module
+from runner.system.signals import STOP_SIGNALS
 
 _UNBOUNDED = 1e6
 """Bounds with at least this absolute value count as infinite: some environments give the largest float instead."""
@@ -69,19 +71,25 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
     mode = "sync" if vectorization == "auto" else vectorization
     single = gymnasium.make(spec, **options)
     wrappers: list[Any] = [FlattenObservation] if needs_flattening(single.observation_space) else []
-    if mode == "async":
-        wrappers.append(partial(_with_default_signals, parent=os.getpid()))
     single.close()
-    return gymnasium.make_vec(spec, num_envs, mode, wrappers=wrappers, **options)
+    if mode != "async":
+        return gymnasium.make_vec(spec, num_envs, mode, wrappers=wrappers, **options)
+    # Not forked from this process, which may have begun to use CUDA, and has threads.
+    start_server(*_PRELOADED)
+    wrappers.append(partial(_with_default_signals, parent=os.getpid()))
+    with without_main_module():
+        return gymnasium.make_vec(spec, num_envs, mode, {"context": METHOD}, wrappers=wrappers, **options)
+
+
+_PRELOADED = ("gymnasium", "runner.env.vector")
 
 
 def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
     """Return `env` unchanged, and make the process of an environment exit on SIGTERM and ignore Ctrl-C.
 
-    On Linux, the process of an environment is forked from the process of the run, and inherits the signal handlers of
-    the run, which do not end the process. This function replaces the inherited handlers. It is passed to gymnasium as a
-    wrapper, which gymnasium calls in the process of each environment, and also in the process of the run. In the
-    process of the run, this function changes nothing.
+    The process of an environment is forked from the fork server, in whose children stop signals are blocked. This
+    function is passed to gymnasium as a wrapper, which gymnasium calls in the process of each environment, and also in
+    the process of the run. In the process of the run, this function changes nothing.
 
     Args:
         env: the environment.
@@ -91,6 +99,7 @@ def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Ctrl-C is sent to all processes, and the run closes its environments.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     return env
 
 

@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from models.blocks import blocks_of
 from runner.config.errors import ConfigError
+from runner.device import device_name
 from runner.model.base import without_memory
 from runner.parallel.dp import DP
 from runner.parallel.pipeline import Pipeline
@@ -56,8 +59,9 @@ def report_of(
         - `step`: the predicted `seconds` and `samples_per_second`, the measured `parts` and, for a pipeline, the
           `fastest` schedule; None without `parts`;
         - `checkpoint`: the `bytes` of a checkpoint, and the `disk_bytes` that the run needs at most;
-        - `host`: None if `num_devices` is given. Otherwise a dict: `tensor_bytes`, the host memory that the tensors of
-          all processes need, and `available_bytes`, the host memory that this machine has available;
+        - `host`: None if `num_devices` is given. Otherwise a dict: `memory_of`, which is `host` or the name of the GPU;
+          `tensor_bytes`, the memory that the tensors need there, of all processes on the host, or of the process that
+          needs most on its GPUs; and `available_bytes`, the memory that the host has available, or that the GPUs have;
         - `notes`: a list of remarks, such as what the memory does not include;
         - `memory_bytes`, `fits` and `measured`, which are None, and `remedies`, an empty list; the caller may set them.
     """
@@ -70,7 +74,7 @@ def report_of(
         "pipeline": pipeline,
         "step": None if parts is None else _step(session, parts, pipeline),
         "checkpoint": _checkpoint(session, ranks),
-        "host": _host(session, ranks) if num_devices is None else None,
+        "host": _machine(session, ranks) if num_devices is None else None,
         "memory_bytes": None,
         "fits": None,
         "remedies": [],
@@ -247,13 +251,24 @@ def _checkpoint(session: Session, ranks: Sequence[RankPlan]) -> dict[str, int]:
     return {"bytes": size, "disk_bytes": size * (max(1, session.run.keep) + 2)}
 
 
-def _host(session: Session, ranks: Sequence[RankPlan]) -> dict[str, int]:
-    """Return how many bytes of host memory the tensors of all processes together need, and how many are available."""
-    on_cpu = session.device.type == "cpu"
-    return {
-        "tensor_bytes": sum(rank.peak_bytes for rank in ranks) if on_cpu else 0,
-        "available_bytes": host_memory()["available_bytes"] or 0,
-    }
+def _machine(session: Session, ranks: Sequence[RankPlan]) -> dict[str, Any]:
+    """Return the memory in bytes that tensors need on a device of this machine, and the memory that there is.
+
+    On CPUs, this is the memory of all processes together; otherwise, that of the device that needs most.
+    """
+    device, peaks = session.device, [rank.peak_bytes for rank in ranks]
+    if device.type == "cpu":
+        return {
+            "memory_of": "host",
+            "tensor_bytes": sum(peaks),
+            "available_bytes": host_memory()["available_bytes"] or 0,
+        }
+    if device.type == "cuda":
+        num_devices = len(session.context.process.devices)  # of each process, whose plan has the sum of their memory
+        total = torch.cuda.get_device_properties(device).total_memory * num_devices
+    else:
+        total = torch.mps.recommended_max_memory()
+    return {"memory_of": device_name(device), "tensor_bytes": max(peaks), "available_bytes": total}
 
 
 def _notes(session: Session, num_devices: int | None) -> list[str]:

@@ -110,7 +110,8 @@ def _overview(report: dict[str, Any]) -> dict[str, str]:
             words = f"parallel.schedule={fastest['schedule']} parallel.split_size={fastest['split_size']}"
             lines["fastest"] = f"{milliseconds(fastest['seconds'])} with {words}"
     if host:
-        lines["this machine"] = f"{size(host['tensor_bytes'])} for tensors, {size(host['available_bytes'])} available"
+        of = "available" if host["memory_of"] == "host" else f"on {host['memory_of']}"
+        lines["this machine"] = f"{size(host['tensor_bytes'])} for tensors, {size(host['available_bytes'])} {of}"
     return lines
 
 

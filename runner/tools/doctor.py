@@ -18,6 +18,7 @@ import torch
 from runner.config.options import description, option_files
 from runner.system.console import run_tool
 from runner.system.cpu import usable_cores
+from runner.system.gpu import lacks_kernels
 from runner.system.provenance import collect_findings, environment
 
 PRECISIONS = ("32", "tf32", "64", "bf16", "16")
@@ -92,6 +93,8 @@ def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]
         "max_memory_clock_mhz": kilohertz[1] and kilohertz[1] // 1000,
     }
     with collect_findings(findings, f"cuda:{index}"):
+        if why := lacks_kernels(index):
+            findings.append(f"cuda:{index}: {why}")
         details["current"] = torch.cuda.current_device() == index
         others = (other for other in range(count) if other != index)
         details["peers"] = [f"cuda:{other}" for other in others if torch.cuda.can_device_access_peer(index, other)]

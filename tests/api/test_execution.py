@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -119,13 +121,23 @@ def test_the_current_cuda_device_and_the_mps_rng_state_are_restored(monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    monkeypatch.setattr(torch.cuda, "device", partial(entered, told))
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: "the state")
     monkeypatch.setattr(torch.mps, "set_rng_state", told.append)
     with pytest.raises(KeyError), settings_kept():
         raise KeyError
-    assert told == ["the state", 1]
+    assert told == [("enter", 1), "the state", ("exit", 1)]
+
+
+@contextmanager
+def entered(told: list[object], device: object) -> Iterator[None]:
+    """A replacement for `torch.cuda.device`."""
+    told.append(("enter", device))
+    try:
+        yield
+    finally:
+        told.append(("exit", device))
 
 
 @pytest.mark.parametrize(("word", "key"), [("optimizer.lr=-1", "optimizer.lr"), ("batch_size=5000", "batch_size")])

@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
+import psutil
 import pytest
 import torch
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AsyncVectorEnv
 from helpers.command import TIMEOUT_SECONDS
 from helpers.compose import compose_config
 
@@ -53,6 +55,13 @@ def test_each_option_makes_the_environment_that_it_names() -> None:
     for option, id in names.items():
         assert compose_config(f"env={option}")["env"]["id"] == id
         assert id in gymnasium.registry
+
+
+def test_processes_of_environments_are_not_forked_from_the_run() -> None:
+    """The run may have begun to use CUDA, which does not survive a fork."""
+    with prepared("CartPole-v1", num_envs=2, vectorization="async").vector(2) as vector:
+        assert isinstance(vector.envs, AsyncVectorEnv)
+        assert all(psutil.Process(each.pid).ppid() != os.getpid() for each in vector.envs.processes)
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])

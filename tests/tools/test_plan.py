@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from helpers.ranks import PersistentRanks
 from helpers.runs import write_images
 from helpers.tensor_memory import measured_peak
 
+from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.context import Process
 from runner.parallel.launch.cluster import RankInfo
@@ -25,7 +27,7 @@ from runner.planning.formatting import flops
 from runner.planning.measure import Parts, neighbors, over_ranks
 from runner.planning.memory_tracker import KINDS
 from runner.planning.planned_session import prepared
-from runner.planning.report import _corrected
+from runner.planning.report import _corrected, report_of
 from runner.planning.report_tables import tables
 from runner.system.fake_tensors import fake_process_group
 from runner.tools import plan
@@ -259,6 +261,20 @@ def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys: pytest.Ca
     assert found["checkpoint"]["bytes"] > 2 * weights
     assert found["fits"] is None
     assert found["host"]["tensor_bytes"] == sum(rank["peak_bytes"] for rank in found["ranks"])
+
+
+def test_the_memory_of_a_gpu_is_that_which_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = build_composed_run("model=tiny", "data.size=8", "device.threads=1")
+    session = run.prepare(Process(RankInfo(), [torch.device("cuda", 1)], Collectives()))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=7_000_000_000))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    ranks = trace(session)
+    found = report_of(session, ranks)["host"]
+    assert found == {
+        "memory_of": "cuda:1 (GPU)",
+        "tensor_bytes": ranks[0].peak_bytes,
+        "available_bytes": 7_000_000_000,
+    }
 
 
 def test_keep_0_is_planned_with_the_disk_space_of_keep_1(capsys: pytest.CaptureFixture[str]) -> None:
