@@ -135,9 +135,13 @@ def test_commands_of_a_sweep_and_its_search_work(tmp_path):
     [shown] = commands_in(console)
     wait_until(lambda: " complete" in accepted(tmp_path, shown))
     [sweep] = tmp_path.glob("*/sweeps/*/*/")
-    train, look = commands_in((sweep / "console" / "sweep.txt").read_text())
-    accepted(tmp_path, look)
+    train, *others = commands_in((sweep / "console" / "sweep.txt").read_text())
     assert "done after step 4/4" in accepted(tmp_path, train)
+    assert {words[0] if words[0] == "tensorboard" else words[2] for words in others} == {
+        *("tensorboard", "runner.tools.compare", "runner.tools.plot")
+    }
+    for words in others:
+        accepted(tmp_path, words)
 
 
 def test_the_command_of_a_resumed_sweep_works(tmp_path):
