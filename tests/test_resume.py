@@ -32,6 +32,7 @@ from omegaconf import OmegaConf
 import runner.resume.claimed_directory
 import runner.training
 from runner.config.errors import ConfigError
+from runner.config.overrides import text_override
 from runner.parallel.collectives import ProcessGroup
 from runner.parallel.context import Process
 from runner.parallel.launch.cluster import RankInfo
@@ -395,7 +396,7 @@ def test_auto_says_in_what_the_nearest_unfinished_run_differs(tmp_path: Path, ca
     new = claim(tmp_path, "resume=auto", "optimizer.lr=0.7")
     assert new not in (near, far, held, empty, done)
     [said] = [record.getMessage() for record in caplog.records]
-    assert f"has optimizer.lr: 0.1 then, 0.7 now: resume={near} continues it" in said
+    assert f"has optimizer.lr: 0.1 then, 0.7 now: {text_override('resume', near)} continues it" in said
     assert claim(tmp_path, f"resume={near}", "optimizer.lr=0.7") == near
     make_checkpoint(new, "step_00000002")
     caplog.clear()

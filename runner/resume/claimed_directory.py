@@ -77,12 +77,7 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
 
 
 def _new_directory(parent: Path, name: str | None, overrides: list[str], existing: Path) -> Claim:
-    """Create a run directory and lock it. If this fails, remove it and its empty parents below `existing`.
-
-    Raises:
-        ConfigError: if the directory `name` exists, no directory or no file in it can be created, or another process
-            with the same `--run-directory` has already locked the directory.
-    """
+    """Create a run directory and lock it. If this fails, remove it and its empty parents below `existing`."""
     if name is not None:
         remedy = "name a new one; resume=auto continues the run in it"
         check(not os.path.lexists(parent / name), "--run-directory", str(parent / name), "it exists", remedy)
@@ -139,10 +134,7 @@ def _has_same_rules(path: Path, session: Session) -> bool:
 
 
 def _newest_is_valid(path: Path, steps: int) -> bool:
-    """Return whether the newest checkpoint in the run directory `path` is intact, and is that of step `steps`.
-
-    If the result is False, the run is resumed from an earlier checkpoint and repeats its last steps.
-    """
+    """Return whether the newest checkpoint is intact and that of step `steps`; otherwise, last steps are repeated."""
     try:
         newest = path / "checkpoints" / run_directory.step_name(run_directory.newest_step(path))
         return verified_manifest(newest)["step"] == steps
@@ -151,24 +143,7 @@ def _newest_is_valid(path: Path, steps: int) -> bool:
 
 
 def _begin_session(path: Path, session: Session, overrides: list[str], undo: ExitStack, resumed: bool) -> None:
-    """Write the config, the overrides and the environment of this session to the run directory.
-
-    The result file of the previous session is renamed, not deleted. If `resume` is the path of a checkpoint, all
-    checkpoints of later steps are renamed, too.
-
-    Args:
-        path: the run directory.
-        session: the session that begins.
-        overrides: the overrides of this session. The file of the overrides also keeps those of earlier sessions, except
-            for keys that this session overrides.
-        undo: an `ExitStack`, to which callbacks that restore the previous files are added. The caller calls them if
-            this session is refused.
-        resumed: whether an earlier session has used the run directory; only the error message depends on it.
-
-    Raises:
-        ConfigError: if a file cannot be read, written or renamed. The error names the key `resume` if `resumed` is True
-            or a file is unsafe to read, such as a link; otherwise the key `output_root`.
-    """
+    """Write config, overrides and environment; rename an earlier result and later checkpoints; `undo` reverts it."""
     known = set(map(override_key, overrides))
     earlier = [text for text in saved_overrides(path) if override_key(text) not in known]
     try:
@@ -199,13 +174,7 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
 
 
 def _restore(path: Path, content: bytes | None) -> None:
-    """Restore the file `path` to its previous `content` if it has changed.
-
-    If `content` is None, there was no such file, and the file is deleted.
-
-    Raises:
-        OSError: if the file has changed and cannot be restored.
-    """
+    """Restore the file `path` to its previous `content` if it has changed; None: there was no such file."""
     if content is None:
         path.unlink(missing_ok=True)
     elif not path.exists() or read_regular(path, run_directory.LIMIT_BYTES) != content:

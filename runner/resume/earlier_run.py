@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 _BEFORE_CONFIG = {".lock", run_directory.OVERRIDES, f".{run_directory.OVERRIDES}.part", f".{run_directory.CONFIG}.part"}
 """The files that a run which is killed before it has written its config may leave behind, the lock always."""
 
-
 _NEAR = 5
 """The number of differences up to which another run is near enough to be mentioned."""
 
@@ -80,11 +79,7 @@ def later_checkpoints(checkpoint: Path | None) -> list[Path]:
 
 
 def _locked(path: Path) -> IO[str] | None:
-    """Lock the run directory `path`, and return the open lock file; None if another process holds the lock.
-
-    Raises:
-        ConfigError: if the directory cannot be written to, or contains a link, a pipe or a device.
-    """
+    """Lock the run directory `path`, and return the open lock file; None if another process holds the lock."""
     try:
         run_directory.check_regular(path)
         return run_directory.lock(path)
@@ -101,17 +96,7 @@ def _locked_for_us(path: Path) -> IO[str]:
 
 
 def _check_named(session: Session, path: Path, source: str) -> None:
-    """Check that the run in the directory `path` can be resumed.
-
-    Args:
-        session: the session that resumes the run.
-        path: the run directory.
-        source: the value of the option `resume`: the path of a run directory, or of a checkpoint in one.
-
-    Raises:
-        ConfigError: if there is no such run or checkpoint, if the config belongs to another run, if the run already has
-            more steps than this session asks for, or if the checkpoints to continue from have been deleted.
-    """
+    """Check that `source`, the run in the directory `path` or a checkpoint of it, can be resumed."""
     checkpoint = named_checkpoint(session)
     if checkpoint is not None:
         there = checkpoint.is_dir() and run_directory.step_of(checkpoint) is not None
@@ -176,13 +161,7 @@ def _to_resume_from(path: Path, session: Session) -> Path:
 
 
 def _unfinished(session: Session, parent: Path) -> Claim | None:
-    """Claim the newest run in `parent` that is unfinished, not running, and has the config of `session`, if any.
-
-    If there is none, but an unfinished run has nearly this config, log in what it differs.
-
-    Raises:
-        ConfigError: if `parent` cannot be read, the run cannot be locked, or `_differences` raises an error.
-    """
+    """Claim the newest unfinished run in `parent` with the config of `session`, or log in what the nearest differs."""
     nearest, fewest = None, []
     for path in reversed(run_directory.readable_entries(parent)):
         if path.is_symlink():  # such as `latest`; the run itself is in this directory, or belongs to another one
@@ -201,7 +180,7 @@ def _unfinished(session: Session, parent: Path) -> Claim | None:
             elif lock is not None:
                 return Claim(path.resolve(), lock)
         elif (path / run_directory.CONFIG).exists():
-            log.warning("%s is skipped: its config cannot be read", path)
+            log.warning("%s is skipped: its config cannot be read or used", path)
     if nearest is not None:
         can_continue = not any(each.is_essential for each in fewest)
         where = f"{text_override('resume', nearest)} continues it with these options" if can_continue else nearest
@@ -210,27 +189,18 @@ def _unfinished(session: Session, parent: Path) -> Claim | None:
 
 
 def _started(session: Session, path: Path) -> Claim | None:
-    """Claim the directory `path` if it contains the run of `session`, or no run yet.
-
-    If `path` does not exist, return None. If the run in `path` has another config, rename `path` and return None.
-
-    Raises:
-        ConfigError: if `path` exists, and neither is empty nor was written by a run; if it cannot be read or renamed;
-            if the run in it is running; or if the run has checkpoints, but its config cannot be read.
-    """
+    """Claim the directory `path` if its run has the config of `session`, or none has begun; rename another run."""
     if not os.path.lexists(path):
         return None
     for each in (path, path / run_directory.CONFIG):
         check_readable("--run-directory", each)
-    found = None
-    if not _has_not_begun(path):
-        is_directory = path.is_dir() and not path.is_symlink()
-        found = _differences(path, session) if is_directory else None
-        is_run = found == [] or (is_directory and is_of_a_run(path))
-        check(is_run, "--run-directory", str(path), "it exists, and is not a run directory", "name another one")
+    is_run = path.is_dir() and not path.is_symlink()
+    is_run = is_run and (_has_not_begun(path) or is_of_a_run(path) or _differences(path, session) == [])
+    check(is_run, "--run-directory", str(path), "it exists, and is not a run directory", "name another one")
     lock = _locked_for_us(path)
-    if _has_not_begun(path):
+    if _has_not_begun(path):  # only now can nobody else begin
         return Claim(path.resolve(), lock, has_run=False)
+    found = _differences(path, session)
     if found == []:
         return Claim(path.resolve(), lock)
     aside = run_directory.free_name(path, "superseded")
@@ -246,20 +216,13 @@ def _started(session: Session, path: Path) -> Claim | None:
 
 
 def _has_not_begun(path: Path) -> bool:
-    """Return whether `path` is an empty directory, or that of a run that was killed before its config was written."""
-    if path.is_symlink() or not path.is_dir():
-        return False
+    """Return whether the directory `path` is empty, or that of a run that was killed before it wrote its config."""
     names = {entry.name for entry in path.iterdir()}
     return not names or (".lock" in names and names <= _BEFORE_CONFIG)
 
 
 def _differences(path: Path, session: Session) -> list[Difference] | None:
-    """Return in what the run in `path` differs from `session`; None if there is no run whose config can be compared.
-
-    Raises:
-        ConfigError: if the config cannot be read, and the directory has checkpoints or may have some (see
-            `_may_have_checkpoints`). Returning None would be wrong if this were the run to resume.
-    """
+    """Return in what the run in `path` differs from `session`; None if there is no run whose config can be compared."""
     try:
         saved = saved_config(path).values
     except UnreadableConfigError as error:
