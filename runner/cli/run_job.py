@@ -117,7 +117,7 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
         result, error, trace = failure.result or crashed, failure, failure.trace
         result.error = str(failure)
     except CrashedError as crash:
-        result, error = crash.result, crash.__cause__
+        result, error = crash.result, crash.__cause__ or crash
     except Exception as early:  # before the first step of this session, or after its last one
         steps = run_directory.newest_step(directory)
         result, error = Result("crashed", steps, config_hash=known, error=f"{type(early).__name__}: {early}"), early
