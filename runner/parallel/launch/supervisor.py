@@ -325,14 +325,12 @@ class Supervisor:
         return ordered[0], reports[ordered[0]].what, reports[ordered[0]].trace
 
     def _exit_reason(self, rank: int) -> tuple[str, bool]:
-        """Return how the process of `rank` ended without a report, and whether others may have let it wait too long.
-
-        NCCL's watchdog then aborts the process; before the timeout, only because of an error in the process itself.
-        """
+        """Return how the process of `rank` ended without a report, and whether another rank may be the cause."""
         code = self.processes[rank].exitcode
         if code >= 0:
             return f"exited with code {code}", False
         name = signal.Signals(-code).name
+        # NCCL's watchdog aborts a process that has waited for the timeout, or in which an operation has failed.
         return f"was killed by {_with_cause(name)}", name == "SIGABRT" and time.monotonic() - self.began > self.timeout
 
     def _tell(self, message: Any) -> None:
