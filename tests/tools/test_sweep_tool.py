@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +114,13 @@ def test_resuming_types_the_command_again(
     class Ended:
         returncode = 3
 
-    monkeypatch.setattr("subprocess.run", lambda words, check: seen.append(words) or Ended())
+    monkeypatch.setattr("subprocess.run", lambda words, **_: seen.append(words) or Ended())
     write(sweep, command=["seed=0,1", "sweep.setup=[touch /tmp/x]"])
     remember_command(sweep, ["seed=0,1", "output_root=/elsewhere", "resume=never", "sweep.slots=2"])
     assert main([str(sweep), "--resume"]) == 3
-    typed = ["-m", "seed=0,1", "sweep.slots=2", f"output_root={sweep.parents[2]}", "resume=auto"]
+    typed = ["-m", "seed=0,1", "sweep.slots=2", f"output_root='{sweep.parents[2]}'", "resume=auto"]
     assert seen[0][1:] == ["-m", "runner", *typed]
-    assert capsys.readouterr().out == f"python -m runner {' '.join(typed)}\n"
+    assert shlex.split(capsys.readouterr().out) == ["python", "-m", "runner", *typed]
 
 
 @pytest.mark.parametrize(
