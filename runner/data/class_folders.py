@@ -87,10 +87,13 @@ def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
 
 def fingerprint(root: Path, parts: Iterable[Files]) -> str:
     """Return the SHA-256 of the sorted relative paths, in which the classes are, and of the sizes of the files."""
-    lines = []
+    start, lines = len(str(root / "x")) - 1, []
     for path in [path for files in parts for paths in files.values() for path in paths]:
-        size = os.stat(path).st_size if os.path.exists(path) else -1  # deleted in the meantime: it cannot be read
-        lines.append(os.fsencode(f"{os.path.relpath(path, root)}\t{size}\n"))
+        try:
+            size = os.stat(path).st_size
+        except OSError:  # deleted in the meantime: it cannot be read
+            size = -1
+        lines.append(os.fsencode(f"{path[start:]}\t{size}\n"))
     return hashlib.sha256(b"".join(sorted(lines))).hexdigest()
 
 

@@ -47,8 +47,6 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
     """The splits of the data, of which `split` is evaluated; empty in training."""
 
     def __post_init__(self) -> None:
-        with errors_under("data"):
-            check_choice(self.data, "changed", ("refuse", "accept"))
         check_range(self, "eval_batch_size", least=1)
         check_range(self, "overfit_batches", least=0)
 
@@ -66,6 +64,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
 
     def prepare(self) -> None:
         with errors_under("data"):
+            check_choice(self.data, "changed", ("refuse", "accept"))
             train, held_out = self.data.load()
         self.use(train, held_out)
 
