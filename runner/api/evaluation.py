@@ -59,7 +59,7 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: 
         raise ConfigError("checkpoint", str(checkpoint), str(error), "evaluate another one of the run") from None
     run = build_run(dict(compose([f"resume={checkpoint}", "tracking=none", *overrides])))
     check_used(run, overrides)
-    is_other = any(override_key(text).partition(".")[0] == "data" for text in overrides)
+    is_other = any(override_key(text) in ("data", "data.root", "data.file") for text in overrides)
     launcher = run.parallel.launcher(run.device)
     with tempfile.TemporaryDirectory(prefix="runner-evaluate-") as scratch, launcher.connect() as process:
         session = process.collectives.on_all_ranks(lambda: _session(run, process, checkpoint, split, is_other))

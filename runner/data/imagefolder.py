@@ -99,7 +99,7 @@ class ImageFolder(Data):
         workers = self._workers()
         train, held_out = training_and_held_out(self._directory, self.holdout)
         build = self._builder(workers, train, held_out)
-        return build(train, augment=Augment(self.auto_augment, self.random_erase, tuple(self.mean))), build(held_out)
+        return build(train, augment=self._augment), build(held_out)
 
     def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
         for key, own in ("mean", self.mean), ("std", self.std):
@@ -109,7 +109,15 @@ class ImageFolder(Data):
         workers = self._workers()
         splits = splits_for_evaluation(self._directory, self.holdout)
         build = self._builder(workers, *(splits[name] for name in ("train", "val") if name in splits))
-        return {name: partial(build, _with_all(saved.get("classes") or [], files)) for name, files in splits.items()}
+        classes, augment = saved.get("classes") or [], {"train": self._augment}
+        return {
+            name: partial(build, _with_all(classes, files), augment=augment.get(name, NO_AUGMENT))
+            for name, files in splits.items()
+        }
+
+    @property
+    def _augment(self) -> Augment:
+        return Augment(self.auto_augment, self.random_erase, tuple(self.mean))
 
     @property
     def _directory(self) -> Path:

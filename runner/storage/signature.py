@@ -99,8 +99,8 @@ def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], accept:
 
 def _listed(names: Sequence[str], others: Collection[str]) -> str:
     """Return the names as text; of a long list, those that the other list lacks, and the number of the rest."""
-    new = [name for name in names if name not in set(others)]
-    shown = names if len(names) <= _MOST_NAMES else new[:_MOST_NAMES]
+    known = set(others)
+    shown = names if len(names) <= _MOST_NAMES else [name for name in names if name not in known][:_MOST_NAMES]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more:,} more" if shown else f"{more:,} in another order") * bool(more)
 

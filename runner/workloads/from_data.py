@@ -112,6 +112,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
                 samples = splits[name]()
             elif before:
                 log.warning("the data has changed since the checkpoint: the run may have trained on these samples")
+        check(len(samples) > 0, "--split", name, "there are no samples in it", "--split all")
         self.split = name
         self.use(samples, samples)
         check_same_names(saved, self.signature())

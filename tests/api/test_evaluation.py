@@ -97,6 +97,17 @@ def test_all_images_of_another_directory_count_even_a_single_one_of_a_class() ->
     evaluation = evaluate_checkpoint(run.checkpoint("last"), ["data.root=others"])
     assert evaluation.metrics == pytest.approx(wanted_of_images(run, *sorted(Path("others").glob("*/*"))), rel=1e-5)
     assert evaluation.description["data"].startswith("ImageFolder others, 12 samples (--split all; or train, val)")
+    write_photos("single", dict.fromkeys(COLORS, 1))
+    with pytest.raises(ConfigError, match="there are no samples in it"):
+        run.evaluate("last", ["data.root=single"], "val")
+
+
+def test_other_options_than_the_place_of_the_data_choose_no_other_samples() -> None:
+    write_photos("photos", dict.fromkeys(COLORS, 10))
+    run = trained(*TINY_CPU, *IMAGES, "steps=1")
+    (Path("photos/apple/99.png")).write_bytes(Path("photos/apple/00.png").read_bytes())
+    description = evaluate_checkpoint(run.checkpoint("last"), ["data.prefetch=1"]).description
+    assert "--split val" in description["data"], "although the data has changed"
 
 
 def test_the_data_of_the_run_in_another_place_has_the_same_held_out_samples() -> None:
