@@ -192,7 +192,7 @@ def test_a_sweep_without_results_has_no_best_job_and_no_summary(tmp_path: Path) 
 
 
 def test_a_summary_that_cannot_be_written_is_a_warning(grid: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (grid / "events.out.tfevents.1").mkdir()
+    (grid / "events.out.tfevents.1700000000").mkdir()
     with caplog.at_level(logging.WARNING):
         write_summary(grid)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
