@@ -62,7 +62,9 @@ def load(
     """
     own = model.state_dict()
     check_like(tensors, dict(own), "the model")
-    model.load_state_dict({name: shard_like(own[name], t) for name, t in tensors.items()})
+    # Not strictly, as the names have been compared: torch would add, and then refuse, `num_batches_tracked` of batch
+    # normalization layers in other stages of a pipeline.
+    model.load_state_dict({name: shard_like(own[name], t) for name, t in tensors.items()}, strict=False)
     load_optimizer(model, optimizer, optimizer_state)
 
 

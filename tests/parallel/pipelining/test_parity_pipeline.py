@@ -455,6 +455,22 @@ def test_a_run_resumes_in_any_mode(
     assert largest_difference(weights_at(tmp_path, STEPS), plain(case, more)[0].weights) <= 1e-13
 
 
+def test_batch_normalization_resumes_in_stages_that_are_cut_elsewhere(
+    ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    overrides = (*COMMON, *RESNET, DOUBLE, "parallel=pipeline", "parallel.batch_norm=defer")
+
+    def train(directory: Path, steps: int, cut: str) -> None:
+        more = (f"steps={steps}", f"parallel.cuts=[{cut}]")
+        ranks(2).train(compose_config(*TINY_CPU, *overrides, *more), directory)
+
+    train(tmp_path / "whole", 2, "layer2.0")
+    train(tmp_path / "resumed", 1, "layer2.0")
+    train(tmp_path / "resumed", 2, "layer3.1")
+    weights = [weights_at(tmp_path / name, 2) for name in ("whole", "resumed")]
+    assert largest_difference(weights[1], weights[0]) <= 1e-13
+
+
 def test_verify_finds_a_pipeline_equivalent(capfd: pytest.CaptureFixture[str]) -> None:
     assert verify.main([*TINY_CPU, "parallel=pipeline", "accumulation=2", "max_grad_norm=0.1"]) == verify.SAME
     assert "the same" in capfd.readouterr().out
