@@ -118,7 +118,7 @@ MUTATIONS = [
     Mutation(
         "the random state is not restored",
         "runner/state.py",
-        '            _set_random_state(local["random"], device)\n',
+        '            _load_random_state(local["random"], devices)\n',
         "            pass\n",
         (RESUMED,),
     ),
@@ -146,8 +146,8 @@ MUTATIONS = [
     Mutation(
         "the order of the samples begins anew at a resume",
         "runner/training.py",
-        "run.workload.batches(model, session.plan, state.step, session.device)\n    model.train()",
-        "run.workload.batches(model, session.plan, 0, session.device)\n    model.train()",
+        "session.batches(model, state.step)\n    model.train()",
+        "session.batches(model, 0)\n    model.train()",
         (RESUMED,),
     ),
     Mutation(
