@@ -18,13 +18,17 @@ WIDTH = 200
 def report_error(error: Exception) -> int:
     """Print `error` to standard error, and return the exit code: 2 for an error of the config, and 1 for any other.
 
-    An error that is not about the config is printed with its traceback.
+    An error that is not about the config or a file of the data is printed with its traceback.
     """
     from hydra.errors import HydraException  # imported here: --help needs no Hydra
     from omegaconf.errors import OmegaConfBaseException
 
     from runner.cli.hydra_errors import explain
+    from runner.data.base import DataError
 
+    if isinstance(error, DataError):
+        print(wrapped(str(error)), file=sys.stderr)
+        return CRASHED
     if isinstance(error, HydraException | OmegaConfBaseException | ConfigError):
         print(wrapped(explain(error)), file=sys.stderr)
     else:

@@ -51,8 +51,10 @@ class ImageFolder(Data):
             null to do so only for CUDA devices.
     """
 
-    may_change_on_resume: ClassVar[tuple[str, ...]] = ("on_error", "workers", "prefetch", "timeout", "pin_memory")
-    """Options that may differ on resume, because they do not affect the samples."""
+    may_change_on_resume: ClassVar[tuple[str, ...]] = (
+        *("root", "on_error", "workers", "prefetch", "timeout", "pin_memory"),
+    )
+    """Options that may differ on resume: they do not affect the samples, or the fingerprint shows that they do."""
 
     root: str
     size: int = 224

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,6 +39,9 @@ class Tabular(Data):
             file.
         num_samples: number of samples of Friedman's function; not used with a file.
     """
+
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ("file",)
+    """Options that may differ on resume, as the fingerprint of the samples shows whether they do."""
 
     file: str | None = None
     inputs: tuple[str, ...] = ()

@@ -26,8 +26,11 @@ _HOW = (
 )
 """Keys and groups that determine how a run is computed and what is written: with other values, it is the same run."""
 
-_AT_THE_START = ("model.weights", "model.reset_head", "workload.env_steps")
-"""Options in `may_change_on_resume` that distinguish runs: the weights that they begin with, and their lengths."""
+_DISTINCT = ("model.weights", "model.reset_head", "workload.env_steps", "data.root", "data.file")
+"""Options in `may_change_on_resume` that distinguish runs: the weights that they begin with, their lengths, their data.
+
+Data that has been moved is recognized by its fingerprint (see `Samples.fingerprint`).
+"""
 
 
 class Difference(NamedTuple):
@@ -36,15 +39,11 @@ class Difference(NamedTuple):
     key: str
     then: Any
     now: Any
+    is_essential: bool
+    """Whether a run cannot be resumed with the other value."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.then} then, {self.now} now"
-
-    @property
-    def is_essential(self) -> bool:
-        """Whether a run cannot be resumed with the other value."""
-        key = self.key
-        return key == "optimizer" or (key.partition(".")[0] in _ESSENTIAL and key not in _AT_THE_START)
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
@@ -86,16 +85,16 @@ def _compared(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Ite
     if key == "parallel":
         classes = [load_class(name, Parallel) for name in (one, other) if name]
         if one != other and not all(cls.is_equivalent for cls in classes):
-            yield Difference(key, one, other)
+            yield Difference(key, one, other, False)
     elif one != other:
-        yield Difference(key, one, other)
+        yield Difference(key, one, other, key in (*_ESSENTIAL, "optimizer"))
     else:
         free = getattr(load_class(one, object), "may_change_on_resume", ()) if one else ()
         for name in dict.fromkeys((*then, *today)):
             full = f"{key}.{name}" if name else key
-            is_free = full in _HOW or (name in free and full not in _AT_THE_START)
-            if then.get(name) != today.get(name) and not is_free:
-                yield Difference(full, then.get(name), today.get(name))
+            is_same_run = full in _HOW or (name in free and full not in _DISTINCT)
+            if then.get(name) != today.get(name) and not is_same_run:
+                yield Difference(full, then.get(name), today.get(name), key in _ESSENTIAL and name not in free)
 
 
 def _options(node: Any) -> dict[str, Any]:

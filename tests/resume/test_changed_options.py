@@ -40,7 +40,7 @@ def test_what_is_computed_makes_another_run_which_can_be_continued_if_it_is_name
     change: str, found: tuple[str, object, object]
 ) -> None:
     saved, now = compose_config(*TINY_CPU), compose_config(*TINY_CPU, change)
-    assert differences(saved, now) == [found]
+    assert [each[:3] for each in differences(saved, now)] == [found]
     check_resumable(saved, now, "PATH")
 
 
@@ -53,7 +53,7 @@ def test_essential_options_make_a_run_that_cannot_be_continued(change: str) -> N
 
 def test_the_length_of_an_agents_run_distinguishes_it() -> None:
     saved, now = (compose_config("workload=dqn", f"workload.env_steps={count}") for count in (100, 200))
-    assert differences(saved, now) == [("workload.env_steps", 100, 200)]
+    assert [each[:3] for each in differences(saved, now)] == [("workload.env_steps", 100, 200)]
     check_resumable(saved, now, "PATH")
 
 

@@ -86,3 +86,7 @@ def test_what_is_left_out_of_the_data_is_said(
     assert (capsys.readouterr().err.count(said), (result.directory / "log.txt").read_text().count(said)) == (1, 1)
     assert evaluate.main([str(result.directory)]) == 0
     assert capsys.readouterr().err.count(said) == 1
+    Path("photos/val/cat/broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    assert evaluate.main([str(result.directory), "data.root=photos"]) == 1
+    assert "broken.png: it cannot be read" in (error := capsys.readouterr().err)
+    assert "Traceback" not in error

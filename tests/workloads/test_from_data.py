@@ -138,3 +138,19 @@ def test_a_table_with_other_columns_is_refused_with_both_lists() -> None:
     write_table("u,v,y")
     Path("table.csv").write_text(Path("table.csv").read_text().replace("u,v,y", "u,v,z"))
     assert "targets y, and this data has z" in refusal(run).why
+
+
+def test_data_that_has_been_moved_is_recognized_and_other_data_refused(photos: Path) -> None:
+    write_table("u,v,y")
+    table = trained(*TABLE)
+    for place in ("photos", "table.csv"):
+        Path(place).rename(f"moved_{place}")
+
+    assert runner.train([f"resume={photos}", "steps=6", "data.root=moved_photos"]).status == "done"
+    assert runner.train([f"resume={table}", "steps=6", "data.file=moved_table.csv"]).status == "done"
+
+    write_photo("moved_photos/apple/new.png", 99)
+    write_table("u,v,y", count=80)
+    assert "25 training" not in (why := refusal(photos, "data.root=moved_photos").why)
+    assert "not the samples of the checkpoint" in why
+    assert "not the samples of the checkpoint" in refusal(table, "data.file=table.csv").why
