@@ -146,9 +146,8 @@ def _numbers(row: list[str], columns: list[int], names: list[str], path: Path, l
     if not all(abs(number) <= _LARGEST for number in numbers):
         wrong = next(column for column in columns if not abs(_number(row[column])) <= _LARGEST)
         why = f"line {line}, column {names[wrong]}: {row[wrong]!r} is not a finite number in float32"
-        raise ConfigError(
-            "file", str(path), why, "replace it or leave the line out, or choose columns: data.inputs=[…]"
-        )
+        remedy = "replace it or leave the line out, or choose columns: data.inputs=[…] data.targets=[…]"
+        raise ConfigError("file", str(path), why, remedy)
     return numbers
 
 
