@@ -27,9 +27,9 @@ def read(count: int, option: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize(("option", "count"), [("size=6m", 12), ("size=3m", 2), ("size=0", 12)])
+@pytest.mark.parametrize(("option", "count"), [("size=8m", 12), ("size=3m", 2), ("size=0", 12)])
 def test_batches_are_read_if_those_that_are_loaded_in_advance_fit(option: str, count: int) -> None:
-    """Two workers load four batches in advance, and a fifth while the first is used."""
+    """Two workers load four batches in advance, and a fifth while the first is used, which is not freed at once."""
     assert read(count, option) == f"{count}\n"
 
 
