@@ -19,6 +19,9 @@ from runner.storage.manifest import DamagedError, verified_manifest
 from runner.storage.signature import saved_signature
 from runner.training import initial_state
 
+_SKIPPED = "skipped_images"
+"""Name of the number of files that cannot be read, over all ranks."""
+
 
 class Evaluation(NamedTuple):
     """An evaluation of a checkpoint.
@@ -67,7 +70,10 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: 
         here = partial(_evaluate, session, checkpoint)
         try:
             metrics = launcher.launch(here, rank_main, session.context, Path(scratch))
-            return Evaluation(metrics, session.run.workload.describe())
+            description = session.run.workload.describe()
+            if skipped := metrics.pop(_SKIPPED, 0):
+                description["skipped"] = f"{skipped} of these samples, which cannot be read"
+            return Evaluation(metrics, description)
         except ConfigError as error:
             if error.key == "resume" and overrides:  # it is not the checkpoint that is wrong
                 why = "the checkpoint is not one of a run with these options"
@@ -93,4 +99,5 @@ def _evaluate(session: Session, checkpoint: Path) -> dict[str, float]:
         state.model.eval()
         with state.average.applied():
             metrics, _ = run.parallel.evaluate(state.model)
-    return {f"eval/{name}": value for name, value in metrics.items()}
+        skipped = run.workload.extra_results(session.collectives.all_gather).get(_SKIPPED, 0)
+    return {f"eval/{name}": value for name, value in metrics.items()} | {_SKIPPED: skipped}

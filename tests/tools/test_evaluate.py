@@ -90,3 +90,5 @@ def test_what_is_left_out_of_the_data_is_said(
     assert evaluate.main([str(result.directory), "data.root=photos"]) == 1
     assert "broken.png: it cannot be read" in (error := capsys.readouterr().err)
     assert "Traceback" not in error
+    assert evaluate.main([str(result.directory), "data.on_error=skip", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["description"]["skipped"].startswith("1 of these samples")
