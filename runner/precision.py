@@ -171,8 +171,8 @@ class Float16(BFloat16):
     """float16 autocast with loss scaling on CUDA (Micikevicius et al., Mixed Precision Training, 2018).
 
     On a CPU, where float16 convolutions are about 50 times slower, and on Metal, autocast uses bfloat16 instead, with a
-    warning. An update whose gradients overflow is skipped, and neither the schedule nor an
-    average of the weights or a target network advances.
+    warning. An update whose gradients overflow is skipped, and neither the schedule nor an average of the weights or a
+    target network advances.
 
     Args:
         init_scale: the initial loss scale.
