@@ -96,7 +96,7 @@ def _print_length(steps: int, num_episodes: int) -> None:
 def with_runner(steps: int, seed: int = 0, num_envs: int = 10) -> float:
     """Return environment steps per second of the training loop, with logs, progress display and checkpoints."""
     from runner import training
-    from runner.cli.main import main
+    from runner.commands.train import main
 
     options = ["workload=dqn", "model.hidden=[120,84]", "batch_size=128", "optimizer.lr=2.5e-4", "schedule=constant"]
     options += [f"env.num_envs={num_envs}", f"workload.env_steps={steps}", "workload.warm_up=10000"]

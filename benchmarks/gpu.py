@@ -72,7 +72,7 @@ def traffic_per_image() -> float:
 def main() -> None:
     """Print the limits, then measure the loops."""
     if not torch.cuda.is_available():
-        sys.exit("benchmarks.gpu needs a CUDA device; `python -m runner.tools.doctor` lists the devices")
+        sys.exit("benchmarks.gpu needs a CUDA device; `python -m runner doctor` lists the devices")
     if "--run" not in sys.argv:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
         print(f"arithmetic limit: {flops_per_second() / TRAINING_FLOPS:,.0f} images/s")

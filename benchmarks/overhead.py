@@ -132,7 +132,7 @@ def lightning(steps: int) -> float:
 
 def command(options: list[str]) -> int:
     """Run the command in this process; returns its exit code."""
-    from runner.cli.main import main
+    from runner.commands.train import main
 
     sys.argv = ["runner", *options]
     return main()

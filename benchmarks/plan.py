@@ -30,9 +30,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import command, result, write
+from runner.commands.composed_run import compose_run
 from runner.parallel.context import Process
 from runner.run import Result, build_run
-from runner.tools.composed_run import compose_run
 from runner.training import prepare, train_step
 
 GOAL = 0.05
@@ -183,7 +183,7 @@ def planned(name: str, repeats: int) -> tuple[list[int], list[float]]:
 
 def planned_report(words: Sequence[str]) -> dict[str, Any]:
     """Return the plan of a command line."""
-    command = [sys.executable, "-m", "runner.tools.plan", *words, "--json"]
+    command = [sys.executable, "-m", "runner", "plan", *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the plan failed:\n{done.stderr[-2000:]}")

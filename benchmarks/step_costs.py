@@ -142,7 +142,7 @@ def measured(rounds: int) -> dict[str, list[float]]:
     count = STEPS * (10 + rounds * 11) + 1
     with patch.object(training, "prepare", prepare), patch.object(training.Progress, "step", done):
         with tempfile.TemporaryDirectory() as root:
-            from runner.cli.main import main as command
+            from runner.commands.train import main as command
 
             with patch.object(sys, "argv", ["runner", *OPTIONS, f"steps={count}", f"output_root={root}"]):
                 if command():

@@ -1,9 +1,9 @@
-"""The choice of `runner.tools.tune`, compared with the best of an exhaustive search over the same candidates.
+"""The choice of `runner tune`, compared with the best of an exhaustive search over the same candidates.
 
 `python -m benchmarks.tune [CASE]…`: for each case, tune is run as a command. Then every combination of the options that
 it may choose is measured, in bursts that alternate with bursts of the unchanged config, without a time limit. The
 result is how much longer a step of the choice takes than a step of the best combination. With `--verify`,
-`runner.tools.verify` checks the choice.
+`runner verify` checks the choice.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from functools import partial
 from typing import Any
 
 from benchmarks.measure import write
+from runner.commands.composed_run import compose_run
 from runner.planning.candidates import ALLOWED, PERMISSIONS, Candidate, Candidates, Overrides
 from runner.planning.trial import Trial, TrialError
 from runner.run import Run
-from runner.tools.composed_run import compose_run
 
 GOAL = 0.03
 CASES: dict[str, tuple[Sequence[str], float, str]] = {
@@ -50,7 +50,7 @@ def tuned(overrides: Sequence[str], budget: float, allowed: str) -> dict[str, An
     """Run tune as a command, and return its report."""
     with tempfile.TemporaryDirectory() as directory:
         words = [*overrides, f"output_root={directory}", "--json", "--budget", str(budget), "--allow", allowed]
-        done = subprocess.run([sys.executable, "-m", "runner.tools.tune", *words], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", "runner", "tune", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -141,7 +141,7 @@ def compared(name: str, verify: bool) -> dict[str, Any]:
         "num_combinations": len(ratios),
     }
     if verify:
-        words = [sys.executable, "-m", "runner.tools.verify", *overrides, *chosen]
+        words = [sys.executable, "-m", "runner", "verify", *overrides, *chosen]
         row["verify"] = subprocess.run(words, capture_output=True, check=False).returncode
     return row
 
@@ -149,7 +149,7 @@ def compared(name: str, verify: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
-    parser.add_argument("--verify", action="store_true", help="prove each choice with runner.tools.verify")
+    parser.add_argument("--verify", action="store_true", help="prove each choice with runner verify")
     options = parser.parse_args()
     rows = []
     for name in options.cases:

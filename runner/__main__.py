@@ -1,3 +1,3 @@
-from runner.cli.start import main
+from runner.commands.start import main
 
 raise SystemExit(main())

@@ -142,7 +142,7 @@ class Device:
             _use_deterministic(before[2])
 
 
-_AVAILABLE = "device=auto chooses an available device; `python -m runner.tools.doctor` lists them"
+_AVAILABLE = "device=auto chooses an available device; `python -m runner doctor` lists them"
 
 
 def default_threads(device: torch.device, num_data_workers: int) -> int:

@@ -38,15 +38,15 @@ TESTS = Path(__file__).parent
 COSTLY = (
     "parallel/launch/test_faults.py",
     "parallel/pipelining/test_parity_pipeline.py",
-    "tools/test_verify.py",
+    "verification/test_verify.py",
     "parallel/launch/test_processes.py",
     "parallel/test_parity_modes.py",
     "workloads/dqn/test_workload.py",
     "test_resume.py",
-    "cli/test_main.py",
+    "commands/test_train.py",
     "faults/",
     "parallel/",
-    "tools/test_plot.py",
+    "analysis/test_plot.py",
     "config/test_options.py",
     "data/test_workers.py",
 )

@@ -34,9 +34,9 @@ LAYERS = [
     ["runner.run"],
     ["runner.state", "runner.resume"],
     ["runner.training"],
-    ["runner.sweep", "runner.planning"],
-    [("runner.api", "runner.cli")],
-    ["runner.tools", "runner.__main__", "runner"],
+    ["runner.sweep", "runner.planning", "runner.verification"],
+    [("runner.api", "runner.cli"), "runner.analysis"],
+    [("runner.commands", "runner.__main__"), "runner"],
 ]
 
 

@@ -237,9 +237,7 @@ def _check_no_external_launch(key: str) -> None:
     """
     started = external_world_size()
     why = f"torchrun or SLURM has started {started} processes, each of which would choose by itself"
-    remedy = (
-        "choose on one machine first (python -m runner.tools.tune, python -m runner.tools.plan), and type the choice"
-    )
+    remedy = "choose on one machine first (python -m runner tune, python -m runner plan), and type the choice"
     check(started == 1, key, "auto", why, remedy)
 
 

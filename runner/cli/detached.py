@@ -52,7 +52,7 @@ def start_detached(arguments: list[str]) -> int:
             print(message(Path(path, CONSOLE, OUTPUT)), file=sys.stderr)
         return code if code >= 0 else CRASHED
     print(f"the sweep runs in the background, process {process.pid}: {os.path.relpath(path)}")
-    print(f"look: python -m runner.tools.sweep {typed_path(Path(path))}", flush=True)
+    print(f"look: python -m runner sweep {typed_path(Path(path))}", flush=True)
     process.returncode = DONE  # it outlives this process, which is no reason for a warning
     return DONE
 

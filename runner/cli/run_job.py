@@ -53,7 +53,7 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     parent, name = (root, None) if directory is None else (directory.parent, directory.name)
     check_used(run, overrides)
     for key, value in {"how": run.how, "accumulation": run.accumulation.steps}.items():
-        check(value != "auto", key, value, "it has not been chosen", "type the choice of runner.tools.tune or plan")
+        check(value != "auto", key, value, "it has not been chosen", "type the choice of `tune` or `plan`")
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process, ExitStack() as claims, LogFile(None, process.rank_info.rank) as log_file:
         check_same_config(run.config, process.collectives)

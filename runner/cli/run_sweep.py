@@ -100,9 +100,9 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
         if found is not None:
             run_in_child(write_summary, ledger.path)  # it needs torch, which the server of the jobs has imported
             where = typed_path(ledger.path)
-            print(f"look: tensorboard --logdir {where}\ncompare: python -m runner.tools.compare {where}")
+            print(f"look: tensorboard --logdir {where}\ncompare: python -m runner compare {where}")
             if is_installed("matplotlib"):
-                print(f"plot: python -m runner.tools.plot {where}")
+                print(f"plot: python -m runner plot {where}")
     if stop.received:
         raise SystemExit(STOPPED)
     return codes

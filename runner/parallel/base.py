@@ -45,7 +45,7 @@ class Parallel:
     """Whether a process has only a shard of each parameter when the optimizer updates it."""
 
     may_be_faster: ClassVar[bool] = False
-    """Whether the mode can be faster than a single device, so that `runner.tools.tune` tries it."""
+    """Whether the mode can be faster than a single device, so that `runner tune` tries it."""
 
     speed_options: ClassVar[Mapping[str, Sequence[Any]]] = MappingProxyType({})
     """Options that change only how fast a step is, with the values that `tune` tries for each of them."""

@@ -118,7 +118,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The information about a run that `Parallel.alternatives` needs to propose options for `runner.tools.tune`.
+    """The information about a run that `Parallel.alternatives` needs to propose options for `runner tune`.
 
     Args:
         world_size: number of processes of the run; if there is only one process, the number of its devices.

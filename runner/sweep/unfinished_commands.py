@@ -1,6 +1,6 @@
 """The command lines of the user's own unfinished sweeps, in the user's cache directory.
 
-`runner.tools.sweep --resume` runs them again. The directory of a sweep may come from somebody else, so a command line
+`runner sweep --resume` runs them again. The directory of a sweep may come from somebody else, so a command line
 that is found in it is never run.
 """
 

@@ -10,7 +10,6 @@ import io
 import os
 import select
 import sys
-from collections.abc import Callable
 from typing import Any, TextIO
 
 from runner.system.exit_codes import CRASHED, DONE
@@ -77,9 +76,3 @@ def output_code() -> int:
         return DONE
     print(f"standard output: it cannot be written ({_output.error.strerror})", file=sys.stderr)
     return CRASHED
-
-
-def run_tool(main: Callable[[], int | None]) -> int:
-    """Call `open_console`, then `main`, which prints a result; return the exit code of the process."""
-    open_console()
-    return main() or output_code()

@@ -1,6 +1,6 @@
 """The environment of a run as plain values: command, source, versions and machine.
 
-A run saves its environment in its directory, as `environment.json`. `python -m runner.tools.doctor` prints the
+A run saves its environment in its directory, as `environment.json`. `python -m runner doctor` prints the
 environment with more details.
 """
 

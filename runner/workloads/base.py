@@ -184,7 +184,7 @@ class Workload(ABC):
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Any] | None:
         """Return micro-batches like those of `batches`, but made of fake tensors, which have no values.
 
-        `runner.tools.plan` counts the memory that real tensors would take. It calls this method inside
+        `runner plan` counts the memory that real tensors would take. It calls this method inside
         `runner.system.fake_tensors.fake_tensors`, so that new tensors are fake. The fake tensors must have the same
         sizes as the tensors that `batches` creates. A workload whose batches depend on values of tensors, on
         environments or on files overrides this method.

@@ -10,10 +10,10 @@ import pytest
 from helpers.command import Command, glob, names_left_in, run_command, wait_until
 from helpers.compose import TINY_CPU
 
+from runner.commands import sweep as sweep_tool
 from runner.storage.run_directory import read_result
 from runner.sweep.console import is_running
 from runner.sweep.ledger_reader import read_ledger
-from runner.tools import sweep as sweep_tool
 
 pytest.importorskip("optuna")
 
@@ -92,7 +92,7 @@ STOPPED = {
 """Sweeps of two jobs."""
 
 
-# `runner.tools.sweep --resume` runs the command in a fresh interpreter after either signal. Therefore, it is enough to
+# `runner sweep --resume` runs the command in a fresh interpreter after either signal. Therefore, it is enough to
 # test it once with each kind and each signal.
 @pytest.mark.parametrize(
     ("kind", "sent", "by_tool"),

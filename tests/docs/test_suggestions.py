@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.command import ROOT, child_environment, run_command, wait_until
 
+from runner.commands import COMMANDS
 from runner.config.options import groups, option_keys, root_keys
 from runner.config.other_names import NAMES
 from runner.config.overrides import text_override
@@ -80,7 +81,7 @@ def words_of(line: str) -> list[str]:
 
 
 def commands_in(console: str) -> list[list[str]]:
-    """Return the words of each command in what was printed: those of tools without `runner.tools.`."""
+    """Return the words of each command in what was printed."""
     lines = re.findall(r"^(?:\w+:)?\s*(python -m runner.*|tensorboard .*)$", console, re.MULTILINE)
     return [words_of(line) for line in lines]
 
@@ -99,7 +100,7 @@ def run_here(cwd: Path, *words: str) -> str:
 
 
 def accepted(cwd: Path, words: list[str]) -> str:
-    """Run `python -m runner …` or `python -m runner.tools.… …`; check that a directory of TensorBoard files exists."""
+    """Run `python -m runner …` or `python -m runner … …`; check that a directory of TensorBoard files exists."""
     if words[0] == "tensorboard":
         assert words[1] == "--logdir"
         assert list((cwd / words[2]).glob("**/events.out.tfevents.*"))
@@ -122,7 +123,7 @@ def test_commands_at_the_end_of_a_run_work(tmp_path):
     assert "stopped after step 2/4" in accepted(tmp_path, resume)
     [run] = (tmp_path / AWKWARD).glob("*/*/")
     weights = tmp_path / AWKWARD / "-w.safetensors"
-    console = accepted(tmp_path, ["python", "-m", "runner.tools.convert", str(run), str(weights)])
+    console = accepted(tmp_path, ["python", "-m", "runner", "convert", str(run), str(weights)])
     [override] = words_of(console.partition("start from it: ")[2])
     run_here(tmp_path, override, *SMALL, "--cfg", "job")
 
@@ -137,8 +138,10 @@ def test_commands_of_a_sweep_and_its_search_work(tmp_path):
     [sweep] = tmp_path.glob("*/sweeps/*/*/")
     train, *others = commands_in((sweep / "console" / "sweep.txt").read_text())
     assert "done after step 4/4" in accepted(tmp_path, train)
-    assert {words[0] if words[0] == "tensorboard" else words[2] for words in others} == {
-        *("tensorboard", "runner.tools.compare", "runner.tools.plot")
+    assert {words[0] if words[0] == "tensorboard" else words[3] for words in others} == {
+        "tensorboard",
+        "compare",
+        "plot",
     }
     for words in others:
         accepted(tmp_path, words)
@@ -149,22 +152,18 @@ def test_the_command_of_a_resumed_sweep_works(tmp_path):
     swept = ("-m", *words_of(text_override("output_root", AWKWARD)), *SMALL, "seed=0,1")
     run_here(tmp_path, *swept, "stop.max_time=1e-6", "sweep.slots=1")
     [sweep] = tmp_path.glob("*/sweeps/*/*/")
-    [command] = commands_in(accepted(tmp_path, ["python", "-m", "runner.tools.sweep", str(sweep), "--resume"]))
+    [command] = commands_in(accepted(tmp_path, ["python", "-m", "runner", "sweep", str(sweep), "--resume"]))
     accepted(tmp_path, command)
     assert len(list(tmp_path.glob("*/sweeps/*/*/"))) == 1
 
 
-@pytest.mark.parametrize(
-    "tool", sorted(path.stem for path in ROOT.glob("runner/tools/*.py") if "__main__" in path.read_text())
-)
-def test_flags_of_tools_on_the_pages_exist(tool, capsys):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_flags_of_subcommands_on_the_pages_exist(name, capsys):
     with pytest.raises(SystemExit):
-        importlib.import_module(f"runner.tools.{tool}").main(["--help"])
+        importlib.import_module(f"runner.commands.{name}").main(["--help"])
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     pages = "\n".join(path.read_text() for path in TEXTS if path.suffix == ".md")
     used = {
-        flag
-        for words in re.findall(rf"runner\.tools\.{tool}\b([^\n`#]*)", pages)
-        for flag in re.findall("--[a-z-]+", words)
+        flag for words in re.findall(rf"runner {name}\b([^\n`#]*)", pages) for flag in re.findall("--[a-z-]+", words)
     }
     assert used <= known

@@ -238,10 +238,10 @@ MUTATIONS = [
     ),
     Mutation(
         "the command in somebody else's sweep.json is run",
-        "runner/tools/sweep.py",
+        "runner/commands/sweep.py",
         "    ledger, words = read_ledger(path), remembered_command(path)\n",
         '    ledger = read_ledger(path)\n    words = ledger["command"]\n',
-        ("tests/tools/test_sweep_tool.py",),
+        ("tests/commands/test_sweep_tool.py",),
     ),
     Mutation(
         "tags in a saved config are accepted",

@@ -23,13 +23,13 @@ from helpers.events import scalar_curves
 from helpers.faults import FaultCounter
 from helpers.runs import assert_bitwise_equal, run_outcome
 
+from runner.analysis.saved_runs import find_runs
 from runner.cli.run_job import run_one
 from runner.config.errors import ConfigError
 from runner.run import build_run
 from runner.storage.checkpoint import Checkpoint, load
 from runner.storage.saved_run import saved_config
 from runner.sweep.ledger_reader import read_ledger
-from runner.tools.saved_runs import find_runs
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
 OPTIONS = (*TINY_CPU, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=4")

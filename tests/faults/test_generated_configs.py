@@ -26,8 +26,8 @@ from hydra.core.hydra_config import HydraConfig
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from runner.cli.main import run_command
 from runner.cli.messages import WIDTH
+from runner.commands.train import run_command
 from runner.config.errors import escaped
 from runner.config.options import groups, groups_in_defaults, option_keys, root_keys
 from runner.run import Result

@@ -25,10 +25,10 @@ from helpers.faults import FaultCounter
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome, write_images
 
 import runner.training
-from runner.tools import plot
-from runner.tools.plot_runs import Study
-from runner.tools.plot_tables import render, write_points, write_runs
-from runner.tools.saved_runs import find_runs
+from runner.analysis.plot_runs import Study
+from runner.analysis.plot_tables import render, write_points, write_runs
+from runner.analysis.saved_runs import find_runs
+from runner.commands import plot
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
 OPTIONS = (*TINY_CPU, "steps=4", "save_every=1", "eval_every=2", "log_every=1")

@@ -171,7 +171,7 @@ def run(cwd: str, variables: dict[str, str], arguments: list[str]) -> None:
     console = os.open("console.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(console, stream)
-    from runner.cli.main import main as command
+    from runner.commands.train import main as command
 
     sys.argv[:] = [os.path.join(os.environ["PYTHONPATH"].split(os.pathsep)[0], "runner", "__main__.py"), *arguments]
     code = command()

@@ -17,8 +17,8 @@ from unittest import mock
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from runner.cli.main import run_command
 from runner.cli.run_job import trained
+from runner.commands.train import run_command
 from runner.resume.claimed_directory import finished
 from runner.run import Result, Session
 from runner.state import State

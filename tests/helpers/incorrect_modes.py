@@ -1,6 +1,6 @@
-"""Parallel modes and workloads for the tests of `runner.tools.verify`: most have one error, and some are correct.
+"""Parallel modes and workloads for the tests of `runner verify`: most have one error, and some are correct.
 
-`runner.tools.verify` compares the training of a config with training on a single device.
+`runner verify` compares the training of a config with training on a single device.
 """
 
 from __future__ import annotations

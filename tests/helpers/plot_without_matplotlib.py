@@ -1,4 +1,4 @@
-"""`python -m helpers.plot_without_matplotlib ARGUMENT …` runs `runner.tools.plot` without matplotlib."""
+"""`python -m helpers.plot_without_matplotlib ARGUMENT …` runs `runner plot` without matplotlib."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 sys.modules["matplotlib"] = None  # type: ignore[assignment]  # importing it fails
 
-from runner.tools.plot import main  # noqa: E402
+from runner.commands.plot import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Record the first steps for `runner.tools.verify` with narrow networks, also in persistent ranks."""
+"""Record the first steps for `runner verify` with narrow networks, also in persistent ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from helpers.narrow_resnet import use_narrow_resnet
 from runner.run import build_run
-from runner.tools import verify_steps
-from runner.tools.verify_steps import Steps
+from runner.verification import steps as verify_steps
+from runner.verification.steps import Steps
 
 
 def use_narrow_networks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,10 @@ Composing options takes Hydra a long time. If a server imports this module, the 
 options in the cache. This module does not import torch.
 """
 
-import runner.cli.main  # first: it defers the import of torch
+# isort: off
+import runner.commands.train  # first: it defers the import of torch
+
+# isort: on
 import runner.cli.plan_jobs
 import runner.cli.run_sweep
 import runner.cli.zipped

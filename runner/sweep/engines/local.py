@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 PRELOADED = (
     *("torch", "torch.utils.flop_counter", "PIL.ImageDraw"),
-    *("runner.cli.run_job", "runner.cli.main", "runner.tracking.event_file", "runner.tracking.hparams", "psutil"),
+    *("runner.cli.run_job", "runner.commands.train", "runner.tracking.event_file", "runner.tracking.hparams", "psutil"),
     "runner.cli.preload_options",
 )
 """Modules that the server imports once for all jobs, including some that a run imports only when it needs them."""

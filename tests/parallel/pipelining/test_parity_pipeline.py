@@ -31,9 +31,9 @@ from helpers.rank_functions import overflow_at
 from helpers.ranks import PersistentRanks
 from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors
 
+from runner.commands import verify
 from runner.parallel.launch.launcher import Launcher
 from runner.run import Result, Run, Session, build_run
-from runner.tools import verify
 from runner.training import prepare
 
 STEPS = 5

@@ -1,0 +1,1 @@
+"""Saved runs as tables: reading, comparing, figures."""

@@ -1,0 +1,32 @@
+"""The subcommands: `python -m runner NAME …` runs `main` of the module NAME."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from runner.system.console import open_console, output_code
+from runner.system.lazy_import import import_lazily
+
+COMMANDS = {
+    "doctor": "describes this machine, and what will run on it",
+    "plan": "predicts memory, messages and the time of a step, without training",
+    "tune": "finds the fastest way to train a config on this machine",
+    "verify": "compares a config with plain training on a single device",
+    "sweep": "shows, stops or resumes a sweep",
+    "runs": "lists the runs below a directory",
+    "compare": "prints a table of runs: their options and results",
+    "plot": "draws the figures of a sweep",
+    "evaluate": "evaluates a checkpoint of a run",
+    "predict": "predicts the classes of images",
+    "play": "shows or films a trained agent",
+    "convert": "extracts the weights of a run, or converts a file of weights",
+}
+"""The name and the description of each subcommand."""
+
+
+def run_subcommand(name: str, arguments: Sequence[str]) -> int:
+    """Run the subcommand `name`, which prints a result, and return the exit code of the process."""
+    import_lazily("torch", "torchvision")
+    open_console()
+    return importlib.import_module(f"runner.commands.{name}").main(arguments) or output_code()

@@ -1,0 +1,73 @@
+"""`python -m runner compare PATH…` prints a table of runs: the options in which they differ, and their results.
+
+It reads `config.yaml` and `result.json` of every run directory below each PATH, and the ledgers of sweeps. Runs that
+differ only in their seed share one row, which shows mean ± standard deviation. The best row comes first. Runs that are
+not done follow in a second table, which says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from runner.analysis.compare_formats import as_csv, as_json, markdown, terminal
+from runner.analysis.compare_rows import Comparison
+from runner.config.errors import ABSENT, ConfigError, check
+from runner.storage.regular_file import check_readable
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error.
+
+    Args:
+        arguments: the words of the command line after the program's name; None: read them from `sys.argv`.
+
+    Raises:
+        SystemExit: for `--help`, or if argparse refuses the command line.
+    """
+    options, unknown = _parser().parse_known_args(arguments)
+    try:
+        check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")
+        paths = [Path(os.path.expanduser(path)) for path in options.paths]
+        for path in paths:
+            remedy = "name a run directory, a sweep, or a directory with some below it"
+            check_readable("PATH", path)
+            check(path.is_dir(), "PATH", str(path), "there is no such directory", remedy)
+        comparison = Comparison(paths, options.metric, options.sort)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.format is None:
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        console.print(terminal(comparison, console.width))
+    else:
+        sys.stdout.write(options.format(comparison))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m runner compare",
+        description="Compare runs: the options that differ, and what came of them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a directory with runs at any depth below it")
+    parser.add_argument(
+        "--metric", metavar="NAME", help="a metric by its TensorBoard tag (default: the one that selects the best)"
+    )
+    parser.add_argument(
+        "--sort",
+        metavar="KEY",
+        help="a column: best, last, steps, seconds, samples/s, runs, or a key such as optimizer.lr (default: best)",
+    )
+    formats = parser.add_mutually_exclusive_group()
+    for name, write in (("CSV", as_csv), ("Markdown", markdown), ("JSON", as_json)):
+        formats.add_argument(
+            f"--{name.lower()}", dest="format", action="store_const", const=write, help=f"print {name}, not a table"
+        )
+    return parser

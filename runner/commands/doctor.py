@@ -1,0 +1,217 @@
+"""`python -m runner doctor [--measure] [--json]` describes this machine, and what it can do.
+
+`--measure` also trains a small and a larger network in the parallel modes, which takes about two minutes, and says
+which of these modes pay off here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from runner.config.options import description, option_files
+from runner.system.cpu import usable_cores
+from runner.system.gpu import lacks_kernels
+from runner.system.provenance import collect_findings, environment
+
+PRECISIONS = ("32", "tf32", "64", "bf16", "16")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a report on this machine as tables, or with `--json` as one JSON object."""
+    parser = argparse.ArgumentParser("python -m runner doctor", description="Describe this machine.")
+    parser.add_argument("--measure", action="store_true", help="measure which parallel modes pay off: two minutes")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    options = parser.parse_args(arguments)
+    report = gather()
+    if options.measure:
+        from runner.commands.doctor_modes import speed_of_modes  # imported here: the report needs no trials
+
+        kind = report["devices"][0]["device"].partition(":")[0] if report["devices"] else "cpu"
+        report["speed"] = speed_of_modes([option["name"] for option in report["parallel"]], kind)
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        from rich.console import Console  # imported here, because --json does not need rich
+
+        from runner.commands.doctor_tables import render
+
+        Console(width=None if sys.stdout.isatty() else 130).print(render(report))
+
+
+def gather() -> dict[str, Any]:
+    """Return a report on this machine as plain values.
+
+    Returns:
+        The dict that `runner.system.provenance.environment` returns, with more details of each CUDA device. The
+        list `findings` contains recommendations besides errors and warnings. The dict has four more keys:
+
+        - `driver`: the version of the driver; None if it is not known;
+        - `backends`: for each backend, whether it is available; for cuDNN, its version instead;
+        - `precisions`: what each precision does on each kind of device;
+        - `parallel`: what each parallel mode does.
+    """
+    report = environment()
+    devices, findings = report["devices"], report["findings"]
+    for device in devices:
+        if device["device"].startswith("cuda"):
+            device |= _cuda_details(int(device["device"].partition(":")[2]), len(devices), findings)
+    report["driver"] = _add_clocks(devices, findings)
+    report["backends"] = _backends(devices, findings)
+    report["precisions"] = _precisions(devices, report["cpu"]["features"])
+    report["parallel"] = _options("parallel")
+    findings += _remarks(report)
+    return report
+
+
+def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]:
+    """Return further properties of a CUDA device, some of which can be read only with a CUDA context.
+
+    Args:
+        index: the index of the device.
+        count: the number of CUDA devices.
+        findings: the list to which errors and warnings are appended.
+    """
+    properties = torch.cuda.get_device_properties(index)
+    kilohertz = [
+        getattr(properties, name, None) for name in ("clock_rate", "memory_clock_rate")
+    ]  # missing in some versions of torch
+    details: dict[str, Any] = {
+        "uuid": str(properties.uuid),
+        "free_bytes": None,
+        "current": False,
+        "peers": [],
+        "computes": False,
+        "max_clock_mhz": kilohertz[0] and kilohertz[0] // 1000,
+        "max_memory_clock_mhz": kilohertz[1] and kilohertz[1] // 1000,
+    }
+    with collect_findings(findings, f"cuda:{index}"):
+        if why := lacks_kernels(index):
+            findings.append(f"cuda:{index}: {why}")
+        details["current"] = torch.cuda.current_device() == index
+        others = (other for other in range(count) if other != index)
+        details["peers"] = [f"cuda:{other}" for other in others if torch.cuda.can_device_access_peer(index, other)]
+        details["free_bytes"] = torch.cuda.mem_get_info(index)[0]
+        details["computes"] = computes(f"cuda:{index}")
+        if not details["computes"]:
+            findings.append(f"cuda:{index}: a sum of ones is wrong")
+    return details
+
+
+def computes(device: str) -> bool:
+    """Return whether `device` computes a sum correctly. A device that torch lists may be broken or too old for torch.
+
+    Raises:
+        RuntimeError: if `device` cannot compute at all.
+    """
+    return torch.ones(1000, device=device).sum().item() == 1000
+
+
+def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | None:
+    """Add the current clock rates to `devices`, and return the version of the driver.
+
+    Values that cannot be read are None, for example because nvidia-ml-py is not installed.
+
+    Args:
+        devices: the properties of each accelerator.
+        findings: the list to which errors and warnings are appended.
+    """
+    driver, cuda_devices = None, [device for device in devices if "uuid" in device]
+    for device in cuda_devices:
+        device |= {"clock_mhz": None, "memory_clock_mhz": None}
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports] (optional)
+    except ImportError:
+        return None
+    with collect_findings(findings if cuda_devices else [], "NVML"):  # without a CUDA device, NVML's error is expected
+        pynvml.nvmlInit()
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        for device in cuda_devices:  # by UUID, because CUDA_VISIBLE_DEVICES changes torch's indices but not NVML's
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device['uuid']}")
+            device["clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+            device["memory_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
+    return driver
+
+
+def _backends(devices: list[dict[str, Any]], findings: list[str]) -> dict[str, Any]:
+    distributed = torch.distributed.is_available()
+    cudnn = None
+    with collect_findings(findings, "cuDNN"):
+        cudnn = torch.backends.cudnn.version()
+    return {
+        "cuda": any("uuid" in device for device in devices),
+        "cudnn": cudnn,
+        "mps": torch.backends.mps.is_available(),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "openmp": torch.backends.openmp.is_available(),
+        "nccl": distributed and torch.distributed.is_nccl_available(),
+        "gloo": distributed and torch.distributed.is_gloo_available(),
+    }
+
+
+def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict[str, str]]:
+    """Return descriptions of what each precision does on each kind of device.
+
+    If there are several CUDA devices, the one with the lowest compute capability is described.
+
+    Args:
+        devices: the properties of each accelerator.
+        features: the instruction sets of the CPU.
+    """
+    kinds: dict[str, str | None] = {"cpu": None}
+    for device in devices:
+        kind, capability = device["device"].partition(":")[0], device["capability"]
+        kinds[kind] = min(kinds.get(kind) or capability, capability, key=_as_numbers) if capability else None
+    return [
+        {"precision": name, **{kind: meaning(name, kind, capability, features) for kind, capability in kinds.items()}}
+        for name in PRECISIONS
+    ]
+
+
+def meaning(precision: str, kind: str, capability: str | None, features: Iterable[str]) -> str:
+    """Return a description of what a precision does on a kind of device; see runner/precision.py.
+
+    Args:
+        precision: the option of `precision=`, for example `bf16`.
+        kind: `cpu`, `cuda` or `mps`.
+        capability: the compute capability of a CUDA device, for example `8.0`; None for other devices.
+        features: the instruction sets of the CPU.
+    """
+    ampere = kind == "cuda" and _as_numbers(capability or "0.0") >= (8, 0)
+    native = ampere or kind == "mps" or (kind == "cpu" and {"avx512_bf16", "amx_bf16", "bf16"} & set(features))
+    brain = "bfloat16 autocast" + ("" if native else ", emulated: it may be slower than 32")
+    return {
+        "32": "float32 throughout, without TF32",
+        "tf32": "float32, matrix products in TF32" if ampere else "the same as 32: no TF32 units",
+        "64": "not available: Metal has no float64" if kind == "mps" else "float64 throughout, to check gradients",
+        "bf16": brain,
+        "16": "float16 autocast with loss scaling" if kind == "cuda" else f"the same as bf16: {brain}",
+    }[precision]
+
+
+def _options(group: str) -> list[dict[str, str]]:
+    """Return the options of a config group with their descriptions."""
+    return [{"name": name, "what": description(path)} for name, path in option_files()[group].items()]
+
+
+def _remarks(report: dict[str, Any]) -> list[str]:
+    """Return recommendations for this machine, based on the report."""
+    remarks, processor = [], report["cpu"]
+    visible, cores = os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, int(usable_cores(processor)))
+    if not report["devices"] and visible is not None:
+        remarks.append(f"CUDA_VISIBLE_DEVICES={visible!r} leaves no CUDA device visible")
+    if processor["threads"] > cores:
+        remarks.append(f"torch uses {processor['threads']} threads on {cores} usable cores: set device.threads={cores}")
+    if report["driver"] is None and any("uuid" in device for device in report["devices"]):
+        remarks.append("to see the current clocks: pip install nvidia-ml-py")
+    return remarks
+
+
+def _as_numbers(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split("."))

@@ -1,0 +1,63 @@
+"""`python -m runner evaluate RUN [OVERRIDE …]` evaluates a checkpoint of a run on its held-out data.
+
+The checkpoint is evaluated as in the run, in the same parallel mode, so that the metrics equal the run's own to the
+last bit. Overrides change the config of the run: `parallel=single device=cpu` evaluates the checkpoint on the CPU.
+`data.root=DIR` evaluates it on all images in DIR (or on those in DIR/val, if DIR has a directory for each split), and
+`data.file=FILE` on all rows of a table. Normalization and columns are those of the checkpoint. Nothing is written to
+the run directory.
+
+Exit codes: 0: evaluated. 1: the evaluation crashed. 2: there is no such run or checkpoint, or the config is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.cli.messages import report_error
+from runner.commands.run_arguments import check_no_flags, run_parser
+from runner.parallel.launch.supervisor import RankError
+from runner.system.exit_codes import CRASHED, DONE
+from runner.tracking.log_file import LogFile
+
+if TYPE_CHECKING:
+    from runner.api.evaluation import Evaluation
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Evaluate the checkpoint that the command line names, print its metrics, and return the exit code."""
+    parser = run_parser("evaluate", __doc__)
+    splits = "val: the held-out samples; test: those in test/ (default: val, and all of other data)"
+    parser.add_argument("--split", metavar="train|val|test|all", help=splits)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options, overrides = parser.parse_known_args(arguments)
+    try:
+        check_no_flags(overrides)
+        from runner.api.evaluation import evaluate_checkpoint  # imported here: it imports torch, which is slow
+        from runner.api.saved import load
+
+        checkpoint = load(options.run).checkpoint(options.checkpoint)
+        with LogFile(None):  # on the console: which files are ignored, for example
+            evaluation = evaluate_checkpoint(checkpoint, overrides, options.split)
+    except Exception as error:
+        if isinstance(error, RankError):
+            print(f"{error.trace}{error}", file=sys.stderr)
+            return CRASHED
+        return report_error(error)
+    print((_as_json if options.json else _as_text)(checkpoint, evaluation))
+    return DONE
+
+
+def _as_json(checkpoint: Path, evaluation: Evaluation) -> str:
+    step = int(checkpoint.name.removeprefix("step_"))
+    return json.dumps({"checkpoint": str(checkpoint), "step": step, **evaluation._asdict()}, indent=2)
+
+
+def _as_text(checkpoint: Path, evaluation: Evaluation) -> str:
+    metrics = {tag: f"{value:.6g}" for tag, value in evaluation.metrics.items()}
+    cells = evaluation.description | {"checkpoint": str(checkpoint)} | metrics
+    width = max(map(len, cells))
+    return "\n".join(f"{name:<{width}}  {cell}" for name, cell in cells.items())

@@ -1,0 +1,130 @@
+"""`python -m runner play RUN [OVERRIDE …]` shows a trained agent in a window; `--film FILE.gif` films it instead.
+
+The agent always takes the action with the highest value, as in an evaluation. The return and the length of each episode
+are printed. Overrides change the config of the run: `env.max_episode_steps=1000` permits longer episodes. If Ctrl-C
+ends the film, or the film would become too long, the episodes that have ended are still written to the file. Drawing
+needs pygame: pip install 'gymnasium[classic-control]'.
+
+Exit codes: 0: played. 1: crashed. 2: there is no such run or checkpoint, the agent cannot be shown, or the film would
+become too long. 130: ended with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from runner.analysis.output import check_writable, write_or_refuse
+from runner.cli.messages import report_error
+from runner.commands.run_arguments import check_no_flags, run_parser
+from runner.config.errors import ABSENT, ConfigError, check
+from runner.seeds import derive
+from runner.system.exit_codes import DONE, INTERRUPTED
+
+if TYPE_CHECKING:
+    import torch
+
+    from runner.api.saved import SavedRun
+    from runner.env.base import Env
+    from runner.env.vector import Vector
+
+_MOST_FRAMES = 2_000
+"""The maximum number of frames in a film. All frames are kept in memory; a frame of CartPole takes 0.7 MB."""
+
+_FRAMES_PER_SECOND = 25
+"""The approximate frame rate of a film. Frames are left out if the environment renders more of them per second."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Play as the command line says, and return the exit code."""
+    parser = run_parser("play", __doc__, "the run directory of an agent")
+    parser.add_argument("--episodes", metavar="N", type=int, default=1, help="number of episodes (default: 1)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the initial states (default: 0)")
+    parser.add_argument("--film", metavar="FILE.gif", help="write a film instead of showing a window")
+    options, overrides = parser.parse_known_args(arguments)
+    try:
+        check_no_flags(overrides)
+        check(options.episodes >= 1, "--episodes", options.episodes, "nothing would be played", "use --episodes 1")
+        check_writable("--film", options.film, ".gif")
+        from runner.api.saved import load  # imported here: flags are checked before torch is imported
+
+        run = load(options.run)
+        env, model = _environment(run, options.checkpoint, overrides), run.model(options.checkpoint, overrides)
+        _play(env, model, options.seed, options.episodes, options.film)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        return report_error(error)
+    return DONE
+
+
+def _environment(run: SavedRun, checkpoint: str, overrides: Sequence[str]) -> Env:
+    """Return the environment of the agent of `run`, with `Env.prepare` already called.
+
+    Args:
+        run: the run.
+        checkpoint: the checkpoint whose config is used: `best`, `last` or a step.
+        overrides: changes of this config, such as `env.max_episode_steps=1000`.
+
+    Raises:
+        ConfigError: if `run` is not a run of an agent, there is no such checkpoint, or the config is refused.
+    """
+    from runner.workloads.dqn.workload import DQN
+
+    workload = run.on_one_device(checkpoint, overrides).workload
+    if not isinstance(workload, DQN):
+        why = f"it is a run of workload={type(workload).__name__.lower()}, and only agents play"
+        raise ConfigError("directory", str(run.directory), why, "name a run of workload=dqn")
+    workload.prepare()
+    return workload.env
+
+
+def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: str | None) -> None:
+    import torch
+
+    from runner.tracking.image_grids import gif
+    from runner.workloads.dqn.evaluation import frame, play_one
+
+    render_mode, otherwise = ("human", "film it: --film FILE.gif") if film is None else ("rgb_array", "leave it out")
+    if missing := env.cannot_be_drawn(render_mode, otherwise):
+        raise ConfigError("env" if film is None else "--film", film or env.id, *missing)
+    has_window = film is not None or _has_display()
+    check(has_window, "--film", ABSENT, "there is no display on which a window could open", otherwise)
+    dtype, device = next(model.parameters()).dtype, torch.device("cpu")
+    every = max(1, round(env.frames_per_second / _FRAMES_PER_SECOND))
+    frames: list[torch.Tensor] = []
+
+    def keep(vector: Vector, step: int) -> None:
+        if film is not None and step % every == 0:
+            why = f"a film has at most {_MOST_FRAMES} frames, and episode {episode} would exceed them"
+            check(len(frames) < _MOST_FRAMES, "--episodes", num_episodes, why, "play fewer, or shorter ones")
+            frames.append(frame(vector))
+
+    whole: list[torch.Tensor] = []
+    try:
+        for episode in range(num_episodes):
+            state_seed = derive(seed, "play", episode)
+            with torch.inference_mode():
+                total, length = play_one(
+                    env, lambda batch: model(batch.to(dtype)), device, state_seed, render_mode, keep
+                )
+            print(f"episode {episode}: return {total:g}, {length} steps")
+            whole = frames.copy()
+    finally:  # the episodes that have ended are kept
+        if whole:
+            write_or_refuse("--film", film, lambda path: path.write_bytes(gif(whole, every / env.frames_per_second)))
+
+
+def _has_display() -> bool:
+    """Return whether a window can be shown; False if pygame finds no display."""
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+    try:
+        import pygame  # pyright: ignore[reportMissingImports]
+    except ImportError:  # the environment draws without it
+        return True
+    try:
+        pygame.display.init()
+    except pygame.error:
+        return False
+    return pygame.display.get_driver() not in ("offscreen", "dummy") or "SDL_VIDEODRIVER" in os.environ

@@ -1,0 +1,118 @@
+"""`python -m runner predict RUN FILE|DIRECTORY …` prints the class that a run predicts for each image.
+
+Images are read as the evaluation of the run reads them: cropped, resized and normalized in the same way. For a file
+that cannot be read, the reason is printed. Neither the data of the run nor its device is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.analysis.output import check_writable, csv_row, one_line, write_or_refuse
+from runner.cli.messages import report_error
+from runner.commands.run_arguments import run_parser
+from runner.config.errors import check, escaped
+from runner.storage.durable_write import write_json, write_text
+from runner.system.exit_codes import DONE
+from runner.system.utf8 import printable
+
+if TYPE_CHECKING:
+    from runner.api.prediction import Prediction
+    from runner.api.saved import SavedRun
+
+_MOST_IMAGES = 36
+"""The maximum number of images in a grid."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit code: 0, 2 after a config error, or 1 after any other error."""
+    options = _parser().parse_args(arguments)
+    try:
+        for flag, suffix in (("csv", ""), ("json", ""), ("grid", ".png")):
+            check_writable(f"--{flag}", getattr(options, flag), suffix)
+        from runner.api.saved import load  # imported here: flags are checked before torch is imported
+
+        run = load(options.run)
+        predictions = run.predict(options.files, options.checkpoint)
+        for flag in ("csv", "json", "grid"):
+            _check_no_input(f"--{flag}", getattr(options, flag), predictions)
+        write_or_refuse("--csv", options.csv, lambda path: write_text(path, _as_csv(predictions)))
+        write_or_refuse("--json", options.json, lambda path: write_json(path, [_row(each) for each in predictions]))
+        write_or_refuse("--grid", options.grid, lambda path: _write_grid(path, run, options.checkpoint, predictions))
+    except Exception as error:
+        return report_error(error)
+    print(_as_table(predictions))
+    return DONE
+
+
+def _check_no_input(flag: str, value: str | None, predictions: Sequence[Prediction]) -> None:
+    real = value and os.path.realpath(os.path.expanduser(value))
+    inputs = {os.path.realpath(each.file) for each in predictions}
+    check(real not in inputs, flag, value, "it is one of the files to predict", "name another file")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = run_parser("predict", __doc__)
+    parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, or directories of images")
+    parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
+    parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--grid", metavar="FILE.png", help=f"also draw the first {_MOST_IMAGES} images")
+    return parser
+
+
+def _row(prediction: Prediction) -> dict[Any, Any]:
+    return {
+        "file": printable(prediction.file),
+        "class": prediction.label,
+        "probability": prediction.probability,
+        "error": prediction.error,
+    }
+
+
+def _as_csv(predictions: list[Prediction]) -> str:
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(("file", "class", "probability", "error"))
+    table.writerows(csv_row(_row(each).values()) for each in predictions)
+    return text.getvalue()
+
+
+def _as_table(predictions: list[Prediction]) -> str:
+    from rich.cells import cell_len, set_cell_size  # imported here: other formats need no columns
+
+    # Names of classes may come from somebody else.
+    labels = ["?" if each.error else one_line(each.label) for each in predictions]
+    width = max(map(cell_len, labels))
+    return "\n".join(
+        f"{set_cell_size(label, width)}  {each.probability:6.1%}  {escaped(each.file)}"
+        if not each.error
+        else f"{set_cell_size(label, width)}          {escaped(each.file)}: {escaped(each.error)}"
+        for label, each in zip(labels, predictions, strict=True)
+    )
+
+
+def _write_grid(path: Path, run: SavedRun, checkpoint: str, predictions: list[Prediction]) -> None:
+    """Write a PNG file with the first `_MOST_IMAGES` images that could be read.
+
+    Each image is cropped and resized as in an evaluation, and shown with its predicted class and the probability.
+
+    Raises:
+        ConfigError: if none of the images could be read.
+    """
+    import torch
+    from PIL import Image
+
+    from runner.tracking.image_grids import grid
+
+    shown = [each for each in predictions if not each.error][:_MOST_IMAGES]
+    check(bool(shown), "--grid", str(path), "none of the images could be read", "leave it out")
+    inputs = run.image_input(checkpoint)
+    captions = [f"{each.label} {each.probability:.0%}" for each in shown]
+    picture = grid(torch.stack([inputs.read(each.file) for each in shown]), captions)
+    Image.fromarray(picture.permute(1, 2, 0).numpy()).save(path)

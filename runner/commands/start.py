@@ -1,0 +1,41 @@
+"""The first module that the command imports. It installs the handlers of stop signals before slow imports.
+
+It also removes the working directory from the import path. `python -m` puts the working directory first, so that a
+models.py or secrets.py in it would shadow other modules.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+try:
+    _HERE = os.getcwd()
+except OSError as error:  # it has been deleted
+    print(
+        f"current directory: it cannot be read ({error.strerror})\n  change to one that exists: cd DIR", file=sys.stderr
+    )
+    raise SystemExit(2) from None
+if sys.path and sys.path[0] != _ROOT and os.path.realpath(sys.path[0]) == os.path.realpath(_HERE):
+    del sys.path[0]
+
+os.environ.setdefault("PYTHONSAFEPATH", "1")  # for the processes that multiprocessing starts by `python -c`
+
+from runner.commands import COMMANDS, run_subcommand  # noqa: E402
+from runner.system.console import open_console  # noqa: E402
+from runner.system.signals import run_main  # noqa: E402
+
+
+def main() -> int:
+    """Run the command, or the subcommand that the first word names, and return its exit code."""
+    if sys.argv[1:] and sys.argv[1] in COMMANDS:
+        return run_subcommand(sys.argv[1], sys.argv[2:])
+
+    def command() -> int:
+        open_console()
+        from runner.commands.train import main  # pyright: ignore  # imported here: signals are handled by now
+
+        return main()
+
+    return run_main(command)

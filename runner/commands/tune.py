@@ -1,0 +1,174 @@
+"""`python -m runner tune [OVERRIDE …]` finds the fastest way to train a config on this machine.
+
+Each candidate is the config with some of these settings changed: parallel mode, number of processes and threads, split
+size and schedule, memory format, accumulation, data workers and compilation. Settings that are given as overrides are
+not changed: with `parallel=ddp`, no other modes are tried. The candidates train real steps in turn. The slower
+candidates are dropped early; the others are compared until they can be told apart.
+
+By default, the results of a candidate differ from those of the config only by rounding errors, because sums may be
+computed in another order. `--allow` permits further changes of the results:
+
+- rounding: multiplications with fewer bits (TF32);
+- 16bit: 16-bit arithmetic;
+- statistics: batch normalization computes its statistics over different groups of samples;
+- asynchronous: Hogwild's workers do not wait for each other.
+
+The choice is printed as overrides, and written as an experiment to a directory in `outputs/tuned/`, together with all
+measurements and, if matplotlib is installed, a picture.
+
+Exit codes: 0: tuned, even if nothing is faster than the config as it is. 1: the config crashed, or the result cannot
+be saved. 2: the config is refused, or the budget is too small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from runner.cli.messages import report_error
+from runner.commands.composed_run import compose_run, overrides_of
+from runner.config.errors import ConfigError, check
+from runner.system.exit_codes import CRASHED, DONE, REFUSED
+
+_SECONDS = 60.0
+
+_SAVING_SECONDS = 5.0
+"""The part of the budget that is kept for starting Python, ending the last trials, writing the files, and exiting.
+
+Where the files of torch are not in the cache of the disk, all of it is needed.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tune the config of the command line, print the result, and return the exit code."""
+    began = time.perf_counter()
+    try:
+        options, overrides = parsed(arguments)
+        from runner.planning.trial import TooLateError, TrialError  # imported here: torch is slow to import
+
+        try:
+            report = tune(overrides, options.config_dir, options.budget, options.allow, options.json, began)
+        except TooLateError as error:
+            why = f"{error.why}: that is too little time to measure the config as it is"
+            raise ConfigError("--budget", options.budget, why, "type a larger one, or a smaller batch_size") from None
+        except TrialError as error:
+            if error.refused:
+                print(error.why, file=sys.stderr)
+                return REFUSED
+            print(f"the config as it is cannot be trained: {error.why}", file=sys.stderr)
+            return CRASHED
+    except Exception as error:
+        return report_error(error)
+    from runner.analysis.output import print_report  # imported here: flags are checked without them
+    from runner.commands.tune_tables import render
+
+    print_report(report, options.json, render)
+    return DONE if report["directory"] else CRASHED
+
+
+def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags and the overrides.
+
+    In the flags, `budget` is a number of seconds, and `allow` is the list that `permitted` returns.
+
+    Raises:
+        ConfigError: for an unknown flag, a word that is not a valid override, or a value that is out of range.
+    """
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m runner tune", None, __doc__, None, [], form, allow_abbrev=False)
+    parser.add_argument("--budget", default=str(_SECONDS), help="seconds that the command may take (default: 60)")
+    parser.add_argument("--allow", default="", help="rounding, 16bit, statistics, asynchronous; several with commas")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--config-dir", "-cd", help="a folder with options of your own, as for the command")
+    options, rest = parser.parse_known_args(arguments)
+    overrides = overrides_of(rest, "--budget, --allow, --json, --config-dir")
+    options.budget = _seconds(options.budget)
+    options.allow = permitted(options.allow)
+    return options, overrides
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    check(1 <= value <= 86_400, "--budget", text, "it is not a number of seconds from 1 to 86,400", "--budget 60")
+    return value
+
+
+def permitted(text: str) -> list[str]:
+    """Return the kinds of effect on the results that `--allow` permits, as keys of `candidates.RESULTS`.
+
+    Args:
+        text: the value of `--allow`, such as `rounding,16bit`.
+
+    Raises:
+        ConfigError: for a name that is not known.
+    """
+    from runner.planning.candidates import PERMISSIONS
+
+    names = [name.strip() for name in text.replace("|", ",").split(",") if name.strip()]
+    for name in names:
+        check(name in PERMISSIONS, "--allow", name, "it is not a kind of results", f"{', '.join(PERMISSIONS)}")
+    return [PERMISSIONS[name] for name in names]
+
+
+def tune(
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+    budget: float = _SECONDS,
+    allowed: Sequence[str] = (),
+    quiet: bool = False,
+    began: float | None = None,
+) -> dict[str, Any]:
+    """Find the fastest way to train a config, write the result to a new directory, and return it as plain values.
+
+    Args:
+        overrides: the overrides of the config.
+        config_dir: a directory with options of your own; None to use only conf/.
+        budget: seconds from `began` until the files are written.
+        allowed: the changes of the results that are permitted (see `permitted`). By default, the results may change
+            only by rounding errors, because sums may be computed in another order.
+        quiet: whether to omit the line that is printed for each candidate that has been tried.
+        began: the value of `time.perf_counter()` from which the budget counts; None to count from the call.
+
+    Returns:
+        The dict that `measured_choice` returns, with these keys added:
+
+        - `typed`: the argument `overrides`;
+        - `config_dir`, `budget` and `allowed`: the arguments of these names;
+        - `directory`: the path of the new directory; None, with a message on standard error, if the result cannot be
+          saved.
+
+    Raises:
+        ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
+        TrialError: if the config as it is cannot be trained, or its first steps take longer than the budget.
+    """
+    began = time.perf_counter() if began is None else began
+    from runner.commands.tune_files import write
+    from runner.planning.choice import measured_choice  # imported here, because importing torch takes time
+    from runner.run import check_used
+
+    def said(line: str) -> None:
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def compose(more: Sequence[str]) -> Any:
+        return compose_run([*overrides, *more], config_dir, "tune")
+
+    run = compose(())
+    check_used(run, overrides)
+    seconds = budget - _SAVING_SECONDS - (time.perf_counter() - began)
+    report = measured_choice(compose, overrides, seconds, allowed, said, config_dir)
+    typed = {"typed": list(overrides), "config_dir": config_dir, "budget": budget, "allowed": list(allowed)}
+    report = typed | report
+    try:
+        directory = str(write(report, run.output_root))
+    except (OSError, ConfigError) as error:  # what has taken a minute to measure is printed all the same
+        directory = None
+        print(f"the result cannot be saved: {error}", file=sys.stderr)
+    return report | {"directory": directory}

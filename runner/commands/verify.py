@@ -1,0 +1,113 @@
+"""`python -m runner verify [--steps N] [OVERRIDE …]` compares a config with plain training on a single device.
+
+The config and its reference (parallel=single, no accumulation, not compiled, not channels_last) train from the same
+weights, three steps by default, in float64 and in the precision of the config. These are compared:
+
+- the samples of each step, over all processes and micro-batches, bit for bit;
+- the loss of each sample, the mean loss of each step, the gradients of the first step, weights and buffers after the
+  last step, and the outputs of an evaluation. In float64 they must agree to 1e-9 (the mean loss, which is summed in
+  float32, to 1e-6); in the precision of the config they must agree to 1e-2 (TF32 to 2.5e-2, 16 bits to 0.2).
+
+The verdict is `cannot be judged` if rounding errors cannot be told apart from mistakes. There are three such cases:
+
+- Rounding to the precision of the config changes the results of the reference by more than half of the limit for this
+  precision. The verdict is nevertheless `the same` if the results of the config and the reference agree within the
+  limits above in float64, and to 1e-6 (TF32 to 5e-3, 16 bits to 4e-2) in the precision of the config.
+- The device does not support float64, and the results agree within the limit for the precision of the config, but not
+  to 1e-6 (TF32 to 5e-3, 16 bits to 4e-2).
+- The results in float64 differ by more than the limit, but by no more than rounding to float32 explains. This happens
+  if something computes in float32 although float64 was requested.
+
+Exit codes: 0: the same. 1: different. 2: the config is refused, or cannot be the same (hogwild, ensemble). 3: cannot be
+judged, which includes a config that crashes and a reference that diverges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from runner.cli.messages import report_error
+from runner.commands.composed_run import compose_run, overrides_of, replaced
+from runner.config.errors import check
+from runner.parallel.launch.supervisor import RankError
+from runner.precision import Double
+from runner.run import check_used
+from runner.system.exit_codes import REFUSED
+from runner.verification.steps import first_steps
+from runner.verification.verdict import Outcome, Pair, Verdict, compare
+
+SAME, DIFFERENT, UNJUDGED = Verdict.SAME, Verdict.DIFFERENT, Verdict.UNJUDGED
+PLAIN = ("parallel=single", "accumulation=1", "compile=false", "channels_last=false")
+"""The overrides that turn a config into its reference, which trains in the plainest way, on a single device."""
+
+_HEADLINES = {
+    SAME: "the same: this config computes what a single device computes, up to rounding",
+    DIFFERENT: "different: this config does not compute what a single device computes",
+    UNJUDGED: "cannot be judged",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare the config of the command line with its reference, print the result, and return the exit code."""
+    try:
+        outcome = verify(*parsed(arguments))
+    except Exception as error:
+        if isinstance(error, RankError):
+            print(f"{error.trace}{error}", file=sys.stderr)
+        elif report_error(error) == REFUSED:
+            return REFUSED
+        print(f"{_HEADLINES[UNJUDGED]}: the config crashed", file=sys.stderr)
+        return UNJUDGED
+    for line in outcome.lines:
+        print(line)
+    headline, reason = _HEADLINES[outcome.verdict], outcome.reason
+    print(f"{headline}: {reason}" if outcome.verdict is UNJUDGED else "\n".join(filter(None, (headline, reason))))
+    return outcome.verdict
+
+
+def parsed(arguments: Sequence[str] | None) -> tuple[list[str], int, str | None]:
+    """Return the overrides, the number of steps, and the directory in `--config-dir` (None without this flag).
+
+    Raises:
+        ConfigError: for an unknown flag, a word that is not a valid override, a number of steps below 1, or a value of
+            `resume` other than `auto` and `never`.
+    """
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m runner verify", None, __doc__, None, [], form, allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=3, help="number of optimizer steps (default: 3)")
+    parser.add_argument("--config-dir", "-cd", help="a folder with options of your own, as for the command")
+    options, rest = parser.parse_known_args(arguments)
+    check(options.steps > 0, "--steps", options.steps, "there is nothing to compare", "--steps 3")
+    words = overrides_of(rest, "--steps, --config-dir")
+    return words, options.steps, options.config_dir
+
+
+def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = None) -> Outcome:
+    """Compare a config with its reference, that is, the same config with the overrides `PLAIN`.
+
+    Args:
+        overrides: the overrides of the config.
+        steps: number of optimizer steps.
+        config_dir: a directory with options of your own, with the structure of conf/; None to use only conf/.
+
+    Raises:
+        ConfigError, HydraException, OmegaConfBaseException: if the config is refused, or a single device cannot compute
+            the same results.
+        RankError: if a process fails.
+    """
+    words = [*overrides, f"steps={steps}"]
+    in_float64 = replaced(words, "precision=64")
+    tested, reference = (
+        [compose_run(each, config_dir, "verify") for each in form]
+        for form in ((words, in_float64), (replaced(words, *PLAIN), replaced(in_float64, *PLAIN)))
+    )
+    check_used(tested[0], overrides)
+    precision = tested[0].precision
+    if isinstance(precision, Double):
+        del tested[0], reference[0]
+    pairs = [Pair(*each) for each in zip(first_steps(tested), first_steps(reference), strict=True)]
+    if isinstance(precision, Double):
+        return compare(None, pairs[0], precision)
+    return compare(pairs[0], pairs[1] if len(pairs) > 1 else None, precision)

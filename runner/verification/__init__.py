@@ -1,0 +1,1 @@
+"""Whether a config computes what a single device computes."""

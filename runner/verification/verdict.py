@@ -1,0 +1,285 @@
+"""The comparison of a config with its reference for `runner verify`: differences, limits, table and verdict.
+
+In float64, where rounding errors are negligible, the two runs must agree to 1e-9; the mean loss of each step, which is
+summed in float32 in every precision, must agree to 1e-6. In the config's own precision, the runs must agree to 1e-2
+(TF32 to 2.5e-2, 16 bits to 0.2), or more closely if the device does not support float64 (see `Row`).
+
+The rounding error of the reference is measured too: it is the difference between the reference in the config's own
+precision and the reference in float64. A large rounding error never makes a limit larger.
+
+A config cannot be judged if rounding errors cannot be told apart from mistakes. This is the case if the rounding error
+of the reference exceeds half of a limit, or if something computes in float32 although float64 was requested. Even then,
+runs that agree very closely are judged the same (see `Row.is_same`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from runner.precision import Precision
+from runner.verification.samples import first_other_samples
+from runner.verification.steps import Steps, Tensors
+
+EXACT = 1e-9
+"""The largest acceptable relative difference in float64. Correct modes agree to 1e-12, even on deep networks."""
+
+FLOAT32_ROUNDING = 1e-6
+"""Relative differences up to this size in a float64 run may come from something that computes in float32."""
+
+KINDS = ("loss per sample", "loss", "gradients", "weights", "buffers", "evaluation")
+_OPTIONAL = ("loss per sample", "evaluation")  # a mode may compute these without the methods that are observed
+
+
+class Verdict(IntEnum):
+    """The verdict on a config. The value of a verdict is the exit code of `runner verify`.
+
+    No verdict has the value 2, because exit code 2 means that the config was refused instead of compared.
+    """
+
+    SAME = 0
+    DIFFERENT = 1
+    UNJUDGED = 3
+
+
+class Difference(NamedTuple):
+    """The largest relative difference between tensors of two runs.
+
+    Args:
+        size: the relative difference; infinity if a tensor is missing or has another shape.
+        where: the name of the tensor with this difference, or a remark such as `not compared`.
+    """
+
+    size: float
+    where: str
+
+
+class Pair(NamedTuple):
+    """The first steps of a config and the first steps of the reference, both in the same precision."""
+
+    tested: Steps
+    reference: Steps
+
+
+class Row(NamedTuple):
+    """One line of the table: the differences between the tested run and the reference for one kind of tensor.
+
+    Args:
+        what: the kind of tensor, for example `gradients`.
+        exact: the difference between the tested run and the reference, both in float64; None if the device does not
+            support float64.
+        own: the difference between the tested run and the reference, both in the precision of the config; None if this
+            precision is float64.
+        rounding: the rounding error of the reference, that is, the difference between the reference in the precision of
+            the config and the reference in float64; 0 if one of them is missing.
+        limit: the largest acceptable size of `own`.
+        tolerance: a stricter limit for the size of `own`, which replaces `limit` if the device does not support
+            float64, or if the rounding error of the reference is large (see `is_noisy`).
+        exact_limit: the largest acceptable size of `exact`.
+    """
+
+    what: str
+    exact: Difference | None
+    own: Difference | None
+    rounding: Difference
+    limit: float
+    tolerance: float
+    exact_limit: float
+
+    @property
+    def is_same(self) -> bool:
+        """Whether `exact` and `own` are within their limits.
+
+        The limit of `own` is usually `limit`. If `exact` is None, or if the reference is noisy (see `is_noisy`), the
+        limit of `own` is `tolerance`.
+        """
+        close = self.own is None or self.own.size <= self.tolerance
+        small = close or (self.exact is not None and self.own is not None and self.own.size <= self.limit)
+        return self._is_exact and small and (close or not self.is_noisy)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the rounding error of the reference exceeds half of `limit`.
+
+        If so, two correct runs may differ by more than `limit`, because both have rounding errors of about this size.
+        """
+        return not 2 * self.rounding.size <= self.limit
+
+    @property
+    def is_same_in_float64(self) -> bool:
+        """Whether `exact` was measured and is within its limit."""
+        return self.exact is not None and self._is_exact
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.exact is None or self.exact.size <= self.exact_limit
+
+    def verdict(self, computes_below_float64: bool) -> Verdict:
+        """Return the verdict on this row alone.
+
+        Args:
+            computes_below_float64: whether a loss was computed from tensors of fewer than 64 bits despite precision=64.
+        """
+        if self.is_same:
+            return Verdict.SAME
+        if self.is_noisy:
+            return Verdict.UNJUDGED
+        if self.exact is not None and not self._is_exact:
+            in_float32 = self.limit if computes_below_float64 else FLOAT32_ROUNDING
+            return Verdict.UNJUDGED if self.exact.size <= in_float32 else Verdict.DIFFERENT
+        return Verdict.UNJUDGED if self.own is not None and self.own.size <= self.limit else Verdict.DIFFERENT
+
+
+class Outcome(NamedTuple):
+    """The result of a comparison.
+
+    Args:
+        lines: the lines of the table; empty if a run diverged.
+        verdict: the verdict.
+        reason: the reason for the verdict; empty if the verdict is SAME, or if it is DIFFERENT for an unknown reason.
+    """
+
+    lines: list[str]
+    verdict: Verdict
+    reason: str
+
+
+def compare(own: Pair | None, exact: Pair | None, precision: Precision) -> Outcome:
+    """Compare the first steps of a config with the first steps of the reference.
+
+    Args:
+        own: the steps of the config and of the reference in the config's own precision; None if it is float64.
+        exact: the steps of the config and of the reference in float64; None if the device does not support float64.
+        precision: the config's own precision.
+    """
+    pairs = [pair for pair in (exact, own) if pair is not None]
+    for pair in pairs:
+        if pair.reference.diverged:
+            why = f"on a single device, {pair.reference.diverged}"
+            return Outcome([], Verdict.UNJUDGED, f"{why}. Try a smaller learning rate, or fewer --steps")
+    for pair in pairs:
+        if pair.tested.diverged:
+            return Outcome([], Verdict.DIFFERENT, f"{pair.tested.diverged}, but it is on a single device")
+    samples = [first_other_samples(pair.tested.samples, pair.reference.samples) for pair in pairs]
+    rows = [_row(kind, own, exact, precision) for kind in KINDS]
+    lines = _table(rows, next(filter(None, samples), ""), pairs[0].reference)
+    below = any(pair.reference.computes_below_float64 for pair in pairs)
+    verdict, reason = _judge(rows, any(samples), below)
+    if verdict is Verdict.DIFFERENT and not any(samples):
+        reason = pairs[0].tested.expected
+    return Outcome(lines, verdict, reason)
+
+
+def _row(kind: str, own: Pair | None, exact: Pair | None, precision: Precision) -> Row:
+    limit, tolerance, exact_limit = max(1e-2, 5 * precision.tolerance), precision.tolerance, EXACT
+    if kind == "loss":  # the sums for the curves are float32 in every precision
+        exact_limit, tolerance = FLOAT32_ROUNDING, max(FLOAT32_ROUNDING, tolerance)
+    rounding = Difference(0.0, "")
+    if own is not None and exact is not None:
+        rounding = difference(kind, own.reference, exact.reference)
+    in_float64, as_configured = (pair and difference(kind, *pair) for pair in (exact, own))
+    return Row(kind, in_float64, as_configured, rounding, limit, tolerance, exact_limit)
+
+
+def difference(kind: str, tested: Steps, reference: Steps) -> Difference:
+    """Return the largest relative difference between the tensors of one kind, such as `gradients`, in two runs."""
+    ours, theirs = tested.tensors[kind], reference.tensors[kind]
+    if kind in _OPTIONAL and not (ours and theirs):
+        return Difference(0.0, "not compared")
+    return largest(ours, theirs)
+
+
+def largest(tested: Tensors, reference: Tensors) -> Difference:
+    """Return the largest relative difference between floating-point tensors of the same name.
+
+    The relative difference of two tensors is the norm of their difference, divided by the norm of the reference tensor.
+    The divisor is at least a thousandth of the norm of all reference tensors together, because a tensor may be zero up
+    to rounding errors, for example the gradient of a bias before batch normalization. If a tensor is missing or has
+    another shape, the result is infinity. Of tensors that are not floating-point, only the shapes are compared.
+    """
+    others = [name for name in tested.keys() | reference.keys() if _shape(tested, name) != _shape(reference, name)]
+    if others:
+        return Difference(torch.inf, f"{min(others)} is missing or has another shape")
+    floats = {name: tensor.double() for name, tensor in reference.items() if tensor.is_floating_point()}
+    if not floats:
+        return Difference(0.0, "there are none")
+    least = 1e-3 * torch.stack([tensor.norm() for tensor in floats.values()]).norm()
+    sizes = {
+        name: float((tested[name].double() - tensor).norm() / torch.maximum(tensor.norm(), least).clamp_min(1e-30))
+        for name, tensor in floats.items()
+    }
+    worst = max(sizes, key=lambda name: (sizes[name] != sizes[name], sizes[name]))  # nan is the largest
+    return Difference(sizes[worst], worst)
+
+
+def _shape(tensors: Tensors, name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None
+
+
+def _judge(rows: Iterable[Row], other_samples: bool, computes_below_float64: bool) -> tuple[Verdict, str]:
+    """Return the verdict on all rows, and the reason for the verdict.
+
+    Args:
+        rows: the lines of the table.
+        other_samples: whether the config trains on different samples than the reference.
+        computes_below_float64: whether a loss was computed from tensors of fewer than 64 bits despite precision=64.
+    """
+    verdicts = {row: row.verdict(computes_below_float64) for row in rows}
+    noisy = [row for row in rows if row.is_noisy and not row.is_same]
+    if other_samples:
+        return Verdict.DIFFERENT, "It trains on other samples."
+    if noisy:
+        same = "the same in float64, but as configured, " if all(row.is_same_in_float64 for row in rows) else ""
+        return Verdict.UNJUDGED, same + _noise(max(noisy, key=lambda row: row.rounding.size))
+    if Verdict.DIFFERENT in verdicts.values():
+        return Verdict.DIFFERENT, ""
+    if Verdict.UNJUDGED not in verdicts.values():
+        return Verdict.SAME, ""
+    if all(row.exact is None for row in rows):
+        return Verdict.UNJUDGED, "this device has no float64, in which rounding could be told apart; try device=cpu"
+    who = "the loss of this workload is computed" if computes_below_float64 else "something here computes"
+    why = f"with precision=64, {who} in fewer than 64 bits, so rounding cannot be told apart from a mistake"
+    return Verdict.UNJUDGED, f"{why}. Use the dtype of the inputs in the model and the loss: x.to(other.dtype)"
+
+
+def _noise(row: Row) -> str:
+    size, half = f"{row.rounding.size:.1e}", f"{row.limit / 2:.1e}"
+    why = f"on a single device alone, the {row.what} ({row.rounding.where}) are {size} from those in float64"
+    remedy = "Compare with precision=64, fewer --steps, a smaller learning rate or a smaller network"
+    return f"{why}, more than {half}: either rounding is amplified, or float64 computes something else. {remedy}"
+
+
+def _table(rows: Iterable[Row], other_samples: str, reference: Steps) -> list[str]:
+    """Return the lines of the table.
+
+    Args:
+        rows: the differences for each kind of tensor.
+        other_samples: a description of the first difference in the samples; empty if the samples are the same.
+        reference: the first steps of the reference.
+    """
+    rows, total = list(rows), sum(map(len, reference.samples))
+    heads = [name for name, shown in _columns(rows[0]) if shown is not None]
+    lines = [f"{'':16}" + "".join(f"{name:>15}{'limit':>10}" for name in heads) + "   largest in"]
+    samples = other_samples and f"{other_samples}   <- different"
+    lines.append(f"{'samples':16}   {samples or (f'{total:,}, the same bit for bit' if total else 'not compared')}")
+    for row in rows:
+        shown = [(found, limit) for (_, found), limit in zip(_columns(row), _limits(row), strict=True) if found]
+        if any(found.where == "not compared" for found, _ in shown):
+            lines.append(f"{row.what:16}   not compared")
+            continue
+        sizes = "".join(f"{found.size:>15.1e}{limit:>10.1e}" for found, limit in shown)
+        beyond = [found for found, limit in shown if not found.size <= limit]
+        where = (beyond or [found for found, _ in shown])[0].where
+        lines.append(f"{row.what:16}{sizes}   {where}{'   <- too large' if beyond else ''}")
+    return lines
+
+
+def _columns(row: Row) -> list[tuple[str, Difference | None]]:
+    return [("in float64", row.exact), ("as configured", row.own)]
+
+
+def _limits(row: Row) -> list[float]:
+    return [row.exact_limit, row.limit if row.exact is not None else row.tolerance]

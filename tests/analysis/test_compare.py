@@ -1,0 +1,274 @@
+"""Tests of `runner compare`, on runs whose results are written by the tests, so that every number is known."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.handmade_runs import evaluation_entries, save_ledger, write_run_directory
+from rich.table import Table
+
+from runner.analysis.compare_formats import terminal
+from runner.analysis.compare_rows import Comparison
+from runner.commands import compare
+from runner.storage.run_directory import lock
+from runner.sweep.metric_direction import direction
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run the command, which must succeed, and return what it prints."""
+    assert compare.main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """A sweep over two learning rates with two seeds each, plus a diverged, a killed and a refused job."""
+    path = tmp_path / "sweep"
+    jobs = []
+    for number, (lr, seed, best, last) in enumerate(
+        [(0.1, 0, 0.8, 0.7), (0.1, 1, 0.9, 0.8), (0.2, 0, 0.95, 0.9), (0.2, 1, 0.97, 0.96)]
+    ):
+        typed = [f"seed={seed}", f"optimizer.lr={lr}"]
+        name = f"{number:03d}-{','.join(typed)}"
+        more = {"seconds": 2.0 + seed, "samples_per_second": 100.0 * (1 + seed), "steps": 7}
+        write_run_directory(path / name, *typed, **evaluation_entries(best, last, **more))
+        jobs.append({"overrides": typed, "directory": name, "state": "done", "code": 0, "error": ""})
+    write_run_directory(
+        path / "004-diverged", "optimizer.lr=9", status="diverged", steps=3, error="the loss is not finite"
+    )
+    write_run_directory(path / "005-killed", "optimizer.lr=8")
+    why = "optimizer.lr: got 1e9: it must be a number\n  see the comments"
+    refused = {"overrides": ["seed=0", "optimizer.lr=1e9"], "directory": "006-refused", "state": "refused"}
+    return save_ledger(path, *jobs, {**refused, "code": 2, "error": why})
+
+
+def test_seeds_share_a_row_and_the_best_row_is_first(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = json.loads(compared(capsys, sweep, "--json"))
+    assert (table["keys"], table["metric"], table["direction"]) == (["optimizer.lr"], "eval/accuracy", "max")
+    best, other = table["rows"]
+    assert (best["values"], best["runs"], other["values"]) == ({"optimizer.lr": 0.2}, 2, {"optimizer.lr": 0.1})
+    assert best["best"] == {"mean": pytest.approx(0.96), "std": pytest.approx(0.01 * math.sqrt(2))}
+    assert best["last"] == {"mean": pytest.approx(0.93), "std": pytest.approx(0.03 * math.sqrt(2))}
+    assert best["steps"] == {"mean": 7, "std": 0}
+    assert best["seconds"] == {"mean": pytest.approx(2.5), "std": pytest.approx(math.sqrt(0.5))}
+    assert best["samples_per_second"]["mean"] == pytest.approx(150)
+    assert [Path(path).name[:3] for path in best["directories"]] == ["002", "003"]
+
+
+def test_failures_come_last_with_state_step_and_reason(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    why = "optimizer.lr: got 1e9: it must be a number see the comments"
+    held = lock(write_run_directory(sweep / "007-running"))
+    failures = json.loads(compared(capsys, sweep, "--json"))["failures"]
+    assert held is not None
+    held.close()
+    assert [(f["run"], f["state"], f["step"], f["reason"]) for f in failures] == [
+        ("004-diverged", "diverged", 3, "the loss is not finite"),
+        ("005-killed", "killed", 7, "it was killed: it has no result"),
+        ("006-refused", "refused", None, why),
+        ("007-running", "running", 7, ""),
+    ]
+    assert [f["values"]["optimizer.lr"] for f in failures[:3]] == [9, 8, "1e9"]
+
+
+def test_csv_markdown_and_terminal_tables_show_the_same_values(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = list(csv.DictReader(io.StringIO(compared(capsys, sweep, "--csv"))))
+    assert [(row["optimizer.lr"], row["runs"], row["state"]) for row in rows] == [
+        *(("0.2", "2", "done"), ("0.1", "2", "done")),
+        *(("9", "", "diverged"), ("8", "", "killed"), ("1e9", "", "refused")),
+    ]
+    assert float(rows[0]["best eval/accuracy"]) == pytest.approx(0.96)
+    assert float(rows[0]["best eval/accuracy_std"]) == pytest.approx(0.01 * math.sqrt(2))
+    lines = compared(capsys, sweep, "--markdown").splitlines()
+    assert lines[0] == (
+        "| optimizer.lr | runs | best eval/accuracy | last eval/accuracy | steps | seconds | samples/s |"
+    )
+    assert lines[2] == "| 0.2 | 2 | 0.960 ± 0.014 | 0.930 ± 0.042 | 7 | 2.50 ± 0.71 | 150 ± 71 |"
+    assert "| 004-diverged | diverged | 3 | the loss is not finite |" in lines
+    shown = compared(capsys, sweep).splitlines()
+    assert next(line.split() for line in shown if line.split()[:1] == ["0.2"])[1:5] == ["2", "0.960", "±", "0.014"]
+
+
+def test_many_differing_keys_are_shown_in_one_column_without_broken_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [
+        "optimizer.weight_decay=0.5",
+        "schedule=cosine",
+        "workload.label_smoothing=0.25",
+        "log_every=7",
+        "epochs=40",
+    ]
+    more += ["data.size=640", "max_grad_norm=0.5", "batch_size=32", "precision=bf16", "eval_every=77"]
+    write_run_directory(tmp_path / "a", "optimizer.lr=0.1", **evaluation_entries(0.9, 0.8))
+    write_run_directory(tmp_path / "b", "optimizer.lr=0.2", *more, **evaluation_entries(0.95, 0.85))
+    words = compared(capsys, tmp_path).split()
+    assert words[:2] == ["options", "runs"]
+    assert {"optimizer.lr=0.2", "optimizer.weight_decay=0.5", "schedule=cosine", "workload.label_smoothing=0.25"} <= {
+        *words
+    }
+    assert words.index("optimizer.lr=0.2") < words.index("optimizer.lr=0.1")  # the best row is still the first
+    assert "optimizer.lr,schedule," in compared(capsys, tmp_path, "--csv")  # in CSV, each key has a column
+
+
+def test_the_table_of_failures_has_all_columns_if_no_run_is_done(tmp_path: Path) -> None:
+    for lr in (1, 2):
+        write_run_directory(tmp_path / str(lr), f"optimizer.lr={lr}", status="crashed", error="w" * 50)
+    [table] = terminal(Comparison([tmp_path]), 40).renderables
+    assert isinstance(table, Table)
+    assert [str(column.header) for column in table.columns] == ["run", "state", "step", "reason"]
+
+
+def test_the_number_of_seeds_is_shown_if_a_seed_was_run_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, typed in (("a", ["seed=0"]), ("b", ["seed=0"]), ("c", ["seed=1"])):
+        write_run_directory(tmp_path / name, *typed, **evaluation_entries(0.9, 0.8))
+    assert "| 3 (2 seeds) |" in compared(capsys, tmp_path, "--markdown")
+    (row,) = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
+    assert (row["runs"], row["seeds"]) == (3, 2)
+
+
+def test_csv_cells_that_look_like_formulas_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    formulas = ["=1+1", "+A1", "-2+3", "@SUM(A1)"]
+    for i, text in enumerate((*formulas, "-0.5", "a=b")):
+        write_run_directory(tmp_path / f"{i}", status="crashed", error=text)
+    write_run_directory(tmp_path / "6", **evaluation_entries(-0.5, -1e-5, metric="=loss"))
+    rows = list(csv.DictReader(io.StringIO(compared(capsys, tmp_path, "--csv"))))
+    assert [row["reason"] for row in rows] == ["", *(f"'{text}" for text in formulas), "-0.5", "a=b"]
+    assert (rows[0]["best =loss"], rows[0]["last =loss"]) == ("-0.5", "-1e-05")
+
+
+def test_rows_are_sorted_by_any_column(sweep: Path) -> None:
+    write_run_directory(
+        sweep / "008-slow", "optimizer.lr=0.05", **evaluation_entries(0.5, 0.1, seconds=99.0, samples_per_second=1.0)
+    )
+
+    def order(sort: str | None) -> list[Any]:
+        return [row.values["optimizer.lr"] for row in Comparison([sweep], sort=sort).rows]
+
+    assert order(None) == [0.2, 0.1, 0.05]
+    assert order("optimizer.lr") == [0.05, 0.1, 0.2]
+    assert order("seconds") == [0.1, 0.2, 0.05]
+    assert order("samples/s")[-1] == 0.05
+    assert order("last") == [0.2, 0.1, 0.05]
+    assert order("runs")[-1] == 0.05
+
+
+def test_rows_are_sorted_by_ascending_loss(tmp_path: Path) -> None:
+    for lr, loss in ((1, 0.5), (2, 0.3), (3, 0.4)):
+        write_run_directory(
+            tmp_path / str(lr), f"optimizer.lr={lr}", **evaluation_entries(0.9, 0.9, metrics={"eval/loss": loss})
+        )
+    for name in ("eval/loss", "loss"):
+        comparison = Comparison([tmp_path], metric=name)
+        assert [row.values["optimizer.lr"] for row in comparison.rows] == [2, 3, 1]
+        assert (comparison.metric, comparison.measures) == ("eval/loss", ["last", "steps"])
+
+
+def test_metric_direction_is_inferred_from_results_workload_or_name(tmp_path: Path) -> None:
+    run = write_run_directory(tmp_path / "run")
+    assert direction("eval/mystery", {run: evaluation_entries(1.0, 2.0, "eval/mystery")}) == "min"
+    assert direction("eval/mystery", {run: evaluation_entries(2.0, 1.0, "eval/mystery")}) == "max"
+    assert direction("eval/accuracy", {run: evaluation_entries(1.0, 1.0)}) == "max"
+    assert direction("eval/loss", {run: {}}) == "min"
+    assert direction("eval/error_rate", {tmp_path / "absent": evaluation_entries(1.0, 1.0, "eval/error_rate")}) == "min"
+
+
+def test_options_are_shown_by_the_names_that_were_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, schedule in enumerate(("cosine", "onecycle")):
+        write_run_directory(tmp_path / str(number), f"schedule={schedule}", **evaluation_entries(0.1, 0.1))
+    mine = write_run_directory(tmp_path / "2", "schedule=cosine", "schedule.warmup=0.3", **evaluation_entries(0.1, 0.1))
+    (mine / "overrides.yaml").write_text("- schedule=mine\n- optimizer=../x\n- seed=3\n")
+    table = json.loads(compared(capsys, tmp_path, "--json"))
+    assert sorted(row["values"]["schedule"] for row in table["rows"]) == ["cosine", "mine", "onecycle"]
+    assert table["keys"] == ["schedule"]
+
+
+def test_the_keys_of_a_sweep_come_first(tmp_path: Path) -> None:
+    for number, (size, lr) in enumerate([(60, 0.1), (120, 0.2)]):
+        write_run_directory(
+            tmp_path / str(number), f"batch_size={size}", f"optimizer.lr={lr}", **evaluation_entries(0.1, 0.1)
+        )
+    assert Comparison([tmp_path]).keys == ["batch_size", "optimizer.lr"]
+    save_ledger(tmp_path, {"overrides": ["optimizer.lr=0.1", "seed=0"]}, {"overrides": ["optimizer.lr=0.2", "seed=1"]})
+    assert Comparison([tmp_path]).keys == ["optimizer.lr", "batch_size"]
+
+
+def test_a_single_run_is_shown_without_the_failures_of_its_sweep(sweep: Path) -> None:
+    run = next(sweep.glob("000*"))
+    comparison = Comparison([run, run])
+    assert (len(comparison.rows), comparison.failures, comparison.keys) == (1, [], [])
+
+
+def test_non_finite_values_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run_directory(tmp_path / "0", "seed=0", **evaluation_entries(math.nan, 0.5, seconds=math.inf))
+    write_run_directory(tmp_path / "1", "seed=1", **evaluation_entries(math.inf, 0.7))
+    (row,) = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
+    assert row == {
+        "values": {}, "runs": 2, "seeds": 2,
+        "last": {"mean": pytest.approx(0.6), "std": pytest.approx(0.1 * math.sqrt(2))},
+        "steps": {"mean": 7, "std": 0}, "directories": [str(tmp_path / "0"), str(tmp_path / "1")],
+    }  # fmt: skip
+
+
+def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside = write_run_directory(sweep.parent / "outside", "optimizer.lr=0.73519", **evaluation_entries(1.0, 1.0))
+    (sweep / "link").symlink_to(outside)
+    linked = write_run_directory(sweep / "009-linked", "optimizer.lr=66")
+    (linked / "result.json").symlink_to(outside / "result.json")
+    evil = "\x1b[2J\x9b|\nnext\udcff"
+    write_run_directory(sweep / "010-evil", status="crashed", error=evil)
+    write_run_directory(sweep / os.fsdecode(b"011-\xff\x1b"), status=evil)
+    for arguments in ((), ("--csv",), ("--markdown",), ("--json",)):
+        out = compared(capsys, sweep, *arguments)
+        assert out.encode()
+        assert not {"\x1b", "\x9b"} & set(out)
+        assert "0.73519" not in out
+    (failure,) = (f for f in Comparison([sweep]).failures if f.name == "009-linked")
+    assert failure.state == "damaged"
+    assert "\\|" in compared(capsys, sweep, "--markdown")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["absent"], "PATH: got 'absent': there is no such directory\n  name a run directory"),
+        (["x" * 300], "PATH: got 'xxx"),
+        (["~nobody-of-this-name/x"], "PATH: got '~nobody-of-this-name/x': there is no such directory"),
+        (["empty"], "PATH: got 'empty': it contains no run\n  name a run directory"),
+        (
+            ["sweep", "--metric", "accuracies"],
+            "--metric: got 'accuracies': no run that is done has this metric;\n  did",
+        ),
+        (
+            ["sweep", "--sort", "optimiser.lr"],
+            "--sort: got 'optimiser.lr': there is no such column\n  did you mean opt",
+        ),
+        (["sweep", "--best"], "--best: there is no such option\n  --help lists"),
+    ],
+)
+def test_invalid_paths_and_options_are_refused(
+    arguments: list[str], why: str, sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(sweep.parent)
+    (sweep.parent / "empty").mkdir()
+    assert compare.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(why)
+    assert printed.out == ""
+
+
+def test_a_sweep_with_only_refused_jobs_is_a_table_of_failures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_ledger(tmp_path, {"overrides": ["steps=x"], "directory": "000-steps=x", "state": "refused", "error": "steps"})
+    assert "| 000-steps=x | refused |  | steps |" in compared(capsys, tmp_path, "--markdown").splitlines()

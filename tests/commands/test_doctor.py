@@ -1,0 +1,355 @@
+"""Tests of `runner doctor` on simulated machines: torch.cuda and NVML are fakes with distinct numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from rich.console import Console
+
+from runner.commands import doctor, doctor_modes
+from runner.commands.doctor_tables import render
+from runner.config import options
+from runner.config.options import option_files
+from runner.planning import choice, tuning
+from runner.planning.candidates import Candidate
+from runner.planning.trial import Burst, TrialError
+from runner.precision import TF32, Float16
+from runner.system import cpu as processor
+from runner.system import provenance
+
+GIB = 2**30
+CARDS = [
+    SimpleNamespace(
+        name="Alpha 9000", major=9, minor=0, total_memory=80 * GIB, multi_processor_count=132,
+        uuid="aaaa-0", clock_rate=1_980_000, memory_clock_rate=2_619_000,
+    ),
+    SimpleNamespace(name="Beta 75", major=7, minor=5, total_memory=16 * GIB, multi_processor_count=40, uuid="bbbb-1"),
+]  # fmt: skip
+FREE = [77 * GIB, 3 * GIB]
+
+
+@pytest.fixture
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two different CUDA devices: the second is the current one, and only the first has peer access to the other."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: CARDS[index])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: (here, there) == (0, 1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (FREE[index], CARDS[index].total_memory))
+    monkeypatch.setattr(doctor, "computes", lambda device: True)
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a fake NVML that finds devices only by UUID, not by index.
+
+    A device has the same UUID in NVML and in CUDA, but it may have different indices.
+    """
+    clocks = {"GPU-aaaa-0": {"sm": 1200, "mem": 2600}, "GPU-bbbb-1": {"sm": 300, "mem": 405}}
+    fake = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+        nvmlDeviceGetHandleByUUID=lambda uuid: clocks[uuid],
+        nvmlDeviceGetClockInfo=lambda handle, kind: handle[kind],
+        NVML_CLOCK_SM="sm",
+        NVML_CLOCK_MEM="mem",
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+
+
+@pytest.fixture
+def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # import pynvml raises ImportError
+
+
+def rendered_report(report: dict) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(render(report))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def row_of(text: str, start: str) -> str:
+    return next(line for line in text.splitlines() if line.strip().startswith(start))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_each_of_two_devices_is_reported_with_its_own_values() -> None:
+    report = json.loads(json.dumps(doctor.gather()))
+    first, second = report["devices"]
+    assert first == {
+        "device": "cuda:0",
+        "name": "Alpha 9000",
+        "total_bytes": 80 * GIB,
+        "capability": "9.0",
+        "multiprocessors": 132,
+        "uuid": "aaaa-0",
+        "free_bytes": 77 * GIB,
+        "current": False,
+        "peers": ["cuda:1"],
+        "computes": True,
+        "clock_mhz": 1200,
+        "max_clock_mhz": 1980,
+        "memory_clock_mhz": 2600,
+        "max_memory_clock_mhz": 2619,
+    }
+    assert (second["name"], second["capability"], second["multiprocessors"]) == ("Beta 75", "7.5", 40)
+    assert (second["free_bytes"], second["total_bytes"]) == (3 * GIB, 16 * GIB)
+    assert (second["current"], second["peers"]) == (True, [])
+    assert (second["clock_mhz"], second["memory_clock_mhz"], second["max_clock_mhz"]) == (300, 405, None)
+    assert report["driver"] == "580.1"
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_the_table_shows_the_values_of_each_device_in_its_row() -> None:
+    text = rendered_report(doctor.gather())
+    first, second = row_of(text, "cuda:0"), row_of(text, "cuda:1 (current)")
+    for shown in ("Alpha 9000", "77.0 GiB of 80.0 GiB", "9.0", "132", "1200 of 1980 MHz", "2600 of 2619 MHz", "cuda:1"):
+        assert shown in first
+        assert shown == "cuda:1" or shown not in second
+    for shown in ("Beta 75", "3.0 GiB of 16.0 GiB", "7.5", "40", "300 MHz", "405 MHz", "none"):
+        assert shown in second
+    assert "device=auto chooses cuda:0" in text
+    assert "parallel= on 2 CUDA devices" in text
+
+
+@pytest.mark.usefixtures("two_cards", "no_nvml")
+def test_without_nvml_clocks_are_missing_and_a_finding_says_how_to_install_it() -> None:
+    report = doctor.gather()
+    assert report["driver"] is None
+    assert [device["clock_mhz"] for device in report["devices"]] == [None, None]
+    assert any("pip install nvidia-ml-py" in finding for finding in report["findings"])
+    text = rendered_report(report)
+    assert "up to 1980 MHz" in row_of(text, "cuda:0")
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_one_device_has_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    report = doctor.gather()
+    assert [device["peers"] for device in report["devices"]] == [[]]
+    assert (
+        "parallel= on 1 CUDA device\n"
+        in "\n".join(line.rstrip() for line in rendered_report(report).splitlines()) + "\n"
+    )
+
+
+@pytest.mark.usefixtures("no_nvml")
+def test_a_machine_without_accelerators_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    report = doctor.gather()
+    assert report["devices"] == []
+    assert "CUDA_VISIBLE_DEVICES='' leaves no CUDA device visible" in report["findings"]
+    assert list(report["precisions"][0]) == ["precision", "cpu"]
+    assert "device=auto chooses the CPU" in rendered_report(report)
+
+
+def test_an_mps_device_is_reported_without_cuda_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
+    report = doctor.gather()
+    assert "12.0 GiB" in row_of(rendered_report(report), "mps")
+    assert {row["precision"]: row["mps"] for row in report["precisions"]}["64"].startswith("not available")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors are reported as findings, without a traceback
+
+
+@pytest.mark.usefixtures("no_nvml")
+def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> bool:
+        warnings.warn("CUDA initialization: driver too old\nsee there", stacklevel=1)
+        raise RuntimeError("CUDA unknown error")
+
+    monkeypatch.setattr(torch.cuda, "is_available", broken)
+    report = doctor.gather()
+    assert report["devices"] == []
+    assert "CUDA: RuntimeError: CUDA unknown error" in report["findings"]
+    assert "CUDA: CUDA initialization: driver too old" in report["findings"]
+    assert "CUDA unknown error" in rendered_report(report)
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_a_device_that_cannot_compute_is_reported_as_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def computes(device: str) -> bool:
+        if device == "cuda:1":
+            raise RuntimeError("no kernel image is available for execution on the device")
+        return True
+
+    monkeypatch.setattr(doctor, "computes", computes)
+    report = doctor.gather()
+    assert [device["computes"] for device in report["devices"]] == [True, False]
+    expected = "cuda:1: RuntimeError: no kernel image is available for execution on the device"
+    assert [finding for finding in report["findings"] if finding.startswith("cuda")] == [expected]
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_an_nvml_error_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise OSError("NVML Shared Library Not Found")
+
+    monkeypatch.setattr(sys.modules["pynvml"], "nvmlInit", fails)
+    report = doctor.gather()
+    assert "NVML: OSError: NVML Shared Library Not Found" in report["findings"]
+    assert report["devices"][0]["clock_mhz"] is None
+
+
+def test_more_threads_than_cores_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "_quota_cores", lambda: 0.5)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert "torch uses 64 threads on 1 usable cores: set device.threads=1" in doctor.gather()["findings"]
+
+
+def test_the_cpu_computes_a_sum_correctly() -> None:
+    assert doctor.computes("cpu")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Precisions and modes
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_precisions_are_described_for_the_oldest_of_different_devices() -> None:
+    table = {row["precision"]: row["cuda"] for row in doctor.gather()["precisions"]}
+    assert list(table) == ["32", "tf32", "64", "bf16", "16"]
+    assert table["tf32"] == "the same as 32: no TF32 units"
+    assert "emulated" in table["bf16"]
+    assert table["16"] == "float16 autocast with loss scaling"
+
+
+def test_the_meaning_of_a_precision_depends_on_the_hardware() -> None:
+    assert doctor.meaning("tf32", "cuda", "10.0", ()) == "float32, matrix products in TF32"
+    assert doctor.meaning("bf16", "cuda", "8.0", ()) == "bfloat16 autocast"
+    assert doctor.meaning("bf16", "cpu", None, ["avx2", "amx_bf16"]) == "bfloat16 autocast"
+    assert "emulated" in doctor.meaning("bf16", "cpu", None, ["avx2"])
+
+
+def test_precisions_on_the_cpu_are_described_as_their_log_messages_say(caplog: pytest.LogCaptureFixture) -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    TF32().prepare(torch.device("cpu"))
+    half = Float16()
+    half.prepare(torch.device("cpu"))
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+    assert "no TF32 units" in caplog.messages[0]
+    assert "no TF32 units" in doctor.meaning("tf32", "cpu", None, ())
+    assert "bfloat16" in caplog.messages[1]
+    assert doctor.meaning("16", "cpu", None, ()).startswith("the same as bf16")
+
+
+def test_every_precision_option_is_described() -> None:
+    assert set(option_files()["precision"]) <= set(doctor.PRECISIONS)
+
+
+def test_parallel_modes_are_listed_from_the_option_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "parallel").mkdir()
+    (tmp_path / "parallel" / "two.yaml").write_text(
+        "# python -m runner parallel=two\n# Twice [as] much.\n_target_: x\n"
+    )
+    (tmp_path / "parallel" / "one.yaml").write_text("# python -m runner parallel=one\n_target_: x\n")
+    monkeypatch.setattr(options, "CONF", tmp_path)
+    report = doctor.gather()
+    assert report["parallel"] == [{"name": "one", "what": ""}, {"name": "two", "what": "Twice [as] much."}]
+    assert "Twice [as] much." in row_of(rendered_report(report), "two")
+
+
+class Sleeping:
+    """A replacement for `Trial`. A step takes the number of seconds in `seconds` for the parallel mode."""
+
+    startup_seconds = 0.01
+    seconds: ClassVar[dict[str, float]] = {"Parallel": 0.004, "DDP": 0.002, "FSDP": 0.008}
+
+    def __init__(self, candidate: Candidate, seconds: float):
+        assert candidate.run is not None
+        self.mode = type(candidate.run.parallel).__name__
+        if self.mode == "Pipeline":
+            raise TrialError("no room")
+
+    def steps(self, count: int, seconds: float) -> Burst:
+        time.sleep(count * self.seconds[self.mode])
+        return Burst(self.seconds[self.mode], 1.0)
+
+    def close(self, kill: bool = False) -> None: ...
+
+
+def test_the_reasons_are_shown_if_no_network_could_be_trained() -> None:
+    text = rendered_report(
+        doctor.gather() | {"speed": {"small network": "it crashed", "larger network": "it was refused"}}
+    )
+    line = row_of(text[text.index("speed, relative to parallel=single") :], "–")
+    assert "it crashed" in line
+    assert "it was refused" in line
+
+
+def test_modes_are_measured_against_a_single_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_start", Sleeping)
+    monkeypatch.setattr(tuning, "_BURST_SECONDS", 0.02)
+    tiny = ("model=tiny", "data.size=8", "device=cpu")
+    monkeypatch.setattr(doctor_modes, "SMALL", tiny)
+    monkeypatch.setitem(doctor_modes.LARGE, "cpu", (*tiny, "batch_size=63"))  # not divisible by two processes
+    speed = doctor_modes.speed_of_modes(["ddp", "ensemble", "fsdp", "pipeline", "single"], "cpu")
+    small, large = speed["small network"], speed["larger network"]
+    assert list(small) == list(large) == ["ddp", "fsdp", "pipeline"], "what cannot be faster is not measured"
+    assert small["ddp"]["speedup"] == pytest.approx(2)
+    assert small["fsdp"]["speedup"] == pytest.approx(0.5)
+    assert small["fsdp"]["uncertainty"] == pytest.approx(0.1 / 2**2), "it was dropped after one burst"
+    assert (small["pipeline"]["status"], small["pipeline"]["reason"]) == ("crashed", "no room")
+    assert large["ddp"]["status"] == "refused"
+    assert "batch_size" in large["ddp"]["reason"]
+    text = rendered_report(doctor.gather() | {"speed": speed | {"another network": "it was refused"}})
+    start = text.index("speed, relative to parallel=single")
+    line = row_of(text[start:], "ddp")
+    assert "2.00 ± 0.04 × (pays off)" in line  # the step time is 0.50 ± 0.01 of the default's
+    assert "refused: batch_size" in line
+    assert "it was refused" in line
+    assert "× (slower)" in row_of(text[start:], "fsdp")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+
+
+def test_json_on_standard_output_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.main(["--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["cpu"]["threads"] == torch.get_num_threads()
+
+
+def test_tables_are_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.main([])
+    output = capsys.readouterr().out
+    assert torch.__version__ in row_of(output, "torch ")
+
+
+def test_an_unknown_flag_is_refused_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        doctor.main(["--jsn"])
+    assert exit_.value.code == 2
+    assert "--jsn" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "runner", "doctor", "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(ran.stdout)["source"] == provenance.source()

@@ -1,0 +1,55 @@
+"""Tests of `--help` and `--version`, which do not import torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.command import run_command
+
+from runner import __version__
+from runner.cli.arguments import RUN_DIRECTORY, SUMMARY
+from runner.commands.help import help_text
+from runner.config.options import description, option_files
+
+
+@pytest.fixture
+def more(tmp_path: Path) -> Path:
+    """Create a directory of options for `--config-dir`, and return its path."""
+    (tmp_path / "more" / "model").mkdir(parents=True)
+    (tmp_path / "more" / "flavor").mkdir()
+    (tmp_path / "more" / "model" / "mine.yaml").write_text("# python -m runner model=mine\n# A network of my own.\n")
+    (tmp_path / "more" / "model" / "_shared.yaml").write_text("# Inherited.\n")
+    (tmp_path / "more" / "flavor" / "sweet.yaml").write_text("# Of another group.\n")
+    return tmp_path / "more"
+
+
+def test_help_lists_every_option_with_its_description() -> None:
+    lines = help_text().splitlines()
+    for group, files in option_files().items():
+        assert f"{group}=" in lines
+        for option, path in files.items():
+            assert description(path)
+            assert any(line.split(maxsplit=1) == [option, description(path)] for line in lines), (group, option)
+
+
+@pytest.mark.parametrize("flag", [["--config-dir={}"], ["--config-dir", "{}"], ["-cd", "{}"]], ids=len)
+def test_help_lists_the_options_of_a_config_dir(flag: list[str], more: Path, tmp_path: Path) -> None:
+    words = [word.format(more) for word in flag]
+    code, text = run_command("--help", *words, cwd=tmp_path / "run", kind="no-torch")
+    assert code == 0, text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["mine", "A", "network", "of", "my", "own."] in lines
+    assert ["flavor="] in lines
+    assert ["sweet", "Of", "another", "group."] in lines
+    assert "_shared" not in text
+    assert "mine" not in help_text()
+
+
+def test_help_lists_the_flags() -> None:
+    for flag in (SUMMARY, RUN_DIRECTORY, "--cfg", "--config-dir", "--version", "--hydra-help"):
+        assert f"{flag} " in help_text() or f"{flag}\n" in help_text(), flag
+
+
+def test_version_prints_the_version_of_this_project(tmp_path: Path) -> None:
+    assert run_command("--version", cwd=tmp_path, kind="no-torch") == (0, f"runner {__version__}\n")

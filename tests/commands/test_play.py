@@ -1,0 +1,168 @@
+"""Tests of `runner play`: its output, its films, and refused arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.envs.registration import EnvSpec
+from helpers.compose import TINY_CPU
+from PIL import Image
+
+import runner
+from runner.commands import play
+from runner.seeds import derive
+
+
+class Corridor(gymnasium.Env):
+    """An environment with six positions. Action 1 moves forward by one; the gray level of a frame is 40 × position."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 50}  # pyright: ignore
+    observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode: str | None = None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.place, self.steps = int(self.np_random.integers(3)), 0
+        return self._observation(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        reward = 1.0 + 0.25 * self.place * int(action)
+        self.place, self.steps = min(5, self.place + int(action)), self.steps + 1
+        return self._observation(), reward, self.place == 5 or self.steps == 9, False, {}
+
+    def render(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return np.full((10, 20, 3), 40 * self.place, np.uint8)
+
+    def _observation(self) -> np.ndarray:
+        return np.array([self.place, self.steps], np.float32)
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.Result:
+    spec = EnvSpec("Corridor-v0", Corridor, disable_env_checker=True)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(gymnasium.registry, "Corridor-v0", spec)
+    monkeypatch.chdir(tmp_path)
+    words = ["workload=dqn", "env.id=Corridor-v0", "steps=40", "workload.warm_up=100", "workload.eval_episodes=5"]
+    return runner.train([*words, "device=cpu", "device.threads=1", "model.hidden=[8]", "batch_size=32"])
+
+
+@torch.no_grad()
+def by_hand(run: runner.Result, seed: int) -> tuple[float, int, list[int]]:
+    """Play a greedy episode without `runner.env`; return the total reward, the number of steps, and all positions.
+
+    The positions are those of the environment before each step.
+    """
+    assert run.directory
+    model, env = runner.load(run.directory).model(), Corridor()
+    observation, _ = env.reset(seed=seed)
+    total, places, ended = 0.0, [], False
+    while not ended:
+        places.append(env.place)
+        action = int(model(torch.from_numpy(observation)[None]).argmax())
+        observation, reward, ended, _, _ = env.step(action)
+        total += reward
+    return total, env.steps, places
+
+
+def shades_in(path: str) -> list[int]:
+    """Return the gray level of each frame of a film."""
+    shades: list[int] = []
+    with Image.open(path) as film:
+        for index in range(film.n_frames):  # pyright: ignore[reportAttributeAccessIssue]
+            film.seek(index)
+            # a frame that equals the previous one is not stored; the previous one is shown for longer
+            shades += [film.convert("RGB").getpixel((2, 2))[0]] * round(film.info["duration"] / 40)  # pyright: ignore
+    return shades
+
+
+def test_the_film_and_the_returns_are_those_of_the_greedy_policy(
+    agent: runner.Result, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(agent.directory), "--film", "agent.gif", "--episodes", "4", "--seed", "3"]
+    capsys.readouterr()
+    assert play.main(arguments) == 0
+    episodes = [by_hand(agent, derive(3, "play", episode)) for episode in range(4)]
+    assert capsys.readouterr().out.splitlines() == [
+        f"episode {number}: return {total:g}, {length} steps" for number, (total, length, _) in enumerate(episodes)
+    ]
+    every_other = [40 * place for _, _, places in episodes for place in places[::2]]
+    assert shades_in("agent.gif") == every_other
+    assert len(set(every_other)) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--film", "agent.png"], "--film"),
+        (["--film", "missing/agent.gif"], "--film"),
+        (["--episodes", "0"], "--episodes"),
+        (["--checkpoint", "7"], "checkpoint"),
+        (["--flim", "agent.gif"], "--flim"),
+        (["env.idd=CartPole-v1"], "env.idd"),
+        ([], "env"),  # this environment cannot render to a window
+    ],
+)
+def test_mistakes_are_refused_with_the_key(
+    agent: runner.Result, capsys: pytest.CaptureFixture[str], words: list[str], key: str
+) -> None:
+    capsys.readouterr()
+    assert play.main([str(agent.directory), *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"\n{key}:" in f"\n{captured.err}"
+    assert not list(Path().glob("*.gif"))
+
+
+def test_a_film_beyond_the_frame_limit_keeps_the_episodes_that_fit(
+    agent: runner.Result, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, places = by_hand(agent, derive(0, "play", 0))
+    first = [40 * place for place in places[::2]]
+    for most in (len(first) - 1, len(first)):
+        monkeypatch.setattr(play, "_MOST_FRAMES", most)
+        assert play.main([str(agent.directory), "--film", "agent.gif", "--episodes", "4"]) == 2
+        assert f"at most {most} frames" in capsys.readouterr().err
+        assert Path("agent.gif").exists() == (most == len(first)), "the episodes that fit are kept"
+    assert shades_in("agent.gif") == first
+
+
+def test_a_run_of_a_classifier_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = runner.train([*TINY_CPU, "steps=1"])
+    assert play.main([str(result.directory)]) == 2
+    assert "workload=dqn" in capsys.readouterr().err
+
+
+def test_without_a_display_the_film_is_suggested(
+    agent: runner.Result, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(Corridor.metadata, "render_modes", ["human"])
+    monkeypatch.setattr(play, "_has_display", lambda: False)
+    assert play.main([str(agent.directory)]) == 2
+    assert "--film FILE.gif" in capsys.readouterr().err
+
+
+def test_a_window_shows_the_episode(
+    agent: runner.Result, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modes: list[str | None] = []
+    create: Callable[..., None] = Corridor.__init__
+    monkeypatch.setattr(Corridor, "__init__", lambda env, render_mode=None: (modes.append(render_mode), create(env))[1])
+    monkeypatch.setitem(Corridor.metadata, "render_modes", ["human"])
+    monkeypatch.setattr(play, "_has_display", lambda: True)
+    capsys.readouterr()
+    assert play.main([str(agent.directory)]) == 0
+    total, length, _ = by_hand(agent, derive(0, "play", 0))
+    assert capsys.readouterr().out == f"episode 0: return {total:g}, {length} steps\n"
+    assert "human" in modes

@@ -1,0 +1,98 @@
+"""Tests of `runner predict`: the printed table, the CSV, JSON and PNG files, and the refusal of mistakes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from helpers.checkpoint_edits import rewrite_manifest
+from helpers.compose import TINY_CPU
+from helpers.runs import write_images
+from PIL import Image
+
+import runner
+from runner.api.prediction import image_files
+from runner.commands import predict
+
+Told = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.SavedRun:
+    """A run on two classes of images, and a file `photos/val/broken.png` that is not an image."""
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "photos")
+    data = ("data=imagefolder", "data.root=photos", "data.size=8", "data.workers=0")
+    result = runner.train([*TINY_CPU, *data, "batch_size=8", "steps=4"])
+    Path("photos/val/broken.png").write_text("no image")
+    assert result.directory is not None
+    return runner.load(result.directory)
+
+
+def test_the_files_and_the_table_have_every_prediction(run: runner.SavedRun, capsys: Told) -> None:
+    flags = ["--csv", "p.csv", "--json", "p.json", "--grid", "p.png"]
+    assert predict.main([str(run.directory), "photos/val", *flags]) == 0
+    wanted = run.predict("photos/val")
+    rows = json.loads(Path("p.json").read_text())
+    assert [tuple(row.values()) for row in rows] == [(e.file, e.label, e.probability, e.error) for e in wanted]
+    with Path("p.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [{**row, "probability": float(row["probability"])} for row in table] == rows
+    broken, *lines = capsys.readouterr().out.splitlines()
+    assert broken.split(None, 1)[1].startswith("photos/val/broken.png: ValueError: it is not an image")
+    assert [line.split() for line in lines] == [[e.label, f"{e.probability:.1%}", e.file] for e in wanted[1:]]
+    with Image.open("p.png") as picture:
+        assert picture.format == "PNG"
+
+
+def test_class_names_are_escaped_in_the_terminal_and_in_csv(run: runner.SavedRun, capsys: Told) -> None:
+    path = run.checkpoint("best")
+    signature = json.loads((path / "model.json").read_text())
+    (path / "model.json").write_text(json.dumps(signature | {"classes": ["=1\x1b[31ma\nb\ud800", "=2" + "x" * 90_000]}))
+    rewrite_manifest(path)
+    assert predict.main([str(run.directory), "photos/val", "--csv", "p.csv", "--json", "p.json"]) == 0
+    shown = capsys.readouterr().out
+    with Path("p.csv").open(newline="") as file:
+        assert {row["class"][:2] for row in csv.DictReader(file) if row["class"]} == {"'="}, "no formula either"
+    assert shown.isascii()
+    assert "\x1b" not in shown
+    assert all(len(line) < 400 for line in shown.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["empty"], "FILES"),
+        (["nowhere.png"], "FILES"),
+        (["photos/val", "--checkpoint", "3"], "checkpoint"),
+        (["photos/val", "--csv", "empty"], "--csv"),
+        (["photos/val", "--json", "nowhere/p.json"], "--json"),
+        (["photos/val", "--grid", "p.gif"], "--grid"),
+        (["photos/val", "--csv", "/dev/stdout"], "--csv"),
+        (["photos/val", "--csv", "link.csv"], "--csv"),
+        (["photos/val", "--json", "photos/val/broken.png"], "--json"),
+        (["photos/val/broken.png", "--grid", "p.png"], "--grid"),
+    ],
+)
+def test_mistakes_are_refused_with_the_key(run: runner.SavedRun, capsys: Told, words: list[str], key: str) -> None:
+    Path("empty").mkdir()
+    Path("link.csv").symlink_to("notes.csv")
+    assert predict.main([str(run.directory), *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"\n{key}: " in f"\n{captured.err}"
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: Told) -> None:
+    assert predict.main([str(tmp_path), str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("directory: ")
+
+
+def test_only_images_that_are_not_hidden_are_found_in_a_directory(tmp_path: Path) -> None:
+    for name in ("a/1.png", "2.JPE", "._3.png", ".ipynb_checkpoints/4.png", "__MACOSX/5.png", "6.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert image_files([tmp_path]) == [str(tmp_path / "2.JPE"), str(tmp_path / "a" / "1.png")]

@@ -1,0 +1,551 @@
+"""Tests of `runner plan`: memory is compared with measurements, and FLOPs and messages with formulas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.compose import TINY_CPU, build_composed_run, compose_config
+from helpers.dry_run import run_in_this_process
+from helpers.ranks import PersistentRanks
+from helpers.runs import write_images
+from helpers.tensor_memory import measured_peak
+
+from runner.analysis.saved_runs import find_runs
+from runner.commands import plan
+from runner.parallel.collectives import Collectives
+from runner.parallel.compiling import modules_of_blocks
+from runner.parallel.context import Process
+from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.pipelining.schedules import SCHEDULES
+from runner.planning.costs import Machine
+from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank
+from runner.planning.formatting import flops
+from runner.planning.measure import Parts, neighbors, over_ranks
+from runner.planning.memory_tracker import KINDS
+from runner.planning.plan_remedies import changes
+from runner.planning.planned_session import prepared
+from runner.planning.report import _corrected, report_of
+from runner.planning.report_tables import tables
+from runner.system.fake_tensors import fake_process_group
+
+RESNET = ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=64", "device=cpu", "device.threads=1")
+RESNET = (*RESNET, "batch_size=16", "steps=2")
+SMALL = (*TINY_CPU, "batch_size=256", "steps=1")
+"""A config whose activations need more memory than its weights, so that smaller micro-batches reduce the peak."""
+PIPELINE = ("parallel=pipeline", "parallel.cuts=[layer3.0]")
+
+
+def planned(*overrides: str) -> list[RankPlan]:
+    return trace(prepared(build_composed_run(*overrides), None))
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """Return the plan of a command line, parsed from its JSON output."""
+    assert plan.main([*arguments, "--json"]) in (0, plan.DOES_NOT_FIT)
+    return json.loads(capsys.readouterr().out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("accumulation=4",),
+        ("model.checkpoint_activations=true",),
+        ("precision=bf16",),
+        ("optimizer=adamw", "channels_last=false"),
+        ("ema.decay=0.9",),
+        ("parallel=pipeline", "parallel.engine=streams", "parallel.cuts=[layer3.0]"),
+        ("device.threads=2",),
+    ],
+    ids=" ".join,
+)
+def test_predicted_peak_memory_matches_the_allocator(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    [rank] = planned(*RESNET, *overrides)
+    assert rank.peak_bytes == pytest.approx(measured_peak(compose_config(*RESNET, *overrides), tmp_path), rel=0.05)
+
+
+def test_predicted_peak_memory_of_dqn_matches_the_allocator(tmp_path: Path) -> None:
+    overrides = ("workload=dqn", "device=cpu", "device.threads=1")
+    [rank] = planned(*overrides)
+    assert rank.peak_bytes == pytest.approx(measured_peak(compose_config(*overrides), tmp_path), rel=0.05)
+
+
+@pytest.mark.parametrize("mode", [("parallel=ddp",), PIPELINE], ids=["ddp", "pipeline"])
+def test_predicted_peak_memory_of_each_rank_matches_the_allocator(
+    mode: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    measured = ranks(2).call_on_all(measured_peak, compose_config(*RESNET, *mode), tmp_path)
+    assert [rank.peak_bytes for rank in planned(*RESNET, *mode)] == pytest.approx(measured, rel=0.05)
+
+
+def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path: Path) -> None:
+    """The plan includes a copy of a block's gradients, because gloo reduces a copy.
+
+    The fake process group of this test makes no copy, so the size of the copy is subtracted from the plan.
+    """
+    rank, _ = planned(*RESNET, "parallel=fsdp")
+    copied = sum(p.nbytes for p in _network(*RESNET).layer4[1].parameters())  # pyright: ignore
+    with fake_process_group(0, 2):
+        process = Process(RankInfo(0, 2, 0, 2), [torch.device("cpu")], FakeCollectives(0, 2, []))
+        measured = measured_peak(compose_config(*RESNET, "parallel=fsdp"), tmp_path, process)
+    assert rank.peak_bytes - copied == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["", "parallel=ddp", "parallel=fsdp", "parallel=pipeline parallel.num_micro_batches=2", "workload=dqn"],
+    ids=str,
+)
+def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
+    small = () if "dqn" in typed else ("model=tiny", "data.size=8")
+    words = (*small, "device=cpu", "device.threads=1", *typed.split(), "batch_size=64", "accumulation.steps=8")
+    session = prepared(build_composed_run(*words))
+    world_size = session.context.world_size
+    if torch.__version__ < "2.14":  # torch 2.11 finds the shapes of DTensors by operations, once, which are counted
+        trace_rank(session, 0, world_size)
+    for rank, found in enumerate(trace(session)):
+        whole = trace_rank(session, rank, world_size)
+        assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=2e-3)  # indices and losses of all samples
+        assert found.kept == pytest.approx(whole.kept, rel=2e-3, abs=64)
+        assert (found.saved, found.blocks) == (whole.saved, whole.blocks)
+        assert (found.costs.flops, found.costs.backward_flops) == (whole.costs.flops, whole.costs.backward_flops)
+        assert found.costs.messages == whole.costs.messages
+        machine = Machine(1e12, 1e10, 1e9)
+        seconds = whole.costs.seconds(machine, world_size)
+        assert found.costs.seconds(machine, world_size) == pytest.approx(seconds, rel=2e-3)
+
+
+def test_planning_does_not_read_the_images(tmp_path: Path) -> None:
+    write_images(tmp_path / "images")
+    words = ("model=tiny", "data=imagefolder", f"data.root={tmp_path}/images", "data.size=16", "data.workers=2")
+    session = prepared(build_composed_run(*words, "batch_size=8", "steps=1", "device=cpu", "device.threads=1"), None)
+    for path in (tmp_path / "images").rglob("*.*"):
+        path.unlink()
+    [rank] = trace(session)
+    images = 8 * 3 * 16 * 16
+    assert rank.kept["data"] >= images * 4, "a batch of float32"
+    assert rank.peak["data"] <= images * 5 + 1000, "and the bytes from which it is made"
+
+
+def test_memory_is_broken_down_by_kind() -> None:
+    [rank] = planned(*RESNET, "optimizer=adamw")
+    model = _network(*RESNET)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert rank.kept["parameters"] == weights + buffers
+    assert rank.kept["optimizer state"] == pytest.approx(2 * weights, rel=1e-4)  # plus the step counters
+    assert rank.kept["gradients"] == 0
+    assert rank.kept["activations"] + rank.kept["temporary"] < 100, "sums of metrics"
+    images, batch = (64 + 16) * 3 * 32 * 32, 16 * 3 * 32 * 32 * 4
+    assert images + batch > rank.kept["data"] > images * 64 / 80 + batch
+    assert set(rank.peak) == set(KINDS)
+    assert rank.saved["fc.weight"] == 3 * model.fc.weight.nbytes + 4  # pyright: ignore
+
+
+def test_allocations_of_the_optimizer_step_count_as_temporary() -> None:
+    [rank] = planned(
+        *TINY_CPU, "model.hidden=10000", "batch_size=2", "steps=1", "optimizer=adamw", "optimizer.fused=false"
+    )
+    weights = rank.kept["parameters"]
+    assert rank.peak["gradients"] == weights, "the peak is in the update"
+    assert rank.peak["temporary"] > weights / 2
+    assert rank.peak["activations"] < weights / 10
+
+
+def test_averaged_weights_are_planned_in_memory_and_in_the_checkpoint() -> None:
+    [averaged], [plain] = planned(*RESNET, "ema.decay=0.9"), planned(*RESNET)
+    model = _network(*RESNET)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert averaged.kept["optimizer state"] - plain.kept["optimizer state"] == weights
+    assert averaged.kept["activations"] == plain.kept["activations"]
+    saved = {name: size - plain.saved[name] for name, size in averaged.saved.items()}
+    assert saved == {name: tensor.nbytes for name, tensor in model.state_dict().items()}
+
+
+def test_fsdp_shards_parameters_and_optimizer_state_across_ranks() -> None:
+    whole, sharded = planned(*RESNET)[0], planned(*RESNET, "parallel=fsdp")
+    assert len(sharded) == 2
+    for kind in ("parameters", "optimizer state"):
+        assert sharded[0].kept[kind] == pytest.approx(whole.kept[kind] / 2, rel=0.01)
+    assert sum(sharded[0].saved.values()) == sum(whole.saved.values()), "a checkpoint has all of them"
+
+
+def test_pipeline_stages_have_their_own_layers() -> None:
+    first, second = planned(*RESNET, *PIPELINE)
+    assert (first.blocks[0], first.blocks[-1], second.blocks[0], second.blocks[-1]) == (
+        *("stem", "layer2.1"),
+        *("layer3.0", "head"),
+    )
+    assert not first.saved.keys() & second.saved.keys()
+    [whole] = planned(*RESNET)
+    assert first.saved | second.saved == whole.saved
+
+
+def test_planning_does_not_change_the_run(tmp_path: Path) -> None:
+    """The data of the session is not replaced by fake tensors, and no random number is drawn."""
+    session = prepared(build_composed_run(*TINY_CPU, "steps=1", "batch_size=16"), None)
+    before = torch.get_rng_state()
+    trace(session)
+    assert torch.equal(torch.get_rng_state(), before)
+    batch = next(iter(session.run.workload.batches(torch.nn.Identity(), session.plan, 0, session.device)))
+    assert float(batch.inputs.abs().sum()) > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arithmetic and messages
+
+
+def test_flops_match_the_formulas() -> None:
+    n, sizes = 32, ["model.channels=[3,5]", "model.kernel_size=3", "model.padding=1", "model.hidden=7"]
+    [rank] = planned(*TINY_CPU, "model=convnet", "batch_size=32", "steps=1", *sizes)
+    conv1, conv2 = 2 * n * 1 * 9 * 3 * 8 * 8, 2 * n * 3 * 9 * 5 * 4 * 4
+    hidden, head = 2 * n * 20 * 7, 2 * n * 7 * 10
+    forward = conv1 + conv2 + hidden + head
+    assert rank.costs.flops - rank.costs.backward_flops == forward
+    assert rank.costs.backward_flops == 2 * forward - conv1, "the images need no gradient"
+
+
+def test_messages_are_those_of_the_modes() -> None:
+    [whole] = planned(*RESNET)
+    weights = sum(p.numel() * 4 for p in _network(*RESNET).parameters())
+    assert whole.costs.messages == {}
+    ddp, fsdp = planned(*RESNET, "parallel=ddp")[0].costs, planned(*RESNET, "parallel=fsdp")[0].costs
+    assert ddp.messages["all-reduce"][1] == weights
+    assert ddp.sent_bytes(2) == weights
+    model = _network(*RESNET)
+    of_blocks = sum(p.nbytes for block in modules_of_blocks(model) for p in block.parameters())
+    gathered = weights + of_blocks  # the parameters that are in no block stay gathered for the backward pass
+    assert fsdp.messages["all-gather"][1] == pytest.approx(gathered, rel=1e-3)
+    assert fsdp.messages["reduce-scatter"][1] == pytest.approx(weights, rel=1e-3)
+    assert fsdp.sent_bytes(4) == pytest.approx((gathered + weights) * 3 / 4, rel=1e-3)
+    micro = ("parallel.num_micro_batches=4",)
+    first, second = (rank.costs.messages for rank in planned(*RESNET, *PIPELINE, *micro))
+    activations = 16 * 128 * 4 * 4 * 4  # the output of layer2, whose gradient is sent back
+    connecting = 1 if torch.__version__ < "2.12" else 0  # torch 2.11 connects the stages by a message of 4 bytes
+    assert first == second == {"send": (4 + connecting, activations + 4 * connecting)}
+
+
+def _network(*overrides: str) -> torch.nn.Module:
+    run = build_composed_run(*overrides)
+    run.workload.prepare()
+    with torch.device("meta"):
+        return run.workload.build_model()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *RESNET, "parallel=ddp", "accumulation=2", "epochs=3", "steps=null")
+    assert found["batch"] == {
+        "batch_size": 16,
+        "data_shards": 2,
+        "accumulation": 2,
+        "pipeline_micro_batches": 1,
+        "samples_per_pass": 4,
+    }
+    assert found["length"] == {"steps": 12, "samples": 192, "steps_per_epoch": 4.0, "epochs": 3.0}
+    assert [rank["samples"] for rank in found["ranks"]] == [[0, 8], [8, 16]]
+    weights = sum(p.numel() * 4 for p in _network(*RESNET).parameters())
+    assert found["checkpoint"]["bytes"] > 2 * weights
+    assert found["fits"] is None
+    assert found["host"]["tensor_bytes"] == sum(rank["peak_bytes"] for rank in found["ranks"])
+
+
+def test_the_memory_of_a_gpu_is_that_which_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = build_composed_run("model=tiny", "data.size=8", "device.threads=1")
+    session = run.prepare(Process(RankInfo(), [torch.device("cuda", 1)], Collectives()))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=7_000_000_000))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    ranks = trace(session)
+    found = report_of(session, ranks)["host"]
+    assert found == {
+        "memory_of": "cuda:1 (GPU)",
+        "tensor_bytes": ranks[0].peak_bytes,
+        "available_bytes": 7_000_000_000,
+    }
+
+
+def test_keep_0_is_planned_with_the_disk_space_of_keep_1(capsys: pytest.CaptureFixture[str]) -> None:
+    one, none = (report(capsys, *TINY_CPU, f"keep={count}")["checkpoint"] for count in (1, 0))
+    assert none == one == {"bytes": one["bytes"], "disk_bytes": 3 * one["bytes"]}
+
+
+def test_bubbles_are_reported_for_each_schedule_and_split_size(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *RESNET, "parallel=pipeline", "parallel.schedule=1f1b", "parallel.split_size=4")["pipeline"]
+    assert (found["schedule"], found["num_micro_batches"]) == ("1f1b", 4)
+    rows = {row["split_size"]: row for row in found["bubbles"]}
+    assert list(rows) == [16, 8, 4, 2, 1]
+    shares = {
+        size: {key: cell["bubble"] for key, cell in row.items() if isinstance(cell, dict)} for size, row in rows.items()
+    }
+    assert shares[16] == {"gpipe": pytest.approx(0.5, abs=0.01)}
+    assert shares[1]["gpipe"] < shares[4]["gpipe"] < shares[8]["gpipe"]
+    assert shares[4]["zero_bubble"] < shares[4]["1f1b"]
+
+
+def test_bubbles_depend_on_the_typed_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    def shares(*typed: str) -> dict[str, float | None]:
+        words = (*RESNET, "parallel=pipeline", "parallel.split_size=4", *typed)
+        rows = report(capsys, *words)["pipeline"]["bubbles"]
+        row = next(row for row in rows if row["split_size"] == 4)
+        return {key: row[key] and row[key]["bubble"] for key in SCHEDULES}
+
+    balanced, uneven = shares(), shares("parallel.cuts=[layer4.1]")
+    assert uneven["gpipe"] is not None
+    assert balanced["gpipe"] is not None
+    assert uneven["gpipe"] > balanced["gpipe"] + 0.1
+    assert uneven["interleaved_1f1b"] is None, "it has two stages per process"
+    four = shares("parallel.stages=4", "parallel.processes=2", "parallel.schedule=zero_bubble")
+    assert (four["gpipe"], four["1f1b"]) == (None, None)
+    assert four["interleaved_1f1b"] == balanced["interleaved_1f1b"]
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp", "fsdp", "hogwild", "ensemble"])
+def test_a_step_is_predicted_from_its_parts(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    step = report(capsys, *TINY_CPU, "batch_size=16", "accumulation=2", f"parallel={mode}", "--measure")["step"]
+    parts = step["parts"]
+    assert parts.keys() == {"pass", "last_pass", "batch", "update"}
+    assert all(seconds > 0 for seconds in parts.values())
+    passes = parts["pass"] + parts["last_pass"]
+    assert step["seconds"] == pytest.approx(passes + 2 * parts["batch"] + parts["update"])
+    samples = 16 if mode != "hogwild" else 32  # in a round of hogwild, each of two processes trains a step
+    assert step["samples_per_second"] == pytest.approx(samples / step["seconds"])
+
+
+def test_without_accumulation_every_pass_is_the_last_one_of_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+    step = report(capsys, *TINY_CPU, "batch_size=16", "--measure")["step"]
+    parts = step["parts"]
+    assert parts.keys() == {"last_pass", "batch", "update"}
+    assert step["seconds"] == pytest.approx(sum(parts.values()))
+
+
+def test_the_fastest_split_size_of_a_pipeline_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *TINY_CPU, "batch_size=16", "parallel=pipeline", "parallel.split_size=2", "--measure")
+    rows, step = found["pipeline"]["bubbles"], found["step"]
+    cells = {(row["split_size"], key): cell for row in rows for key, cell in row.items() if isinstance(cell, dict)}
+    fastest = min(cells, key=lambda key: cells[key]["step_seconds"])
+    assert (step["fastest"]["split_size"], step["fastest"]["schedule"]) == fastest
+    assert step["seconds"] == cells[2, "gpipe"]["step_seconds"]
+    parts = step["parts"]
+    assert parts.keys() == {"blocks", "pipelines", "last_pass", "batch", "update"}
+    assert {len(times) for times in parts["blocks"].values()} == {4}
+    assert parts["pipelines"].keys() == {"8", "4", "2", "1"}, "1, 2, 4 and 8 micro-batches per stage"
+    for size, seconds in parts["pipelines"].items():
+        predicted = cells[int(size), "gpipe"]["step_seconds"]
+        assert predicted == pytest.approx(seconds + parts["batch"] + parts["update"]), "it was measured itself"
+
+
+def test_split_sizes_that_the_schedule_does_not_support_are_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("batch_size=18", "parallel=pipeline", "parallel.schedule=interleaved_1f1b", "parallel.split_size=3")
+    found = report(capsys, *TINY_CPU, *words, "--measure")
+    measured = {int(size) for size in found["step"]["parts"]["pipelines"]}
+    supported = {row["split_size"] for row in found["pipeline"]["bubbles"] if row["interleaved_1f1b"]}
+    assert 3 in measured <= supported
+    assert 2 not in measured, "nine micro-batches on two processes"
+
+
+def test_times_of_other_schedules_are_corrected_by_the_measured_time() -> None:
+    own, other = {"time": 2.0, "rounds": 9}, {"time": 1.8, "rounds": 5}
+    slower = [_corrected(cell, own, 2.9) for cell in (own, other)]
+    assert slower == pytest.approx([2.9, 1.8 + 5 * 0.1]), "each micro-batch costs more"
+    faster = [_corrected(cell, own, 1.5) for cell in (own, other)]
+    assert faster == pytest.approx([1.5, 1.8 * 0.75]), "all blocks are faster"
+
+
+def test_a_pass_takes_as_long_as_on_the_slowest_rank() -> None:
+    """The first stage of a pipeline ends later than the last one, which has no messages to wait for."""
+    first = {"last_pass": 1.4, "pass": 1.2, "update": 0.02, "batch": 0.0, "blocks": {"4": [1.0, 2.0]}}
+    last = {"last_pass": 1.1, "pass": 1.3, "update": 0.04, "batch": 0.2, "blocks": {"4": [3.0, 2.0]}}
+    combined = over_ranks(
+        [first | {"pipelines": {"4": 1.4, "8": 2.0}}, last | {"pipelines": {"4": 1.1, "8": 2.5}}],
+    )
+    assert combined == {
+        "last_pass": 1.4,
+        "pass": 1.3,
+        "pipelines": {"4": 1.4, "8": 2.5},
+        "update": pytest.approx(0.03),
+        "batch": 0.1,
+        "blocks": {"4": [2.0, 2.0]},
+    }
+    alone = {"last_pass": 1.0, "update": 0.5, "batch": 0.1}
+    assert over_ranks([alone]) == alone
+
+
+def test_a_size_lies_between_its_nearest_measured_neighbors() -> None:
+    assert neighbors([2, 6, 12], 9) == (6, 12, 0.5)
+    assert neighbors([2, 6, 12], 3) == (2, 6, 0.25)
+    assert [neighbors([2, 6, 12], size) for size in (1, 2, 6, 12, 24)] == [
+        (nearest, nearest, 0.0) for nearest in (2, 2, 6, 12, 12)
+    ]
+
+
+def test_times_of_blocks_are_interpolated() -> None:
+    parts = Parts({"blocks": {"4": [4.0, 8.0], "8": [6.0, 10.0]}})
+    assert parts.blocks(4) == [4, 8]
+    assert parts.blocks(6) == [5, 9]
+    assert parts.blocks(2) == [2, 4]
+    assert parts.blocks(16) == [12, 20]
+    alone = Parts({"blocks": {"4": [4.0, 8.0]}})
+    assert (alone.blocks(2), alone.blocks(4), alone.blocks(8)) == ([2, 4], [4, 8], [8, 16])
+
+
+def test_a_plan_for_another_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(report(capsys, *TINY_CPU, "--devices", "8")["ranks"]) == 1, "of eight devices, one is used"
+    found = report(capsys, *RESNET, "parallel=fsdp", "--devices", "8")
+    assert len(found["ranks"]) == 8
+    shard = found["ranks"][3]["kept"]["optimizer state"]
+    assert shard == pytest.approx(sum(p.numel() * 4 for p in _network(*RESNET).parameters()) / 8, rel=0.02)
+    assert found["host"] is None
+
+
+def test_a_config_that_does_not_fit_is_reported_with_changes_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    [rank] = planned(*SMALL)
+    limit = rank.peak_bytes - 1
+    assert plan.main([*SMALL, "--memory", str(limit), "--json"]) == plan.DOES_NOT_FIT
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False
+    first = next(each for each in found["remedies"] if each["fits"])
+    assert first["peak_bytes"] <= limit
+    [changed] = planned(*SMALL, *first["overrides"])
+    assert changed.peak_bytes == first["peak_bytes"]
+    assert plan.main([*SMALL, *first["overrides"], "--memory", str(limit)]) == 0
+    assert "it fits" in capsys.readouterr().out
+
+
+def test_a_change_to_smaller_batches_reports_its_effect_on_batch_normalization(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def results(*overrides: str) -> dict[tuple[str, ...], str]:
+        found = report(capsys, *RESNET, *overrides, "--memory", "1MB")["remedies"]
+        return {tuple(each["overrides"]): each["results"] for each in found}
+
+    normalized, grouped = results(), results("model.norm=group")
+    assert normalized["accumulation=2",] == "batch normalization sees smaller batches"
+    assert grouped["accumulation=2",] == "the same up to rounding"
+    assert normalized["model.checkpoint_activations=true",] == "the same up to rounding"
+    assert normalized["precision=bf16",] == "16 bits"
+
+
+def test_a_change_reports_all_its_effects_on_the_results() -> None:
+    *_, last = changes(num_devices=2)
+    assert last.overrides == ("parallel=fsdp", "model.checkpoint_activations=true", "precision=bf16")
+    assert last.effects(normalizes=True) == "16 bits; batch normalization sees smaller batches"
+    assert last.effects(normalizes=False) == "16 bits"
+
+
+def test_a_change_that_the_config_contains_is_not_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *SMALL, "model.hidden=10000", "accumulation=2", "--memory", "1MB")["remedies"]
+    proposed = [tuple(each["overrides"]) for each in found]
+    assert ("accumulation=2",) not in proposed
+    assert ("accumulation=4",) in proposed
+
+
+def test_least_step_time_is_that_of_computation_and_communication(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *RESNET, "parallel=ddp", "--flops", "1e9", "--bandwidth", "1e29", "--link", "1GB")
+    rank = found["ranks"][0]
+    expected = (rank["forward_flops"] + rank["backward_flops"]) / 1e9 + rank["sent_bytes"] / 1e9
+    assert rank["least_seconds"] == pytest.approx(expected)
+
+
+REFUSED = {
+    "--devices 0": "--devices",
+    "--devices many": "--devices",
+    "--memory lots": "--memory",
+    "--memory 80iB": "--memory",
+    "--memory 8GiBB": "--memory",
+    f"--devices {'9' * 5000}": "--devices",
+    "outputs/nope": "RUN: got 'outputs/nope'",
+    "outputs/nope-seed=1+lr=2": "RUN: got 'outputs/nope-seed=1+lr=2'",
+    "--memory 0GB": "--memory",
+    "--memory 80": "--memory",
+    "--flops 1e12": "--bandwidth",
+    "--link 1e9": "--flops",
+    "--sizes": "--sizes",
+    "resume=outputs/classifier/run": "resume",
+    "optimizer.lr=0.1,0.2": "optimizer.lr",
+    "--measure --devices 2": "--measure",
+    "--measure --flops 1e12 --bandwidth 1e12": "--measure",
+    "batch_size=3 accumulation=2": "batch_size",
+    "parallel=pipeline workload=dqn": "workload",
+    "parallel=ddp parallel.processes=4 --devices 2": "parallel.processes",
+    "model=resnet19": "model",
+    "model=resnet18 data=synthetic data.size=16 parallel=ddp --devices 8 batch_size=8": "batch_size",
+}
+
+
+def test_an_override_too_long_for_a_path_is_not_taken_for_a_run() -> None:
+    word = f"data.root={'x' * 5000}"
+    assert plan.parsed([word])[1] == [word]
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_mistakes_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*TINY_CPU, *line.split()]) == 2
+    output = capsys.readouterr()
+    assert REFUSED[line] in output.err
+    assert output.out == ""
+
+
+def test_a_run_is_planned_from_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, console = run_in_this_process([*TINY_CPU, "steps=3", "batch_size=32", f"output_root={tmp_path}"], tmp_path)
+    assert code == 0, console
+    [run] = (tmp_path / "classifier").iterdir()
+    result = json.loads((run / "result.json").read_text())
+    capsys.readouterr()
+    found = report(capsys, str(run))
+    assert found["batch"]["batch_size"] == 32
+    assert found["measured"]["seconds"] == result["step_seconds"]["median"]
+    assert found["measured"]["samples_per_second"] == result["samples_per_second"]
+    assert found["measured"]["peak_bytes"] == result["peak_memory_bytes"]
+    newest = max((run / "checkpoints").iterdir())
+    assert found["measured"]["checkpoint_bytes"] == sum(file.stat().st_size for file in newest.iterdir())
+    rows = {title: rows for title, _, rows in tables(found)}["predicted and measured"]
+    flop = sum(rank["forward_flops"] + rank["backward_flops"] for rank in found["ranks"])
+    assert ["arithmetic of a step", flops(flop), f"{flops(flop / found['measured']['seconds'])}/s"] in rows
+    changed = report(capsys, str(run), "batch_size=64", "--memory", "1MB")
+    assert changed["batch"]["batch_size"] == 64
+    assert changed["measured"] is None, "it has not trained like this"
+    assert changed["remedies"]
+    (newest / "link").symlink_to("nothing")  # another user may have written it
+    assert report(capsys, str(run))["measured"]["checkpoint_bytes"] > 0
+    newest.with_name("step_99999999").touch()
+    assert report(capsys, str(run))["measured"]["checkpoint_bytes"] is None
+    for median in ("soon", 0, None):
+        (run / "result.json").write_text(json.dumps(result | {"step_seconds": {"median": median}}))
+        assert report(capsys, str(run))["measured"] is None
+
+
+def test_a_run_whose_config_is_only_in_its_checkpoints_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY_CPU, "steps=3", "save_every=1", "keep=2", f"output_root={tmp_path}"]
+    assert run_in_this_process(words, tmp_path)[0] == 0
+    [run] = (tmp_path / "classifier").iterdir()
+    (run / "config.yaml").unlink()
+    capsys.readouterr()
+    assert report(capsys, str(run))["measured"]["peak_bytes"] > 0
+    assert [each.directory for each in find_runs([tmp_path])] == [run]
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"directory: got '{tmp_path}'")
+
+
+def test_ranks_with_the_same_work_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *RESNET, "parallel=ddp", "batch_size=32", "--devices", "16")
+    rows = {title: rows for title, _, rows in tables(found)}
+    assert [row[0] for row in rows["work"]] == ["0 – 15"]
+    assert [row[0] for row in rows["memory of tensors at the peak of a step"]] == ["0 – 15, each"]

@@ -1,0 +1,243 @@
+"""Tests of `runner tune`: its flags, its tables, its files, and a complete search with two candidates."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.compose import compose_config
+from matplotlib.image import imread
+
+from runner.cli.arguments import overrides_first
+from runner.commands import tune
+from runner.commands.composed_run import compose_run
+from runner.commands.tune_files import picture, write
+from runner.commands.tune_tables import cells, verdict
+from runner.planning import choice, tune_files
+from runner.planning.trial import TooLateError, TrialError
+from runner.planning.tuning import BUDGET_SPENT
+from runner.system.exit_codes import CRASHED, DONE, REFUSED
+
+SMALL = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1", "parallel=single")
+
+
+def row(*overrides: str, **values: Any) -> dict[str, Any]:
+    return {
+        "overrides": list(overrides),
+        "results": "last bits" if overrides else "bitwise",
+        "status": "measured",
+        "reason": "",
+        "samples_per_second": 1000.0,
+        "spread": [990.0, 1010.0],
+        "speedup": 1.0,
+        "uncertainty": 0.01,
+        "ties": False,
+        "memory_bytes": 5e8,
+        "startup_seconds": 1.5,
+        "break_even_steps": None,
+        "rounds": 7,
+    } | values
+
+
+def report(**values: Any) -> dict[str, Any]:
+    fast = row(
+        "parallel=ddp",
+        "parallel.processes=2",
+        samples_per_second=1500.0,
+        spread=[1485.0, 1520.0],
+        speedup=1.5,
+        break_even_steps=120.0,
+    )
+    skipped = row("precision=bf16", status="not tried", reason="16-bit arithmetic", samples_per_second=None)
+    return {
+        "typed": ["model=tiny", "epochs=2"],
+        "config_dir": None,
+        "budget": 60.0,
+        "allowed": [],
+        "chosen": ["parallel=ddp", "parallel.processes=2"],
+        "speedup": 1.5,
+        "noise": 0.01,
+        "rows": [fast, row(), skipped],
+        "seconds": 12.3,
+        "directory": "outputs/tuned/x",
+    } | values
+
+
+def test_a_row_shows_after_how_many_steps_it_pays_off() -> None:
+    found = report()
+    assert cells(found["rows"][0], found) == [
+        "→ parallel=ddp parallel.processes=2",
+        "last bits",
+        "1,500 (1,485 – 1,520)",
+        "1.50 ×",
+        "500 MB",
+        "1.5 s",
+        "120 steps",
+    ]
+    assert cells(row("a=1", ties=True), found)[3:] == ["1.00 ×, a tie", "500 MB", "1.5 s", "never"]
+
+
+def test_the_verdict_shows_the_command_to_run() -> None:
+    assert verdict(report())[1] == "run:    python -m runner model=tiny epochs=2 parallel=ddp parallel.processes=2"
+    assert "nothing is clearly faster" in verdict(report(chosen=[]))[0]
+    assert "the machine is busy" in verdict(report(noise=0.3))[0]
+    late = row("compile=true", status="not tried", reason=BUDGET_SPENT, samples_per_second=None)
+    assert verdict(report(rows=[row(), late]))[0].startswith("1 candidate was not measured")
+    assert "--budget 120" in verdict(report(rows=[row(), late, late]))[0]
+
+
+def test_the_experiment_composes_to_the_chosen_config(tmp_path: Path) -> None:
+    directory = write(report(), str(tmp_path))
+    typed = compose_run(["model=tiny", "epochs=2", "parallel=ddp", "parallel.processes=2"])
+    assert compose_run(["experiment=tuned"], str(directory)).config == typed.config
+    assert json.loads((directory / "tune.json").read_text())["chosen"] == ["parallel=ddp", "parallel.processes=2"]
+    assert imread(directory / "tune.png").shape[0] > 100
+
+
+def test_commands_with_a_user_defined_option_include_the_config_dir(tmp_path: Path) -> None:
+    own = tmp_path / "it's a=b, mine" / "model" / "own.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("defaults: [tiny, _self_]\nhidden: 7\n")
+    found = report(typed=["model=own"], config_dir=str(own.parent.parent))
+    found["directory"] = str(write(found, str(tmp_path / "a, b=c")))
+    configs = []
+    for line in verdict(found)[1:3]:
+        python, directory, *overrides = shlex.split(line.removeprefix("run:").strip().replace(" -m runner", ""))
+        assert python == "python"
+        assert overrides_first([directory, *overrides]) == [*overrides, directory]
+        configs.append(compose_run(overrides, directory.removeprefix("--config-dir=")).config)
+    assert configs[0] == configs[1]
+    assert configs[0]["model"]["hidden"] == 7
+    assert configs[0]["parallel"]["processes"] == 2
+
+
+def test_no_experiment_is_written_if_an_override_deletes_a_key(tmp_path: Path) -> None:
+    found = report(typed=["~optimizer.momentum"])
+    directory = write(found, str(tmp_path))
+    assert not (directory / "experiment").exists()
+    assert verdict(found)[2].strip() == "there is no experiment: an option file cannot delete optimizer.momentum"
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "runner.commands.tune_files")
+    monkeypatch.delitem(sys.modules, "runner.tracking.charts", raising=False)
+    directory = importlib.import_module("runner.commands.tune_files").write(report(), str(tmp_path))
+    assert (directory / "tune.json").exists()
+    assert not (directory / "tune.png").exists()
+    assert "pip install matplotlib" in verdict(report())[-1]
+
+
+def test_the_picture_has_a_bar_for_each_measured_candidate() -> None:
+    (axes,) = picture(report()).axes
+    assert [bar.get_width() for bar in axes.patches] == [1500.0, 1000.0]  # pyright: ignore[reportAttributeAccessIssue]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["→ parallel=ddp parallel.processes=2", "as it is"]
+
+
+def test_a_config_is_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = [*SMALL, f"output_root={tmp_path}", "accumulation=1", "compile=false"]
+    assert tune.main([*typed, "--json"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    rows = {" ".join(each["overrides"]): each for each in found["rows"]}
+    assert {name: each["status"] for name, each in rows.items()} == {
+        "": "measured",
+        "precision=bf16": "not tried",
+        "channels_last=false": "measured",
+    }
+    assert rows[""]["samples_per_second"] > 0
+    # The first round is of the default alone. On a busy machine, the other may be dropped after its first round.
+    assert rows[""]["rounds"] == rows["channels_last=false"]["rounds"] + 1 >= 2
+    assert Path(found["directory"], "experiment", "tuned.yaml").is_file()
+    assert found["chosen"] in ([], ["channels_last=false"])
+    assert not list(tmp_path.glob("tiny/*"))  # a trial leaves no run directory
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("--budget 0", "--budget"),
+        ("--budget soon", "--budget"),
+        ("--budget nan", "--budget"),
+        ("--allow everything", "--allow"),
+        ("--steps 3", "--steps"),
+        ("nonsense", "nonsense"),
+        ("resume=outputs/x", "resume"),
+        ("batch_size=0", "batch_size"),
+        ("model=resnet1", "model"),
+        ("parallel=ddp batch_size=63", "batch_size"),
+        ("env=acrobot", "env"),
+    ],
+)
+def test_mistakes_are_refused(line: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main(line.split()) == REFUSED
+    assert key in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("budget", ["1", "60"])
+def test_a_budget_that_is_too_short_is_refused(
+    budget: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def late(candidate: object, seconds: float) -> None:
+        raise TooLateError("no step within 50 s")
+
+    monkeypatch.setattr(choice, "_start", late)
+    monkeypatch.chdir(tmp_path)
+    assert tune.main([*SMALL, "--budget", budget]) == REFUSED
+    assert "--budget" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_budget_includes_the_start_and_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    budgets = []
+
+    def found(_compose: object, _typed: object, seconds: float, *_: object) -> dict[str, Any]:
+        budgets.append(seconds)
+        return {"chosen": [], "rows": [row()], "noise": 0.01, "speedup": 1.0, "seconds": 1.0}
+
+    monkeypatch.setattr(choice, "measured_choice", found)
+    began = time.perf_counter() - 20
+    tune.tune([*SMALL, f"output_root={tmp_path}"], budget=60.0, began=began)
+    assert budgets[0] <= 40 - tune._SAVING_SECONDS
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_what_was_measured_is_printed_if_it_cannot_be_saved(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    found = {key: value for key, value in report().items() if key not in ("typed", "config_dir", "budget", "allowed")}
+    monkeypatch.setattr(choice, "measured_choice", lambda *_: found)
+    monkeypatch.setattr(tune_files, "write", full)
+    assert tune.main([*SMALL, *(["--json"] if as_json else [])]) == CRASHED
+    shown = capsys.readouterr()
+    assert "cannot be saved: [Errno 28] No space left on device" in shown.err
+    if as_json:
+        assert json.loads(shown.out)["directory"] is None
+    else:
+        assert "parallel=ddp parallel.processes=2" in shown.out
+        assert "--config-dir" not in shown.out
+
+
+def test_a_config_that_crashes_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def crash(candidate: object, seconds: float) -> None:
+        raise TrialError("MemoryError: no memory")
+
+    monkeypatch.setattr(choice, "_start", crash)
+    monkeypatch.chdir(tmp_path)
+    assert tune.main([*SMALL]) == CRASHED
+    assert "no memory" in capsys.readouterr().err
+
+
+def test_the_composed_config_has_how_default() -> None:
+    assert compose_config("model=tiny")["how"] == "default"

@@ -1,0 +1,411 @@
+"""Tests of `runner verify` and of its three verdicts: the same, different, and cannot be judged."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.compose import TINY_CPU, compose_config, option_content, prepare_session
+from helpers.ranks import PersistentRanks
+from helpers.verify_narrow import record_first_steps, use_narrow_networks
+
+from runner.commands import verify
+from runner.config.errors import ConfigError
+from runner.parallel.launch.processes import LocalProcesses
+from runner.precision import TF32, BFloat16, Double, Precision
+from runner.run import Run
+from runner.verification import steps as verify_steps
+from runner.verification.samples import first_other_samples, sample_hashes
+from runner.verification.steps import Steps
+from runner.verification.verdict import Pair, Verdict, compare, largest
+
+ROOT = Path(__file__).parent.parent.parent
+RESNET = ("model=resnet18", "data.size=16", "data.holdout=0.02", "batch_size=8")
+SINGLE = option_content("parallel", "single")["_target_"]
+KINDS = ("samples", "loss per sample", "loss", "gradients", "weights", "buffers", "evaluation")
+
+
+@pytest.fixture(autouse=True)
+def _helpers_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Declare `helpers` as a package of components, so that configs may use the modes and workloads in it."""
+    info = tmp_path / "helpers-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: helpers\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[runner.components]\nhelpers = helpers.incorrect_modes\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, list[Steps]]:
+    """The first steps of reference configs on a single device, shared by all tests of this module."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _few_runs(
+    references: dict[str, list[Steps]],
+    ranks: Callable[[int], PersistentRanks],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Save time: narrow the networks, compute each reference only once, and reuse the processes of `ranks`."""
+
+    def first_steps(runs: list[Run]) -> list[Steps]:
+        launcher = runs[0].parallel.launcher(runs[0].device)
+        if isinstance(launcher, LocalProcesses) and len(launcher.devices) > 1:
+            verify_steps.check_comparable(prepare_session(runs[-1]))
+            configs = [run.config for run in runs]
+            return ranks(len(launcher.devices)).call_on_all(record_first_steps, configs, tmp_path)[0]
+        if any(run.config["parallel"]["_target_"] != SINGLE for run in runs):
+            return verify_steps.first_steps(runs)
+        key = json.dumps([run.config for run in runs])
+        if key not in references:
+            references[key] = verify_steps.first_steps(runs)
+        return copy.deepcopy(references[key])
+
+    use_narrow_networks(monkeypatch)
+    monkeypatch.setattr(verify, "first_steps", first_steps)
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let modes start their own processes instead of reusing those of `ranks`."""
+    monkeypatch.setattr(verify, "first_steps", verify_steps.first_steps)
+
+
+def verify_exit_code(*overrides: str) -> int:
+    return verify.main([*TINY_CPU, *overrides])
+
+
+def mode(name: str) -> str:
+    return f"parallel._target_=helpers.incorrect_modes.{name}"
+
+
+def workload(name: str) -> str:
+    return f"workload._target_=helpers.incorrect_modes.{name}"
+
+
+def too_large(out: str) -> list[str]:
+    """The rows of the table that exceed a limit."""
+    return [kind for kind in KINDS for line in out.splitlines() if line.startswith(f"{kind}  ") and "<-" in line]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Verdict: the same
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["accumulation=4"],
+        ["accumulation=2", "data.crop=2", "max_grad_norm=0.1"],
+        ["parallel=ddp", "accumulation=2"],
+        ["parallel=ddp", "precision=64"],
+        ["parallel=ddp", "parallel.processes=3", "batch_size=48", "precision=bf16"],
+        ["parallel=fsdp", "max_grad_norm=0.1", "optimizer=adam"],
+        ["parallel=fsdp", "precision=16", "precision.growth_interval=100"],
+        ["parallel=dp", "precision=tf32"],
+        ["parallel=model"],
+        ["parallel=pipeline", "accumulation=2", "max_grad_norm=0.1"],
+        ["parallel=pipeline", "parallel.schedule=interleaved_1f1b", "model=convnet", "data.size=16", "precision=bf16"],
+        ["parallel=hogwild", "parallel.processes=1"],
+        [
+            *RESNET,
+            "parallel=ddp",
+            "parallel.sync_batch_norm=true",
+            "--steps=1",
+        ],
+        [*RESNET, "model.norm=group", "accumulation=2", "--steps=1"],
+        [mode("Replicas"), "accumulation=2"],
+        ["parallel=ddp", workload("WithRunningMean")],
+        ["workload=dqn", "model=qnet", "accumulation=2", "workload.warm_up=100"],
+    ],
+    ids=lambda overrides: " ".join(overrides).replace("helpers.incorrect_modes.", ""),
+)
+def test_equivalent_modes_are_the_same(overrides: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    if overrides[0] == "workload=dqn":
+        code = verify.main(["device=cpu", "device.threads=1", *overrides])
+    else:
+        code = verify_exit_code(*overrides)
+    out = capfd.readouterr().out
+    assert code == verify.SAME, out
+    assert not too_large(out)
+    for kind in KINDS:
+        assert f"\n{kind} " in out
+    assert [line for line in out.splitlines() if line.startswith(("the same", "different", "cannot"))] == [
+        "the same: this config computes what a single device computes, up to rounding"
+    ]
+
+
+def test_a_device_without_float64_refuses_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(precision: Double, device: torch.device) -> None:
+        raise ConfigError("precision", "64", "it has no float64", "choose device=cpu or precision=32")
+
+    monkeypatch.setattr(Double, "check_device", refuse)
+    assert verify_exit_code("accumulation=2", "precision=64") == verify.REFUSED
+    assert "precision: got '64': it has no float64" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("starting")
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [(["parallel=ddp", "accumulation=2"], verify.SAME), (["parallel=ddp", workload("SameShard")], verify.DIFFERENT)],
+)
+def test_processes_that_the_mode_starts_are_compared(overrides: list[str], code: int) -> None:
+    assert verify_exit_code(*overrides) == code
+
+
+def test_options_of_a_config_directory_are_compared(tmp_path: Path) -> None:
+    option = tmp_path / "it's" / "parallel" / "replicas.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text("defaults: [_processes, _self_]\n_target_: helpers.incorrect_modes.NoAllReduce\n")
+    for flag in ([f"--config-dir={option.parent.parent}"], ["-cd", str(option.parent.parent)]):
+        assert verify_exit_code(*flag, "parallel=replicas") == verify.DIFFERENT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Verdict: different
+
+PLANTED_MISTAKES = {
+    "other samples": (["parallel=ddp", workload("ShufflesWithOwnSeed")], "samples"),
+    "other samples that cannot be read": (["parallel=ddp", workload("OpaqueOwnSeed")], "gradients"),
+    "one shard twice": (["parallel=ddp", workload("SameShard")], "samples"),
+    "a sample twice and one missing": ([mode("RepeatsSample")], "loss per sample"),
+    "permuted targets": ([mode("PermutesTargets")], "loss per sample"),
+    "micro-batches without weights": ([mode("UnweightedMicroBatches")], "gradients"),
+    "mean of means": ([mode("UnequalShards")], "gradients"),
+    "no all-reduce": ([mode("NoAllReduce")], "gradients"),
+    "all-reduce once": ([mode("ReducesOnce")], "weights"),
+    "sums instead of means": ([mode("SumsShardMeans")], "gradients"),
+    "rounded gradients": ([mode("RoundsGradients")], "gradients"),
+    "clipping by local norms": ([mode("ClipsLocally"), "max_grad_norm=0.1"], "gradients"),
+    "own initial weights": ([mode("InitializesOwnWeights")], "loss per sample"),
+    "a micro-batch dropped": ([mode("DropsLastMicroBatch"), "accumulation=2"], "gradients"),
+    "an update skipped": ([mode("SkipsUpdate")], "weights"),
+    "buffers of rank 0": ([mode("SavesRankZeroBuffers"), workload("WithRunningMean")], "buffers"),
+    "evaluated with own buffers": (
+        [mode("EvaluatesOwnBuffers"), workload("WithRunningMean")],
+        "evaluation",
+    ),
+    "evaluation of one shard": ([mode("EvaluatesOneShard")], "evaluation"),
+    "dropout": (["parallel=ddp", "model=convnet", "data.size=16", "model.dropout=0.5"], "loss per sample"),
+    "other samples in float32": (["parallel=ddp", workload("Float32OwnSeed")], "samples"),
+    "other samples under rounding": (
+        ["parallel=ddp", workload("Float32OwnSeed"), "+workload.scale=1e12"],
+        "samples",
+    ),
+}
+"""The overrides of each planted mistake, and a row of the table in which it must show."""
+
+
+@pytest.mark.parametrize("name", PLANTED_MISTAKES)
+def test_a_planted_mistake_is_distinguished_from_rounding(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    overrides, row = PLANTED_MISTAKES[name]
+    code = verify_exit_code(*overrides)
+    out = capfd.readouterr().out
+    assert code == verify.DIFFERENT, out
+    assert row in too_large(out), out
+    assert out.count("different: this config does not compute what a single device computes") == 1
+    assert "the same:" not in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([*RESNET, "accumulation=2"], "Batch normalization"),
+        (["parallel=ddp", "model=convnet", "data.size=16", "model.dropout=0.5"], "dropout"),
+    ],
+)
+def test_an_expected_difference_is_explained(
+    overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert verify_exit_code(*overrides, "--steps", "1") == verify.DIFFERENT
+    assert words in capfd.readouterr().out.partition("\ndifferent: ")[2]
+
+
+@pytest.mark.parametrize(("synchronized", "is_expected"), [(True, False), (False, True)])
+def test_synchronized_batch_normalization_is_not_expected_to_differ(
+    synchronized: bool, is_expected: bool, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    words = (*TINY_CPU, *RESNET, "parallel=ddp", f"parallel.sync_batch_norm={str(synchronized).lower()}", "steps=1")
+    [recorded] = ranks(2).call_on_all(record_first_steps, [compose_config(*words)], tmp_path)[0]
+    assert ("Batch normalization" in recorded.expected) == is_expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Verdict: cannot be judged
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel=ddp", workload("Float32Attention")], "the loss of this workload is computed in fewer than 64 bits"),
+        (["accumulation=2", workload("AmplifiesRounding")], "on a single device alone"),
+        (["accumulation=2", workload("Diverges")], "on a single device, the loss is not finite at step 1"),
+    ],
+)
+def test_differences_hidden_by_rounding_are_not_judged(
+    overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert verify_exit_code(*overrides) == verify.UNJUDGED
+    out = capfd.readouterr().out
+    assert words in out.partition("cannot be judged: ")[2]
+    assert "the same:" not in out
+
+
+def test_a_config_that_crashes_is_not_judged(capfd: pytest.CaptureFixture[str]) -> None:
+    assert verify_exit_code(mode("Crashes")) == verify.UNJUDGED
+    err = capfd.readouterr().err
+    assert "ZeroDivisionError" in err
+    assert "cannot be judged: the config crashed" in err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel=hogwild"], "parallel.processes: got 2:"),
+        (["parallel=ensemble"], "parallel.processes: got 2:"),
+        (["workload=dqn", "parallel=ddp", "model=qnet"], "parallel: got 'several processes':"),
+        (["parallel=dpd"], "did you mean dp or ddp?"),
+        (["optimizer.lr=-1"], "optimizer.lr: got -1"),
+        (["env=acrobot"], "env: got 'acrobot':"),
+        (["--steps", "0"], "--steps: got 0"),
+        (["--step=4"], "--step:"),
+        (["-m"], "-m: there is no such flag of this tool"),
+        (["optimizer.lr"], "optimizer.lr: it is not of the form KEY=VALUE"),
+        (["--config-dir=nowhere"], "--config-dir: got 'nowhere':"),
+        (["resume=outputs/run"], "resume: got 'outputs/run':"),
+    ],
+)
+def test_configs_that_cannot_be_compared_are_refused(
+    overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words_of_device = [text for text in TINY_CPU if "dqn" not in " ".join(overrides) or text.startswith("device")]
+    assert verify.main([*words_of_device, *overrides]) == verify.REFUSED
+    captured = capfd.readouterr()
+    assert words in captured.err
+    assert not captured.out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Units
+
+
+def test_the_largest_difference_is_relative_and_named() -> None:
+    theirs = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 1e-9]), "count": torch.tensor(3)}
+    ours = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([0.0, 2e-9]), "count": torch.tensor(4)}
+    found = largest(ours, theirs)
+    assert found.where == "a"
+    assert found.size == pytest.approx(0.1)
+    ours["b"] = torch.tensor([0.0, float("nan")])
+    assert largest(ours, theirs).where == "b"
+    del ours["b"]
+    assert largest(ours, theirs).size == torch.inf
+
+
+def test_sample_hashes_depend_on_every_bit() -> None:
+    batch = {"inputs": torch.randn(3, 2, 4, 4), "more": [torch.tensor([1, 2, 3])], "rate": torch.tensor(0.1)}
+    hashes = sample_hashes(batch, 3)
+    assert len(set(hashes)) == 3
+    parts = [{"inputs": batch["inputs"][i : i + 1], "more": [batch["more"][0][i : i + 1]]} for i in range(3)]
+    assert [sample_hashes(part, 1)[0] for part in parts] == hashes
+    in_memory = batch | {"inputs": batch["inputs"].contiguous(memory_format=torch.channels_last)}
+    assert sample_hashes(in_memory, 3) == hashes
+
+    batch["inputs"][1, 0, 0, 0] = torch.nextafter(batch["inputs"][1, 0, 0, 0], torch.tensor(9.0))
+    batch["more"][0][2] = 4
+    changed = sample_hashes(batch, 3)
+    assert [one == other for one, other in zip(hashes, changed, strict=True)] == [True, False, False]
+    assert sample_hashes(("a", torch.zeros(2)), 3) == []
+    assert sample_hashes(torch.zeros(3, 0), 3) == sample_hashes([torch.ones(3, 0)], 3), "no sample has an element"
+
+
+def test_samples_of_each_step_are_compared_in_any_order() -> None:
+    reference = [["a", "b"], ["c", "d"]]
+    assert first_other_samples([["a", "b"], ["c", "d"]], reference) == ""
+    assert first_other_samples([["a", "b"], ["c", "c"]], reference) == "step 2: 1 of 2 missing, 1 others or repeated"
+    assert first_other_samples([["a"], ["c", "d"]], reference).startswith("step 1: 1 of 2 missing, 0 others")
+    assert first_other_samples([["c", "d"], ["a", "b"]], reference).startswith("step 1: 2 of 2 missing")
+
+
+def steps(gradient: float, below_float64: bool = False) -> Steps:
+    kinds = ("loss per sample", "loss", "weights", "buffers", "evaluation")
+    tensors = {kind: {} for kind in kinds} | {"gradients": {"w": torch.tensor(gradient, dtype=torch.float64)}}
+    return Steps([["a"]], tensors, computes_below_float64=below_float64)
+
+
+@pytest.mark.parametrize(
+    ("own", "exact", "below_float64", "verdict"),
+    [
+        ((1 + 9e-3, 1), (1 + 9e-10, 1), False, Verdict.SAME),
+        ((1 + 2e-2, 1), (1, 1), False, Verdict.DIFFERENT),
+        ((1, 1), (1 + 2e-6, 1), False, Verdict.DIFFERENT),
+        ((1, 1), (1 + 2e-9, 1), False, Verdict.UNJUDGED),  # something computes in float32
+        ((1, 1), (1 + 2e-6, 1), True, Verdict.UNJUDGED),
+        ((1, 1), (1 + 2e-2, 1), True, Verdict.DIFFERENT),
+        ((1.57, 1), (5, 3.35), False, Verdict.UNJUDGED),  # a difference of 0.57 and a rounding error of 2.35
+        ((1.57, 1), (1, 1), False, Verdict.DIFFERENT),
+        ((1, 1), (3.35, 3.35), False, Verdict.SAME),  # bitwise equal in both precisions
+        ((float("nan"), 1), (1, 1), False, Verdict.DIFFERENT),
+        ((1 + 9e-7, 1), None, False, Verdict.SAME),  # a device without float64
+        ((1 + 9e-6, 1), None, False, Verdict.UNJUDGED),
+        ((1 + 2e-2, 1), None, False, Verdict.DIFFERENT),
+    ],
+)
+def test_limits_do_not_grow_with_rounding(
+    own: tuple[float, float], exact: tuple[float, float] | None, below_float64: bool, verdict: Verdict
+) -> None:
+    in_own = Pair(*map(steps, own))
+    in_float64 = exact and Pair(*(steps(gradient, below_float64) for gradient in exact))
+    assert compare(in_own, in_float64, Precision()).verdict == verdict
+
+
+@pytest.mark.parametrize(("tested", "is_told"), [(3.35, True), (5, False)])
+def test_the_reason_mentions_agreement_in_float64(tested: float, is_told: bool) -> None:
+    outcome = compare(Pair(steps(1.57), steps(1)), Pair(steps(tested), steps(3.35)), Precision())
+    assert outcome.verdict == Verdict.UNJUDGED
+    assert outcome.reason.startswith("the same in float64, but as configured, ") == is_told
+
+
+def test_16_bit_precisions_have_their_own_limit() -> None:
+    exact = Pair(steps(1), steps(1))
+    assert compare(Pair(steps(1.15), steps(1)), exact, BFloat16()).verdict == Verdict.SAME
+    assert compare(Pair(steps(1.25), steps(1)), exact, BFloat16()).verdict == Verdict.DIFFERENT
+    assert compare(None, Pair(steps(1 + 2e-9), steps(1)), Double()).verdict == Verdict.UNJUDGED
+
+
+def test_a_wrong_mean_loss_is_detected_in_float64_for_every_precision() -> None:
+    def with_loss(value: float) -> Steps:
+        found = steps(1)
+        found.tensors["loss"] = {"step 1": torch.tensor(float(value))}
+        return found
+
+    right = Pair(with_loss(1), with_loss(1))
+    for precision in (Precision(), TF32(), BFloat16()):
+        assert compare(right, Pair(with_loss(1.003), with_loss(1)), precision).verdict == Verdict.DIFFERENT
+        assert compare(right, Pair(with_loss(1 + 5e-7), with_loss(1)), precision).verdict == Verdict.SAME
+
+
+def test_nothing_is_judged_if_the_reference_diverges() -> None:
+    diverged = Steps(diverged="the loss is not finite at step 2")
+    assert compare(Pair(steps(1), diverged), None, Precision()).verdict == Verdict.UNJUDGED
+    assert compare(Pair(diverged, steps(1)), None, Precision()).verdict == Verdict.DIFFERENT
+
+
+def test_the_reference_replaces_the_mode_and_keeps_other_overrides() -> None:
+    typed = [
+        "seed=3",
+        "parallel=ddp",
+        "parallel.processes=3",
+        "+accumulation.steps=2",
+        "compile=true",
+        "optimizer.lr=1",
+    ]
+    assert verify.replaced(typed, *verify.PLAIN) == ["seed=3", "optimizer.lr=1", *verify.PLAIN]
+    assert verify.replaced(["precision=16", "precision.init_scale=8"], "precision=64") == ["precision=64"]
