@@ -19,9 +19,10 @@ test: .venv/ready
 		$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
 		wait $$types; types=$$?; cat .venv/types; [ $$tests = 0 ] || exit $$tests; exit $$types
 
-test-all:
-	@echo "the tests on every supported Python and with the lowest versions: an hour or more; docs/versions.md has the last results"
-	@$(PYTHON) -m benchmarks.versions $(ARGS)
+test-all: .venv/ready
+	@echo "the tests on every supported Python, with the lowest, the pinned and the next versions: two hours or so"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'nox>=2025.10'
+	@$(BIN)/nox $(ARGS)
 
 faults: .venv/ready
 	@echo "faults: all of them, an hour or so on two cores; make test tries a selection"
@@ -37,8 +38,6 @@ bench: .venv/bench
 	@$(BIN)/python -m benchmarks.pipeline --precision bf16
 	@$(BIN)/python -m benchmarks.dqn
 	@$(BIN)/python -m benchmarks.sweep
-	@$(BIN)/python -m benchmarks.trackers
-	@$(BIN)/python -m benchmarks.saving
 	@$(BIN)/python -m benchmarks.plan memory
 	@$(BIN)/python -m benchmarks.plan time
 	@$(BIN)/python -m benchmarks.tune
@@ -56,6 +55,6 @@ bench: .venv/bench
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-all build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .nox build *.egg-info .pytest_cache .ruff_cache
 
 .PHONY: run test test-all faults bench clean
