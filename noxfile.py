@@ -1,4 +1,4 @@
-"""`make test-all`: the tests on every supported Python, with the lowest and the pinned versions, and with the next Hydra.
+"""`make test-all`: the tests on every supported Python, with the lowest and the pinned versions, and the next Hydra.
 
 `nox -s "tests-3.12(lowest)" -- tests/config` runs a selection; `nox -l` lists the environments, of 5 GB each.
 """
