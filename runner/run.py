@@ -91,7 +91,6 @@ class Run:
     deterministic: bool = False
     compile: bool | str = False
     channels_last: bool = True
-    how: Any = "default"  # OmegaConf does not support `str | list`
     output_root: str = "outputs"
     config: dict[str, Any] = field(default_factory=dict, init=False)
     """The config from which the run was built, as plain values."""
@@ -110,9 +109,6 @@ class Run:
             check_range(self, key, least=0, most=_LARGEST)
         known = isinstance(self.compile, bool) or self.compile == "blocks"
         check(known, "compile", self.compile, "it is neither true nor false nor blocks", "compile=blocks")
-        chosen = isinstance(self.how, list | tuple) and all(isinstance(text, str) for text in self.how)
-        known = self.how in ("default", "auto") or chosen
-        check(known, "how", self.how, "it is neither default nor auto", "how=auto chooses the fastest way to train")
         check_range(self, "epochs", above=0, most=1_000_000)
         check_range(self, "max_grad_norm", above=0)
         lengths = (self.steps, self.epochs, self.workload.num_steps(self.batch_size))
@@ -480,13 +476,13 @@ class CrashedError(Exception):
         return self.result.error
 
 
-_NOT_HASHED = ("name", "output_root", "resume", "tracking", "how")
+_NOT_HASHED = ("name", "output_root", "resume", "tracking")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
     """Return a hash of `config` as 12 hexadecimal digits.
 
-    The hash does not depend on the options `name`, `output_root`, `resume`, `tracking` and `how`, nor on credentials.
+    The hash does not depend on the options `name`, `output_root`, `resume` and `tracking`, nor on credentials.
     The saved config, in which credentials are hidden, therefore has the same hash.
     """
     return hashlib.sha256(json.dumps(hashed_options(config), sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -106,10 +106,6 @@ def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
     check(not swept, "".join(swept[:1]).partition("=")[0], ABSENT, "only a sweep has this option", remedy)
     pairs = [word for word in overrides if parse_zip(word)]
     check(not pairs, "".join(pairs[:1]).partition("=")[0], ABSENT, "only a sweep has pairs of values", "add -m")
-    for word in overrides:
-        key, _, value = word.lstrip("+").partition("=")
-        why = "only how=auto may set it to a list"
-        check(key != "how" or not value.startswith("["), key, value, why, "type the overrides themselves")
     job = composer.run([arguments.quoted(word, sweep=False) for word in overrides])
     source = job.config.get("resume", "never")
     why = "an option file sets it, where the defaults would replace the options of that run"

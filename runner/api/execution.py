@@ -7,7 +7,7 @@ from copy import deepcopy
 
 from runner.api.caller_settings import settings_kept
 from runner.api.composing import Config, compose
-from runner.cli.auto_options import with_choices
+from runner.cli.auto_options import with_accumulation
 from runner.cli.composition import Job
 from runner.cli.run_job import run_one
 from runner.run import CrashedError, Result, build_run
@@ -39,7 +39,7 @@ def train(config: Config | Sequence[str] = ()) -> Result:
         return Job(dict(other), list(other.overrides))
 
     with settings_kept():
-        job = with_choices(Job(deepcopy(dict(composed)), list(composed.overrides)), again, None, composed.config_dir)
+        job = with_accumulation(Job(deepcopy(dict(composed)), list(composed.overrides)), again)
         result = run_one(build_run(job.config), job.overrides)
     if result.status == "crashed":
         raise CrashedError(result) from result.cause

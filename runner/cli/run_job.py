@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.distributed import is_initialized
 
-from runner.config.errors import ConfigError, check, escaped
+from runner.config.errors import ConfigError, escaped
 from runner.config.overrides import typed_path
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError, report_of
@@ -52,8 +52,8 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     root = Path(run.output_root) / run.name
     parent, name = (root, None) if directory is None else (directory.parent, directory.name)
     check_used(run, overrides)
-    for key, value in {"how": run.how, "accumulation": run.accumulation.steps}.items():
-        check(value != "auto", key, value, "it has not been chosen", "type the choice of `tune` or `plan`")
+    if run.accumulation.steps == "auto":
+        raise ConfigError("accumulation", "auto", "it has not been chosen", "type a number")
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process, ExitStack() as claims, LogFile(None, process.rank_info.rank) as log_file:
         check_same_config(run.config, process.collectives)

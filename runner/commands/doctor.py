@@ -1,7 +1,6 @@
-"""`python -m runner doctor [--measure] [--json]` describes this machine, and what it can do.
+"""`python -m runner doctor [--json]` describes this machine, and what it can do.
 
-`--measure` also trains a small and a larger network in the parallel modes, which takes about two minutes, and says
-which of these modes pay off here.
+Which parallel mode is the fastest here depends on the config: `python -m runner tune` measures it.
 """
 
 from __future__ import annotations
@@ -25,16 +24,10 @@ PRECISIONS = ("32", "tf32", "64", "bf16", "16")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a report on this machine as tables, or with `--json` as one JSON object."""
-    parser = argparse.ArgumentParser("python -m runner doctor", description="Describe this machine.")
-    parser.add_argument("--measure", action="store_true", help="measure which parallel modes pay off: two minutes")
+    parser = argparse.ArgumentParser("python -m runner doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
     report = gather()
-    if options.measure:
-        from runner.commands.doctor_modes import speed_of_modes  # imported here: the report needs no trials
-
-        kind = report["devices"][0]["device"].partition(":")[0] if report["devices"] else "cpu"
-        report["speed"] = speed_of_modes([option["name"] for option in report["parallel"]], kind)
     if options.json:
         print(json.dumps(report, indent=2))
     else:

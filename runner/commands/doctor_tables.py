@@ -21,7 +21,7 @@ def render(report: dict[str, Any]) -> Group:
             "precision=", ["", *names], ([p["precision"], *(p[name] for name in names)] for p in report["precisions"])
         ),
         _table(f"parallel= on {_where(report)}", ["", ""], ([o["name"], o["what"]] for o in report["parallel"])),
-        *([_speed(report["speed"])] if "speed" in report else []),
+        Text("  which is the fastest: python -m runner tune OVERRIDE …"),
         _pairs("backends", {name: _word(value) for name, value in report["backends"].items()}),
         _pairs("versions", report["versions"] | {"driver": report["driver"]} | _commit(report["source"])),
         _pairs("variables", report["variables"]),
@@ -68,27 +68,6 @@ def _where(report: dict[str, Any]) -> str:
     """Return a description of the devices that a parallel mode can use."""
     count = sum("uuid" in device for device in report["devices"])
     return f"{count} CUDA device{'s' * (count != 1)}" if count else f"the CPU: {report['cpu']['allowed_cores']} cores"
-
-
-def _speed(speed: dict[str, Any]) -> Table:
-    """Return a table of the speed of the parallel modes.
-
-    Args:
-        speed: the dict that `runner.commands.doctor_modes.speed_of_modes` returns.
-    """
-    modes = {mode: None for rows in speed.values() if isinstance(rows, dict) for mode in rows} or ["–"]
-    rows = [[mode, *(_relative(rows, mode) for rows in speed.values())] for mode in modes]
-    return _table("speed, relative to parallel=single", ["parallel=", *speed], rows)
-
-
-def _relative(rows: dict[str, Any] | str, mode: str) -> str:
-    if isinstance(rows, str) or mode not in rows:
-        return rows if isinstance(rows, str) else "–"
-    row = rows[mode]
-    if row["speedup"] is None:
-        return f"{row['status']}: {row['reason']}"
-    word = "the same" if row["ties"] else "pays off" if row["speedup"] > 1 else "slower"
-    return f"{row['speedup']:.2f} ± {row['uncertainty']:.2f} × ({word})"
 
 
 def _commit(source: dict[str, Any] | None) -> dict[str, str]:

@@ -105,7 +105,7 @@ def compose_and_run(arguments: list[str]) -> list[int]:
 
             print_model_table(build_run(compose(flags.overrides).config))
             return []
-        return [run_single(compose(flags.overrides), compose, directory, flags.config_dir)]
+        return [run_single(compose(flags.overrides), compose, directory)]
     return []
 
 
@@ -135,16 +135,13 @@ def check_flags(flags: Namespace, shows_model: bool) -> None:
         check(not is_given or flags.cfg is not None, flag, ABSENT, why, "add --cfg job")
 
 
-def run_single(
-    job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None, config_dir: str | None
-) -> int:
+def run_single(job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None) -> int:
     """Run `job` as a single run, and return its exit code.
 
     Args:
         job: the composed config and its overrides.
         compose: function that composes a config from overrides.
         directory: the run directory; None: a new directory in `output_root`, or the directory that `resume` determines.
-        config_dir: the directory of `--config-dir`; None if the flag was not typed.
 
     Raises:
         ConfigError: if the config cannot run.
@@ -152,10 +149,10 @@ def run_single(
     from runner.run import build_run  # imported here: --help and Hydra's own flags need no components
 
     run = build_run(job.config)
-    if "auto" in (run.how, run.accumulation.steps):
-        from runner.cli.auto_options import with_choices
+    if run.accumulation.steps == "auto":
+        from runner.cli.auto_options import with_accumulation
 
-        job = with_choices(job, compose, directory, config_dir)
+        job = with_accumulation(job, compose, directory)
         run = build_run(job.config)
     if run.parallel.in_processes:
         from runner.parallel.launch.processes import start_rank_server

@@ -1,9 +1,9 @@
 """`python -m runner tune [OVERRIDE …]` finds the fastest way to train a config on this machine.
 
-Each candidate is the config with some of these settings changed: parallel mode, number of processes and threads, split
-size and schedule, memory format, accumulation, data workers and compilation. Settings that are given as overrides are
-not changed: with `parallel=ddp`, no other modes are tried. The candidates train real steps in turn. The slower
-candidates are dropped early; the others are compared until they can be told apart.
+Each candidate is the config with some of these settings changed: parallel mode, number of processes and threads,
+schedule and split size of a pipeline, memory format, accumulation, data workers and, last, compilation. Settings that
+are given as overrides are not changed: with `parallel=ddp`, no other modes are tried. The candidates train real steps
+in turn. The slower candidates are dropped early; the others are compared until they can be told apart.
 
 By default, the results of a candidate differ from those of the config only by rounding errors, because sums may be
 computed in another order. `--allow` permits further changes of the results:
@@ -14,9 +14,9 @@ computed in another order. `--allow` permits further changes of the results:
 - asynchronous: Hogwild's workers do not wait for each other.
 
 The choice is printed as overrides, and written as an experiment to a directory in `outputs/tuned/`, together with all
-measurements and, if matplotlib is installed, a picture.
+measurements.
 
-Exit codes: 0: tuned, even if nothing is faster than the config as it is. 1: the config crashed, or the result cannot
+Exit codes: 0: tuned, even if nothing is faster than the config itself. 1: the config crashed, or the result cannot
 be saved. 2: the config is refused, or the budget is too small.
 """
 
@@ -37,10 +37,7 @@ from runner.system.exit_codes import CRASHED, DONE, REFUSED
 _SECONDS = 60.0
 
 _SAVING_SECONDS = 5.0
-"""The part of the budget that is kept for starting Python, ending the last trials, writing the files, and exiting.
-
-Where the files of torch are not in the cache of the disk, all of it is needed.
-"""
+"""The part of the budget that is kept for ending the last trials, writing the files, and exiting."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,20 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from runner.planning.trial import TooLateError, TrialError  # imported here: torch is slow to import
 
         try:
-            report = tune(overrides, options.config_dir, options.budget, options.allow, options.json, began)
+            report = tuned(overrides, options, began)
         except TooLateError as error:
-            why = f"{error.why}: that is too little time to measure the config as it is"
+            why = f"{error.why}: that is too little time to measure the config itself"
             raise ConfigError("--budget", options.budget, why, "type a larger one, or a smaller batch_size") from None
         except TrialError as error:
-            if error.refused:
-                print(error.why, file=sys.stderr)
-                return REFUSED
-            print(f"the config as it is cannot be trained: {error.why}", file=sys.stderr)
-            return CRASHED
+            print(f"{'' if error.refused else 'the config cannot be trained: '}{error.why}", file=sys.stderr)
+            return REFUSED if error.refused else CRASHED
     except Exception as error:
         return report_error(error)
     from runner.analysis.output import print_report  # imported here: flags are checked without them
-    from runner.commands.tune_tables import render
+    from runner.commands.tune_report import render
 
     print_report(report, options.json, render)
     return DONE if report["directory"] else CRASHED
@@ -73,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags and the overrides.
 
-    In the flags, `budget` is a number of seconds, and `allow` is the list that `permitted` returns.
+    In the flags, `budget` is a number of seconds, and `allow` is a list of keys of `candidates.RESULTS`.
 
     Raises:
         ConfigError: for an unknown flag, a word that is not a valid override, or a value that is out of range.
@@ -86,89 +80,58 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--config-dir", "-cd", help="a folder with options of your own, as for the command")
     options, rest = parser.parse_known_args(arguments)
     overrides = overrides_of(rest, "--budget, --allow, --json, --config-dir")
-    options.budget = _seconds(options.budget)
-    options.allow = permitted(options.allow)
+    try:
+        seconds = float(options.budget)
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds <= 86_400:
+        why = "it is not a number of seconds from 1 to 86,400"
+        raise ConfigError("--budget", options.budget, why, "--budget 60")
+    from runner.planning.candidates import PERMISSIONS
+
+    names = [name.strip() for name in options.allow.split(",") if name.strip()]
+    for name in names:
+        check(name in PERMISSIONS, "--allow", name, "it is not a kind of results", ", ".join(PERMISSIONS))
+    options.budget, options.allow = seconds, [PERMISSIONS[name] for name in names]
     return options, overrides
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    check(1 <= value <= 86_400, "--budget", text, "it is not a number of seconds from 1 to 86,400", "--budget 60")
-    return value
-
-
-def permitted(text: str) -> list[str]:
-    """Return the kinds of effect on the results that `--allow` permits, as keys of `candidates.RESULTS`.
-
-    Args:
-        text: the value of `--allow`, such as `rounding,16bit`.
-
-    Raises:
-        ConfigError: for a name that is not known.
-    """
-    from runner.planning.candidates import PERMISSIONS
-
-    names = [name.strip() for name in text.replace("|", ",").split(",") if name.strip()]
-    for name in names:
-        check(name in PERMISSIONS, "--allow", name, "it is not a kind of results", f"{', '.join(PERMISSIONS)}")
-    return [PERMISSIONS[name] for name in names]
-
-
-def tune(
-    overrides: Sequence[str],
-    config_dir: str | None = None,
-    budget: float = _SECONDS,
-    allowed: Sequence[str] = (),
-    quiet: bool = False,
-    began: float | None = None,
-) -> dict[str, Any]:
+def tuned(overrides: Sequence[str], options: argparse.Namespace, began: float) -> dict[str, Any]:
     """Find the fastest way to train a config, write the result to a new directory, and return it as plain values.
 
     Args:
         overrides: the overrides of the config.
-        config_dir: a directory with options of your own; None to use only conf/.
-        budget: seconds from `began` until the files are written.
-        allowed: the changes of the results that are permitted (see `permitted`). By default, the results may change
-            only by rounding errors, because sums may be computed in another order.
-        quiet: whether to omit the line that is printed for each candidate that has been tried.
-        began: the value of `time.perf_counter()` from which the budget counts; None to count from the call.
+        options: the flags that `parsed` returns.
+        began: the value of `time.perf_counter()` from which the budget counts.
 
     Returns:
-        The dict that `measured_choice` returns, with these keys added:
-
-        - `typed`: the argument `overrides`;
-        - `config_dir`, `budget` and `allowed`: the arguments of these names;
-        - `directory`: the path of the new directory; None, with a message on standard error, if the result cannot be
-          saved.
+        The dict that `runner.planning.tuning.tune` returns, with `typed`, the argument `overrides`; `config_dir`,
+        `budget` and `allowed`, the flags; and `directory`, the path of the new directory, None (with a message on
+        standard error) if the result cannot be saved.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
-        TrialError: if the config as it is cannot be trained, or its first steps take longer than the budget.
+        TrialError: if the config cannot be trained, or its first steps take longer than the budget.
     """
-    began = time.perf_counter() if began is None else began
-    from runner.commands.tune_files import write
-    from runner.planning.choice import measured_choice  # imported here, because importing torch takes time
+    from runner.commands.tune_report import write
+    from runner.planning import tuning  # imported here, because importing torch takes time
     from runner.run import check_used
 
     def said(line: str) -> None:
-        if not quiet:
+        if not options.json:
             print(line, file=sys.stderr, flush=True)
 
     def compose(more: Sequence[str]) -> Any:
-        return compose_run([*overrides, *more], config_dir, "tune")
+        return compose_run([*overrides, *more], options.config_dir, "tune")
 
     run = compose(())
     check_used(run, overrides)
-    seconds = budget - _SAVING_SECONDS - (time.perf_counter() - began)
-    report = measured_choice(compose, overrides, seconds, allowed, said, config_dir)
-    typed = {"typed": list(overrides), "config_dir": config_dir, "budget": budget, "allowed": list(allowed)}
-    report = typed | report
+    seconds = options.budget - _SAVING_SECONDS - (time.perf_counter() - began)
+    flags = {"config_dir": options.config_dir, "budget": options.budget, "allowed": options.allow}
+    found = tuning.tune(compose, overrides, seconds, options.allow, said, options.config_dir)
+    report = {"typed": list(overrides)} | flags | found
     try:
-        directory = str(write(report, run.output_root))
+        return report | {"directory": str(write(report, run.output_root))}
     except (OSError, ConfigError) as error:  # what has taken a minute to measure is printed all the same
-        directory = None
         print(f"the result cannot be saved: {error}", file=sys.stderr)
-    return report | {"directory": directory}
+        return report | {"directory": None}

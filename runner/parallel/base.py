@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +15,7 @@ from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import full_state
 from runner.parallel.compiling import compile_in_place
-from runner.parallel.context import Context, Layout, Tuning
+from runner.parallel.context import Context, Layout
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo, external_world_size
 from runner.parallel.launch.launcher import Launcher
@@ -44,12 +42,6 @@ class Parallel:
     shards_parameters: ClassVar[bool] = False
     """Whether a process has only a shard of each parameter when the optimizer updates it."""
 
-    may_be_faster: ClassVar[bool] = False
-    """Whether the mode can be faster than a single device, so that `runner tune` tries it."""
-
-    speed_options: ClassVar[Mapping[str, Sequence[Any]]] = MappingProxyType({})
-    """Options that change only how fast a step is, with the values that `tune` tries for each of them."""
-
     @property
     def synchronizes_batch_norm(self) -> bool:
         """Whether batch normalization computes its statistics over the shards of all processes."""
@@ -59,10 +51,6 @@ class Parallel:
     def in_processes(self) -> bool:
         """Whether the mode can train in several processes, each of which has one device."""
         return False
-
-    def alternatives(self, tuning: Tuning) -> Iterator[dict[str, Any]]:
-        """Yield the options that `tune` tries with this mode, as dicts from name to value; `{}` changes no option."""
-        yield {}
 
     def launcher(self, choice: Device) -> Launcher:
         """Return the launcher that starts or joins the processes of the mode, on the devices that `choice` selects.

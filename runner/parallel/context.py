@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -114,24 +113,3 @@ class Context:
         listed, count = self.workload.eval_metrics(), self.layout.num_members
         members = {f"member_{i}/{name}": goal for i in range(count) for name, goal in listed.items()}
         return listed | members | ({"disagreement": "min"} if count and self.workload.outputs_are_scores else {})
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The information about a run that `Parallel.alternatives` needs to propose options for `runner tune`.
-
-    Args:
-        world_size: number of processes of the run; if there is only one process, the number of its devices.
-        samples: number of samples of one forward and backward pass through the network, over all processes.
-        normalizes: whether the network has batch normalization.
-        typed: names of the mode's options that the user has typed. The values of these options are kept.
-        block_costs: function that takes a number of samples and returns a sequence with one cost for each block of the
-            network: the cost of the block's forward and backward pass, in any unit. None if the network cannot be
-            divided into blocks.
-    """
-
-    world_size: int
-    samples: int
-    normalizes: bool
-    typed: frozenset[str]
-    block_costs: Callable[[int], Sequence[float]] | None

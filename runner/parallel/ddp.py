@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ import torch
 
 from runner.batching import MicroBatch
 from runner.config.errors import check, check_choice, check_range
-from runner.parallel.context import Context, Layout, Tuning
+from runner.parallel.context import Context, Layout
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess, average_buffers
@@ -64,11 +63,6 @@ class DDP(MultiProcess):
     @property
     def synchronizes_batch_norm(self) -> bool:
         return self.sync_batch_norm
-
-    def alternatives(self, tuning: Tuning) -> Iterator[dict[str, Any]]:
-        yield {}
-        if tuning.normalizes:
-            yield {"sync_batch_norm": True}
 
     def layout(self, rank_info: RankInfo) -> Layout:
         return Layout.data_parallel(rank_info)

@@ -55,8 +55,6 @@ class Ensemble(MultiProcess):
 
     is_equivalent: ClassVar[bool] = False
 
-    may_be_faster: ClassVar[bool] = False  # it trains more models
-
     collectives_class: ClassVar[type[ProcessGroup]] = MemberMeans
 
     def layout(self, rank_info: RankInfo) -> Layout:

@@ -40,8 +40,6 @@ class MultiProcess(Parallel, ABC):
     max_restarts: int = 0
     port: int | None = None
 
-    may_be_faster: ClassVar[bool] = True
-
     collectives_class: ClassVar[type[ProcessGroup]] = ProcessGroup
 
     def __post_init__(self) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from runner.optimizer import trainable
 from runner.parallel import full_state
 from runner.parallel.base import move
 from runner.parallel.compiling import compile_in_place
-from runner.parallel.context import Context, Layout, Tuning
+from runner.parallel.context import Context, Layout
 from runner.parallel.devices import devices_of_one_process
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import RankInfo, external_world_size
@@ -27,7 +26,7 @@ from runner.parallel.launch.launcher import Launcher
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.pipelining import deferred_batch_norm
 from runner.parallel.pipelining.gantt import gantt
-from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, divisors, num_micro_batches
+from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, num_micro_batches
 from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
@@ -47,8 +46,6 @@ from runner.tracking.metrics import MetricSums, computed
 log = logging.getLogger(__name__)
 
 _PICTURE = "pipeline.png"
-_TRIED_PER_STAGE = (2, 4, 8)
-"""The numbers of micro-batches per stage that `tune` tries."""
 
 
 @dataclass
@@ -79,8 +76,6 @@ class Pipeline(Partition, MultiProcess):
 
     description: ClassVar[str] = "pipeline"
 
-    speed_options: ClassVar[Mapping[str, Sequence[Any]]] = MappingProxyType({"schedule": SCHEDULES})
-
     engine: str = "processes"
     schedule: str = "gpipe"
     split_size: int | None = None
@@ -106,33 +101,6 @@ class Pipeline(Partition, MultiProcess):
     def schedules(self) -> Sequence[str]:
         """The schedules that the engine supports."""
         return SCHEDULES if self.engine == "processes" else SCHEDULES[:1]
-
-    def alternatives(self, tuning: Tuning) -> Iterator[dict[str, Any]]:
-        """Yield one dict of options for each number of micro-batches that `tune` tries.
-
-        Each dict sets `split_size`. It also sets `schedule` to the schedule with the smallest predicted bubble (idle
-        share), unless this is the current schedule. If the user has typed the schedule, it is kept.
-
-        Yield only `{}` if the user has typed the number or size of the micro-batches, or the network cannot be divided
-        into blocks.
-        """
-        from runner.parallel.pipelining.bubble_prediction import bubbles  # imported here: a run predicts none
-
-        if tuning.block_costs is None or {"split_size", "num_micro_batches"} & tuning.typed:
-            yield {}
-            return
-        workers = tuning.world_size if self.in_processes else self.asked_stages or max(2, tuning.world_size)
-        stages, samples = self.asked_stages or workers, tuning.samples
-        counts = {min(divisors(samples), key=lambda n: abs(n - stages * each)) for each in _TRIED_PER_STAGE}
-        costs = tuning.block_costs(samples)  # in the same proportions for a smaller micro-batch
-        schedules = (self.schedule,) if "schedule" in tuning.typed else self.schedules
-        found = bubbles(schedules, workers, samples, lambda size: costs, self.asked_stages)
-        rows = {row["num_micro_batches"]: row for row in found}
-        for count in sorted(counts):
-            cells = {name: cell for name, cell in rows[count].items() if isinstance(cell, dict)}
-            if cells:
-                best = min(cells, key=lambda name: cells[name]["bubble"])
-                yield {"split_size": samples // count} | ({} if best == self.schedule else {"schedule": best})
 
     # -----------------------------------------------------------------------------------------------------------------
     # Stages, processes and devices

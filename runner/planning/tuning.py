@@ -3,8 +3,7 @@
 The search is a successive halving (Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
 optimization", 2016). Every candidate trains in processes of its own and waits while others train. In each round, some
 candidates train for a fraction of a second, one after another, so that a change of the machine's speed affects all of
-them. If there are rounds in which two candidates have both trained, their times in these rounds are compared.
-Otherwise, the medians of all their times are compared.
+them; only times of the same round are compared.
 """
 
 from __future__ import annotations
@@ -13,11 +12,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from runner.planning.candidates import ALLOWED, RESULTS, Candidate, Overrides
+from runner.planning.candidates import ALLOWED, RESULTS, Candidate, Candidates, Compose, Group, Overrides
+from runner.planning.device_memory import available_bytes
 from runner.planning.formatting import milliseconds
-from runner.planning.trial import Burst, TooLateError, TrialError
+from runner.planning.trial import Burst, TooLateError, Trial, TrialError
 
 _BURST_SECONDS = 0.4
 """Seconds that a candidate trains in a round, if a single step does not take longer."""
@@ -27,8 +28,7 @@ _MUCH_SLOWER = 1.6
 
 _FINALISTS = 3
 _ROUNDS = 7
-"""Number of rounds for which finalists are compared. If they cannot be told apart by then, the comparison goes on until
-they can, for at most three times as many rounds in total."""
+"""Rounds for which finalists are compared; three times as many if they cannot be told apart by then."""
 
 _LEAST_DIFFERENCE = 0.01
 """The smallest relative difference between the times of two candidates that counts, however precise they are."""
@@ -36,21 +36,10 @@ _LEAST_DIFFERENCE = 0.01
 _UNKNOWN = 0.1
 """The uncertainty of the ratio of two candidates that have at most two rounds in common."""
 
-_DEVIATION_OF_MAD, _ERROR_OF_MEDIAN = 1.4826, 1.2533
-"""For normally distributed values, the standard deviation divided by the median absolute deviation, and the standard
-error of the median divided by the standard error of the mean."""
-
-_PATIENCE = 60.0
-"""A burst may take ten times its usual time plus this many seconds; after that, its trial is taken to hang."""
+_FOR_EXPENSIVE, _FOR_FINALISTS = 0.35, 0.15
+"""The parts of the budget that are kept for the expensive groups, and for the rounds of the finalists."""
 
 BUDGET_SPENT = "the budget is spent"
-"""The reason in the row of a candidate that was not measured for lack of time."""
-
-_RESERVED = 0.15
-"""The part of the budget that is kept for the rounds of the finalists."""
-
-
-Groups = Sequence[Callable[[Overrides], Iterable[Candidate]]]
 
 
 class Trains(Protocol):
@@ -65,50 +54,40 @@ class Trains(Protocol):
 
 @dataclass
 class Row:
-    """What is known of a candidate, which trains for a burst (some iterations of the training loop) in each round.
+    """What is known of a candidate.
 
     Args:
         candidate: the candidate.
-        status: `measured`, `refused`, `crashed`, `dropped` (it does not fit into memory, resembles a much slower
-            candidate, or took too long) or `not tried` (it is not allowed, or there was no time).
+        changes: its overrides, by the name of the group from which they come.
+        status: `measured`, `refused`, `crashed`, `dropped` (it takes too much memory or time) or `not tried` (it is not
+            allowed, or there was no time).
         reason: why it was not measured; empty if it was.
         startup_seconds: seconds until its first step was done; it includes the compilation of the model.
         memory_bytes: sum of the peak memory of its processes.
-        bursts: a dict from the number of each round to the seconds per optimizer step in this round.
-        is_much_slower: whether its trial was ended after the first burst, because it was much slower than the fastest
-            candidate; its status is still `measured`.
+        bursts: a dict from the number of each round to the seconds of an optimizer step in this round.
         trial: its trial; None if it has not been started, or has ended.
-        burst_length: number of iterations of the training loop in a burst.
-        burst_seconds: about how long a burst takes.
+        burst_length: number of iterations of the training loop in a round.
     """
 
     candidate: Candidate
+    changes: dict[str, Overrides] = field(default_factory=dict)
     status: str = "not tried"
     reason: str = ""
     startup_seconds: float = 0.0
     memory_bytes: float = 0.0
     bursts: dict[int, float] = field(default_factory=dict)
-    is_much_slower: bool = False
     trial: Trains | None = None
     burst_length: int = 1
-    burst_seconds: float = 0.0
-
-    @property
-    def overrides(self) -> Overrides:
-        return self.candidate.overrides
 
     @property
     def step_seconds(self) -> float:
         """The median of the seconds of an optimizer step."""
         return statistics.median(self.bursts.values())
 
-    @property
-    def spread(self) -> tuple[float, float]:
-        """The first and the third quartile of the seconds of an optimizer step."""
+    def quartiles(self) -> tuple[float, float]:
+        """Return the first and the third quartile of the seconds of an optimizer step."""
         values = list(self.bursts.values())
-        if len(values) < 2:
-            return values[0], values[0]
-        first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+        first, _, third = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
         return first, third
 
 
@@ -127,86 +106,62 @@ class Ratio(NamedTuple):
 def ratio(row: Row, other: Row) -> Ratio:
     """Return the time of a step of `row`, divided by the time of a step of `other`, and the uncertainty of this ratio.
 
-    The ratio is computed for each round in which both trained, and the median of these ratios is returned. If there is
-    no such round, the median of all times of `row` is divided by that of `other`. The uncertainty is twice the standard
-    error of the median, estimated from the median absolute deviation, but at least 0.01. With fewer than three common
-    rounds, it is 0.1.
+    The ratio is the median over the rounds in which both trained or, if there is no such round, the ratio of the
+    medians of all their rounds. The uncertainty is twice the standard error of the median, estimated from the median
+    absolute deviation, but at least 0.01; with fewer than three common rounds, it is 0.1.
     """
     values = [row.bursts[each] / other.bursts[each] for each in row.bursts.keys() & other.bursts.keys()]
     if not values:
         return Ratio(row.step_seconds / other.step_seconds, _UNKNOWN)
     middle = statistics.median(values)
-    deviation = _DEVIATION_OF_MAD * statistics.median(abs(value - middle) for value in values)
-    known = 2 * _ERROR_OF_MEDIAN * deviation / len(values) ** 0.5 if len(values) > 2 else _UNKNOWN
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)  # of a normal distribution
+    known = 2 * 1.2533 * deviation / len(values) ** 0.5 if len(values) > 2 else _UNKNOWN
     return Ratio(middle, max(_LEAST_DIFFERENCE, known))
-
-
-HasRoom = Callable[[Candidate, Row, Sequence[Row]], bool]
 
 
 class Search:
     """The search for the fastest candidate.
 
     Args:
-        start: function that starts a trial of a candidate, and returns the trial. It is called with the candidate and
-            the number of seconds that the start may take. It raises TrialError if the trial cannot start.
+        judge: function that returns the candidate with the given overrides (see `Candidates.judged`).
+        start: function that starts a trial of a candidate in the given number of seconds, or raises TrialError.
         budget: seconds that the search may take.
-        allowed: the kinds of effect that a candidate may have on the results of the run, in addition to those in
-            `candidates.ALLOWED`; keys of `candidates.RESULTS`. A candidate with any other effect is not tried.
+        allowed: the kinds of effect in `RESULTS` that a candidate may have, in addition to those in `ALLOWED`.
         has_room: function that returns whether there is enough memory to start a candidate. It is called with the
-            candidate, the row of the default, and the rows whose trials are waiting.
+            candidate, the row of the baseline, and the rows whose trials are waiting.
         clock: function that returns the time in seconds.
         report: function that is called with a line about each candidate that has been tried.
     """
 
     def __init__(
         self,
+        judge: Callable[[Overrides], Candidate],
         start: Callable[[Candidate, float], Trains],
         budget: float = 60.0,
         allowed: Iterable[str] = (),
-        has_room: HasRoom = lambda candidate, default, waiting: True,
+        has_room: Callable[[Candidate, Row, Sequence[Row]], bool] = lambda *_: True,
         clock: Callable[[], float] = time.perf_counter,
         report: Callable[[str], None] = lambda line: None,
     ):
-        self._start, self._budget, self._allowed = start, budget, {*ALLOWED, *allowed}
+        self._judge, self._start, self._budget, self._allowed = judge, start, budget, {*ALLOWED, *allowed}
         self._has_room, self._clock, self._report = has_room, clock, report
-        self._began, self._group_ends, self._round = clock(), 0.0, 0
+        self._ends, self._round = clock() + budget, 0
         self.rows: list[Row] = []
 
-    def run(
-        self,
-        default: Candidate,
-        groups: Groups,
-        budget_for: Callable[[Row], float | None] = lambda row: None,
-    ) -> Row:
-        """Measure candidates, and return the row of the fastest, or of the default if no other is clearly faster.
+    def run(self, groups: Sequence[Group]) -> Row:
+        """Measure candidates, and return the row of the fastest, or of the baseline if none is clearly faster.
 
-        Args:
-            default: the run as it is.
-            groups: functions that are called in order. Each is called with the overrides of the fastest candidate so
-                far, and returns further candidates. To start the candidates of the last function, all remaining time
-                may be used, except the time that is reserved for the last rounds. To start the candidates of any other
-                function, only half of this time may be used.
-            budget_for: function that is called with the row of the default, after the default has been measured. It
-                returns the number of seconds for all other candidates, or 0 to measure none of them. If it returns
-                None, the other candidates have the rest of the budget of the search.
+        The options of each group are combined with the fastest overrides of the groups before. A group has a share of
+        the remaining time that is proportional to the number of its candidates, but at least one candidate of each
+        group is tried before those of the expensive groups.
 
         Raises:
-            TrialError: if the default, with which all others are compared, cannot train or fails later.
+            TrialError: if the baseline, with which all others are compared, cannot train or fails later.
         """
         try:
-            self._try(default)
-            seconds = budget_for(self.default)
-            if seconds is not None:
-                self._budget, self._began = seconds, self._clock()
-            if seconds == 0:
-                return self.default
-            for number, group in enumerate(groups, start=1):
-                part = 0.5 if number < len(groups) else 1.0
-                self._group_ends = self._clock() + part * (self._left() - self._reserved())
-                tried = [self._try(candidate) for candidate in group(self._live()[0].overrides)]
-                if any(row.trial for row in tried):
-                    self._halve(2)
+            self._try({}, self._ends)
+            for number in range(len(groups)):
+                self._try_group(groups[number:])
             self._compare()
             return self._fastest()
         finally:
@@ -214,119 +169,115 @@ class Search:
                 self._end(row)
 
     @property
-    def default(self) -> Row:
-        """The row of the run with its own options, without any change."""
+    def base(self) -> Row:
+        """The row of the baseline."""
         return self.rows[0]
 
     @property
     def noise(self) -> float:
-        """The variation of the default's step time over rounds: half the interquartile range divided by the median."""
-        first, third = self.default.spread
-        return (third - first) / 2 / self.default.step_seconds
+        """The variation of the baseline's step time: half the interquartile range divided by the median."""
+        first, third = self.base.quartiles()
+        return (third - first) / 2 / self.base.step_seconds
 
     def measured(self) -> list[Row]:
         """Return the measured rows, the fastest first."""
-        return sorted((row for row in self.rows if row.bursts), key=lambda row: ratio(row, self.default).value)
+        return sorted((row for row in self.rows if row.bursts), key=lambda row: ratio(row, self.base).value)
 
-    # -----------------------------------------------------------------------------------------------------------------
+    def _live(self) -> list[Row]:
+        """Return the rows whose trials are waiting, the fastest first."""
+        return [row for row in self.measured() if row.trial is not None]
 
     def _left(self) -> float:
-        return self._budget - (self._clock() - self._began)
+        """Return the seconds that are left before those of the finalists."""
+        reserved = max(_FOR_FINALISTS * self._budget, 2 * self.base.step_seconds * self.base.burst_length)
+        return self._ends - self._clock() - reserved
 
-    def _try(self, candidate: Candidate) -> Row:
-        """Measure a candidate if this is worthwhile and possible, and return its row.
+    def _try_group(self, groups: Sequence[Group]) -> None:
+        """Try the candidates of the first of `groups`, and drop the slower half of those that are waiting."""
+        group, best = groups[0], self._live()[0]
+        options: list[list[Overrides]] = [
+            each.options(best.candidate.run) if each is group or not each.is_expensive else [] for each in groups
+        ]
+        kept = _FOR_EXPENSIVE * self._budget if any(each.is_expensive for each in groups[1:]) else 0.0
+        share = len(options[0]) / max(1, sum(map(len, options)))
+        until = self._clock() + share * (self._left() - kept)
+        tried: list[Row] = []
+        for words in options[0]:
+            has_turn = not any(row.startup_seconds for row in tried)
+            tried += self._try(best.changes | {group.name: words}, until, has_turn)
+        if any(row.trial for row in tried):
+            self._halve()
 
-        A candidate is not measured if it is refused or not allowed, if a similar candidate was much slower than the
-        fastest one (see `_slow_relative`), or if there is not enough time or memory. The row then has the reason.
+    def _try(self, changes: dict[str, Overrides], until: float, has_turn: bool = True) -> list[Row]:
+        """Measure a candidate if this is worthwhile and possible; return its row, or no row if it is not a new one.
+
+        Args:
+            changes: its overrides by group.
+            until: when the time of its group ends.
+            has_turn: whether it may take longer, because no other candidate of its group has been tried.
         """
-        row = Row(candidate)
+        candidate = self._judge(tuple(chain.from_iterable(changes.values())))
+        known = [row.candidate.run for row in self.rows if row.candidate.run is not None]
+        if candidate.run is not None and any(candidate.run.config == run.config for run in known):
+            return []
+        row = Row(candidate, changes)
         self.rows.append(row)
-        seconds = self._left() if row is self.default else self._group_ends - self._clock()
+        seconds = until - self._clock()
+        if row is not self.base and has_turn:
+            seconds = min(self._left(), max(seconds, 3 * self.base.startup_seconds))
         if candidate.refusal:
             row.status, row.reason = "refused", candidate.refusal
         elif candidate.results not in self._allowed:
             row.reason = RESULTS[candidate.results]
-        elif slow := self._slow_relative(candidate):
-            row.status, row.reason = "dropped", f"{' '.join(slow.overrides)} is much slower than others"
-        elif seconds <= (0 if row is self.default else self.default.startup_seconds):
+        elif seconds <= (0 if row is self.base else self.base.startup_seconds):
             row.reason = BUDGET_SPENT
-            if row is self.default:
-                raise TooLateError("no time was left for a step")
         elif not self._makes_room(candidate):
             row.status, row.reason = "dropped", "it does not fit into memory"
         else:
             self._begin(row, seconds)
+        if row is self.base and not row.bursts:
+            raise TooLateError("no time was left for a step")
         self._report(describe(row))
-        return row
-
-    def _reserved(self) -> float:
-        """Return the seconds that are kept for the last rounds."""
-        return max(_RESERVED * self._budget, 2 * self.default.step_seconds * self.default.burst_length)
-
-    def _slow_relative(self, candidate: Candidate) -> Row | None:
-        """Return a much slower row whose first two overrides are those of `candidate`; None if there is none.
-
-        A row is much slower if its `is_much_slower` is True. The first two overrides usually set the parallel mode and
-        the number of processes. If the first override of `candidate` does not set the parallel mode or one of its
-        options, the result is None.
-        """
-        same = candidate.overrides[:2]
-        if not same or not same[0].startswith("parallel"):
-            return None
-        slow = (row for row in self.rows if row.is_much_slower and row.overrides[:2] == same)
-        return next(slow, None)
+        return [row]
 
     def _makes_room(self, candidate: Candidate) -> bool:
         """End the slowest trials until there is room for `candidate`, and return whether there is."""
-        while not self._has_room(candidate, self.default, self._live()):
-            waiting = [row for row in self._live() if row is not self.default]
+        while not self._has_room(candidate, self.base, self._live()):
+            waiting = [row for row in self._live() if row is not self.base]
             if not waiting:
                 return False
             self._end(waiting[-1])
         return True
 
     def _begin(self, row: Row, seconds: float) -> None:
-        """Start the trial of `row`, choose its burst length, and measure a burst.
-
-        The start and the choice of the burst length together may take `seconds`.
-        """
-        until = self._clock() + seconds
+        """Start the trial of `row`, find a burst length, which may take `seconds` in all, and measure a burst."""
+        until, count, taken = self._clock() + seconds, 1, 0.0
         try:
             row.trial = self._start(row.candidate, seconds)
             row.startup_seconds = row.trial.startup_seconds
-            self._choose_burst_length(row, until)
+            while taken < _BURST_SECONDS / 2:
+                began = self._clock()
+                row.memory_bytes = row.trial.steps(count, until - began).memory_bytes
+                taken = self._clock() - began
+                row.burst_length = max(1, round(count * _BURST_SECONDS / max(taken, 1e-6)))
+                count = min(row.burst_length, 8 * count)
         except TrialError as error:
             self._fail(row, error)
             return
         row.status = "measured"
-        self._round_of([row] if row is self.default else [self.default, row])
-        if row.trial is not None and ratio(row, self._live()[0]).value > _MUCH_SLOWER and row is not self.default:
-            row.is_much_slower = True
+        self._train([row] if row is self.base else [self.base, row])
+        if row.trial is not None and row is not self.base and ratio(row, self._live()[0]).value > _MUCH_SLOWER:
             self._end(row)
 
-    def _choose_burst_length(self, row: Row, until: float) -> None:
-        """Choose the number of iterations in a burst: as many as take `_BURST_SECONDS`, but at least one."""
-        assert row.trial is not None
-        count, taken = 1, 0.0
-        while taken < _BURST_SECONDS / 2:
-            began = self._clock()
-            row.memory_bytes = row.trial.steps(count, until - began).memory_bytes
-            taken = self._clock() - began
-            row.burst_length = max(1, round(count * _BURST_SECONDS / max(taken, 1e-6)))
-            row.burst_seconds = row.burst_length * taken / count
-            count = min(row.burst_length, 8 * count)
-
-    def _round_of(self, rows: list[Row]) -> None:
-        """Let each of the rows train for a burst; each round begins with a different row.
-
-        A row whose trial fails is passed to `_fail`.
-        """
+    def _train(self, rows: list[Row]) -> None:
+        """Let each of the rows train for a burst; each round begins with a different row."""
         self._round += 1
         first = self._round % len(rows)
         for row in [*rows[first:], *rows[:first]]:
+            assert row.trial is not None
+            usual = row.burst_length * row.step_seconds if row.bursts else _BURST_SECONDS
             try:
-                assert row.trial is not None
-                burst = row.trial.steps(row.burst_length, _PATIENCE + 10 * row.burst_seconds)
+                burst = row.trial.steps(row.burst_length, 60 + 10 * usual)  # after that, it is taken to hang
             except TrialError as error:
                 self._fail(row, error)
                 continue
@@ -334,16 +285,12 @@ class Search:
             row.memory_bytes = max(row.memory_bytes, burst.memory_bytes)
 
     def _fail(self, row: Row, error: TrialError) -> None:
-        """End the trial of `row`, which has failed: erase its measurements, and record its status and the reason.
-
-        Raises:
-            TrialError: `error`, if `row` is the row of the default, without which the search cannot go on.
-        """
+        """End the trial of `row`, which has failed: erase its measurements, and record its status and the reason."""
         late = isinstance(error, TooLateError)
         row.status, row.reason = "refused" if error.refused else "dropped" if late else "crashed", error.why
         row.bursts.clear()
         self._end(row, kill=True)
-        if row is self.default:
+        if row is self.base:
             raise error
 
     def _end(self, row: Row, kill: bool = False) -> None:
@@ -351,137 +298,149 @@ class Search:
             row.trial.close(kill)
             row.trial = None
 
-    # -----------------------------------------------------------------------------------------------------------------
-
-    def _live(self) -> list[Row]:
-        """Return the rows whose trials are waiting, the fastest first."""
-        return [row for row in self.measured() if row.trial is not None]
-
     def _fits(self, rows: Iterable[Row]) -> bool:
         """Return whether there is time for a round of `rows`."""
-        return sum(row.burst_length * row.step_seconds for row in rows) < self._left()
+        return sum(row.burst_length * row.step_seconds for row in rows) < self._ends - self._clock()
 
-    def _halve(self, rounds: int) -> None:
-        """Let the trials train for `rounds` rounds, and end the slower half of them after each round.
+    def _halve(self) -> None:
+        """Let the waiting trials train for two rounds, and end the slower half of them after each round.
 
-        The default is never ended, nor is a row that cannot be told apart from the fastest one. At least `_FINALISTS`
-        rows remain. If there is no time for a round, the function returns early.
+        The baseline is never ended, nor is a row that cannot be told apart from the fastest one.
         """
-        for _ in range(rounds):
+        for _ in range(2):
             live = self._live()
             if len(live) < 2 or not self._fits(live):
                 return
-            self._round_of(live)
+            self._train(live)
             best, *others = self._live()
             for row in others[max(_FINALISTS, len(live) // 2) - 1 :]:
-                if row is not self.default and ratio(row, best).is_clear:
+                if row is not self.base and ratio(row, best).is_clear:
                     self._end(row)
 
     def _compare(self) -> None:
         """Compare the finalists until they can be told apart (see `_ROUNDS`) or the budget is spent."""
         for row in self._live()[_FINALISTS:]:
-            if row is not self.default:
+            if row is not self.base:
                 self._end(row)
         while len(live := self._live()) > 1 and self._fits(live):
             rounds = min(len(row.bursts) for row in live)
             clear = all(ratio(row, live[0]).is_clear for row in live[1:])
             if rounds >= 3 * _ROUNDS or (rounds >= _ROUNDS and clear):
                 return
-            self._round_of(live)
+            self._train(live)
 
     def _fastest(self) -> Row:
-        """Return the row that the search chooses.
-
-        If no row is clearly faster than the default, this is the default. Otherwise, it is the fastest row, or the row
-        with the shortest startup if several rows cannot be told apart from the fastest one.
-        """
+        """Return the baseline if no row is clearly faster; of rows that tie for the fastest, the first to start."""
         best, *others = self._live()
         equal = [best, *(row for row in others if not ratio(row, best).is_clear)]
-        if self.default in equal or not ratio(best, self.default).is_clear:
-            return self.default
+        if self.base in equal or not ratio(best, self.base).is_clear:
+            return self.base
         return min(equal, key=lambda row: row.startup_seconds)
 
 
 def describe(row: Row) -> str:
     """Return a line with the overrides of a row, and its step time or the reason why it was not measured."""
-    name = " ".join(row.overrides) or "as it is"
-    if row.bursts:
-        return f"{name}: {milliseconds(row.step_seconds)} a step"
-    return f"{name}: {row.status}: {row.reason}"
+    name = " ".join(row.candidate.overrides) or "the baseline"
+    return f"{name}: {f'{milliseconds(row.step_seconds)} a step' if row.bursts else f'{row.status}: {row.reason}'}"
 
 
-def as_plain(search: Search, chosen: Row, samples: int) -> dict[str, Any]:
-    """Return the result of a search as plain values, for JSON.
+def tune(
+    compose: Compose,
+    typed: Sequence[str],
+    budget: float,
+    allowed: Iterable[str] = (),
+    report: Callable[[str], None] = lambda line: None,
+    config_dir: str | None = None,
+) -> dict[str, Any]:
+    """Measure the candidates of a run, and return the result as plain values.
 
     Args:
-        search: the search, after it has been run.
-        chosen: the row that it returned.
-        samples: number of samples in an optimizer step.
+        compose: function that takes further overrides, and returns the run with them; it may raise ConfigError.
+        typed: the overrides of the run. No candidate changes the options that they set.
+        budget: maximum duration in seconds.
+        allowed: the kinds of effect that the choice may have on the results (see `RESULTS`), in addition to `ALLOWED`.
+        report: function that is called with a line about each candidate that has been tried.
+        config_dir: a directory with the user's option files, which may define parallel modes; None if there is none.
 
     Returns:
-        A dict: `chosen`, the overrides of the chosen row; `speedup`, the step time of the default divided by that of
-        the chosen row; `noise`, as in `Search`; and `rows`, a dict for each candidate (see `_plain`). The candidates
-        that were measured come first, from the fastest to the slowest.
+        A dict: `chosen`, the chosen overrides; `speedup`, the step time of the baseline divided by that of the choice;
+        `noise`, as in `Search`; `seconds`, how long the call took; and `rows`, a dict for each candidate (see `plain`),
+        those that were measured first, from the fastest to the slowest.
+
+    Raises:
+        ConfigError: if the run is refused.
+        TrialError: if the run cannot train, or its first steps take longer than the budget.
     """
-    measured = search.measured()
-    others = [row for row in search.rows if not row.bursts]
+    began = time.perf_counter()
+    candidates = Candidates(compose, typed, config_dir)
+    left = budget - (time.perf_counter() - began)
+    search = Search(candidates.judged, _start, left, allowed, _has_room, report=report)
+    chosen = search.run(candidates.groups())
+    rows = [*search.measured(), *(row for row in search.rows if not row.bursts)]
     return {
-        "chosen": list(chosen.overrides),
-        "speedup": 1 / ratio(chosen, search.default).value,
+        "chosen": list(chosen.candidate.overrides),
+        "speedup": 1 / ratio(chosen, search.base).value,
         "noise": search.noise,
-        "rows": [_plain(row, search.default, samples) for row in [*measured, *others]],
+        "rows": [plain(row, search.base, candidates.base.batch_size) for row in rows],
+        "seconds": time.perf_counter() - began,
     }
 
 
-def _plain(row: Row, default: Row, samples: int) -> dict[str, Any]:
-    """Return a row as plain values; what was not measured is None.
+def _start(candidate: Candidate, seconds: float) -> Trial:
+    assert candidate.run is not None
+    return Trial(candidate.run.config, seconds)
+
+
+def _has_room(candidate: Candidate, base: Row, waiting: Sequence[Row]) -> bool:
+    """Return whether there is enough memory for the trial of a candidate.
+
+    Each process is assumed to need the memory that was measured for a process of the baseline, or in proportion more
+    if its micro-batches are larger.
+    """
+    now, before = candidate.context, base.candidate.context
+    if now is None or before is None or candidate is base.candidate:
+        return True
+    per_process = base.memory_bytes / before.world_size
+    needed = per_process * max(1.0, _samples_per_pass(now) / _samples_per_pass(before)) * now.world_size
+    on_gpu = now.device.type == "cuda"  # elsewhere, what is available excludes the memory of waiting trials
+    return needed < available_bytes(now.process) - sum(row.memory_bytes for row in waiting if on_gpu)
+
+
+def _samples_per_pass(context: Any) -> float:
+    return context.plan.batch_size / context.plan.data_shard[1] / context.plan.accumulation
+
+
+def plain(row: Row, base: Row, samples: int) -> dict[str, Any]:
+    """Return a row as plain values, in which what was not measured is None.
+
+    Args:
+        row: the row.
+        base: the row of the baseline.
+        samples: number of samples in an optimizer step.
 
     Returns:
         A dict: `overrides`, `results`, `status` and `reason`, as in `Row` and `Candidate`; `rounds`, the number of
         rounds in which the row was measured; `samples_per_second`, and `spread`, the first and the third quartile of
-        this number; `speedup` over the default, and the `uncertainty` of this ratio; `ties`, whether the row cannot be
-        told apart from the default; `memory_bytes`; `startup_seconds`; and `break_even_steps`, the number of steps
+        this number; `speedup` over the baseline, and the `uncertainty` of this ratio; `ties`, whether the row cannot be
+        told apart from the baseline; `memory_bytes`; `startup_seconds`; and `break_even_steps`, the number of steps
         after which the row has made up for a slower start, None if it never does.
     """
-    found: dict[str, Any] = {
-        "overrides": list(row.overrides),
-        "results": row.candidate.results,
-        "status": row.status,
-        "reason": row.reason,
-        "samples_per_second": None,
-        "spread": None,
-        "speedup": None,
-        "uncertainty": None,
-        "ties": None,
-        "memory_bytes": None,
-        "startup_seconds": None,
-        "break_even_steps": None,
-        "rounds": len(row.bursts),
+    candidate = row.candidate
+    found: dict[str, Any] = {"overrides": list(candidate.overrides), "results": candidate.results}
+    found |= {"status": row.status, "reason": row.reason, "rounds": len(row.bursts)}
+    measured = ("samples_per_second", "spread", "speedup", "uncertainty", "ties")
+    found |= dict.fromkeys((*measured, "memory_bytes", "startup_seconds", "break_even_steps"))
+    if not row.bursts:
+        return found
+    compared, (first, third) = ratio(row, base), row.quartiles()
+    saved = base.step_seconds * (1 - compared.value)
+    return found | {
+        "samples_per_second": samples / row.step_seconds,
+        "spread": [samples / third, samples / first],
+        "speedup": 1 / compared.value,
+        "uncertainty": compared.uncertainty / compared.value**2,
+        "ties": row is not base and not compared.is_clear,
+        "memory_bytes": row.memory_bytes,
+        "startup_seconds": row.startup_seconds,
+        "break_even_steps": max(0.0, (row.startup_seconds - base.startup_seconds) / saved) if saved > 0 else None,
     }
-    if row.bursts:
-        compared = ratio(row, default)
-        first, third = row.spread
-        found |= {
-            "samples_per_second": samples / row.step_seconds,
-            "spread": [samples / third, samples / first],
-            "speedup": 1 / compared.value,
-            "uncertainty": compared.uncertainty / compared.value**2,
-            "ties": row is not default and not compared.is_clear,
-            "memory_bytes": row.memory_bytes,
-            "startup_seconds": row.startup_seconds,
-            "break_even_steps": _break_even(row, default, compared.value),
-        }
-    return found
-
-
-def _break_even(row: Row, default: Row, value: float) -> float | None:
-    """Return after how many steps `row` has made up for a slower start; None if it never does.
-
-    Args:
-        row: a measured row.
-        default: the row of the run as it is.
-        value: the step time of `row` divided by the step time of the default.
-    """
-    if value >= 1:
-        return None
-    return max(0.0, (row.startup_seconds - default.startup_seconds) / (default.step_seconds * (1 - value)))

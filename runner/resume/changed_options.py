@@ -20,7 +20,7 @@ change, except that the type of the optimizer must stay the same.
 """
 
 _HOW = (
-    *("name", "output_root", "resume", "tracking", "how", "parallel", "device", "accumulation", "compile", "profiler"),
+    *("name", "output_root", "resume", "tracking", "parallel", "device", "accumulation", "compile", "profiler"),
     *("channels_last", "deterministic", "log_every", "eval_every", "save_every", "keep", "stop.max_time"),
     *("optimizer.fused", "data.changed"),
 )

@@ -24,7 +24,7 @@ from runner.cli.config_source import OptionFiles
 LINES = [
     ["seed=3", "optimizer=adamw", "optimizer.lr=0.1", "+model.x={a:1,b:[2]}", "~schedule.warmup"],
     ["optimizer=[adam,sgd]", "optimizer={lr:7}", "++new.key='a b'", "name=run-${seed}-${hydra:job.num}"],
-    ["~model", "+experiment=ten_epochs", "how=[]", "output_root=${oc.env:HOME}"],
+    ["~model", "+experiment=ten_epochs", "keep=[]", "output_root=${oc.env:HOME}"],
     ["hydra.verbose=true", "precision='16'", "device=cpu", "batch_size=1", "batch_size=2"],
 ]
 INVALID_OVERRIDES = [

@@ -131,8 +131,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "interpolation": {"name": "${oc.env:HOME}"},
     "resolver": {"steps": "${oc.decode:'5'}"},
     "reference": {"steps": "${seed}"},
-    "reference in a list": {"how": [["${oc.env:HOME}"]]},
-    "reference in a node of a list": {"how": [{"x": "${oc.env:HOME}"}]},
+    "reference in a list": {"keep": [["${oc.env:HOME}"]]},
+    "reference in a node of a list": {"keep": [{"x": "${oc.env:HOME}"}]},
     "missing": {"steps": "???"},
     "wrong type": {"steps": "many"},
     "node for a value": {"steps": {"a": 1}},
@@ -189,7 +189,7 @@ def test_where_a_run_is_sent_has_to_be_typed_again(
 
 @pytest.mark.parametrize("value", [[["${oc.env:SECRET}"]], [{"x": "${oc.env:SECRET}"}]], ids=["list", "node"])
 def test_a_secret_in_a_list_is_not_shown(value: Any, run: Path, tmp_path: Path) -> None:
-    change(run, how=value)
+    change(run, keep=value)
     code, console = run_command(f"resume={run}", cwd=tmp_path, SECRET="hidden treasure")
     assert (code, "treasure" in console) == (2, False), console
 

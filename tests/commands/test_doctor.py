@@ -6,23 +6,18 @@ import io
 import json
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
 from rich.console import Console
 
-from runner.commands import doctor, doctor_modes
+from runner.commands import doctor
 from runner.commands.doctor_tables import render
 from runner.config import options
 from runner.config.options import option_files
-from runner.planning import choice, tuning
-from runner.planning.candidates import Candidate
-from runner.planning.trial import Burst, TrialError
 from runner.precision import TF32, Float16
 from runner.system import cpu as processor
 from runner.system import provenance
@@ -270,58 +265,6 @@ def test_parallel_modes_are_listed_from_the_option_files(tmp_path: Path, monkeyp
     report = doctor.gather()
     assert report["parallel"] == [{"name": "one", "what": ""}, {"name": "two", "what": "Twice [as] much."}]
     assert "Twice [as] much." in row_of(rendered_report(report), "two")
-
-
-class Sleeping:
-    """A replacement for `Trial`. A step takes the number of seconds in `seconds` for the parallel mode."""
-
-    startup_seconds = 0.01
-    seconds: ClassVar[dict[str, float]] = {"Parallel": 0.004, "DDP": 0.002, "FSDP": 0.008}
-
-    def __init__(self, candidate: Candidate, seconds: float):
-        assert candidate.run is not None
-        self.mode = type(candidate.run.parallel).__name__
-        if self.mode == "Pipeline":
-            raise TrialError("no room")
-
-    def steps(self, count: int, seconds: float) -> Burst:
-        time.sleep(count * self.seconds[self.mode])
-        return Burst(self.seconds[self.mode], 1.0)
-
-    def close(self, kill: bool = False) -> None: ...
-
-
-def test_the_reasons_are_shown_if_no_network_could_be_trained() -> None:
-    text = rendered_report(
-        doctor.gather() | {"speed": {"small network": "it crashed", "larger network": "it was refused"}}
-    )
-    line = row_of(text[text.index("speed, relative to parallel=single") :], "–")
-    assert "it crashed" in line
-    assert "it was refused" in line
-
-
-def test_modes_are_measured_against_a_single_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_start", Sleeping)
-    monkeypatch.setattr(tuning, "_BURST_SECONDS", 0.02)
-    tiny = ("model=tiny", "data.size=8", "device=cpu")
-    monkeypatch.setattr(doctor_modes, "SMALL", tiny)
-    monkeypatch.setitem(doctor_modes.LARGE, "cpu", (*tiny, "batch_size=63"))  # not divisible by two processes
-    speed = doctor_modes.speed_of_modes(["ddp", "ensemble", "fsdp", "pipeline", "single"], "cpu")
-    small, large = speed["small network"], speed["larger network"]
-    assert list(small) == list(large) == ["ddp", "fsdp", "pipeline"], "what cannot be faster is not measured"
-    assert small["ddp"]["speedup"] == pytest.approx(2)
-    assert small["fsdp"]["speedup"] == pytest.approx(0.5)
-    assert small["fsdp"]["uncertainty"] == pytest.approx(0.1 / 2**2), "it was dropped after one burst"
-    assert (small["pipeline"]["status"], small["pipeline"]["reason"]) == ("crashed", "no room")
-    assert large["ddp"]["status"] == "refused"
-    assert "batch_size" in large["ddp"]["reason"]
-    text = rendered_report(doctor.gather() | {"speed": speed | {"another network": "it was refused"}})
-    start = text.index("speed, relative to parallel=single")
-    line = row_of(text[start:], "ddp")
-    assert "2.00 ± 0.04 × (pays off)" in line  # the step time is 0.50 ± 0.01 of the default's
-    assert "refused: batch_size" in line
-    assert "it was refused" in line
-    assert "× (slower)" in row_of(text[start:], "fsdp")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.compose import compose_config
-from matplotlib.image import imread
 
 from runner.cli.arguments import overrides_first
-from runner.commands import tune
+from runner.commands import tune, tune_report
 from runner.commands.composed_run import compose_run
-from runner.commands.tune_files import picture, write
-from runner.commands.tune_tables import cells, verdict
-from runner.planning import choice, tune_files
+from runner.commands.tune_report import cells, verdict, write
+from runner.planning import tuning
 from runner.planning.trial import TooLateError, TrialError
 from runner.planning.tuning import BUDGET_SPENT
 from runner.system.exit_codes import CRASHED, DONE, REFUSED
@@ -72,8 +67,7 @@ def report(**values: Any) -> dict[str, Any]:
 
 def test_a_row_shows_after_how_many_steps_it_pays_off() -> None:
     found = report()
-    assert cells(found["rows"][0], found) == [
-        "→ parallel=ddp parallel.processes=2",
+    assert cells(found["rows"][0]) == [
         "last bits",
         "1,500 (1,485 – 1,520)",
         "1.50 ×",
@@ -81,7 +75,7 @@ def test_a_row_shows_after_how_many_steps_it_pays_off() -> None:
         "1.5 s",
         "120 steps",
     ]
-    assert cells(row("a=1", ties=True), found)[3:] == ["1.00 ×, a tie", "500 MB", "1.5 s", "never"]
+    assert cells(row("a=1", ties=True))[2:] == ["1.00 ×, a tie", "500 MB", "1.5 s", "never"]
 
 
 def test_the_verdict_shows_the_command_to_run() -> None:
@@ -98,7 +92,6 @@ def test_the_experiment_composes_to_the_chosen_config(tmp_path: Path) -> None:
     typed = compose_run(["model=tiny", "epochs=2", "parallel=ddp", "parallel.processes=2"])
     assert compose_run(["experiment=tuned"], str(directory)).config == typed.config
     assert json.loads((directory / "tune.json").read_text())["chosen"] == ["parallel=ddp", "parallel.processes=2"]
-    assert imread(directory / "tune.png").shape[0] > 100
 
 
 def test_commands_with_a_user_defined_option_include_the_config_dir(tmp_path: Path) -> None:
@@ -123,22 +116,6 @@ def test_no_experiment_is_written_if_an_override_deletes_a_key(tmp_path: Path) -
     directory = write(found, str(tmp_path))
     assert not (directory / "experiment").exists()
     assert verdict(found)[2].strip() == "there is no experiment: an option file cannot delete optimizer.momentum"
-
-
-def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "runner.commands.tune_files")
-    monkeypatch.delitem(sys.modules, "runner.tracking.charts", raising=False)
-    directory = importlib.import_module("runner.commands.tune_files").write(report(), str(tmp_path))
-    assert (directory / "tune.json").exists()
-    assert not (directory / "tune.png").exists()
-    assert "pip install matplotlib" in verdict(report())[-1]
-
-
-def test_the_picture_has_a_bar_for_each_measured_candidate() -> None:
-    (axes,) = picture(report()).axes
-    assert [bar.get_width() for bar in axes.patches] == [1500.0, 1000.0]  # pyright: ignore[reportAttributeAccessIssue]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["→ parallel=ddp parallel.processes=2", "as it is"]
 
 
 def test_a_config_is_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +164,7 @@ def test_a_budget_that_is_too_short_is_refused(
     def late(candidate: object, seconds: float) -> None:
         raise TooLateError("no step within 50 s")
 
-    monkeypatch.setattr(choice, "_start", late)
+    monkeypatch.setattr(tuning, "_start", late)
     monkeypatch.chdir(tmp_path)
     assert tune.main([*SMALL, "--budget", budget]) == REFUSED
     assert "--budget" in capsys.readouterr().err
@@ -201,9 +178,10 @@ def test_the_budget_includes_the_start_and_the_files(monkeypatch: pytest.MonkeyP
         budgets.append(seconds)
         return {"chosen": [], "rows": [row()], "noise": 0.01, "speedup": 1.0, "seconds": 1.0}
 
-    monkeypatch.setattr(choice, "measured_choice", found)
+    monkeypatch.setattr(tuning, "tune", found)
     began = time.perf_counter() - 20
-    tune.tune([*SMALL, f"output_root={tmp_path}"], budget=60.0, began=began)
+    options, overrides = tune.parsed([*SMALL, f"output_root={tmp_path}"])
+    tune.tuned(overrides, options, began)
     assert budgets[0] <= 40 - tune._SAVING_SECONDS
 
 
@@ -215,8 +193,8 @@ def test_what_was_measured_is_printed_if_it_cannot_be_saved(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     found = {key: value for key, value in report().items() if key not in ("typed", "config_dir", "budget", "allowed")}
-    monkeypatch.setattr(choice, "measured_choice", lambda *_: found)
-    monkeypatch.setattr(tune_files, "write", full)
+    monkeypatch.setattr(tuning, "tune", lambda *_: found)
+    monkeypatch.setattr(tune_report, "write", full)
     assert tune.main([*SMALL, *(["--json"] if as_json else [])]) == CRASHED
     shown = capsys.readouterr()
     assert "cannot be saved: [Errno 28] No space left on device" in shown.err
@@ -233,11 +211,7 @@ def test_a_config_that_crashes_is_reported(
     def crash(candidate: object, seconds: float) -> None:
         raise TrialError("MemoryError: no memory")
 
-    monkeypatch.setattr(choice, "_start", crash)
+    monkeypatch.setattr(tuning, "_start", crash)
     monkeypatch.chdir(tmp_path)
     assert tune.main([*SMALL]) == CRASHED
     assert "no memory" in capsys.readouterr().err
-
-
-def test_the_composed_config_has_how_default() -> None:
-    assert compose_config("model=tiny")["how"] == "default"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.compose import build_composed_run
 
-from runner.planning.candidates import BITWISE, LAST_BITS, SIXTEEN_BITS, STATISTICS, Candidate, Overrides
+from runner.planning import tuning
+from runner.planning.candidates import BITWISE, LAST_BITS, SIXTEEN_BITS, STATISTICS, Candidate, Group, Overrides
+from runner.planning.planned_session import first_process
 from runner.planning.trial import Burst, TooLateError, TrialError
-from runner.planning.tuning import Row, Search, as_plain, ratio
+from runner.planning.tuning import BUDGET_SPENT, Row, Search, plain, ratio
 
 
 class SimulatedMachine:
@@ -23,6 +26,7 @@ class SimulatedMachine:
         startup: a dict from the overrides of a candidate, joined by spaces, to the seconds until its first step is
             done. Candidates that are not in the dict need one second.
         slowness: function that takes the time of the clock and returns the factor by which step times are multiplied.
+        results: the kind of effect of each candidate; `last bits` of those that are not in the dict.
     """
 
     def __init__(
@@ -31,17 +35,24 @@ class SimulatedMachine:
         noise: float = 0.0,
         startup: dict[str, float] | None = None,
         slowness: Callable[[float], float] = lambda now: 1.0,
+        results: dict[str, str] | None = None,
     ):
         self.seconds, self.noise, self.startup, self.slowness = seconds, noise, startup or {}, slowness
+        self.results = {"": BITWISE} | (results or {})
         self.now, self.random, self.running = 0.0, random.Random(0), 0
         self.trained: dict[str, float] = {}
         self.patience: list[float] = []
 
+    def judge(self, overrides: Overrides) -> Candidate:
+        name = " ".join(overrides)
+        run: Any = SimpleNamespace(config={"name": name})
+        return Candidate(overrides, run, None, self.results.get(name, LAST_BITS))
+
     def start(self, candidate: Candidate, seconds: float) -> SimulatedTrial:
         return SimulatedTrial(self, " ".join(candidate.overrides), seconds)
 
-    def search(self, budget: float = 60.0, **options: object) -> Search:
-        return Search(self.start, budget, clock=lambda: self.now, **options)  # type: ignore[arg-type]
+    def search(self, budget: float = 60.0, **options: Any) -> Search:
+        return Search(self.judge, self.start, budget, clock=lambda: self.now, **options)
 
 
 class SimulatedTrial:
@@ -52,7 +63,7 @@ class SimulatedTrial:
         self.startup_seconds = machine.startup.get(name, 1.0)
         if self.startup_seconds > seconds:
             machine.now += seconds
-            raise TrialError("no step")
+            raise TooLateError("no step")
         machine.now += self.startup_seconds
         machine.running += 1
 
@@ -71,31 +82,24 @@ class SimulatedTrial:
         self.machine.running -= 1
 
 
-def candidates(names: Iterable[str], results: str = LAST_BITS) -> list[Candidate]:
-    return [Candidate(tuple(name.split()), None, results if name else BITWISE) for name in names]
+def group(names: Iterable[str], name: str = "mode", is_expensive: bool = False) -> Group:
+    options: list[Overrides] = [tuple(each.split()) for each in names if each]
+    return Group(name, lambda run: options, is_expensive)
 
 
-def search_all(search: Search, layouts: Iterable[Candidate], *groups: Any, **options: Any) -> Row:
-    """Search `layouts`, the first of which is the default, and then further groups; return the chosen row."""
-    default, *others = layouts
-    return search.run(default, [lambda overrides: iter(others), *groups], **options)
+def chosen(search: Search, *groups: Group) -> str:
+    return " ".join(search.run(groups).candidate.overrides)
 
 
-def changes(*options: str) -> list[Callable[[Overrides], Iterator[Candidate]]]:
-    """Return one function for each option. The function yields a candidate with the option added to the overrides."""
-
-    def add(option: str, overrides: Overrides) -> Iterator[Candidate]:
-        yield Candidate((*overrides, option), None, LAST_BITS)
-
-    return [partial(add, option) for option in options]
+def statuses(search: Search) -> dict[str, tuple[str, str]]:
+    return {" ".join(row.candidate.overrides): (row.status, row.reason) for row in search.rows}
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
 def test_the_fastest_candidate_is_found(noise: float) -> None:
     seconds = {"": 0.010, "a": 0.012, "b": 0.007, "c": 0.011, "d": 0.030, "e": 0.0072, "f": 0.009}
     machine = SimulatedMachine(seconds, noise)
-    chosen = search_all(machine.search(), candidates(seconds))
-    assert seconds[" ".join(chosen.overrides)] <= 1.03 * min(seconds.values())
+    assert seconds[chosen(machine.search(), group(seconds))] <= 1.03 * min(seconds.values())
     assert machine.running == 0
 
 
@@ -103,138 +107,147 @@ def test_candidates_are_compared_within_rounds() -> None:
     """The machine becomes five times as slow during the search; the last candidate, the fastest, is still chosen."""
     seconds = {"": 0.010, "a": 0.012, "b": 0.011, "c": 0.009}
     machine = SimulatedMachine(seconds, 0.02, slowness=lambda now: 1.0 if now < 4 else 5.0)
-    assert search_all(machine.search(), candidates(seconds)).overrides == ("c",)
+    assert chosen(machine.search(), group(seconds)) == "c"
 
 
 def test_slow_candidates_cost_little_time() -> None:
     seconds = {"": 0.010, "fast": 0.005, **{f"slow{i}": 0.050 for i in range(10)}}
     machine = SimulatedMachine(seconds, 0.02)
-    search_all(machine.search(), candidates(seconds))
+    chosen(machine.search(), group(seconds))
     assert max(machine.trained[f"slow{i}"] for i in range(10)) < machine.trained["fast"] / 2
-
-
-def test_candidates_that_resemble_a_slow_one_are_not_measured() -> None:
-    pipelines = [f"parallel=pipeline parallel.processes=2 parallel.split_size={size}" for size in (16, 8, 4)]
-    others = ["parallel=ddp parallel.processes=2", "parallel=pipeline parallel.processes=4"]
-    seconds = {"": 0.010, **dict.fromkeys(pipelines, 0.050), **dict.fromkeys(others, 0.011)}
-    search = SimulatedMachine(seconds).search()
-    search_all(search, candidates(seconds))
-    found = {" ".join(row.overrides): row.status for row in search.rows}
-    assert [found[name] for name in pipelines] == ["measured", "dropped", "dropped"]
-    assert [found[name] for name in others] == ["measured", "measured"]
 
 
 def test_the_budget_is_kept() -> None:
     seconds = {"": 0.010, **{f"c{i}": 0.010 + 0.0001 * i for i in range(30)}}
     machine = SimulatedMachine(seconds, 0.05, startup={f"c{i}": 4.0 for i in range(30)})
     search = machine.search(budget=30.0)
-    search_all(search, candidates(seconds))
-    assert machine.now < 33
-    assert "the budget is spent" in {row.reason for row in search.rows}
+    chosen(search, group(seconds))
+    assert machine.now < 31
+    assert sum(row.reason == BUDGET_SPENT for row in search.rows) > 20
 
 
-def test_a_candidate_within_the_noise_of_the_default_is_not_chosen() -> None:
-    machine = SimulatedMachine({"": 0.0100, "a": 0.0099, "b": 0.0101}, 0.05)
+def test_every_cheap_group_has_its_turn_before_an_expensive_one() -> None:
+    """A group with many candidates that start slowly, and a compiled one, take the turn of no other group."""
+    many = [f"parallel={i}" for i in range(30)]
+    cheap = ["parallel=0", "data.workers=1", "accumulation=2"]
+    seconds = {"": 0.010} | dict.fromkeys([*many, "data.workers=1", "accumulation=2", "compile=true"], 0.011)
+    machine = SimulatedMachine(seconds, startup=dict.fromkeys(many, 4.0) | {"compile=true": 15.0})
+    search = machine.search(budget=45.0)
+    chosen(search, group(many), group(cheap[1:2], "data"), group(cheap[2:], "acc"), group(["compile=true"], "c", True))
+    found = statuses(search)
+    assert [found[name][0] for name in cheap] == ["measured"] * 3
+    assert found["parallel=29"] == ("not tried", BUDGET_SPENT)
+    assert list(found)[-1] == "compile=true"
+    assert machine.now < 46
+
+
+def test_groups_are_combined_with_the_fastest_so_far() -> None:
+    machine = SimulatedMachine({"": 0.010, "a": 0.008, "b": 0.012, "a c": 0.006, "a c d": 0.007, "a c e": 0.006})
     search = machine.search()
-    assert search_all(search, candidates(["", "a", "b"])) is search.default
-    assert ratio(search.rows[1], search.default).is_clear is False
+    assert chosen(search, group("ab"), group("c", "2"), group("de", "3")) == "a c", "a tie, and it was there before"
+    assert list(statuses(search)) == ["", "a", "b", "a c", "a c d", "a c e"]
 
 
-def test_of_equally_fast_candidates_the_one_with_the_shortest_startup_is_chosen() -> None:
-    machine = SimulatedMachine({"": 0.010, "compiled": 0.00699, "plain": 0.007}, 0.02, startup={"compiled": 8.0})
-    assert search_all(machine.search(), candidates(["", "compiled", "plain"])).overrides == ("plain",)
-
-
-def test_options_are_added_to_the_fastest_candidate() -> None:
-    seconds = {"": 0.010, "a": 0.008, "a x": 0.009, "a y": 0.006, "a y z": 0.005}
-    machine = SimulatedMachine(seconds, 0.02)
+def test_a_candidate_with_a_known_config_is_not_measured_again() -> None:
+    machine = SimulatedMachine({"": 0.010, "a": 0.008})
     search = machine.search()
-    assert search_all(search, candidates(["", "a"]), *changes("x", "y", "z")).overrides == ("a", "y", "z")
+    chosen(search, group(["a", "a"]), group([], "none"))
+    assert list(statuses(search)) == ["", "a"]
 
 
-def test_candidates_whose_effect_is_not_allowed_are_not_tried() -> None:
-    machine = SimulatedMachine({"": 0.010, "bf16": 0.001, "ddp": 0.002})
-    layouts = [*candidates([""]), *candidates(["bf16"], SIXTEEN_BITS), *candidates(["ddp"], STATISTICS)]
+def test_a_tie_keeps_the_baseline() -> None:
+    machine = SimulatedMachine({"": 0.010, "a": 0.00995}, 0.001)
     search = machine.search()
-    assert search_all(search, layouts) is search.default
-    assert [row.status for row in search.rows] == ["measured", "not tried", "not tried"]
-    search = machine.search(allowed=[SIXTEEN_BITS])
-    assert search_all(search, layouts).overrides == ("bf16",)
+    assert chosen(search, group(["a"])) == ""
+    assert plain(search.rows[1], search.base, 64)["ties"]
+    assert not plain(search.base, search.base, 64)["ties"]
 
 
-def test_a_failed_candidate_has_a_row_with_the_reason() -> None:
-    machine = SimulatedMachine({"": 0.010, "broken": -1.0, "b": 0.007})
-    layouts = [*candidates(["", "broken", "b"]), Candidate(("odd",), None, refusal="it does not divide")]
+def test_of_candidates_that_tie_the_one_that_starts_first_is_chosen() -> None:
+    machine = SimulatedMachine({"": 0.010, "a": 0.005, "b": 0.00502}, startup={"a": 5.0})
+    assert chosen(machine.search(), group("ab")) == "b"
+
+
+def test_candidates_that_change_the_results_need_permission() -> None:
+    machine = SimulatedMachine({"": 0.010, "a": 0.005, "b": 0.006}, results={"a": SIXTEEN_BITS, "b": STATISTICS})
     search = machine.search()
-    assert search_all(search, layouts).overrides == ("b",)
-    found = {" ".join(row.overrides): (row.status, row.reason) for row in search.rows}
-    assert found["broken"] == ("crashed", "MemoryError: no memory")
-    assert found["odd"] == ("refused", "it does not divide")
-    assert machine.running == 0
+    assert chosen(search, group("ab")) == ""
+    assert statuses(search)["a"] == ("not tried", "16-bit arithmetic")
+    assert chosen(machine.search(allowed=[SIXTEEN_BITS]), group("ab")) == "a"
 
 
-def test_a_default_that_fails_later_ends_the_search() -> None:
-    machine = SimulatedMachine({"": 0.010, "a": 0.005}, slowness=lambda now: -1.0 if now > 4 else 1.0)
+def test_a_candidate_that_fails_is_a_row() -> None:
+    machine = SimulatedMachine({"": 0.010, "a": -1.0, "b": 0.005}, startup={"c": 1000.0})
+    search = machine.search()
+    assert chosen(search, group("abc")) == "b"
+    found = statuses(search)
+    assert found["a"] == ("crashed", "MemoryError: no memory")
+    assert found["c"] == ("dropped", "no step")
+    assert machine.now < 61
+
+
+def test_a_baseline_that_fails_is_an_error() -> None:
     with pytest.raises(TrialError, match="no memory"):
-        search_all(machine.search(), candidates(["", "a"]))
-    assert machine.running == 0
-
-
-def test_a_budget_that_the_preparation_has_spent_ends_the_search() -> None:
-    machine = SimulatedMachine({"": 0.010, "a": 0.005})
+        chosen(SimulatedMachine({"": -1.0}).search())
     with pytest.raises(TooLateError):
-        search_all(machine.search(budget=-1.0), candidates(["", "a"]))
-    assert machine.trained == {}
+        chosen(SimulatedMachine({"": 1.0}, startup={"": 100.0}).search())
 
 
-def test_the_timeout_of_a_burst_is_about_a_minute() -> None:
-    machine = SimulatedMachine({"": 0.001, "a": 0.0005})
-    search_all(machine.search(), candidates(["", "a"]))
-    assert max(machine.patience) < 66, "a minute, and ten times the 0.4 s of a burst"
-
-
-def test_a_run_that_cannot_train_ends_the_search() -> None:
-    with pytest.raises(TrialError, match="no memory"):
-        search_all(SimulatedMachine({"": -1.0}).search(), candidates([""]))
+def test_a_burst_may_take_ten_times_its_usual_time() -> None:
+    machine = SimulatedMachine({"": 30.0})
+    chosen(machine.search(budget=600.0))
+    assert max(machine.patience[1:]) >= 60
 
 
 def test_waiting_trials_are_ended_to_free_memory() -> None:
-    seconds = {"": 0.010, "a": 0.008, "b": 0.009, "c": 0.007}
-    machine = SimulatedMachine(seconds)
-    search = machine.search(has_room=lambda candidate, default, waiting: len(waiting) < 2)
-    assert search_all(search, candidates(seconds)).overrides == ("c",)
+    machine = SimulatedMachine({"": 0.010, "a": 0.008, "b": 0.009, "c": 0.007})
+    search = machine.search(has_room=lambda candidate, base, waiting: len(waiting) < 2)
+    assert chosen(search, group("abc")) == "c"
     assert machine.running == 0
     search = machine.search(has_room=lambda candidate, *rows: not candidate.overrides)
-    search_all(search, candidates(["", "a"]))
-    assert (search.rows[1].status, search.rows[1].reason) == ("dropped", "it does not fit into memory")
+    chosen(search, group("a"))
+    assert statuses(search)["a"] == ("dropped", "it does not fit into memory")
 
 
-def test_budget_for_can_end_the_search_after_the_default() -> None:
-    machine = SimulatedMachine({"": 0.010, "a": 0.001})
-    search = machine.search()
-    assert search_all(search, candidates(["", "a"]), budget_for=lambda row: 0.0) is search.default
-    assert len(search.rows) == 1
-    search = machine.search(budget=2.0)
-    assert search_all(search, candidates(["", "a"]), budget_for=lambda row: 1000 * row.step_seconds).overrides == ("a",)
+@pytest.mark.parametrize(
+    ("typed", "has_room"),
+    [
+        ("accumulation=4", True),
+        ("accumulation=2 parallel=ddp parallel.processes=2", True),
+        ("accumulation=4 parallel=ddp parallel.processes=4", False),
+        ("accumulation=1", False),
+    ],
+)
+def test_the_memory_of_a_candidate_is_that_of_its_processes(
+    typed: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "available_bytes", lambda process: 3e9)
+
+    def candidate(*overrides: str) -> Candidate:
+        run = build_composed_run("model=tiny", "device=cpu", *overrides)
+        return Candidate(overrides, run, run.context(first_process(run)))
+
+    base = Row(candidate("accumulation=4"), memory_bytes=1e9)
+    assert tuning._has_room(candidate(*typed.split()), base, []) is has_room
 
 
 def test_rows_as_plain_values() -> None:
-    machine = SimulatedMachine({"": 0.010, "a": 0.005}, startup={"a": 11.0})
+    machine = SimulatedMachine({"": 0.010, "a": 0.005}, startup={"a": 11.0}, results={"bf16": SIXTEEN_BITS})
     search = machine.search()
-    chosen = search_all(search, [*candidates(["", "a"]), *candidates(["bf16"], SIXTEEN_BITS)])
-    plain = as_plain(search, chosen, samples=64)
-    assert (plain["chosen"], plain["speedup"], plain["noise"]) == (["a"], pytest.approx(2.0), pytest.approx(0.0))
-    fast, default, skipped = plain["rows"]
+    assert chosen(search, group(["a", "bf16"])) == "a"
+    base, fast, skipped = (plain(row, search.base, 64) for row in search.rows)
     assert fast["samples_per_second"] == pytest.approx(64 / 0.005)
+    assert fast["speedup"] == pytest.approx(2.0)
     # A ratio of step times of 0.5 ± 0.01 (the least uncertainty) is a speedup from 1 / 0.51 to 1 / 0.49.
     assert fast["uncertainty"] == pytest.approx((1 / 0.49 - 1 / 0.51) / 2, rel=1e-3)
     assert fast["break_even_steps"] == pytest.approx(10.0 / (0.010 - 0.005))
-    assert (default["speedup"], default["break_even_steps"]) == (1.0, None)
+    assert (base["speedup"], base["break_even_steps"]) == (1.0, None)
     assert (skipped["status"], skipped["speedup"]) == ("not tried", None)
+    assert base.keys() == skipped.keys()
 
 
 def test_a_ratio_has_an_uncertainty() -> None:
-    one, other = (Row(candidate) for candidate in candidates(["a", "b"]))
+    one, other = (Row(Candidate((name,))) for name in "ab")
     one.bursts, other.bursts = {1: 1.0, 2: 1.1, 3: 0.9, 4: 1.0}, {2: 1.0, 3: 1.0, 4: 1.0, 5: 9.0}
     value, uncertainty = ratio(one, other)
     assert value == pytest.approx(1.0)

@@ -14,7 +14,7 @@ from runner.resume.changed_options import check_resumable, differences
         *("log_every=7", "eval_every=3", "save_every=0", "keep=9", "stop.max_time=60", "device.threads=2"),
         *("parallel=ddp", "parallel=fsdp", "accumulation=4", "channels_last=false", "profiler=simple", "tracking=csv"),
         *("deterministic=true", "optimizer.fused=false", "model.checkpoint_activations=true", "name=b", "resume=auto"),
-        *("workload.eval_batch_size=7", "how=auto", "compile=true"),
+        *("workload.eval_batch_size=7", "compile=true"),
     ],
 )
 def test_how_a_run_is_computed_does_not_make_it_another_run(changes: str) -> None:
@@ -59,5 +59,5 @@ def test_the_length_of_an_agents_run_distinguishes_it() -> None:
 
 def test_options_that_an_earlier_version_did_not_have_are_the_defaults() -> None:
     config = compose_config(*TINY_CPU)
-    saved = {key: value for key, value in config.items() if key not in ("max_grad_norm", "how")}
+    saved = {key: value for key, value in config.items() if key != "max_grad_norm"}
     assert differences(saved | {"model": {k: v for k, v in config["model"].items() if k != "freeze"}}, config) == []
