@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,20 +172,20 @@ class Candidates:
         """
         base, free = self.base.parallel, self._is_free("parallel")
         single: Overrides = () if type(base) is Parallel else ("parallel=single",)
-        found = [single] if free and single else []
+        threads: list[Overrides] = []
         counts = [2**power for power in range(9) if 2**power <= self._cores]
         if self._on_cpu and self._is_free("device.threads") and (free or not isinstance(base, MultiProcess)):
             default = default_threads(self._context.device, self.base.workload.num_data_workers)
-            found += [(*single, f"device.threads={count}") for count in reversed(counts) if count != default]
+            threads = [(*single, f"device.threads={count}") for count in reversed(counts) if count != default]
         most = self._cores if self._on_cpu else torch.cuda.device_count()
         modes: list[Overrides] = [()]
         if free:
             folders = [] if self._config_dir is None else [Path(self._config_dir).expanduser()]
             modes = [(f"parallel={name}",) for name in option_files(*folders)["parallel"]]
-        for count in (2**power for power in range(1, 9) if 2**power <= most):
-            for mode in modes:
-                found += self._processes(mode, count)
-        return found
+        counts = [2**power for power in range(1, 9) if 2**power <= most]
+        processes = [words for count in counts for mode in modes for words in self._processes(mode, count)]
+        in_turn = [words for pair in zip_longest(processes, threads) for words in pair if words is not None]
+        return [*([single] if free and single else []), *in_turn]
 
     def _processes(self, mode: Overrides, count: int) -> list[Overrides]:
         """Return overrides for `count` processes of a mode; none if the mode has a single process."""

@@ -39,6 +39,9 @@ _UNKNOWN = 0.1
 _FOR_EXPENSIVE, _FOR_FINALISTS = 0.35, 0.15
 """The parts of the budget that are kept for the expensive groups, and for the rounds of the finalists."""
 
+_PATIENT_STARTS = 4
+"""A candidate may take this many times as long to start as the baseline, whatever is left of its group's time."""
+
 BUDGET_SPENT = "the budget is spent"
 
 
@@ -159,7 +162,7 @@ class Search:
             TrialError: if the baseline, with which all others are compared, cannot train or fails later.
         """
         try:
-            self._try({}, self._ends)
+            self._try({}, self._ends, self._ends)
             for number in range(len(groups)):
                 self._try_group(groups[number:])
             self._compare()
@@ -200,21 +203,22 @@ class Search:
         ]
         kept = _FOR_EXPENSIVE * self._budget if any(each.is_expensive for each in groups[1:]) else 0.0
         share = len(options[0]) / max(1, sum(map(len, options)))
-        until = self._clock() + share * (self._left() - kept)
+        now, left = self._clock(), self._left()
         tried: list[Row] = []
         for words in options[0]:
             has_turn = not any(row.startup_seconds for row in tried)
-            tried += self._try(best.changes | {group.name: words}, until, has_turn)
+            until = now + (left if has_turn else share * (left - kept))
+            tried += self._try(best.changes | {group.name: words}, until, now + left)
         if any(row.trial for row in tried):
             self._halve()
 
-    def _try(self, changes: dict[str, Overrides], until: float, has_turn: bool = True) -> list[Row]:
+    def _try(self, changes: dict[str, Overrides], until: float, limit: float) -> list[Row]:
         """Measure a candidate if this is worthwhile and possible; return its row, or no row if it is not a new one.
 
         Args:
             changes: its overrides by group.
             until: when the time of its group ends.
-            has_turn: whether it may take longer, because no other candidate of its group has been tried.
+            limit: when it must have started, even if it starts slowly at the end of the group's time.
         """
         candidate = self._judge(tuple(chain.from_iterable(changes.values())))
         known = [row.candidate.run for row in self.rows if row.candidate.run is not None]
@@ -223,8 +227,8 @@ class Search:
         row = Row(candidate, changes)
         self.rows.append(row)
         seconds = until - self._clock()
-        if row is not self.base and has_turn:
-            seconds = min(self._left(), max(seconds, 3 * self.base.startup_seconds))
+        if row is not self.base and seconds > 0:
+            seconds = min(limit - self._clock(), max(seconds, _PATIENT_STARTS * self.base.startup_seconds))
         if candidate.refusal:
             row.status, row.reason = "refused", candidate.refusal
         elif candidate.results not in self._allowed:
