@@ -1,4 +1,4 @@
-# make run [ARGS="precision=bf16 optimizer.lr=0.05"] · make test · make test-all · make faults · make bench
+# make run [ARGS="precision=bf16 optimizer.lr=0.05"] · make test · make test-integrations · make test-all · make faults · make bench
 # Each sets up .venv by itself first: all it needs is Python 3.11+ and the package registry.
 
 PYTHON ?= python3
@@ -22,7 +22,12 @@ test: .venv/ready
 test-all: .venv/ready
 	@echo "the tests on every supported Python, with the lowest, the pinned and the next versions: two hours or so"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'nox>=2025.10'
-	@$(BIN)/nox $(ARGS)
+	@$(BIN)/nox --session tests $(ARGS)
+
+test-integrations: .venv/ready
+	@echo "the tests of Ray, MLflow, W&B, Trackio, ONNX, timm and Box2D, with these packages installed"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'nox>=2025.10'
+	@$(BIN)/nox --session integrations
 
 faults: .venv/ready
 	@echo "faults: all of them, an hour or so on two cores; make test tries a selection"
@@ -57,4 +62,4 @@ bench: .venv/bench
 clean:
 	rm -rf .venv .nox build *.egg-info .pytest_cache .ruff_cache
 
-.PHONY: run test test-all faults bench clean
+.PHONY: run test test-all test-integrations faults bench clean

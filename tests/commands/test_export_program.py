@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.compose import TINY_CPU
+from helpers.extras import require
 
 import runner
 from runner.commands import convert, export_program
@@ -36,7 +37,7 @@ def test_an_exported_torch_program_has_the_outputs_of_the_model(run: runner.Save
 
 
 def test_an_exported_onnx_model_has_the_outputs_of_the_model(run: runner.SavedRun) -> None:
-    onnx, _ = pytest.importorskip("onnx"), pytest.importorskip("onnxscript")
+    onnx, _ = require("onnx"), require("onnxscript")
     from onnx.reference import ReferenceEvaluator
 
     assert convert.main([str(run.checkpoint(2)), "model.onnx"]) == 0

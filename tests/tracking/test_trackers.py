@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session, train_in
 from helpers.events import scalar_curves
+from helpers.extras import require
 from helpers.rank_functions import sigterm_at
 
 from runner.cli.composition import Composer
@@ -444,7 +445,7 @@ def test_a_package_that_is_not_installed_is_refused_before_the_run(
 
 @pytest.mark.filterwarnings("default")
 def test_mlflow_has_every_point_in_one_run(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
+    mlflow = require("mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     overrides = (*TINY_CPU, *STEPS, "tracking=mlflow", f"tracking.uri={uri}")
     train_in(tmp_path / "run", build_composed_run(*overrides), partial(sigterm_at, 3, 0))
@@ -547,7 +548,7 @@ def test_wandb_creates_no_links_and_refuses_settings_in_the_run_directory(
 
 @pytest.mark.filterwarnings("default")
 def test_wandb_writes_to_the_run_directory_and_resumes_the_run(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
+    require("wandb")
     overrides = (*TINY_CPU, *STEPS, "tracking=wandb")
     train_in(tmp_path / "run", build_composed_run(*overrides), partial(sigterm_at, 3, 0))
     identifier = (tmp_path / "run" / "wandb_run.txt").read_text()
@@ -563,7 +564,7 @@ def test_trackio_has_every_point_in_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    storage = require("trackio.sqlite_storage").SQLiteStorage
     overrides = (*TINY_CPU, *STEPS, "tracking=trackio")
     train_in(tmp_path / "run", build_composed_run(*overrides), partial(sigterm_at, 3, 0))
     train_in(tmp_path / "run", build_composed_run(*overrides))

@@ -11,6 +11,7 @@ import pytest
 from helpers import fake_run
 from helpers.command import Command, processes_in, run_command, wait_until
 from helpers.compose import TINY_CPU
+from helpers.extras import require
 from helpers.pool_jobs import exit_codes_of, reports_of_job, wait_until_ended, wait_until_started
 
 from runner.config.errors import ConfigError
@@ -19,7 +20,7 @@ from runner.sweep.engines import ray as engine
 from runner.sweep.engines.base import Demand, Job, Pool
 from runner.sweep.engines.ray import Ray
 
-ray = pytest.importorskip("ray")
+ray = require("ray")
 
 pytestmark = pytest.mark.filterwarnings("default")  # Ray itself emits warnings
 
