@@ -64,7 +64,7 @@ def plain(folder: Path, seed: int) -> float:
 def with_runner(folder: Path, seed: int) -> float:
     """Return images per second of the runner, from the times of its logs, and print its accuracy."""
     options = ["model=torchvision", "model.name=resnet18", "data=imagefolder", f"data.root={folder}", "data.workers=1"]
-    options += [f"data.size={SIZE}", f"data.crop_area={LEAST_AREA}", "data.centre=1.0", f"batch_size={BATCH}"]
+    options += [f"data.size={SIZE}", f"data.crop_area={LEAST_AREA}", "data.center=1.0", f"batch_size={BATCH}"]
     options += [f"epochs={EPOCHS}", f"optimizer.lr={RATE}", f"seed={seed}", "device=cpu", "device.threads=1"]
     with command([*options, "eval_every=0", "save_every=0", f"log_every={LOG_EVERY}"]) as directory:
         print_value("accuracy", result(directory)["metrics"]["eval/accuracy"])

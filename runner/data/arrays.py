@@ -18,12 +18,9 @@ _ALIGNMENT = 64  # bytes; new tensors on a CPU begin at a multiple of it
 class ArraySamples(Samples):
     """Samples in two tensors: sample i has the input `inputs[i]` and the target `targets[i]`.
 
-    Inputs may be rows of a table, for example, or sequences that all have the same length. A batch is made by indexing
-    the first dimension of both tensors, and no dtype is converted. At first use, the tensors are moved to the device of
-    the batches.
-
-    On small tensors, an operation takes longer to start than to compute. Small micro-batches are therefore made in
-    groups: one operation takes the samples of several micro-batches, up to 256 KiB, and each micro-batch is a view.
+    Inputs may be rows of a table, for example, or sequences that all have the same length; no dtype is converted. At
+    first use, the tensors are moved to the device of the batches. On small tensors, an operation takes longer to start
+    than to compute: one operation takes the samples of several micro-batches, up to 256 KiB, and each is a view.
 
     Args:
         inputs: any dtype, [n, *shape].
@@ -56,7 +53,6 @@ class ArraySamples(Samples):
         return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
 
     def _input_bytes(self) -> int:
-        """Return the size in bytes of one input in a batch."""
         return math.prod(self.shape) * self.inputs.element_size()
 
     def _groups(self, micros: Iterable[MicroBatch]) -> Iterator[list[MicroBatch]]:
@@ -99,5 +95,4 @@ class ArraySamples(Samples):
         return self.inputs, self.targets
 
     def _move(self, device: torch.device) -> None:
-        """Move the samples to `device`; a tensor that is already there is not copied."""
         self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)

@@ -33,13 +33,7 @@ class Batch(NamedTuple):
 
 
 class DataError(Exception):
-    """Raised when samples cannot be read during a run.
-
-    Args:
-        what: the file or the worker processes that failed.
-        why: what went wrong.
-        remedy: what the user can do about it.
-    """
+    """Raised when samples cannot be read during a run: `what` failed, `why`, and what the user can do about it."""
 
     def __init__(self, what: object, why: str, remedy: str):
         super().__init__(what, why, remedy)
@@ -50,11 +44,10 @@ class DataError(Exception):
 
 
 class Samples(ABC):
-    """A data set that orders, augments and batches its own samples.
+    """A data set that orders, augments and batches its samples; there is no collate function.
 
-    There is no collate function: `batches` and `in_order` yield whole batches. `ArraySamples` makes batches by indexing
-    tensors in memory; `FileSamples` stacks images in the worker process that reads the files. A data set of sequences
-    of different lengths must pad the sequences of a batch to the same length, and mark the padding in the targets.
+    A data set of sequences of different lengths must pad the sequences of a batch to the same length, and mark the
+    padding in the targets.
     """
 
     shape: tuple[int, ...]
@@ -83,12 +76,8 @@ class Samples(ABC):
     def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch] | None:
         """Return batches like those of `batches`, but made of fake tensors, which have no values.
 
-        Return None (the default) if `batches` itself works with fake tensors. This method is called inside
-        `runner.system.fake_tensors.fake_tensors`, so that new tensors are fake.
-
-        Args:
-            micros: as in `batches`.
-            device: as in `batches`.
+        Called inside `runner.system.fake_tensors.fake_tensors`, so that new tensors are fake. Return None (the default)
+        if `batches` itself works with fake tensors.
         """
         return None
 
@@ -108,11 +97,7 @@ class Samples(ABC):
         """
 
     def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
-        """Return entries for `result.json`, such as the number of skipped files on all ranks.
-
-        Args:
-            all_gather: as in `Workload.extra_results`.
-        """
+        """Return entries for `result.json`, such as the number of skipped files; as `Workload.extra_results`."""
         return {}
 
     def fingerprint(self) -> str:
@@ -147,8 +132,7 @@ class LabeledSamples(Samples):
     def labels(self) -> torch.Tensor:
         """Return the class index of every sample, int64 [n] on the CPU.
 
-        This implementation loads all samples; a data set that knows the class indices overrides it. Whether samples
-        that cannot be read are included depends on the data set.
+        This implementation loads all samples. Whether samples that cannot be read are included depends on the data set.
         """
         import torch
 
@@ -157,11 +141,9 @@ class LabeledSamples(Samples):
     def in_order_with_indices(
         self, batch_size: int, shard: tuple[int, int], device: torch.device
     ) -> Iterator[tuple[torch.Tensor, Batch]]:
-        """Yield (indices, batch) for each batch of `in_order`.
+        """Yield (indices of the samples in the data set, int64 [n] on `device`; batch) for each batch of `in_order`.
 
-        For each sample of the batch, `indices` has the index of the sample in the data set: int64 [n] on `device`. This
-        implementation is for data sets whose `in_order` leaves out no samples. If `in_order` of a subclass may leave
-        out samples, the subclass must override this method.
+        A subclass whose `in_order` may leave out samples must override this method.
         """
         import torch
 
@@ -179,10 +161,9 @@ class LabeledSamples(Samples):
         """
 
     def image_input(self) -> dict[str, Any] | None:
-        """Return the fields of the `ImageInput` that converts image files to inputs of the model, as a dict.
+        """Return the fields of the `ImageInput` that converts image files to inputs, saved with every checkpoint.
 
-        Return None (the default) if image files cannot be converted to inputs. The fields are saved with every
-        checkpoint, so that the trained model can classify image files.
+        Return None (the default) if image files cannot be converted to inputs.
         """
         return None
 
@@ -200,21 +181,15 @@ class RegressionSamples(Samples):
     target_std: list[float]
 
     def standardization(self) -> dict[str, dict[str, list[float]]]:
-        """Return the `mean` and the `std` by which `targets` and, in some data sets, `inputs` are standardized.
+        """Return the `mean` and the `std` of `targets` and, in some data sets, of flattened `inputs`, plain for JSON.
 
-        The values are plain, for JSON: `{"targets": {"mean": […], "std": […]}, …}`. Each list has one number per
-        target, or per value of a flattened input.
+        The result has the form `{"targets": {"mean": […], "std": […]}, …}`.
         """
         return {"targets": {"mean": self.target_mean, "std": self.target_std}}
 
 
 def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:
-    """Return (start, stop), the half-open range of sample indices in one shard. Shard sizes differ by at most one.
-
-    Args:
-        length: total number of samples in all shards.
-        shard: (index of the shard, number of shards).
-    """
+    """Return (start, stop), the sample indices of the shard (index, number of shards); sizes differ by at most one."""
     index, count = shard
     return length * index // count, length * (index + 1) // count
 
@@ -234,11 +209,7 @@ class Data(ABC):
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return new values for saved options: a session that accepted changed samples decides for itself alone.
-
-        Args:
-            values: the options of the data set in the saved config, without those that the command line overrides.
-        """
+        """Return new values for saved options that were not typed again: accepting changed samples is not resumed."""
         return {"changed": "refuse"} if "changed" in values else {}
 
     @abstractmethod
@@ -253,9 +224,8 @@ class Data(ABC):
         """Return functions that load the samples of each split, for the model of a checkpoint.
 
         The splits are `train`, `val` (the held-out samples), `all`, and `test` if there is one. The first of them is
-        the one to evaluate of data that the run was not trained on.
-
-        This implementation is for data sets whose normalization and columns do not depend on the samples.
+        the one to evaluate of data that the run was not trained on. This implementation is for data sets whose
+        normalization and columns do not depend on the samples.
 
         Args:
             saved: the signature of the checkpoint (see `Workload.signature`), which has the columns and the

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from runner.config.errors import check_choice, check_range
-from runner.data.auto_augment import NO_AUGMENT, POLICIES, Augment
+from runner.data.augment import NO_AUGMENT, POLICIES, Augment
 from runner.data.base import Data, Samples, two_splits
 from runner.data.memory import TensorSamples
 from runner.seeds import derive
@@ -20,16 +20,9 @@ from runner.seeds import derive
 
 @dataclass
 class Digits(Data):
-    """The handwritten digits of scikit-learn: images of 8×8 pixels with 17 gray levels.
+    """The handwritten digits of scikit-learn, 8×8 pixels with 17 gray levels; for options, see `conf/data/digits.yaml`.
 
     Alpaydin and Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998).
-
-    Args:
-        size: height and width in pixels to which the images are resized; 8 keeps the original images.
-        holdout: fraction of the samples to hold out for evaluation. The same samples are held out in every run.
-        crop: shift training images by up to this many pixels in each direction.
-        auto_augment: further transforms of training images: `randaugment`, `trivialaugment` or `none` (see `Augment`).
-        random_erase: probability of erasing a random rectangle of a training image.
     """
 
     size: int = 28

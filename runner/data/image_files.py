@@ -10,31 +10,26 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from runner.batching import MicroBatch, SampleOrder
-from runner.data.auto_augment import NO_AUGMENT, Augment
+from runner.data.augment import NO_AUGMENT, Augment, seeded
 from runner.data.base import Batch, DataError, LabeledSamples, shard_bounds
-from runner.data.normalization import normalized, per_channel
+from runner.data.image_input import normalized, per_channel
 from runner.data.prefetch import to_device
 from runner.data.workers import Loaders, Workers
-from runner.seeds import sample_seeds, uniforms
+from runner.seeds import sample_seeds
 from runner.system.utf8 import printable
 
 log = logging.getLogger(__name__)
 
-_MOST_NAMED = 20
+_MAX_NAMED = 20
 
 
 class Reader(Protocol):
-    """A function that reads one sample. It must be picklable, because it is sent to worker processes."""
+    """A function that reads one sample; it is pickled and sent to worker processes."""
 
-    num_draws: int
-    """Number of random numbers that the augmentation of one sample needs."""
-
-    def __call__(self, path: str, draws: list[float] | None) -> torch.Tensor:
+    def __call__(self, path: str, for_training: bool) -> torch.Tensor:
         """Return the sample at `path`, uint8 [channels, height, width].
 
-        Args:
-            path: path of the file.
-            draws: `num_draws` uniform random numbers in [0, 1) for the augmentation; None for no augmentation.
+        If `for_training`, it may be augmented with random numbers of torch's default generator of the CPU.
         """
         ...
 
@@ -45,20 +40,12 @@ class Job(NamedTuple):
     indices: list[int]
     paths: list[str]
     targets: list[int]
-    epochs: list[int] | None
-    """The epoch of each sample, on which its augmentation depends; None for no augmentation."""
+    seeds: list[int] | None
+    """The seed of the augmentation of each sample; None for no augmentation."""
 
 
 class Loaded(NamedTuple):
-    """A loaded batch, and a list of its samples that could not be read.
-
-    The main process replaces these samples in training, and leaves them out in evaluations.
-
-    Args:
-        job: the description of the batch.
-        images: uint8 [n, channels, height, width].
-        targets: class indices, int64 [n].
-    """
+    """A loaded batch: images, uint8 [n, channels, height, width], and class indices, int64 [n]."""
 
     job: Job
     images: torch.Tensor
@@ -69,64 +56,36 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class Fetch:
-    """A loader of batches for worker processes: `fetch[job]` loads the batch that `job` describes.
-
-    Args:
-        read: function that reads one sample.
-        shape: (channels, height, width) of one image.
-        seed: seed of the augmentation. The augmentation of a sample also depends on its index and the epoch.
-        augment: further transforms of training images, applied to the images that `read` returns.
-    """
+    """Loads batches in workers: images of `shape` that `read` returns, which `augment` then transforms in training."""
 
     read: Reader
     shape: tuple[int, int, int]
-    seed: int
     augment: Augment = NO_AUGMENT
 
     def __getitem__(self, job: Job) -> Loaded:
         images = torch.zeros(len(job.paths), *self.shape, dtype=torch.uint8)
         failures: list[tuple[int, str]] = []
-        for row, (path, draws) in enumerate(zip(job.paths, self._draws(job), strict=True)):
+        for row, path in enumerate(job.paths):
             try:
-                images[row] = self.read(path, draws)
-                if self.augment and job.epochs is not None:
-                    seed = sample_seeds(self.seed, torch.tensor(job.epochs[row]), torch.tensor([job.indices[row]]))
-                    images[row] = self.augment(images[row : row + 1], seed)[0]
+                if job.seeds is None:
+                    images[row] = self.read(path, False)
+                else:
+                    with seeded(job.seeds[row]):
+                        images[row] = self.augment(self.read(path, True))
             except Exception as error:  # decoders may raise anything for a damaged file
                 failures.append((row, printable(f"{type(error).__name__}: {error}")))
         return Loaded(job, images, torch.tensor(job.targets), failures)
 
-    def _draws(self, job: Job) -> list[Any]:
-        """Return a list with one item per sample: the random numbers for its augmentation; None for no augmentation.
-
-        The random numbers are hashes of (seed, epoch, sample index), and are therefore the same in every process.
-        """
-        if job.epochs is None:
-            return [None] * len(job.paths)
-        return uniforms(self.seed, torch.tensor(job.epochs), torch.tensor(job.indices), self.read.num_draws).tolist()
-
 
 class Unreadable:
-    """A record of the files that could not be read so far.
-
-    Args:
-        skip: True to skip such files with a warning; False to raise an error for the first such file.
-    """
+    """A record of the files that could not be read so far; without `skip`, the first one raises a `DataError`."""
 
     def __init__(self, skip: bool):
         self.skip = skip
         self.files: dict[str, str] = {}
 
     def add(self, path: str, why: str) -> None:
-        """Record that a file could not be read, and log a warning if the file has not been recorded before.
-
-        Args:
-            path: path of the file.
-            why: the reason, for the messages.
-
-        Raises:
-            DataError: if `skip` is False.
-        """
+        """Record that the file `path` could not be read, and log a warning if it has not been recorded before."""
         if not self.skip:
             raise DataError(printable(path), f"it cannot be read ({why})", "data.on_error=skip skips such files")
         if path not in self.files:
@@ -141,16 +100,14 @@ class FileSamples(LabeledSamples):
         paths: the file of each sample.
         targets: the class index of each sample.
         class_names: the name of each class.
-        shape: (channels, height, width) of one input.
-        read: function that reads a file as an image of `shape`.
+        fetch: what loads batches of images.
         mean: mean of each channel, for pixels in [0, 1]; it is subtracted from the inputs.
         std: standard deviation of each channel, for pixels in [0, 1]; the inputs are divided by it.
         workers: the processes that load batches.
         pin_memory: whether to load batches into page-locked memory; None to do so only for CUDA devices.
         unreadable: record of the files that cannot be read; may be shared with another `FileSamples`.
-        augment: further transforms of training images, applied to the images that `read` returns.
-        centre: side of the central square to which `read` crops images in evaluations, as a fraction of the image's
-            shorter side. None if `read` does not crop images in this way; the method `image_input` then returns None.
+        center: side of the central square to which images are cropped in evaluations, as a fraction of the image's
+            shorter side. None if they are not cropped in this way; the method `image_input` then returns None.
         content: function that returns the `fingerprint` of the data set.
     """
 
@@ -159,23 +116,20 @@ class FileSamples(LabeledSamples):
         paths: list[str],
         targets: list[int],
         class_names: list[str],
-        shape: tuple[int, int, int],
-        read: Reader,
+        fetch: Fetch,
         mean: tuple[float, ...],
         std: tuple[float, ...],
         workers: Workers,
         pin_memory: bool | None,
         unreadable: Unreadable,
-        augment: Augment = NO_AUGMENT,
-        centre: float | None = None,
+        center: float | None = None,
         content: Callable[[], str] = str,
     ):
         self.paths, self.targets, self.class_names = paths, targets, class_names
-        self.num_classes = len(class_names)
-        self.shape, self.read, self.mean, self.std = shape, read, mean, std
+        self.num_classes, self.shape = len(class_names), fetch.shape
+        self.mean, self.std, self.center, self._content = mean, std, center, content
         self.num_workers = workers.count
-        self.workers, self.pin_memory, self.unreadable, self.augment = workers, pin_memory, unreadable, augment
-        self.centre, self._content = centre, content
+        self.fetch, self.workers, self.pin_memory, self.unreadable = fetch, workers, pin_memory, unreadable
         self._loaders = Loaders()
 
     def __len__(self) -> int:
@@ -183,17 +137,18 @@ class FileSamples(LabeledSamples):
 
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         order = SampleOrder(len(self), seed)
-        fetch = Fetch(self.read, self.shape, seed, self.augment)
-        jobs = (
-            self._job(order.indices(m.start, m.stop).tolist(), order.epochs(m.start, m.stop).tolist()) for m in micros
-        )
-
         if self.pin_memory and device.type != "cuda":  # here, as there may be many evaluations
             log.warning("data.pin_memory=true has no effect on device type %s", device.type)
 
+        def jobs() -> Iterator[Job]:
+            for micro in micros:
+                indices = order.indices(micro.start, micro.stop)
+                seeds = sample_seeds(seed, order.epochs(micro.start, micro.stop), indices)
+                yield self._job(indices.tolist(), seeds)
+
         def load() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
-            for loaded in self._read(fetch, jobs, device):
-                self._replace(fetch, loaded)
+            for loaded in self._read(jobs(), device):
+                self._replace(loaded)
                 yield loaded.images, loaded.targets
 
         return self._normalized(load(), device)
@@ -217,10 +172,16 @@ class FileSamples(LabeledSamples):
         jobs = (self._job(list(range(first, min(first + batch_size, stop)))) for first in starts)
 
         def load() -> Generator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-            for loaded in self._read(Fetch(self.read, self.shape, 0), jobs, device, len(starts)):
-                indices, images, targets = self._readable(loaded)
-                if len(targets):
-                    yield indices, images, targets
+            for loaded in self._read(jobs, device, len(starts)):
+                for row, why in loaded.failures:
+                    self.unreadable.add(loaded.job.paths[row], why)
+                parts = (torch.tensor(loaded.job.indices), loaded.images, loaded.targets)
+                if loaded.failures:
+                    readable = torch.ones(len(loaded.targets), dtype=torch.bool)
+                    readable[[row for row, _ in loaded.failures]] = False
+                    parts = (parts[0][readable], parts[1][readable], parts[2][readable])
+                if len(parts[0]):
+                    yield parts
             # Other shards may have readable files.
             if shard[1] == 1 and len(self) and all(path in self.unreadable.files for path in self.paths):
                 raise self._none_readable()
@@ -230,15 +191,15 @@ class FileSamples(LabeledSamples):
             yield indices, Batch(normalized(images, mean, std), targets)
 
     def display_images(self, indices: list[int]) -> torch.Tensor:
-        return Fetch(self.read, self.shape, 0)[self._job(indices)].images
+        return self.fetch[self._job(indices)].images
 
     def labels(self) -> torch.Tensor:
         return torch.tensor(self.targets)
 
     def image_input(self) -> dict[str, Any] | None:
-        if self.centre is None:
+        if self.center is None:
             return None
-        return {"shape": self.shape, "mean": self.mean, "std": self.std, "centre": self.centre}
+        return {"shape": self.shape, "mean": self.mean, "std": self.std, "center": self.center}
 
     def fingerprint(self) -> str:
         return self._content()
@@ -247,46 +208,32 @@ class FileSamples(LabeledSamples):
         for path, why in [found for files in all_gather(self.unreadable.files) for found in files.items()]:
             self.unreadable.add(path, why)
         files = [printable(path) for path in self.unreadable.files]
-        return {"skipped_images": len(files), "skipped_files": files[:_MOST_NAMED]} if files else {}
+        return {"skipped_images": len(files), "skipped_files": files[:_MAX_NAMED]} if files else {}
 
     def close(self) -> None:
         self._loaders.close()
 
-    def _read(
-        self, fetch: Fetch, jobs: Iterable[Job], device: torch.device, max_workers: int = 256
-    ) -> Iterator[Loaded]:
-        """Load and yield the batch of each job, using at most `max_workers` workers."""
+    def _read(self, jobs: Iterable[Job], device: torch.device, max_workers: int = 256) -> Iterator[Loaded]:
         pin = device.type == "cuda" and self.pin_memory is not False
         workers = replace(self.workers, count=min(max_workers, self.workers.count), pin_memory=pin)
-        return self._loaders.read(fetch, workers, jobs)
+        return self._loaders.read(self.fetch, workers, jobs)
 
-    def _job(self, indices: list[int], epochs: list[int] | None = None) -> Job:
-        return Job(indices, [self.paths[i] for i in indices], [self.targets[i] for i in indices], epochs)
+    def _job(self, indices: list[int], seeds: list[int] | None = None) -> Job:
+        return Job(indices, [self.paths[i] for i in indices], [self.targets[i] for i in indices], seeds)
 
-    def _readable(self, loaded: Loaded) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return indices, images and targets of the samples that could be read, and record the unreadable files."""
-        indices = torch.tensor(loaded.job.indices)
-        if not loaded.failures:
-            return indices, loaded.images, loaded.targets
-        for row, why in loaded.failures:
-            self.unreadable.add(loaded.job.paths[row], why)
-        failed = {row for row, _ in loaded.failures}
-        rows = [row for row in range(len(loaded.targets)) if row not in failed]
-        return indices[rows], loaded.images[rows], loaded.targets[rows]
-
-    def _replace(self, fetch: Fetch, loaded: Loaded) -> None:
+    def _replace(self, loaded: Loaded) -> None:
         """Replace each unreadable sample in `loaded` with the next readable sample of the data set.
 
         Batches thus keep their size. Samples are replaced in the main process, because workers do not know all paths.
         """
-        epochs = loaded.job.epochs
-        assert epochs is not None
+        seeds = loaded.job.seeds
+        assert seeds is not None
         for row, why in loaded.failures:
             self.unreadable.add(loaded.job.paths[row], why)
             index = loaded.job.indices[row]
             for other in ((index + step) % len(self) for step in range(1, len(self))):
-                # Use the random numbers of the unreadable sample, because the replacement may be in this batch twice.
-                replacement = fetch[Job([index], [self.paths[other]], [self.targets[other]], [epochs[row]])]
+                # Use the seed of the unreadable sample, because the replacement may be in this batch twice.
+                replacement = self.fetch[self._job([other], [seeds[row]])]
                 if not replacement.failures:
                     loaded.images[row], loaded.targets[row] = replacement.images[0], replacement.targets[0]
                     break

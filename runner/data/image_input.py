@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from runner.data.decode import ImageReader
-from runner.data.normalization import normalized, per_channel
 
 _GRAY = (0.299, 0.587, 0.114)
 """The weights of red, green and blue in a gray value (ITU-R BT.601), as in Pillow's mode L."""
@@ -23,19 +22,19 @@ class ImageInput:
         shape: (channels, height, width) of an input; 1 channel is gray, 3 are RGB. The height equals the width.
         mean: mean of each channel, for pixels in [0, 1]; it is subtracted.
         std: standard deviation of each channel, for pixels in [0, 1]; normalization divides by it.
-        centre: side of the central square that is resized, as a fraction of the image's shorter side.
+        center: side of the central square that is resized, as a fraction of the image's shorter side.
     """
 
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    centre: float = 1.0
+    center: float = 1.0
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ImageInput:
         """Return the `ImageInput` with the fields `values`, which may contain lists in place of tuples, as in JSON."""
         shape, mean, std = (tuple(values[key]) for key in ("shape", "mean", "std"))
-        return ImageInput(shape, mean, std, values["centre"])
+        return ImageInput(shape, mean, std, values["center"])
 
     def read(self, path: str) -> torch.Tensor:
         """Return the image in the file `path`, without normalization: uint8 of the shape `shape`.
@@ -43,7 +42,7 @@ class ImageInput:
         Raises:
             Exception: an exception of any type, if the file cannot be read.
         """
-        image = ImageReader(self.shape[1], "none", 1.0, self.centre)(path, None)
+        image = ImageReader(self.shape[1], "none", 1.0, self.center)(path, False)
         if self.shape[0] == 3:
             return image
         return (image * per_channel(_GRAY)).sum(0, keepdim=True).round().to(torch.uint8)
@@ -51,3 +50,16 @@ class ImageInput:
     def normalized(self, images: torch.Tensor) -> torch.Tensor:
         """Convert images, uint8 [n, channels, height, width], to inputs of the model, float32 of the same shape."""
         return normalized(images, per_channel(self.mean), per_channel(self.std))
+
+
+def per_channel(values: Sequence[float], device: torch.device | None = None) -> torch.Tensor:
+    """Return one value for each channel as a tensor that broadcasts with images: float32 [channels, 1, 1]."""
+    return torch.tensor(values, device=device)[:, None, None]
+
+
+def normalized(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """Return images, uint8 [n, channels, height, width], as inputs of a network, float32 of the same shape.
+
+    `mean` and `std` are those of each channel, for pixels in [0, 1], as `per_channel` returns them.
+    """
+    return images.to(torch.float32).div_(255).sub_(mean).div_(std)

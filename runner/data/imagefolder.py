@@ -9,46 +9,24 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from runner.config.errors import check, check_choice, check_range
-from runner.data.auto_augment import NO_AUGMENT, POLICIES, Augment
+from runner.data.augment import NO_AUGMENT, POLICIES, Augment
 from runner.data.base import Data, Samples
 from runner.data.class_folders import Files, fingerprint, splits_for_evaluation, training_and_held_out
 from runner.data.decode import ImageReader
-from runner.data.image_files import FileSamples, Unreadable
+from runner.data.image_files import Fetch, FileSamples, Unreadable
 from runner.data.workers import Workers, default_count, start_worker_server
 from runner.system.utf8 import printable
 
 
 @dataclass
 class ImageFolder(Data):
-    """Images of any size, loaded from files during training.
+    """Images of any size, loaded from files during training; the options are explained in `conf/data/imagefolder.yaml`.
 
     The formats are BMP, GIF, JPEG, PNG, PPM, TIFF and WebP. A file must be a regular file, or a link to one, of at most
     256 MiB and 89,478,485 pixels; any other file with the extension of an image counts as unreadable.
 
     Args:
-        root: a directory with one of two layouts. Either it contains the directory `train` and a directory of held-out
-            images (the first that exists of `val`, `valid`, `validation` and `test`), both with one directory per
-            class. Or it contains one directory per class; then the fraction `holdout` of the images is held out.
-        size: height and width of the network's inputs, in pixels.
-        holdout: fraction of each class's images to hold out, for the second layout of `root`. The same images are held
-            out in every run.
-        augment: transforms of training images: `crop` (random resized crop and random flip), `flip` (random flip) or
-            `none`.
-        crop_area: the smallest fraction of the image area that a random crop covers.
-        auto_augment: further transforms of training images: `randaugment`, `trivialaugment` or `none` (see `Augment`).
-        random_erase: probability of erasing a random rectangle of a training image.
-        centre: side of the center crop, as a fraction of the image's shorter side. The center crop is used whenever no
-            random crop is used.
-        mean: mean of red, green and blue, for pixels in [0, 1]; it is subtracted from the inputs.
-        std: standard deviation of red, green and blue, for pixels in [0, 1]; the inputs are divided by it.
-        on_error: if a file cannot be read, `raise` an error or `skip` the file with a warning.
-        workers: number of data loading processes of each rank; 0 to load data in the process of the rank itself. null
-            chooses a number of at most eight: with an accelerator, one less than the rank's share of the CPU cores;
-            without an accelerator, about a quarter of this share.
-        prefetch: number of batches that each worker loads in advance.
-        timeout: number of seconds to wait for a batch before the run ends with an error.
-        pin_memory: whether to load batches into page-locked memory, from which copies to CUDA devices are asynchronous;
-            null to do so only for CUDA devices.
+        root: a directory with one of the two layouts that `training_and_held_out` describes.
     """
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = (
@@ -63,7 +41,7 @@ class ImageFolder(Data):
     crop_area: float = 0.08
     auto_augment: str = "none"
     random_erase: float = 0.0
-    centre: float = 0.875
+    center: float = 0.875
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
     on_error: str = "raise"
@@ -79,23 +57,16 @@ class ImageFolder(Data):
         check_range(self, "crop_area", above=0, most=1)
         check_choice(self, "auto_augment", POLICIES)
         check_range(self, "random_erase", least=0, most=1)
-        check_range(self, "centre", above=0, most=1)
+        check_range(self, "center", above=0, most=1)
         for key, least in (("mean", 0.0), ("std", 1e-6)):
             values = getattr(self, key)
             ok = len(values) == 3 and all(least <= value <= 1 for value in values)
-            check(
-                ok,
-                key,
-                values,
-                f"it must be three numbers between {least:g} and 1",
-                "give one each for red, green and blue",
-            )
+            why = f"it must be three numbers between {least:g} and 1"
+            check(ok, key, values, why, "give one each for red, green and blue")
         check_choice(self, "on_error", ("raise", "skip"))
         check_range(self, "workers", least=0, most=256)
         check_range(self, "prefetch", least=1, most=64)
-        check_range(
-            self, "timeout", least=1, most=86400
-        )  # finite, so that a worker that hangs does not block the run forever
+        check_range(self, "timeout", least=1, most=86400)  # finite: a worker that hangs must not block the run forever
 
     def load(self) -> tuple[Samples, Samples]:
         workers = self._workers()
@@ -104,10 +75,11 @@ class ImageFolder(Data):
         return build(train, augment=self._augment), build(held_out)
 
     def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
-        for key, own in ("mean", self.mean), ("std", self.std):
-            there = list((saved.get("image") or {key: own})[key])
+        for key in ("mean", "std"):
+            here = list(getattr(self, key))
+            there = list((saved.get("image") or {key: here})[key])
             remedy = f"data.{key}=[{','.join(map(str, there))}]"
-            check(list(own) == there, key, own, "the model was trained on images with another one", remedy)
+            check(here == there, key, here, "the model was trained on images with another one", remedy)
         workers = self._workers()
         splits = splits_for_evaluation(self._directory, self.holdout)
         build = self._builder(workers, *(splits[name] for name in ("train", "val") if name in splits))
@@ -135,32 +107,24 @@ class ImageFolder(Data):
         """Return a function that makes samples of files; `parts` are all files of the data set."""
         unreadable = Unreadable(self.on_error == "skip")
         content = cache(partial(fingerprint, self._directory, parts))
-        return partial(self._samples, workers=workers, unreadable=unreadable, content=content)
 
-    def _samples(
-        self,
-        classes: Files,
-        workers: Workers,
-        unreadable: Unreadable,
-        content: Callable[[], str],
-        augment: Augment = NO_AUGMENT,
-    ) -> FileSamples:
-        names = list(classes)
-        return FileSamples(
-            paths=[path for paths in classes.values() for path in paths],
-            targets=[target for target, name in enumerate(names) for _ in classes[name]],
-            class_names=[printable(name) for name in names],
-            shape=(3, self.size, self.size),
-            read=ImageReader(self.size, self.augment, self.crop_area, self.centre),
-            mean=tuple(self.mean),
-            std=tuple(self.std),
-            workers=workers,
-            pin_memory=self.pin_memory,
-            unreadable=unreadable,
-            augment=augment,
-            centre=self.centre,
-            content=content,
-        )
+        def build(classes: Files, augment: Augment = NO_AUGMENT) -> FileSamples:
+            reader = ImageReader(self.size, self.augment, self.crop_area, self.center)
+            return FileSamples(
+                paths=[path for paths in classes.values() for path in paths],
+                targets=[target for target, paths in enumerate(classes.values()) for _ in paths],
+                class_names=[printable(name) for name in classes],
+                fetch=Fetch(reader, (3, self.size, self.size), augment),
+                mean=tuple(self.mean),
+                std=tuple(self.std),
+                workers=workers,
+                pin_memory=self.pin_memory,
+                unreadable=unreadable,
+                center=self.center,
+                content=content,
+            )
+
+        return build
 
 
 def _with_all(classes: Sequence[str], files: Files) -> Files:

@@ -10,9 +10,9 @@ import torch
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.data.arrays import ArraySamples
-from runner.data.auto_augment import NO_AUGMENT, Augment
+from runner.data.augment import NO_AUGMENT, Augment, seeded
 from runner.data.base import Batch, LabeledSamples, shard_bounds
-from runner.data.normalization import normalized, per_channel
+from runner.data.image_input import normalized, per_channel
 from runner.seeds import sample_seeds, uniforms
 
 
@@ -58,13 +58,16 @@ class TensorSamples(ArraySamples, LabeledSamples):
         return 4 * math.prod(self.shape)  # a batch is float32, even if the samples are stored as uint8
 
     def _augmented(self, inputs: torch.Tensor, seed: int, epochs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """Return the augmented inputs; `epochs` and `indices` are the epoch and the index of each sample, int64 [n]."""
         if self.flip or self.crop:
             inputs = _shift_and_flip(inputs, uniforms(seed, epochs, indices, 3), self.crop, self.flip, self._black)
         if self.augment:
-            pixels = _pixels(inputs, self._mean, self._std)
-            inputs = self._normalized(self.augment(pixels, sample_seeds(seed, epochs, indices)))
+            pixels, seeds = _pixels(inputs, self._mean, self._std), sample_seeds(seed, epochs, indices)
+            inputs = self._normalized(torch.stack([*map(self._transformed, pixels, seeds)]))
         return inputs
+
+    def _transformed(self, image: torch.Tensor, seed: int) -> torch.Tensor:
+        with seeded(seed):
+            return self.augment(image)
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         self._move(device)
@@ -86,7 +89,7 @@ class TensorSamples(ArraySamples, LabeledSamples):
         channels, height, width = self.shape
         if channels not in (1, 3) or height != width:
             return None
-        return {"shape": self.shape, "mean": self.mean, "std": self.std, "centre": 1.0}
+        return {"shape": self.shape, "mean": self.mean, "std": self.std, "center": 1.0}
 
     def _move(self, device: torch.device) -> None:
         super()._move(device)
@@ -107,7 +110,8 @@ def _shift_and_flip(
 ) -> torch.Tensor:
     """Shift each image by up to `crop` whole pixels in each direction; if `flip`, mirror it with probability 1/2.
 
-    The whole batch is transformed by one gather operation, because a Python loop over samples would be slow.
+    The whole batch is transformed by one gather operation: `RandomCrop` and `RandomHorizontalFlip` of torchvision, one
+    image at a time, would take longer than a step of a small network.
 
     Args:
         images: normalized images, [n, channels, height, width].
@@ -115,9 +119,6 @@ def _shift_and_flip(
         crop: the largest shift in pixels.
         flip: whether to mirror images.
         black: the normalized value of black in each channel, which fills the border, [channels, 1, 1].
-
-    Returns:
-        The transformed images, [n, channels, height, width].
     """
     n, channels, height, width = images.shape
     down, right = ((draws[:, i] * (2 * crop + 1)).long() - crop for i in (0, 1))

@@ -20,12 +20,9 @@ class Mixing:
     """Mixes each sample of a global batch with the previous sample, and the first sample with the last.
 
     As in `torchvision.transforms.v2.MixUp` and `CutMix`, all samples of a global batch are mixed in the same
-    proportion, which is drawn from a beta distribution. If `mixup` and `cutmix` are both positive, one of the two is
-    chosen at random for each global batch, with equal probabilities.
-
-    The mixed samples do not depend on how a global batch is divided among processes and micro-batches: the random
-    numbers depend only on the seed and the index of the global batch, and every micro-batch also loads the sample with
-    which its first sample is mixed.
+    proportion, which is drawn from a beta distribution; if both are chosen, one of the two is drawn for each batch. The
+    result does not depend on how a global batch is divided among processes and micro-batches: the random numbers depend
+    on the seed and the index of the batch, and each micro-batch also loads the sample before its first sample.
 
     Args:
         mixup: α of mixup (Zhang et al., mixup, 2018), which blends two images in a proportion drawn from Beta(α, α). 0
@@ -45,12 +42,7 @@ class Mixing:
     ) -> Iterator[Batch]:
         """Yield mixed batches, whose targets are probabilities: float32 [n, num_classes].
 
-        Args:
-            samples: the data set.
-            micros: the micro-batches of this process.
-            batch_size: number of samples in a global batch.
-            seed: the seed for the order of the samples, their augmentation and the mixing.
-            device: device of the batches.
+        The arguments are those of `Samples.batches`, and `batch_size`, the number of samples in a global batch.
         """
         asked: deque[MicroBatch] = deque()
 
@@ -89,8 +81,8 @@ class Mixing:
 def _rectangle(height: int, width: int, share: float, draws: random.Random) -> tuple[int, int, int, int]:
     """Return the edges of a random rectangle in an image, in pixels: (top, bottom, left, right).
 
-    The rectangle has the aspect ratio of the image, and its center is drawn uniformly. Its area is the fraction
-    (1 − `share`) of the image's area. A part of the rectangle that lies outside the image is then cut off.
+    It has the aspect ratio of the image, a fraction (1 − `share`) of its area, and a center that is drawn uniformly; a
+    part that lies outside the image is then cut off.
     """
     half = 0.5 * math.sqrt(1 - share)
     y, x = draws.randrange(height), draws.randrange(width)

@@ -17,19 +17,9 @@ _MOST_BYTES = 4 << 30
 
 @dataclass
 class Synthetic(Data):
-    """A data set of uniform noise, generated once on the device.
+    """Uniform noise, generated once on the device; the options are explained in `conf/data/synthetic.yaml`.
 
-    Each pixel is a hash of its position in the data set, and does not depend on the run's seed. The images are
-    therefore the same on every device and in every run.
-
-    Args:
-        num_samples: number of training images.
-        holdout: number of held-out images.
-        size: height and width in pixels.
-        channels: 1 (grayscale) or 3 (RGB).
-        num_classes: number of classes, from which labels are drawn uniformly.
-        learnable: True to average each image with a fixed pattern for its class; False for labels that are independent
-            of the images.
+    Each pixel is a hash of its position in the data set. The images are the same on every device and in every run.
     """
 
     num_samples: int = 1024
@@ -60,13 +50,7 @@ class Synthetic(Data):
 
 
 class Noise(TensorSamples):
-    """Random images, which are generated on the device when they are first used. Until then, they take no memory.
-
-    Args:
-        options: the options of the data set.
-        split: `train` or `holdout`, which have different images.
-        count: number of images.
-    """
+    """Random images of the `split` `train` or `holdout`, which are generated on the device when they are first used."""
 
     def __init__(self, options: Synthetic, split: str, count: int):
         shape, names = (options.channels, options.size, options.size), [str(c) for c in range(options.num_classes)]
@@ -91,7 +75,6 @@ class Noise(TensorSamples):
         super()._move(device)
 
     def _generate(self, device: torch.device) -> None:
-        """Generate the images on `device`, unless they have already been generated."""
         if not self.inputs.is_meta:
             return
         self.inputs = _noise(self._split, len(self), self.shape, device)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
 import json
 import logging
-import math
 import re
 import reprlib
 import zipfile
@@ -18,24 +16,22 @@ from typing import NamedTuple
 import torch
 
 from runner.config.errors import ConfigError, check, did_you_mean
-from runner.data.safe_file import read_regular_file
-from runner.storage.regular_file import check_readable
+from runner.storage.regular_file import check_readable, read_regular
 from runner.storage.safe_torch_load import load_tensors
 
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".csv", ".npz", ".pt")
 
-_MOST_BYTES = 4 << 30
+_MAX_BYTES = 4 << 30
 """The maximum number of bytes of a file, of its content after decompression, and of its arrays in float32."""
-_MOST_TIMES = 100
+_MAX_RATIO = 100
 """The maximum size of a file's content after decompression, as a multiple of the size of the file."""
-_MOST_COLUMNS = 100_000
-"""The maximum number of columns of a CSV file."""
-_LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest finite number in float32. torch.finfo has it too, but options are checked without importing torch."""
 _NAMELESS = re.compile(r"|Unnamed: \d+")
 """A pattern for the names of columns that have none: pandas calls such a column `Unnamed: 0`."""
+_NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*", re.ASCII)
+"""A pattern for numbers: `float` alone takes 2020_01, nan and digits of other scripts for numbers."""
+_CSV = "the first line names the columns, all other cells are numbers; data.delimiter sets what is between them"
 _ARRAYS = "write it with numpy.savez(FILE, inputs=…, targets=…), or torch.save({'inputs': …, 'targets': …}, FILE)"
 
 
@@ -75,46 +71,56 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
         delimiter: the character between two cells.
 
     Raises:
-        ConfigError: if the file cannot be read or is not a CSV file; if it has fewer than two named columns, or more
-            than `_MOST_COLUMNS` columns; if all names are numbers and no columns were chosen by them; if it has no row
-            below the first line, or a row that does not have one cell per column; if a column does not exist or is
-            chosen twice; if no column is left for the inputs; or if a cell in a chosen column is not a number that is
-            finite in float32.
+        ConfigError: if the file cannot be read or is not a CSV file; if it has fewer than two named columns; if all
+            names are numbers and no columns were chosen by them; if it has no row below the first line, or a row with
+            more cells than the first line; if a column does not exist or is chosen twice; if no column is left for the
+            inputs; or if a cell in a chosen column is not a number that is finite in float32.
     """
+    import numpy
+    import pandas  # takes half a second
+
     try:
-        rows = csv.reader(io.StringIO(_content(path).decode("utf-8-sig"), newline=""), delimiter=delimiter)
-        names = [name.strip() for name in next(rows, [])]
-        few = len(names) <= _MOST_COLUMNS
-        check(few, "file", str(path), f"it has {len(names):,} columns, more than {_MOST_COLUMNS:,}", _WIDE)
-        named = [name for name in names if not _NAMELESS.fullmatch(name)]
-        check(len(set(named)) > 1, "file", str(path), f"its first line has the columns {reprlib.repr(names)}", _CSV)
-        numbers = not (inputs or targets) and not any(map(math.isnan, map(_number, named)))
+        # Of text alone, without blank lines left out, so that errors can name the line and show the cell.
+        options = {"dtype": str, "na_filter": False, "skipinitialspace": True, "skip_blank_lines": False}
+        frame = pandas.read_csv(io.BytesIO(_content(path)), sep=delimiter, encoding="utf-8-sig", **options)
+    except (ValueError, pandas.errors.ParserError) as error:  # ValueError: no text, or no columns
+        why = f"it is not a CSV file: {' '.join(str(error).split()).removeprefix('Error tokenizing data. C error: ')}"
+        raise ConfigError("file", str(path), why, _CSV) from None
+    if not isinstance(frame.index, pandas.RangeIndex):
+        raise ConfigError("file", str(path), "its rows have more cells than its first line has names", _CSV)
+    frame.columns = names = [str(name).strip() for name in frame.columns]
+    frame = frame[(frame != "").any(axis=1)]  # the index stays that of the lines
+    named = [name for name in names if not _NAMELESS.fullmatch(name)]
+    check(len(set(named)) > 1, "file", str(path), f"its first line has the columns {reprlib.repr(names)}", _CSV)
+    if not (inputs or targets) and all(map(_NUMBER.fullmatch, named)):
         why = f"its first line has numbers, not the names of columns: {','.join(named)[:80]}"
         remedy = f"add a line with names; if these are the names, choose columns by them: data.targets=[{named[-1]}]"
-        check(not numbers, "file", str(path), why, remedy)
-        if len(named) < len(names) and not (inputs and targets):
-            left_out = f"left out {len(names) - len(named)} of {len(names)} columns, which have no name"
-            log.info("%s: %s (row numbers, if pandas wrote it); name them to use them", path, left_out)
-        places = {name: place for place, name in reversed([*enumerate(names)])}  # of two that are equal, the first
-        chosen = {"targets": list(targets) or named[-1:]}
-        taken = set(chosen["targets"])
-        chosen["inputs"] = list(inputs) or [name for name in named if name not in taken]
-        for key in chosen:
-            _check_columns(key, chosen[key], places)
-        both = sorted(set(chosen["inputs"]) & set(chosen["targets"]))
-        check(not both, "inputs", list(inputs), f"{', '.join(both)} is to be predicted", "leave it out of data.inputs")
-        columns = [places[name] for name in (*chosen["inputs"], *chosen["targets"])]
-        values = [_numbers(row, columns, names, path, rows.line_num) for row in rows if row]
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError("file", str(path), f"it is not a CSV file: {error}", _CSV) from None
-    check(bool(values), "file", str(path), "it has no line but the first", _CSV)
-    table = torch.tensor(values, dtype=torch.float64)
-    count = len(chosen["inputs"])
-    return Table(table[:, :count].contiguous(), table[:, count:].contiguous(), chosen["targets"], chosen["inputs"])
+        raise ConfigError("file", str(path), why, remedy)
+    if len(named) < len(names) and not (inputs and targets):
+        left_out = f"left out {len(names) - len(named)} of {len(names)} columns, which have no name"
+        log.info("%s: %s (row numbers, if pandas wrote it); name them to use them", path, left_out)
+    chosen = {"targets": list(targets) or named[-1:]}
+    taken = set(chosen["targets"])
+    chosen["inputs"] = list(inputs) or [name for name in named if name not in taken]
+    for key in chosen:
+        _check_columns(key, chosen[key], set(names))
+    both = sorted(set(chosen["inputs"]) & taken)
+    check(not both, "inputs", list(inputs), f"{', '.join(both)} is to be predicted", "leave it out of data.inputs")
+    check(len(frame) > 0, "file", str(path), "it has no line but the first", _CSV)
 
-
-_CSV = "the first line names the columns, all other cells are numbers; data.delimiter sets what is between them"
-_WIDE = "write so many numbers as arrays: numpy.savez(FILE, inputs=…, targets=…), with FILE.npz"
+    table = numpy.empty((len(frame), len(chosen["inputs"]) + len(chosen["targets"])))
+    for place, name in enumerate((*chosen["inputs"], *chosen["targets"])):
+        cells = frame[name].to_numpy(object)
+        good = numpy.fromiter((_NUMBER.fullmatch(cell) is not None for cell in cells), bool, len(cells))
+        table[:, place] = numpy.where(good, cells, "nan").astype(float)
+        good = numpy.abs(table[:, place]) <= numpy.finfo(numpy.float32).max
+        if not good.all():
+            wrong = int(good.argmin())
+            why = f"line {frame.index[wrong] + 2}, column {name}: {cells[wrong]!r} is not a finite number in float32"
+            remedy = "replace it or leave the line out, or choose columns: data.inputs=[…] data.targets=[…]"
+            raise ConfigError("file", str(path), why, remedy)
+    values, count = torch.from_numpy(table), len(chosen["inputs"])
+    return Table(values[:, :count].contiguous(), values[:, count:].contiguous(), chosen["targets"], chosen["inputs"])
 
 
 def _check_columns(key: str, chosen: list[str], names: Collection[str]) -> None:
@@ -124,39 +130,6 @@ def _check_columns(key: str, chosen: list[str], names: Collection[str]) -> None:
     check(len(set(chosen)) == len(chosen), key, chosen, "a column is named twice", "name each once")
     if not chosen:
         raise ConfigError(key, chosen, "no column is left", did_you_mean("", names))
-
-
-def _numbers(row: list[str], columns: list[int], names: list[str], path: Path, line: int) -> list[float]:
-    """Return the numbers in some of the cells of a row.
-
-    Args:
-        row: all cells of the row.
-        columns: the indices of the cells to return.
-        names: the names of all columns of the file.
-        path: the file, for error messages.
-        line: the line number of the row, for error messages.
-
-    Raises:
-        ConfigError: if the row does not have one cell per column, or if a cell to return is not a number that is finite
-            in float32.
-    """
-    why = f"line {line} has {len(row)} cells, the first line {len(names)}"
-    check(len(row) == len(names), "file", str(path), why, _CSV)
-    numbers = [_number(row[column]) for column in columns]
-    if not all(abs(number) <= _LARGEST for number in numbers):
-        wrong = next(column for column in columns if not abs(_number(row[column])) <= _LARGEST)
-        why = f"line {line}, column {names[wrong]}: {row[wrong]!r} is not a finite number in float32"
-        remedy = "replace it or leave the line out, or choose columns: data.inputs=[…] data.targets=[…]"
-        raise ConfigError("file", str(path), why, remedy)
-    return numbers
-
-
-def _number(cell: str) -> float:
-    """Return the number in a cell, or NaN: `float` alone takes 2020_01 and digits of other scripts for numbers."""
-    try:
-        return float(cell) if "_" not in cell and cell.isascii() else math.nan
-    except ValueError:
-        return math.nan
 
 
 def read_arrays(path: Path) -> Table:
@@ -187,49 +160,35 @@ def read_arrays(path: Path) -> Table:
     real = not (inputs.is_complex() or targets.is_complex())
     check(real, "file", str(path), "its numbers are complex", "write real numbers")
     num_bytes = 4 * (inputs.numel() + targets.numel())
-    why = f"its numbers take {num_bytes:,} bytes in float32, more than {_MOST_BYTES:,}"
-    check(num_bytes <= _MOST_BYTES, "file", str(path), why, "leave samples out")
+    why = f"its numbers take {num_bytes:,} bytes in float32, more than {_MAX_BYTES:,}"
+    check(num_bytes <= _MAX_BYTES, "file", str(path), why, "leave samples out")
     finite = all(bool(tensor.to(torch.float32).isfinite().all()) for tensor in (inputs, targets))
     check(finite, "file", str(path), "not all values are finite in float32", "leave such samples out")
     return Table(inputs, targets, [f"target_{i}" for i in range(targets.shape[1])])
 
 
 def _npz(path: Path) -> dict[str, torch.Tensor]:
-    import numpy  # imported here: config errors are reported before numpy is imported
+    import numpy
 
     content = _content(path)
-    _check_unpacked(path, content)
-    with numpy.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in ("inputs", "targets") if name in arrays}
-
-
-def _check_unpacked(path: Path, content: bytes) -> None:
-    """Check that the `.npz` archive `content` does not become too large when it is decompressed.
-
-    A small archive could fill the memory, because zeros are compressed to about a thousandth of their size. The check
-    uses the sizes that the archive states. An entry is read only up to its stated size, so that false sizes do no harm.
-
-    Raises:
-        ConfigError: if the decompressed archive would have more than `_MOST_BYTES` bytes, or more than `_MOST_TIMES`
-            times the size of `content`; or if it is compressed by a method that NumPy does not use.
-    """
+    # A small archive could fill the memory: zeros are compressed to about a thousandth of their size. An entry is read
+    # only up to the size that the archive states, so that false sizes do no harm.
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()
     usual = all(entry.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries)
     check(usual, "file", str(path), "it is compressed by another method than that of numpy", _ARRAYS)
-    unpacked, most = sum(entry.file_size for entry in entries), min(_MOST_BYTES, _MOST_TIMES * len(content))
+    unpacked, most = sum(entry.file_size for entry in entries), min(_MAX_BYTES, _MAX_RATIO * len(content))
     why = f"it has {unpacked:,} bytes after decompression, more than {most:,}"
-    check(
-        unpacked <= most, "file", str(path), why, "write it with numpy.savez(FILE, inputs=…, targets=…): uncompressed"
-    )
+    check(unpacked <= most, "file", str(path), why, "write it with numpy.savez(FILE, inputs=…, targets=…)")
+    with numpy.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in ("inputs", "targets") if name in arrays}
 
 
 def _content(path: Path) -> bytes:
     try:
-        return read_regular_file(str(path), _MOST_BYTES)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError("file", str(path), f"it cannot be read: {why}", _ARRAYS) from None
+        return read_regular(path.resolve(), _MAX_BYTES)
+    except OSError as error:
+        raise ConfigError("file", str(path), f"it cannot be read: {error.strerror}", _ARRAYS) from None
 
 
 def existing(path: str) -> Path:

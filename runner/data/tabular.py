@@ -24,20 +24,11 @@ _ROWS = 65_536
 
 @dataclass
 class Tabular(Data):
-    """A table with a row per sample: some columns are inputs, others are the targets to predict.
+    """A table with a row per sample; the options are explained in `conf/data/tabular.yaml`.
 
-    Args:
-        file: a `.csv` file with the names of the columns in its first line; or an `.npz` or `.pt` file with the arrays
-            `inputs`, [n, …] with at least two dimensions, and `targets`, [n] or [n, num_targets]; null to generate
-            samples of the first function of Friedman, Multivariate Adaptive Regression Splines (1991).
-        inputs: names of columns of a CSV file; empty for all columns that are not targets.
-        targets: names of columns of a CSV file; empty for the last column.
-        delimiter: the character between two cells of a CSV file.
-        holdout: fraction of the samples to hold out for evaluation. The same samples are held out in every run.
-        standardize: subtract the mean of the training samples from inputs and targets, and divide by the standard
-            deviation. The loss is computed from standardized targets; the mean absolute error is in the units of the
-            file.
-        num_samples: number of samples of Friedman's function; not used with a file.
+    The arrays `inputs` and `targets` of an `.npz` or `.pt` file are [n, …] with at least two dimensions, and [n] or
+    [n, num_targets]. Inputs and targets are standardized by the mean and the standard deviation of the training
+    samples. The loss is that of standardized targets; the mean absolute error is in the units of the file.
     """
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("file",)
@@ -173,7 +164,7 @@ def _standardized(values: torch.Tensor, rows: torch.Tensor, mean: torch.Tensor, 
 
 
 def _saved_scale(scale: Mapping[str, list[float]] | None, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and the standard deviation in a signature, float64 of the shape of a row; (0, 1) for None."""
+    """Return the mean and the standard deviation in a signature, float64 of the shape of a row."""
     shape = values.shape[1:]
     if scale is None:
         return torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
@@ -182,10 +173,7 @@ def _saved_scale(scale: Mapping[str, list[float]] | None, values: torch.Tensor) 
 
 
 def _scale(values: torch.Tensor, standardize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and the standard deviation over samples, float64; (0, 1) if nothing is to be standardized.
-
-    The standard deviation of a constant is replaced by 1.
-    """
+    """Return the mean and the standard deviation over samples, float64; (0, 1) if nothing is to be standardized."""
     double = values.double()
     mean, std = double.mean(0), double.std(0, correction=0)
     if not standardize:

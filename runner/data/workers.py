@@ -6,33 +6,41 @@ Workers are forked from the fork server. Starting a worker takes 0.1 s, and a wo
 from __future__ import annotations
 
 import atexit
-import math
-import multiprocessing
+import multiprocessing.connection
 import os
+import signal
 import sys
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from runner.data.base import DataError
-from runner.data.worker_watchdog import Watch
-from runner.system.cpu import cores_per_process, local_world_size
+from runner.system.cpu import cores_per_process
 from runner.system.forkserver import METHOD, start_server, without_main_module
 
+POLL = 0.5
+"""Seconds between two checks of whether the workers hang."""
+
 _SHARED_MEMORY = "/dev/shm"
-_REMEDY = "enlarge it (docker run --shm-size={gigabytes}g); data.workers=0 loads data in the main process"
+_IN_MAIN_PROCESS = "data.workers=0 loads data in the main process"
+_ENLARGE = f"reduce data.workers or data.prefetch, or enlarge it (docker run --shm-size=8g); {_IN_MAIN_PROCESS}"
+_CAUSES = {
+    signal.SIGKILL: (", perhaps because memory ran out", "reduce data.workers or data.prefetch; "),
+    signal.SIGBUS: (", most likely because shared memory ran out", "enlarge /dev/shm (docker run --shm-size=8g); "),
+}
+"""(likely cause, remedy) by the signal that killed a worker."""
+
+T = TypeVar("T")
 
 
 class Fetch(Protocol):
-    """A loader of batches: `fetch[job]` loads and returns the batch that `job` describes.
-
-    The loader is sent to each worker once; the workers then use it to load batches.
-    """
+    """A loader of batches, which is sent to each worker once: `fetch[job]` loads and returns the batch of `job`."""
 
     def __getitem__(self, job: Any, /) -> Any: ...
 
@@ -57,18 +65,22 @@ class Workers:
 class Loader:
     """A loader of batches in worker processes. They start in the first `read`, wait between two, and end in `close`.
 
-    Args:
-        fetch: what loads a batch, in the workers.
-        workers: the settings of the workers.
+    The timeout of DataLoader covers only the wait for the message that a batch is ready. It then requests the file
+    descriptor of the batch's shared memory over a connection without a timeout, which blocks forever if the worker is
+    suspended (SIGSTOP). A thread kills the workers if this takes too long, which closes the connection. Without a
+    timeout, DataLoader checks every five seconds whether a worker has died.
     """
 
     def __init__(self, fetch: Fetch, workers: Workers):
-        self.fetch, self.workers = fetch, workers
+        self.fetch, self.workers, self.timeout = fetch, workers, workers.timeout
         self.reading = False
         """Whether a `read` has begun and not ended; there may be only one at a time."""
         self._jobs = _Jobs()
         self._loader: torch.utils.data.DataLoader[Any] | None = None
-        self._watch: Watch | None = None
+        self._processes: set[BaseProcess] = set()
+        self._closed = threading.Event()
+        self._waiting, self._received = False, 0
+        self._problem: DataError | None = None
 
     def read(self, jobs: Iterable[Any]) -> Generator[Any]:
         """Yield `fetch[job]` for every job, always in the order of the jobs.
@@ -81,43 +93,34 @@ class Loader:
         """
         self.reading, self._jobs.jobs, batches = True, jobs, None
         try:
-            free = _free_shared_memory() if self.workers.count else math.inf
-            watch, batches = self._begin()
+            batches = self._begin() if self._loader is None else self._wait_for(partial(iter, self._loader))
             with suppress(StopIteration):
-                first = watch.wait_for(partial(next, batches))
-                _check_memory(self._jobs.num_begun, first, free)
-                yield first
                 while True:
-                    yield watch.wait_for(partial(next, batches))
+                    yield self._wait_for(partial(next, batches))
         except BaseException as error:
             del batches  # the last reference but one: without any, DataLoader lets each worker finish its batch
             self.close()
             if isinstance(error, SharedMemoryError):
-                raise DataError(_SHARED_MEMORY, "it has no room for a batch", _REMEDY.format(gigabytes=8)) from None
+                raise DataError(_SHARED_MEMORY, "it has no room for a batch", _ENLARGE) from None
             raise
         finally:
             self.reading = False
 
     def close(self) -> None:
-        """End the workers, each after its current batch."""
+        """End the workers."""
         self._loader = None
-        if self._watch is not None:
-            self._watch.end()
-            atexit.unregister(self._watch.kill)
-            self._watch = None
+        self._closed.set()
+        self._kill()
+        atexit.unregister(self._kill)
 
-    def _begin(self) -> tuple[Watch, Iterator[Any]]:
-        """Return the watchdog of the workers, and the iterator over `fetch[job]` for the current jobs."""
-        if self._watch is not None and self._loader is not None:
-            return self._watch, self._watch.wait_for(partial(iter, self._loader))
+    def _begin(self) -> Iterator[Any]:
         options: dict[str, Any] = {}
         if self.workers.count > 0:
+            if sys.platform == "linux" and not os.access(_SHARED_MEMORY, os.W_OK):
+                why = "data workers send batches through it, and it is missing or read-only"
+                raise DataError(_SHARED_MEMORY, why, _ENLARGE)
             start_worker_server()
-            options = {
-                "prefetch_factor": self.workers.ahead,
-                "multiprocessing_context": METHOD,
-                "persistent_workers": True,
-            }
+            options = {"prefetch_factor": self.workers.ahead, "multiprocessing_context": METHOD}
         self._loader = torch.utils.data.DataLoader(
             self.fetch,  # pyright: ignore[reportArgumentType]  # only __getitem__ is used
             batch_size=None,  # a job is already a whole batch
@@ -127,28 +130,75 @@ class Loader:
             worker_init_fn=_exit_with_parent,
             pin_memory=self.workers.pin_memory,
             generator=torch.Generator(),  # the default would consume random numbers of the global generator
+            persistent_workers=self.workers.count > 0,
             **options,
         )
         before = set(multiprocessing.active_children())
         with without_main_module():
             batches = iter(self._loader)
-        self._watch = Watch(set(multiprocessing.active_children()) - before, self.workers.timeout)
-        atexit.register(self._watch.kill)  # before the exit handler of multiprocessing, which would join the workers
-        return self._watch, batches
+        self._processes, self._problem = set(multiprocessing.active_children()) - before, None
+        atexit.register(self._kill)  # before the exit handler of multiprocessing, which would join the workers
+        if self._processes:
+            self._closed = threading.Event()
+            threading.Thread(target=self._watch, args=(self._closed,), daemon=True).start()
+        return batches
+
+    def _wait_for(self, receive: Callable[[], T]) -> T:
+        """Return the result of `receive`, which waits for the workers; if they are at fault, raise a `DataError`."""
+        self._waiting = True
+        try:
+            return receive()
+        except StopIteration:
+            raise
+        except Exception as error:
+            # The connection to a worker breaks shortly before its exit code is available.
+            problem = self._problem or self._death(2 if isinstance(error, OSError | EOFError) else 0)
+            if problem is None:
+                raise
+            raise problem from None
+        finally:
+            self._waiting, self._received = False, self._received + 1
+
+    def _watch(self, closed: threading.Event) -> None:
+        # Count polls instead of reading a clock: time during which the run itself was stopped (Ctrl-Z) does not count.
+        waited, seen = 0.0, 0
+        while not closed.wait(POLL):
+            waited = waited + POLL if self._waiting and self._received == seen else 0.0
+            seen = self._received
+            if waited >= self.timeout:
+                pids = ", ".join(str(worker.pid) for worker in self._processes)
+                why = f"no batch arrived within {self.timeout:g} s: a worker is stopped, or its disk does not respond"
+                remedy = "increase data.timeout if reading a batch takes that long"
+                self._problem = self._death(0) or DataError(f"data workers {pids}", why, remedy)
+                for worker in self._processes:
+                    worker.kill()
+                return
+
+    def _kill(self) -> None:
+        for worker in self._processes:  # SIGTERM would not end one that is suspended or blocked in a read
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+
+    def _death(self, grace_period: float) -> DataError | None:
+        """Return the error of a worker that has died or dies within `grace_period` seconds; None if all are alive."""
+        multiprocessing.connection.wait([worker.sentinel for worker in self._processes], grace_period)
+        for worker in self._processes:
+            if not worker.is_alive():
+                code = worker.exitcode or 0
+                end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                cause, remedy = _CAUSES.get(-code, ("", ""))
+                return DataError(f"data worker {worker.pid}", f"it {end}{cause}", f"{remedy}{_IN_MAIN_PROCESS}")
+        return None
 
 
 class _Jobs:
     """The sampler of a DataLoader whose iterations have different samples."""
 
     jobs: Iterable[Any] = ()
-    num_begun = 0
-    """The number of jobs of the current iteration that the workers have been given."""
 
     def __iter__(self) -> Iterator[Any]:
-        self.num_begun = 0
-        for job in self.jobs:
-            self.num_begun += 1
-            yield job
+        return iter(self.jobs)
 
 
 class Loaders:
@@ -183,11 +233,10 @@ def start_worker_server() -> None:
 
 
 def default_count() -> int:
-    """Return the default number of workers per rank.
+    """Return the default number of workers per rank: with an accelerator, its share of the CPU cores minus one.
 
-    If there is an accelerator, the number is the rank's share of the CPU cores minus one, but at most eight. Otherwise,
-    the number is about a quarter of the share, at most eight, and less than the share: a network on a CPU takes much
-    longer than decoding its inputs.
+    Otherwise about a quarter of the share, and less than the share: a network on a CPU takes much longer than decoding
+    its inputs. At most eight in both cases.
     """
     cores = cores_per_process()
     accelerated = torch.cuda.is_available() or torch.backends.mps.is_available()
@@ -197,8 +246,7 @@ def default_count() -> int:
 def _exit_with_parent(_: int) -> None:
     """Make the worker exit when the process of the run ends, even if that process is killed with SIGKILL.
 
-    DataLoader's own watchdog does not help: it checks the worker's parent process, which is the fork server, and the
-    fork server outlives the run.
+    DataLoader's watchdog checks the worker's parent process, the fork server, which outlives the run.
     """
     run = multiprocessing.parent_process()
     assert run is not None
@@ -221,44 +269,9 @@ def _shared(batch: Any) -> Any:
     """
     if torch.utils.data.get_worker_info() is not None:
         try:
-            for tensor in _tensors(batch):
-                tensor.share_memory_()
+            for each in batch if isinstance(batch, tuple) else (batch,):
+                if isinstance(each, torch.Tensor):
+                    each.share_memory_()
         except RuntimeError as error:
             raise SharedMemoryError(str(error)) from None
     return batch
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    return [each for each in (batch if isinstance(batch, tuple) else (batch,)) if isinstance(each, torch.Tensor)]
-
-
-def _free_shared_memory() -> float:
-    """Return the number of bytes in shared memory that are free for this rank; infinite if there is no limit.
-
-    Raises:
-        DataError: if the workers could not send batches, because there is no shared memory.
-    """
-    if sys.platform != "linux":
-        return math.inf
-    if not os.access(_SHARED_MEMORY, os.W_OK):
-        why = "data workers send batches through it, and it is missing or read-only"
-        raise DataError(_SHARED_MEMORY, why, _REMEDY.format(gigabytes=8))
-    found = os.statvfs(_SHARED_MEMORY)
-    blocks = min(found.f_bavail, found.f_blocks // local_world_size())
-    return blocks * found.f_frsize if found.f_blocks else math.inf
-
-
-def _check_memory(count: int, batch: Any, free: float) -> None:
-    """Check that `count` batches of the size of `batch`, which are loaded in advance, fit into `free` bytes.
-
-    Raises:
-        DataError: if they do not. The run would end as soon as batches are loaded faster than they are used.
-    """
-    needed = count * sum(tensor.nbytes for tensor in _tensors(batch))
-    if needed > free:
-        why = (
-            f"{count} batches are loaded in advance and take {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
-        )
-        gigabytes = math.ceil(2 * needed * local_world_size() / 2**30)
-        remedy = f"reduce data.workers or data.prefetch; {_REMEDY.format(gigabytes=gigabytes)}"
-        raise DataError(_SHARED_MEMORY, why, remedy)

@@ -160,8 +160,8 @@ def _is_image(image: dict[str, Any], inputs: Any) -> bool:
     mean, std = image.get("mean"), image.get("std")
     if not (isinstance(mean, list) and isinstance(std, list)):
         return False
-    known = image.keys() == {"shape", "mean", "std", "centre"} and image["shape"] == inputs and len(inputs) == 3
-    if not known or inputs[0] not in (1, 3) or inputs[1] != inputs[2] or not _is_number(image["centre"], 1e-6, 1):
+    known = image.keys() == {"shape", "mean", "std", "center"} and image["shape"] == inputs and len(inputs) == 3
+    if not known or inputs[0] not in (1, 3) or inputs[1] != inputs[2] or not _is_number(image["center"], 1e-6, 1):
         return False
     return (
         len(mean) == len(std) == inputs[0]

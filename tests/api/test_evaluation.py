@@ -18,7 +18,7 @@ from runner.api.evaluation import evaluate_checkpoint
 from runner.config.errors import ConfigError
 from runner.data.tabular import Tabular
 
-IMAGES = ("data=imagefolder", "data.root=photos", "data.size=8", "data.centre=1", "data.workers=0", "batch_size=8")
+IMAGES = ("data=imagefolder", "data.root=photos", "data.size=8", "data.center=1", "data.workers=0", "batch_size=8")
 TABLE = ("workload=regression", "data.file=train.csv", "model.hidden=[8]", "batch_size=32", "device=cpu")
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 COLORS = {"apple": (220, 30, 30), "berry": (30, 30, 220), "cress": (30, 200, 30)}

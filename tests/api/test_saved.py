@@ -241,7 +241,7 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
 def photos(tmp_path: Path) -> runner.SavedRun:
     """A run on images of 12×16 pixels in two classes."""
     write_images(tmp_path / "photos")
-    options = ("data.root=photos", "data.size=8", "data.centre=0.75", "data.workers=0", "batch_size=8")
+    options = ("data.root=photos", "data.size=8", "data.center=0.75", "data.workers=0", "batch_size=8")
     return trained("data=imagefolder", *options)
 
 
@@ -317,7 +317,7 @@ def test_a_subdirectory_that_cannot_be_listed_is_an_error(tmp_path: Path) -> Non
 
 
 def test_white_is_normalized_with_the_mean_and_the_standard_deviation() -> None:
-    values = {"shape": [3, 8, 8], "mean": [0.5] * 3, "std": [0.25] * 3, "centre": 1.0}
+    values = {"shape": [3, 8, 8], "mean": [0.5] * 3, "std": [0.25] * 3, "center": 1.0}
     inputs = ImageInput.from_dict(values)
     assert inputs.normalized(torch.full((1, 3, 8, 8), 255, dtype=torch.uint8)).unique().tolist() == [2.0]
 

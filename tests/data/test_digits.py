@@ -52,19 +52,6 @@ def test_inputs_are_normalized_and_have_the_requested_size(size):
     assert train.class_names == [str(digit) for digit in range(10)]
 
 
-def test_enlarged_images_look_like_the_original_images():
-    small, large = loaded(size=8)[0], loaded(size=32)[0]
-    halves = torch.nn.functional.avg_pool2d(large.inputs, 4)  # mean of the pixels into which a pixel was enlarged
-    pairs = torch.stack((small.inputs.flatten(), halves.flatten()))
-    assert torch.corrcoef(pairs)[0, 1] > 0.95
-    assert torch.equal(small.targets, large.targets)
-
-
-def test_only_training_images_are_shifted():
-    train, held_out = loaded(size=8, crop=2)
-    assert (train.crop, held_out.crop) == (2, 0)
-
-
 @pytest.mark.parametrize(
     ("key", "value"), [("size", 7), ("size", 513), ("holdout", 0.0), ("holdout", 0.95), ("crop", 15)]
 )

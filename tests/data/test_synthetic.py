@@ -23,15 +23,6 @@ def loaded(**options) -> tuple[TensorSamples, TensorSamples]:
     return train, held_out
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_samples_have_the_requested_number_and_shape(channels):
-    train, held_out = loaded(channels=channels)
-    assert (len(train), len(held_out)) == (300, 60)
-    assert train.shape == held_out.shape == (channels, 16, 16)
-    assert train.num_classes == 5
-    assert set(train.targets.tolist()) == set(range(5))
-
-
 def test_images_are_the_same_in_every_run_and_use_no_global_random_numbers():
     before = torch.get_rng_state()
     (a, held_a), (b, held_b) = loaded(), loaded()

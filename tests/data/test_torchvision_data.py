@@ -11,7 +11,6 @@ import pickle
 import socket
 import struct
 import threading
-from pathlib import Path
 
 import numpy
 import pytest
@@ -65,6 +64,10 @@ def write_cifar(root, monkeypatch) -> dict[str, tuple[torch.Tensor, torch.Tensor
         (folder / name).write_bytes(content)
         sums.append([name, hashlib.md5(content).hexdigest()])
         written[name] = torch.from_numpy(pixels).view(3, 3, 32, 32), torch.tensor(labels)
+    meta = pickle.dumps({"label_names": list("abcdefghij")}, protocol=2)
+    (folder / "batches.meta").write_bytes(meta)
+    described = {"filename": "batches.meta", "key": "label_names", "md5": hashlib.md5(meta).hexdigest()}
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "meta", described)
     monkeypatch.setattr(torchvision.datasets.CIFAR10, "train_list", sums[:5])
     monkeypatch.setattr(torchvision.datasets.CIFAR10, "test_list", sums[5:])
     return written
@@ -88,26 +91,15 @@ def _no_server(monkeypatch):
     monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", f"{address}cifar-10-python.tar.gz")
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("component", "folder"), [(Mnist, "MNIST"), (FashionMnist, "FashionMNIST")])
-def test_idx_files_are_read_as_they_were_written(tmp_path, component, folder, packed):
-    written = write_mnist(tmp_path, folder, packed)
+def test_idx_files_are_read_as_they_were_written(tmp_path, component, folder):
+    written = write_mnist(tmp_path, folder)
     train, held_out = loaded(component(root=str(tmp_path)))
     for samples, part in ((train, "train"), (held_out, "t10k")):
         assert torch.equal(samples.inputs, written[part][0])
         assert torch.equal(samples.targets, written[part][1])
         assert samples.shape == (1, 28, 28)
         assert samples.num_classes == 10
-
-
-@pytest.mark.parametrize("component", [Mnist, FashionMnist])
-def test_torchvision_reads_the_same_from_the_same_files(tmp_path, component):
-    write_mnist(tmp_path, component.dataset)
-    train, held_out = loaded(component(root=str(tmp_path)))
-    for samples, is_train in ((train, True), (held_out, False)):
-        theirs = getattr(torchvision.datasets, component.dataset)(tmp_path, train=is_train)
-        assert torch.equal(samples.inputs[:, 0], theirs.data)
-        assert torch.equal(samples.targets, theirs.targets)
 
 
 def test_cifar_is_read_as_it_was_written(tmp_path, monkeypatch):
@@ -118,24 +110,6 @@ def test_cifar_is_read_as_it_was_written(tmp_path, monkeypatch):
     assert torch.equal(train.targets, torch.cat([targets for _, targets in batches]))
     assert torch.equal(held_out.inputs, written["test_batch"][0])
     assert train.shape == (3, 32, 32)
-    assert train.class_names == [
-        "airplane",
-        "automobile",
-        "bird",
-        "cat",
-        "deer",
-        "dog",
-        "frog",
-        "horse",
-        "ship",
-        "truck",
-    ]
-
-
-def test_only_training_images_are_augmented(tmp_path, monkeypatch):
-    write_cifar(tmp_path, monkeypatch)
-    train, held_out = loaded(Cifar10(root=str(tmp_path), crop=3))
-    assert (train.flip, train.crop, held_out.flip, held_out.crop) == (True, 3, False, 0)
 
 
 @pytest.mark.parametrize("component", [Mnist, FashionMnist, Cifar10])
@@ -197,18 +171,27 @@ def test_downloaded_files_are_loaded(tmp_path, monkeypatch, capfd):
     [
         ("train-images-idx3-ubyte", b""),
         ("train-images-idx3-ubyte", b"<html>not found</html>"),
+        ("train-images-idx3-ubyte", idx(torch.zeros(7, 14, 56, dtype=torch.uint8))),
         ("t10k-images-idx3-ubyte", idx(torch.zeros(4, 28, 28, dtype=torch.uint8))[:-1]),
         ("train-labels-idx1-ubyte", idx(torch.zeros(6, dtype=torch.uint8))),
         ("train-labels-idx1-ubyte", idx(torch.zeros(0, dtype=torch.uint8))),
         ("train-labels-idx1-ubyte", idx(torch.full((7,), 10, dtype=torch.uint8))),
     ],
 )
-def test_a_damaged_idx_file_is_named(tmp_path, name, content):
+def test_a_damaged_idx_file_is_refused(tmp_path, name, content):
     write_mnist(tmp_path)
     (tmp_path / "MNIST" / "raw" / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{name} is damaged") as refused:
+    with pytest.raises(ConfigError, match=f"the files in {tmp_path / 'MNIST' / 'raw'} are damaged") as refused:
         Mnist(root=str(tmp_path)).load()
-    assert "delete it" in refused.value.remedy
+    assert refused.value.key == "root"
+    assert "delete them" in refused.value.remedy
+
+
+def test_a_file_that_would_fill_the_memory_is_refused(tmp_path):
+    write_mnist(tmp_path)
+    os.truncate(tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte", 1 << 40)  # takes no space on the disk
+    with pytest.raises(ConfigError, match="train-images-idx3-ubyte has more than 67,108,864 bytes"):
+        Mnist(root=str(tmp_path)).load()
 
 
 @pytest.mark.parametrize("folder", ["", "MNIST", "MNIST/raw"])
@@ -219,49 +202,14 @@ def test_a_directory_that_may_not_be_searched_is_refused(tmp_path, folder):
     assert refused.value.key == "root"
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"not gzip", lambda b: b[:40] + b"x" * 40]
-)
-def test_a_damaged_compressed_file_is_named(tmp_path, damage):
-    write_mnist(tmp_path, packed=True)
-    path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ConfigError, match=r"train-images-idx3-ubyte\.gz is damaged"):
-        Mnist(root=str(tmp_path)).load()
-
-
 @pytest.mark.parametrize(("component", "name"), [(Mnist, "t10k-labels-idx1-ubyte"), (Cifar10, "data_batch_3")])
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, component, name):
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch, component, name):
     write_mnist(tmp_path)
     write_cifar(tmp_path, monkeypatch)
-    open_file = Path.open
-
-    def refusing(path, *args, **options):
-        if path.name == name:
-            raise PermissionError(13, "Permission denied")
-        return open_file(path, *args, **options)
-
-    monkeypatch.setattr(Path, "open", refusing)
-    with pytest.raises(ConfigError, match=rf"{name} is damaged \(.*Permission denied") as refused:
+    with enforced_permissions(tmp_path / component.folder / name, 0), pytest.raises(ConfigError) as refused:
         component(root=str(tmp_path)).load()
     assert refused.value.key == "root"
-
-
-def test_a_decompression_bomb_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(torchvision_data, "_LIMIT_BYTES", 100_000)
-    write_mnist(tmp_path, packed=True)
-    path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz"
-    path.write_bytes(gzip.compress(bytes((0, 0, 8, 3)) + bytes(100_000)))
-    with pytest.raises(ConfigError, match=r"gz is damaged \(it has more than 100,000 bytes\)"):
-        Mnist(root=str(tmp_path)).load()
-
-
-def test_images_of_another_size_are_refused(tmp_path):
-    write_mnist(tmp_path)
-    images = idx(torch.zeros(7, 14, 56, dtype=torch.uint8))
-    (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").write_bytes(images)
-    with pytest.raises(ConfigError, match=r"idx3-ubyte is damaged \(its images have 14×56 pixels\)"):
-        Mnist(root=str(tmp_path)).load()
+    assert "Permission denied" in refused.value.why
 
 
 def test_a_pipe_in_place_of_a_file_is_refused_without_blocking(tmp_path):
@@ -278,14 +226,8 @@ def test_a_pickle_with_a_wrong_checksum_is_never_loaded(tmp_path, monkeypatch):
     trap = tmp_path / "executed"
     path = tmp_path / "cifar-10-batches-py" / "data_batch_3"
     path.write_bytes(b"cos\nmkdir\n(V" + str(trap).encode() + b"\ntR.")
-    with pytest.raises(ConfigError, match="data_batch_3 is damaged"):
+    with pytest.raises(ConfigError, match="cifar-10-batches-py are damaged"):
         Cifar10(root=str(tmp_path)).load()
     assert not trap.exists()
     pickle.loads(path.read_bytes())
     assert trap.exists()  # the pickle does execute code when it is loaded
-
-
-@pytest.mark.parametrize(("component", "crop"), [(Mnist, 15), (Cifar10, 17), (Cifar10, -1)])
-def test_impossible_shifts_are_refused(component, crop):
-    with pytest.raises(ConfigError, match="crop"):
-        component(crop=crop)

@@ -16,7 +16,7 @@ from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.storage.manifest import DamagedError
 from runner.storage.signature import check_same_names, saved_signature, signature_text
 
-IMAGE = {"shape": [1, 8, 8], "mean": [0.5], "std": [0.25], "centre": 1.0}
+IMAGE = {"shape": [1, 8, 8], "mean": [0.5], "std": [0.25], "center": 1.0}
 SIGNATURE = {"inputs": [1, 8, 8], "classes": ["zero", "Größe"], "image": IMAGE}
 
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_may_have_no_signature(tmp_path: Path) -> None:
         {"image": IMAGE | {"mean": [0.5, 0.5]}},
         {"image": IMAGE | {"mean": None}},
         {"image": IMAGE | {"std": [0.0]}},
-        {"image": IMAGE | {"centre": 0}},
+        {"image": IMAGE | {"center": 0}},
         {"image": IMAGE | {"more": 1}},
         {"data": []},
         {"data": DATA | {"training": -1}},

@@ -1,8 +1,9 @@
-"""RandAugment, TrivialAugment and random erasing of single images; `memory.py` and `decode.py` crop and flip."""
+"""Augmentation of single training images by torchvision, with random numbers that depend on (seed, epoch, sample)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,9 +13,23 @@ import torch
 POLICIES = ("none", "randaugment", "trivialaugment")
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """A context in which torch's default generator of the CPU, which torchvision's transforms use, begins at `seed`.
+
+    At the end, the generator continues as before. Those of other devices are not changed: dropout uses them.
+    """
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
 @dataclass(frozen=True)
 class Augment:
-    """Random transforms of training images. One seed per image determines the random numbers for that image.
+    """Random transforms of a training image after it was cropped and mirrored.
 
     Args:
         policy: `randaugment`: two random operations of magnitude 9 of 30 (Cubuk et al., RandAugment, 2020);
@@ -31,30 +46,15 @@ class Augment:
     def __bool__(self) -> bool:
         return self.policy != "none" or self.erase > 0
 
-    def __call__(self, images: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
-        """Return the transformed images.
-
-        Args:
-            images: uint8 [n, channels, height, width].
-            seeds: n seeds.
-        """
-        # The transforms use torch's default generator. Only its CPU part is seeded: the transforms draw nothing on
-        # other devices, where `torch.manual_seed` would reset the random numbers of dropout.
-        before = torch.get_rng_state()
-        try:
-            return torch.stack([self._transformed(image, seed) for image, seed in zip(images, seeds, strict=True)])
-        finally:
-            torch.set_rng_state(before)
-
-    def _transformed(self, image: torch.Tensor, seed: int) -> torch.Tensor:
-        torch.default_generator.manual_seed(seed)
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """Return the transformed image, uint8 [channels, height, width]; called inside `seeded`."""
         for transform in self._transforms:
             image = transform(image)
         return image
 
     @cached_property
     def _transforms(self) -> list[Any]:
-        from torchvision.transforms import v2  # imported here: few runs need it
+        from torchvision.transforms import v2  # few runs need it
 
         policies = {"none": [], "randaugment": [v2.RandAugment], "trivialaugment": [v2.TrivialAugmentWide]}
         transforms: list[Any] = [make() for make in policies[self.policy]]
