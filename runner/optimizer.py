@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from models.blocks import block_indices, blocks_of
-from runner.config.errors import ABSENT, check, check_range, did_you_mean, see_comments
+from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, see_comments
 from runner.config.name_patterns import matching, names_to_match
-from runner.system import fused_update
-from runner.system.dtensor import is_dtensor
 
-_LARGEST = 1000  # a larger value is a typo: with it, every optimizer here diverges within a few steps
+MAX_RATE = 1000  # a larger value is a typo: with it, every optimizer here diverges within a few steps
 
 
 class ParameterGroup(NamedTuple):
@@ -40,19 +39,10 @@ class ParameterGroup(NamedTuple):
 class Optimizer(ABC):
     """The options from which `build` creates a `torch.optim.Optimizer` for a model's trainable parameters.
 
-    Args:
-        lr: the base learning rate, which the schedule multiplies by a factor.
-        weight_decay: L2 penalty (sgd, adam, rmsprop) or decoupled weight decay (adamw, muon). For nadam, it is an
-            L2 penalty unless `decoupled_weight_decay` is true.
-        fused: whether to use torch's fused kernels, which are faster and give the same results up to rounding.
-        groups: a dict from a pattern of parameter names (see `runner.config.name_patterns`) to a dict with the options
-            of the parameters that match the pattern: `lr`, `weight_decay`, or both. For example, `{head: {lr: 0.1}}`.
-            If a parameter matches several patterns, only the first of these patterns applies. Null for no patterns.
-        layer_decay: each block of the network has `layer_decay` times the learning rate of the next block (Clark et
-            al., ELECTRA, 2020): the last block has the rate `lr`, the first block `lr·layer_decay^(num_blocks - 1)`. An
-            `lr` in `groups` replaces this rate.
-        decay_norms: whether `weight_decay` also applies to parameters with at most one dimension: all biases, and the
-            weights of normalization layers. A `weight_decay` in `groups` applies to these parameters in any case.
+    They are explained in `conf/optimizer/_optimizer.yaml`. The first pattern in `groups` (see
+    `runner.config.name_patterns`) that matches a parameter decides on its `lr` and `weight_decay`, before `layer_decay`
+    (Clark et al., ELECTRA, 2020) and `decay_norms`. `fused` is for torch's fused kernels or, where there are none, for
+    its `foreach` implementation, in which each operation is one kernel for many parameters.
     """
 
     lr: float
@@ -66,24 +56,26 @@ class Optimizer(ABC):
     """Whether an update needs the whole parameter. If so, parallel modes that shard parameters are refused."""
 
     def __post_init__(self) -> None:
-        check_range(self, "lr", above=0, most=_LARGEST)
-        check_range(self, "weight_decay", least=0, most=_LARGEST)
+        check_range(self, "lr", above=0, most=MAX_RATE)
+        check_range(self, "weight_decay", least=0, most=MAX_RATE)
         check_range(self, "layer_decay", above=0, most=1)
         for pattern, options in (self.groups or {}).items():
             self._check_group(f"groups.{pattern}", options)
 
     def _check_group(self, key: str, options: Any) -> None:
-        given = isinstance(options, Mapping) and len(options) > 0
-        check(given, key, options, "it is not a mapping with lr or weight_decay", "for example {head: {lr: 0.01}}")
+        if not isinstance(options, Mapping) or not options:
+            why = "it is not a mapping with lr or weight_decay"
+            raise ConfigError(key, options, why, "for example {head: {lr: 0.01}}")
         for name, value in options.items():
-            known = ("lr", "weight_decay")
-            check(name in known, f"{key}.{name}", ABSENT, "a group has no such option;", did_you_mean(name, known))
-            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST
-            why = f"it must be a number from 0 to {_LARGEST}"
-            check(number, f"{key}.{name}", value, why, see_comments(self))
-            why = "with a learning rate of 0 they would not be trained"
-            remedy = shlex.quote(f"model.freeze={[key.partition('.')[2]]}")
-            check(name != "lr" or value > 0, f"{key}.lr", value, why, remedy)
+            if name not in ("lr", "weight_decay"):
+                remedy = did_you_mean(name, ("lr", "weight_decay"))
+                raise ConfigError(f"{key}.{name}", ABSENT, "a group has no such option;", remedy)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_RATE:
+                why = f"it must be a number from 0 to {MAX_RATE}"
+                raise ConfigError(f"{key}.{name}", value, why, see_comments(self))
+            if name == "lr" and value == 0:
+                remedy = shlex.quote(f"model.freeze={[key.partition('.')[2]]}")
+                raise ConfigError(f"{key}.lr", value, "with a learning rate of 0 they would not be trained", remedy)
 
     @abstractmethod
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
@@ -91,8 +83,7 @@ class Optimizer(ABC):
 
         Args:
             model: the model, or the part of it that this rank holds.
-            groups: the parameter groups of the whole model, as `parameter_groups` returns them. None to compute them
-                from `model`, which must then be the whole model.
+            groups: what `parameter_groups` returns for the whole model; None if `model` is the whole model.
 
         Raises:
             ConfigError: as `parameter_groups` does, if `groups` is None.
@@ -101,7 +92,7 @@ class Optimizer(ABC):
     def parameter_groups(self, model: torch.nn.Module) -> list[ParameterGroup]:
         """Return the groups of the trainable parameters of `model`, which must be the whole model.
 
-        The first group is always the group of the base learning rate. This group may have no parameters.
+        The first group is that of the base learning rate, and may have no parameters.
 
         Raises:
             ConfigError: if a pattern matches no trainable parameter, or only parameters that match an earlier pattern,
@@ -110,14 +101,15 @@ class Optimizer(ABC):
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         pattern_of = self._patterns(model, parameters)
         blocks, block_of = [name for name, _ in blocks_of(model)], block_indices(model)
-        why = f"{type(model).__name__} has no blocks() from which the depth of a parameter could be told"
-        fits = bool(blocks) or self.layer_decay == 1
-        check(fits, "optimizer.layer_decay", self.layer_decay, why, "'optimizer.groups={PATTERN: {lr: 0.01}}'")
-        own = self.groups or {}
+        if self.layer_decay < 1 and not blocks:
+            why = f"{type(model).__name__} has no blocks() from which the depth of a parameter could be told"
+            raise ConfigError(
+                "optimizer.layer_decay", self.layer_decay, why, "'optimizer.groups={PATTERN: {lr: 0.01}}'"
+            )
         groups: dict[tuple[str, float, float], list[str]] = {("", self.lr, self.weight_decay): []}
         for name, parameter in parameters.items():
             pattern = pattern_of.get(name, "")
-            options = own.get(pattern, {})
+            options = (self.groups or {}).get(pattern, {})
             above = len(blocks) - 1 - block_of[name] if self.layer_decay < 1 else 0
             label = pattern if "lr" in options else blocks[block_of[name]] if above else ""
             lr = options.get("lr", self.lr * self.layer_decay**above)
@@ -127,44 +119,25 @@ class Optimizer(ABC):
         return [ParameterGroup(*key, names) for key, names in groups.items()]
 
     def _patterns(self, model: torch.nn.Module, parameters: Mapping[str, Any]) -> dict[str, str]:
-        """Return a dict from the name of a parameter to the first pattern in `groups` that matches it.
-
-        Parameters that no pattern matches are left out.
-
-        Args:
-            model: the whole model.
-            parameters: the trained parameters of the model, by name.
-
-        Raises:
-            ConfigError: if a pattern matches no trained parameter, or only parameters that match an earlier pattern.
-        """
+        """Return a dict from the name of a trained parameter to the first pattern in `groups` that matches it."""
         found: dict[str, str] = {}
         names = names_to_match(model) if self.groups else {}
-        trained = {name: own for name, own in names.items() if name in parameters}
-        frozen = {name: own for name, own in names.items() if name not in parameters}
+        trained = {name: each for name, each in names.items() if name in parameters}
+        frozen = {name: each for name, each in names.items() if name not in parameters}
         for pattern in self.groups or ():
             matched = matching("optimizer.groups", pattern, trained, frozen, "none of its parameters is trained")
-            own = [name for name in matched if name not in found]
+            new = [name for name in matched if name not in found]
             why = "all parameters that it matches belong to the patterns before it"
-            check(bool(own), "optimizer.groups", pattern, why, "write it before them")
-            found |= dict.fromkeys(own, pattern)
+            check(bool(new), "optimizer.groups", pattern, why, "write it before them")
+            found |= dict.fromkeys(new, pattern)
         return found
 
     def _torch_groups(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None) -> list[dict[str, Any]]:
-        """Return parameter groups in the form of dicts that torch optimizers accept.
-
-        Args:
-            model: the model, or the part of it that this rank holds. Parameters that are not in it are left out.
-            groups: the parameter groups of the whole model; None to compute them from `model`, which must then be the
-                whole model.
-
-        Raises:
-            ConfigError: as `parameter_groups` does, if `groups` is None.
-        """
-        own = dict(model.named_parameters())
+        """Return the parameter groups as torch takes them; arguments and errors are those of `build`."""
+        held = dict(model.named_parameters())
         return [
             {
-                "params": [own[name] for name in group.parameters if name in own],
+                "params": [held[name] for name in group.parameters if name in held],
                 "lr": group.lr,
                 "weight_decay": group.weight_decay,
                 "name": group.name,
@@ -172,8 +145,15 @@ class Optimizer(ABC):
             for group in (self.parameter_groups(model) if groups is None else groups)
         ]
 
-    def _shared(self) -> dict[str, Any]:
-        return {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused}
+    def _arguments(self, cls: type[torch.optim.Optimizer]) -> dict[str, Any]:
+        """Return the arguments of `cls`, a class of `torch.optim`: those of this class's fields that it has."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        if "beta1" in options:
+            options["betas"] = (options["beta1"], options["beta2"])
+        known = inspect.signature(cls).parameters
+        if "fused" not in known:
+            options["foreach"] = self.fused  # each operation is one kernel for many parameters
+        return {name: value for name, value in options.items() if name in known}
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -192,12 +172,7 @@ def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 @dataclass
 class SGD(Optimizer):
-    """Stochastic gradient descent with momentum (`torch.optim.SGD`).
-
-    Args:
-        momentum: momentum factor.
-        nesterov: whether to use Nesterov momentum, which requires momentum > 0.
-    """
+    """Stochastic gradient descent with momentum (`torch.optim.SGD`)."""
 
     momentum: float = 0.9
     nesterov: bool = False
@@ -209,12 +184,12 @@ class SGD(Optimizer):
         check(not self.nesterov or self.momentum > 0, "nesterov", True, why, "set optimizer.momentum=0.9")
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        parameters, own = trainable(model), self._torch_groups(model, groups)
+        parameters = trainable(model)
         # For DTensor parameters torch implements fused Adam, but not fused SGD; and foreach, but not by default.
-        sharded = any(map(is_dtensor, parameters))
-        options = self._shared() | {"fused": self.fused and not sharded, "foreach": (self.fused and sharded) or None}
-        own = [group | {fused_update.FUSED_SHARDS: self.fused and sharded} for group in own]
-        optimizer = torch.optim.SGD(own, **options, momentum=self.momentum, nesterov=self.nesterov)
+        sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+        options = {"fused": self.fused and not sharded, "foreach": (self.fused and sharded) or None}
+        options = self._arguments(torch.optim.SGD) | options
+        optimizer = torch.optim.SGD(self._torch_groups(model, groups), **options)
         if self.momentum > 0:
             # The fused step allocates the buffers itself, but leaves them uninitialized if loss scaling skips the
             # first update. Starting from zeros, the updates are the same.
@@ -225,13 +200,7 @@ class SGD(Optimizer):
 
 @dataclass
 class Adam(Optimizer):
-    """Adam (Kingma and Ba, 2015; `torch.optim.Adam`).
-
-    Args:
-        beta1: decay rate of the running average of the gradient.
-        beta2: decay rate of the running average of the squared gradient.
-        eps: term added to the denominator for numerical stability.
-    """
+    """Adam (Kingma and Ba, 2015; `torch.optim.Adam`)."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -244,8 +213,7 @@ class Adam(Optimizer):
         check_range(self, "eps", above=0, most=1)
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        own = self._torch_groups(model, groups)
-        return torch.optim.Adam(own, **self._shared(), betas=(self.beta1, self.beta2), eps=self.eps)
+        return torch.optim.Adam(self._torch_groups(model, groups), **self._arguments(torch.optim.Adam))
 
 
 @dataclass
@@ -253,21 +221,12 @@ class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019; `torch.optim.AdamW`)."""
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        own = self._torch_groups(model, groups)
-        return torch.optim.AdamW(own, **self._shared(), betas=(self.beta1, self.beta2), eps=self.eps)
+        return torch.optim.AdamW(self._torch_groups(model, groups), **self._arguments(torch.optim.AdamW))
 
 
 @dataclass
 class NAdam(Adam):
-    """Adam with Nesterov momentum (Dozat, 2016; `torch.optim.NAdam`).
-
-    torch has no fused kernel for NAdam. `fused` selects torch's `foreach` implementation instead, in which each
-    operation is one kernel for many parameters.
-
-    Args:
-        momentum_decay: how fast the momentum rises to `beta1` at the beginning of the run.
-        decoupled_weight_decay: whether weight decay is decoupled, as in adamw, instead of an L2 penalty.
-    """
+    """Adam with Nesterov momentum (Dozat, 2016; `torch.optim.NAdam`)."""
 
     momentum_decay: float = 0.004
     decoupled_weight_decay: bool = False
@@ -277,32 +236,12 @@ class NAdam(Adam):
         check_range(self, "momentum_decay", least=0, most=1)
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        return torch.optim.NAdam(
-            self._torch_groups(model, groups),
-            lr=self.lr,
-            betas=(self.beta1, self.beta2),
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            momentum_decay=self.momentum_decay,
-            decoupled_weight_decay=self.decoupled_weight_decay,
-            foreach=self.fused,
-        )
+        return torch.optim.NAdam(self._torch_groups(model, groups), **self._arguments(torch.optim.NAdam))
 
 
 @dataclass
 class RMSprop(Optimizer):
-    """RMSprop (Tieleman and Hinton, 2012; `torch.optim.RMSprop`), by default without momentum.
-
-    torch has no fused kernel for RMSprop. `fused` selects torch's `foreach` implementation instead, in which each
-    operation is one kernel for many parameters.
-
-    Args:
-        alpha: decay rate of the running average of the squared gradient.
-        eps: term added to the denominator for numerical stability.
-        momentum: momentum factor.
-        centered: whether gradients are divided by an estimate of their standard deviation, instead of their root mean
-            square.
-    """
+    """RMSprop (Tieleman and Hinton, 2012; `torch.optim.RMSprop`), by default without momentum."""
 
     alpha: float = 0.99
     eps: float = 1e-8
@@ -316,16 +255,43 @@ class RMSprop(Optimizer):
         check_range(self, "momentum", least=0, most=1)
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(
-            self._torch_groups(model, groups),
-            lr=self.lr,
-            alpha=self.alpha,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            momentum=self.momentum,
-            centered=self.centered,
-            foreach=self.fused,
+        return torch.optim.RMSprop(self._torch_groups(model, groups), **self._arguments(torch.optim.RMSprop))
+
+
+_ELSEWHERE = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
+"""Not by name: the base class; what needs a closure, or sparse gradients; and what takes matrices alone."""
+
+
+@dataclass
+class Named(Optimizer):
+    """Any optimizer of `torch.optim` by its `name`; `options` are further keyword arguments of its class."""
+
+    name: str = "Adagrad"
+    options: dict[str, Any] | None = None
+
+    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
+        classes = inspect.getmembers(
+            torch.optim, lambda each: inspect.isclass(each) and each.__name__ not in _ELSEWHERE
         )
+        known = {name: cls for name, cls in classes if issubclass(cls, torch.optim.Optimizer)}
+        if self.name not in known:
+            why = "torch.optim has no such optimizer for a network;"
+            raise ConfigError("optimizer.name", self.name, why, did_you_mean(self.name, known))
+        cls, options = known[self.name], self.options or {}
+        has = inspect.signature(cls).parameters.keys() - {"params", "lr", "weight_decay", "fused", "foreach"}
+        for key in options.keys() - has:
+            raise ConfigError(
+                f"optimizer.options.{key}", ABSENT, f"{self.name} has no such option;", did_you_mean(key, has)
+            )
+        if self.weight_decay and "weight_decay" not in inspect.signature(cls).parameters:
+            why = f"{self.name} has no weight decay"
+            raise ConfigError("optimizer.weight_decay", self.weight_decay, why, "optimizer.weight_decay=0")
+        arguments = {key: value for key, value in self._arguments(cls).items() if key != "fused"}
+        try:
+            return cls(self._torch_groups(model, groups), **arguments, **options)
+        except (TypeError, ValueError) as error:
+            why, remedy = f"{self.name} refuses it: {error}", "see its documentation in torch.optim"
+            raise ConfigError("optimizer.options", self.options, why, remedy) from None
 
 
 @dataclass
@@ -336,12 +302,10 @@ class Muon(AdamW):
     matrices are scaled to the size of AdamW's updates (Liu et al., Muon is Scalable for LLM Training, 2025), so that
     Muon and AdamW share one learning rate and one weight decay. `fused` applies only to AdamW.
 
-    Muon orthogonalizes its updates in bfloat16, which has 8 significant bits. If the gradients in two parallel
-    modes differ only by float32 rounding, the Muon updates may still differ by bfloat16 rounding, which is larger.
+    Muon orthogonalizes its updates in bfloat16. If the gradients in two parallel modes differ by float32 rounding, the
+    updates may differ by bfloat16 rounding, which is larger.
 
     Args:
-        momentum: momentum factor for matrices.
-        nesterov: whether to use Nesterov momentum for matrices.
         ns_steps: number of Newton-Schulz iterations of each orthogonalization.
     """
 
@@ -357,23 +321,15 @@ class Muon(AdamW):
         check_range(self, "ns_steps", least=1, most=99)
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        matrices: list[dict[str, Any]] = []
-        others: list[dict[str, Any]] = []
-        for group in self._torch_groups(model, groups):
-            for chosen, is_matrix in ((matrices, True), (others, False)):
-                own = [parameter for parameter in group["params"] if (parameter.dim() == 2) == is_matrix]
-                chosen.append(group | {"params": own})
-        muon = torch.optim.Muon(
-            matrices,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            ns_steps=self.ns_steps,
-            adjust_lr_fn="match_rms_adamw",
+        all_groups = self._torch_groups(model, groups)
+        matrices, others = (
+            [group | {"params": [p for p in group["params"] if (p.dim() == 2) == wanted]} for group in all_groups]
+            for wanted in (True, False)
         )
-        adamw = torch.optim.AdamW(others, **self._shared(), betas=(self.beta1, self.beta2), eps=self.eps)
-        return _joined_class()(muon, adamw)
+        options = self._arguments(torch.optim.Muon)
+        del options["eps"]  # that of AdamW
+        muon = torch.optim.Muon(matrices, **options, adjust_lr_fn="match_rms_adamw")
+        return _joined_class()(muon, torch.optim.AdamW(others, **self._arguments(torch.optim.AdamW)))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from helpers.compose import option_content
 
 from runner.config.errors import ConfigError
 from runner.config.schema import build, option_fields
-from runner.optimizer import SGD, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop, learning_rates, trainable
+from runner.optimizer import SGD, Adam, AdamW, Muon, NAdam, Named, Optimizer, RMSprop, learning_rates, trainable
 from runner.parallel import full_state
 
 CASES: list[tuple[Optimizer, Callable[[Iterable], torch.optim.Optimizer]]] = [
@@ -43,6 +43,11 @@ CASES: list[tuple[Optimizer, Callable[[Iterable], torch.optim.Optimizer]]] = [
         RMSprop(lr=0.01, alpha=0.9, eps=1e-4, weight_decay=0.1, momentum=0.5, centered=True),
         lambda p: torch.optim.RMSprop(p, 0.01, 0.9, 1e-4, 0.1, 0.5, True),
     ),
+    (
+        Named(lr=0.01, weight_decay=0.1, name="Adagrad", options={"lr_decay": 0.1}),
+        lambda p: torch.optim.Adagrad(p, 0.01, 0.1, 0.1),
+    ),
+    (Named(lr=0.01, name="Rprop"), lambda p: torch.optim.Rprop(p, 0.01)),
     (Muon(lr=0.01, weight_decay=0.1, momentum=0.8, nesterov=False, ns_steps=4), lambda p: TwoOptimizers(list(p))),
 ]
 
@@ -88,12 +93,6 @@ def test_every_step_equals_that_of_torch(ours: Optimizer, theirs: Callable, fuse
     expected = trained(reference, theirs(reference.parameters()))
     optimizer = dataclasses.replace(ours, fused=fused).build(model)
     torch.testing.assert_close(trained(model, optimizer), expected, rtol=1e-5, atol=1e-7)
-
-
-def test_fused_is_passed_on() -> None:
-    for kind in (SGD, Adam, AdamW):
-        for fused in (True, False):
-            assert kind(lr=0.1, fused=fused).build(network()).param_groups[0]["fused"] is fused
 
 
 @pytest.mark.parametrize("ours", [ours for ours, _ in CASES], ids=repr)
@@ -172,13 +171,6 @@ def test_groups_without_parameters_are_refused(options: dict[str, Any], key: str
     assert (refused.value.key, refused.value.got) == (key, got)
 
 
-def test_a_pattern_that_matches_only_frozen_parameters_is_refused() -> None:
-    model = network()
-    model.get_submodule("2").requires_grad_(False)
-    with pytest.raises(ConfigError, match="none of its parameters is trained"):
-        SGD(lr=0.1, groups={"2": {"lr": 0.3}}).parameter_groups(model)
-
-
 def test_a_pipeline_stage_has_the_parameter_groups_of_the_whole_model() -> None:
     """A group may be empty on a stage."""
     model, options = network(), SGD(lr=0.1, groups={"0": {"lr": 0.3}})
@@ -192,7 +184,7 @@ def test_a_pipeline_stage_has_the_parameter_groups_of_the_whole_model() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Options
 
-OPTIONS = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "nadam": NAdam, "rmsprop": RMSprop, "muon": Muon}
+OPTIONS = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "nadam": NAdam, "rmsprop": RMSprop, "muon": Muon, "torch": Named}
 
 
 @pytest.mark.parametrize(("name", "kind"), OPTIONS.items())
@@ -231,6 +223,20 @@ def test_values_out_of_range_are_refused_by_key(kind: type, options: dict[str, A
     with pytest.raises(ConfigError) as refused:
         kind(**options)
     assert refused.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"name": "Adagrab"}, "name"), ({"name": "LBFGS"}, "name"), ({"name": "Muon"}, "name"),
+        ({"options": {"lr_decoy": 0.1}}, "options.lr_decoy"), ({"options": {"lr": 0.1}}, "options.lr"),
+        ({"options": {"lr_decay": -1.0}}, "options"), ({"name": "Rprop", "weight_decay": 0.1}, "weight_decay"),
+    ],
+)  # fmt: skip
+def test_what_a_named_optimizer_does_not_take_is_refused_by_key(options: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Named(lr=0.1, **options).build(network())
+    assert refused.value.key == f"optimizer.{key}"
 
 
 def test_the_base_class_is_abstract_and_refused_by_its_key() -> None:
