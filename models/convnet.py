@@ -68,15 +68,11 @@ class ConvNet(nn.Sequential):
         super().__init__(blocks)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the blocks between which the network can be split, in forward order: conv1, conv2, …, hidden, head."""
         return list(self.named_children())
 
 
 def smallest_side(num_convolutions: int, kernel_size: int, padding: int) -> int:
-    """Return the smallest input height (and width) in pixels for which the last pooling outputs at least one pixel.
-
-    Each convolution is followed by 2×2 max pooling.
-    """
+    """Return the smallest input side in pixels for which the last 2×2 pooling outputs at least one pixel."""
     side = 1
     for _ in range(num_convolutions):
         side = 2 * side + kernel_size - 1 - 2 * padding

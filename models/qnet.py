@@ -20,8 +20,8 @@ class QNet(nn.Sequential):
         num_inputs: size of a flattened observation; inputs [n, …] are flattened to [n, num_inputs].
         num_actions: number of actions; the outputs are [n, num_actions].
         hidden: number of units in each hidden layer; if empty, the network is linear.
-        duelling: whether to use separate heads for the state value and the advantages.
-        checkpoint_activations: store only each layer's inputs, and recompute other activations in the backward pass.
+        dueling: whether to use separate heads for the state value and the advantages.
+        checkpoint_activations: recompute activations in the backward pass.
     """
 
     def __init__(
@@ -29,14 +29,14 @@ class QNet(nn.Sequential):
         num_inputs: int,
         num_actions: int,
         hidden: Sequence[int] = (128, 128),
-        duelling: bool = False,
+        dueling: bool = False,
         checkpoint_activations: bool = False,
     ):
         blocks: OrderedDict[str, nn.Module] = OrderedDict() if hidden else OrderedDict(flatten=nn.Flatten())
         for i, (inputs, outputs) in enumerate(pairwise((num_inputs, *hidden)), start=1):
             blocks[f"hidden{i}"] = Rectified(inputs, outputs, checkpoint_activations)
         width = (num_inputs, *hidden)[-1]
-        blocks["head"] = Duelling(width, num_actions) if duelling else nn.Linear(width, num_actions)
+        blocks["head"] = Dueling(width, num_actions) if dueling else nn.Linear(width, num_actions)
         super().__init__(blocks)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
@@ -57,7 +57,7 @@ class Rectified(nn.Linear):
         return nn.functional.linear(flat, self.weight, self.bias).relu_()
 
 
-class Duelling(nn.Module):
+class Dueling(nn.Module):
     """Heads for the state value V and the advantages A, combined into the action values Q = V + A − mean(A).
 
     Wang et al., Dueling Network Architectures (2016), equation 9.
@@ -100,19 +100,11 @@ class WithTarget(nn.Module):
     def forward(
         self, observations: torch.Tensor, next_observations: torch.Tensor | None = None, double: bool = True
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the values of all actions and, if `next_observations` is given, the value of the best next action.
+        """Return the values of all actions, [n, num_actions]; with `next_observations`, and the best next value.
 
-        Args:
-            observations: a batch of observations, [n, …].
-            next_observations: the observations that followed them, [n, …]; None if only the values of all actions are
-                needed.
-            double: True: select the next action with the online network and evaluate it with the target network (van
-                Hasselt, Guez and Silver, Deep Reinforcement Learning with Double Q-learning, 2016); False: do both with
-                the target network.
-
-        Returns:
-            The values of all actions, [n, num_actions]. If `next_observations` is given, a tuple of this tensor and the
-            value of the best next action, a detached tensor [n, 1].
+        The latter is a detached tensor [n, 1]. If `double`, the online network selects the next action and the target
+        network evaluates it (van Hasselt, Guez and Silver, Deep Reinforcement Learning with Double Q-learning, 2016);
+        otherwise, the target network does both.
         """
         values = self.online(self._normalized(observations))
         if next_observations is None:
@@ -148,9 +140,6 @@ def online_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a DTensor, or any other tensor unchanged.
-
-    Local shards suffice for the elementwise update, because both networks are sharded in the same way.
-    """
+    """Return the shard of a DTensor, or any other tensor: both networks are sharded in the same way."""
     to_local = getattr(parameter, "to_local", None)
     return parameter if to_local is None else to_local()

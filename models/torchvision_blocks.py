@@ -34,10 +34,7 @@ class _SpatialMean(nn.Module):
 
 
 class _ViTStem(nn.Module):
-    """The layers before a vision transformer's encoder blocks: images → tokens [n, 1 + num_patches, hidden_dim].
-
-    The first token is the class token; the position embeddings are added to all tokens.
-    """
+    """The layers of a vision transformer before its encoder: images → tokens [n, 1 + num_patches, hidden_dim]."""
 
     def __init__(self, vit: models.VisionTransformer):
         super().__init__()
@@ -63,12 +60,7 @@ def _vit(vit: models.VisionTransformer) -> Layers:
 
 
 def _children(*names: str, **functions: nn.Module) -> Callable[[nn.Module], Layers]:
-    """Return a function that lists the layers of a network in the order of `names`.
-
-    Args:
-        names: the names of the layers. Each is a key of `functions`, or the name of a submodule of the network.
-        functions: modules without parameters, by name. They replace functions that the network's forward pass calls.
-    """
+    """Return a function that lists layers by name: one of `functions`, which a forward pass calls, or a submodule."""
     return lambda network: [(name, functions.get(name) or network.get_submodule(name)) for name in names]
 
 
@@ -128,8 +120,7 @@ def blocks_of_chain(network: nn.Module) -> Layers:
 def with_blocks(network: nn.Module) -> nn.Module:
     """Give `network` the method `blocks()` if its class is in `CHAINS`, and return `network`.
 
-    As in `fully_shard`, the class of the network is replaced in place by a subclass with the same name. The forward
-    pass and the parameters stay the same. The class is replaced after the network has been created, because
+    As in `fully_shard`, its class is replaced by a subclass with the same name, after it has been created, because
     torchvision's builder functions cannot create a network of a given class.
     """
     cls = type(network)
@@ -139,13 +130,10 @@ def with_blocks(network: nn.Module) -> nn.Module:
 
 
 def checkpoint_activations(network: nn.Module) -> int:
-    """Let the backward pass recompute the activations in the blocks of `network`.
+    """Let the backward pass recompute the activations in the blocks of `network`; return the number of such blocks.
 
-    Blocks without submodules are left out. Blocks that `network.blocks()` creates from several layers are also left
-    out: each call of `blocks()` creates them anew, and the forward pass of `network` does not use them.
-
-    Returns:
-        The number of blocks that recompute their activations; 0 if there are none, or `network` has no `blocks()`.
+    Blocks without submodules are left out, and those that `network.blocks()` creates from several layers in each call,
+    which the forward pass of `network` does not use.
     """
     own = {id(module) for module in network.modules()}
     blocks = [block for _, block in blocks_of(network) if id(block) in own and any(True for _ in block.children())]
@@ -163,10 +151,7 @@ def _named(prefix: str, container: Iterable[nn.Module] | nn.Module) -> Layers:
 
 
 def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `layers`, but recursively replace each `nn.Sequential` and each `AnyStage` by its children.
-
-    Other subclasses of `nn.Sequential` are not replaced.
-    """
+    """Yield `layers`, but recursively the children of each `nn.Sequential` (not of subclasses) and `AnyStage`."""
     for name, layer in layers:
         if type(layer) in (nn.Sequential, AnyStage):
             yield from _flattened(_named(name, layer))

@@ -21,7 +21,7 @@ from runner.config.other_names import type_instead
 from runner.config.schema import build, component_fields, load_class, option_fields, typed_values
 from runner.data.base import Data
 from runner.device import Device, device_name
-from runner.ema.options import Ema
+from runner.ema import Ema
 from runner.env.base import Env
 from runner.model.base import Model
 from runner.optimizer import Optimizer
@@ -31,7 +31,7 @@ from runner.parallel.context import Context, Process
 from runner.precision import Precision
 from runner.profiler import Profiler
 from runner.schedule import Schedule
-from runner.stop.rules import Stop
+from runner.stop import Stop
 from runner.system.exit_codes import CRASHED, DIVERGED, DONE, STOPPED
 from runner.system.secrets import redacted_values
 from runner.tracking.base import Tracker

@@ -16,11 +16,7 @@ from runner.config.errors import check, check_range
 
 @dataclass
 class Schedule:
-    """A constant learning rate after a linear warm-up, and the base class of all schedules.
-
-    Args:
-        warmup: fraction of the run, from 0 to 1, during which the factor rises linearly from 0 to 1.
-    """
+    """A constant learning rate after a linear warm-up over a fraction of the run; the base class of all schedules."""
 
     warmup: float = 0.0
 
@@ -64,12 +60,7 @@ class OneCycle(Schedule):
     """The one-cycle policy: the factor follows a cosine from 1/`start_div` to 1, then to 1/(`start_div`·`final_div`).
 
     Smith and Topin, Super-Convergence (2018), as in `torch.optim.lr_scheduler.OneCycleLR`, but with constant momentum.
-    `optimizer.lr` is the maximum learning rate.
-
-    Args:
-        rise: fraction of the updates after the warm-up during which the learning rate rises to its maximum.
-        start_div: ratio of the maximum learning rate to the initial learning rate.
-        final_div: ratio of the initial learning rate to the final learning rate.
+    `optimizer.lr` is the maximum learning rate; `rise` is the fraction of the updates before it is reached.
     """
 
     rise: float = 0.3
@@ -94,9 +85,7 @@ class OneCycle(Schedule):
 class Step(Schedule):
     """Step decay: the factor is multiplied by `gamma` at each milestone (`torch.optim.lr_scheduler.MultiStepLR`).
 
-    Args:
-        milestones: the points of the decay, in increasing order, as fractions of the updates after the warm-up.
-        gamma: the number by which the factor is multiplied at each milestone.
+    Milestones are fractions of the updates after the warm-up.
     """
 
     milestones: tuple[float, ...] = (0.5, 0.75)

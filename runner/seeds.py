@@ -27,19 +27,10 @@ def derive(seed: int, *path: int | str) -> int:
 
 
 def uniforms(seed: int, epochs: torch.Tensor, samples: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` uniform random numbers in [0, 1) for each pair (epoch, sample).
+    """Return `count` uniform random numbers in [0, 1) for each pair (epoch, sample): float32 [n, count].
 
     The numbers of a sample are the same on every device and in every batch. The generator is counter-based: it hashes
-    the epoch, the sample and the index of the number, and has no state to save.
-
-    Args:
-        seed: the root seed.
-        epochs: the epoch of each sample, int64 [n].
-        samples: the index of each sample in the data set, int64 [n].
-        count: number of random numbers per sample.
-
-    Returns:
-        A float32 tensor [n, count] on the device of `samples`.
+    the epoch, the sample and the index of the number, and has no state to save. `epochs` and `samples` are int64 [n].
     """
     draws = torch.arange(count, device=samples.device)
     keys = _mix(_mix(_mix(samples + derive(seed, "augmentation")) + epochs)[:, None] + draws)
@@ -47,18 +38,14 @@ def uniforms(seed: int, epochs: torch.Tensor, samples: torch.Tensor, count: int)
 
 
 def sample_seeds(seed: int, epochs: torch.Tensor, samples: torch.Tensor) -> list[int]:
-    """Return a seed in [0, 2⁶³) for each pair (epoch, sample), which does not depend on the device or the batch.
-
-    The arguments are those of `uniforms`.
-    """
+    """Return a seed in [0, 2⁶³) for each pair (epoch, sample), which depends on neither device nor batch."""
     return (_mix(_mix(samples + derive(seed, "transforms")) + epochs) & ((1 << 63) - 1)).tolist()
 
 
 def random_state(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
-    """Return the states of torch's default random number generators of the CPU and of `devices`.
+    """Return the states of torch's default generators, which dropout uses, of the CPU and of `devices`.
 
-    Dropout, for example, uses these generators. The keys are `cpu` and the type of each device; for devices after the
-    first one, the type is followed by the position of the device in `devices`, as in `cuda 1`.
+    The keys are `cpu` and the type of each device; for devices after the first one, followed by its position: `cuda 1`.
     """
     state = {"cpu": torch.get_rng_state()}
     for name, device in _generator_names(devices).items():
@@ -77,7 +64,6 @@ def set_random_state(state: dict[str, torch.Tensor], devices: Sequence[torch.dev
 
 
 def _generator_names(devices: Sequence[torch.device]) -> dict[str, torch.device]:
-    """Return the accelerators in `devices`, by the keys of their generators in `random_state`."""
     return {
         f"{device.type} {position}" if position else device.type: device
         for position, device in enumerate(devices)
@@ -86,11 +72,7 @@ def _generator_names(devices: Sequence[torch.device]) -> dict[str, torch.device]
 
 
 def random_bytes(seed: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` uniform random bytes, which depend only on `seed`, not on the device.
-
-    Returns:
-        A uint8 tensor [count] on `device`.
-    """
+    """Return `count` uniform random bytes, uint8 [count], which depend only on `seed`, not on the device."""
     words = torch.empty(-(-count // 8), dtype=torch.int64, device=device)
     for start in range(0, len(words), _CHUNK):  # bounds the memory of the hash's temporaries
         stop = min(start + _CHUNK, len(words))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from runner.device import Competition
-from runner.ema.base import Average
+from runner.ema import Average
 from runner.run import Result, Session, config_hash
 from runner.schedule import Schedule
 from runner.seeds import random_state, set_random_state

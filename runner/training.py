@@ -35,7 +35,6 @@ from runner.tracking.log_file import LogFile
 from runner.tracking.metrics import DivergedError, in_words
 from runner.tracking.progress import Progress, progress_for
 from runner.tracking.recorder import Recorder
-from runner.workloads.metric_checks import check_without_samples
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,6 @@ def train(session: Session, directory: Path) -> Result:
             if (refusal := refused_by_torch(run, error)) is not None:
                 raise refusal from error
             raise
-        check_without_samples(run.workload, session.device)
         with (
             Recorder(run.tracking, directory, state.step, visible=writes) as recorder,
             progress_for(session.num_steps, run.batch_size, state.step, visible=writes) as progress,

@@ -102,7 +102,7 @@ def test_there_are_no_import_cycles() -> None:
 def test_the_numbers_of_layers_and_of_top_level_files_stay_small() -> None:
     assert len(LAYERS) <= 15
     at_the_root = sorted(path.name for path in (ROOT / "runner").glob("*.py"))
-    assert len(at_the_root) <= 13, at_the_root
+    assert len(at_the_root) <= 18, at_the_root
 
 
 def test_the_interface_of_parallel_modes_stays_small() -> None:

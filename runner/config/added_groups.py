@@ -10,9 +10,9 @@ import copy
 from typing import Any
 
 ADDED_GROUPS: dict[str, dict[str, Any]] = {
-    "ema": {"_target_": "runner.ema.options.Ema", "decay": None},
+    "ema": {"_target_": "runner.ema.Ema", "decay": None},
     "stop": {
-        "_target_": "runner.stop.rules.Stop",
+        "_target_": "runner.stop.Stop",
         "metric": None,
         "patience": None,
         "min_delta": 0.0,

@@ -24,15 +24,9 @@ _EXTRAS = {"box2d": "box2d", "classic_control": "classic-control"}
 
 @dataclass
 class Env:
-    """The options of a gymnasium environment with discrete actions (Towers et al., 2024).
+    """A gymnasium environment with discrete actions (Towers et al., 2024); for options, see `conf/env/_env.yaml`.
 
-    Args:
-        id: the name in gymnasium's registry; `module:Name-v0` first imports the module that registers it.
-        num_envs: number of environments that are stepped together, summed over all processes.
-        vectorization: `auto` (the vectorized implementation of the environment if there is one that can be used, else
-            `sync`), `sync` (one after another) or `async` (one process each, for slow environments).
-        max_episode_steps: truncate episodes after this many steps; null for the limit that the environment is
-            registered with.
+    `id` is a name in gymnasium's registry; `module:Name-v0` first imports the module that registers it.
     """
 
     id: str = "CartPole-v1"
@@ -49,16 +43,10 @@ class Env:
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Check saved options, so that the config of a saved run cannot decide which modules are imported.
-
-        Args:
-            values: the saved options that the command line does not override.
-
-        Returns:
-            The options to change, with their new values. This dict is always empty, because no option is changed.
+        """Check saved options that were not typed again; return those to change with their new values: none.
 
         Raises:
-            ConfigError: if `id` names a module to import, as in `module:Name-v0`.
+            ConfigError: if `id` names a module to import, as in `module:Name-v0`: a saved config does not decide this.
         """
         name = str(values.get("id", ""))
         why = "a saved config does not decide which modules are imported"
@@ -74,12 +62,10 @@ class Env:
 
         Raises:
             ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported;
-                with `vectorization=async`, also if `num_envs` is too large, if the processes cannot be started, or if
-                an environment cannot be reset in its process.
+                with `vectorization=async`, also if the processes of all environments cannot be started and reset.
         """
         # imported here: these import gymnasium and numpy
-        from runner.env.spaces import shape_and_actions
-        from runner.env.vector import EnvironmentBrokenError
+        from runner.env.vector import EnvironmentBrokenError, shape_and_actions
 
         spec = self._spec()
         single = self._make_one(spec)
@@ -125,14 +111,7 @@ class Env:
             raise ConfigError("num_envs", num_envs, why, "reduce it, or env.vectorization=sync") from None
 
     def cannot_be_drawn(self, render_mode: str, otherwise: str) -> tuple[str, str] | None:
-        """Return (reason, remedy) if this environment cannot be rendered; None if it can be rendered.
-
-        Called after `prepare`.
-
-        Args:
-            render_mode: `rgb_array` or `human`.
-            otherwise: the remedy to return if the environment does not support `render_mode`.
-        """
+        """Return (reason, remedy) if this environment cannot be rendered in `render_mode`, else None; see `prepare`."""
         if render_mode not in self._render_modes:
             return f"{self.id} does not support render_mode={render_mode}", otherwise
         if self._is_builtin and not is_installed("pygame"):
@@ -147,7 +126,6 @@ class Env:
         return options | ({"max_episode_steps": self.max_episode_steps} if self.max_episode_steps else {})
 
     def _spec(self) -> EnvSpec:
-        """Return the entry for `id` in gymnasium's registry."""
         import gymnasium  # imported here: it takes 0.1 s to import
 
         module, _, name = self.id.rpartition(":")
@@ -166,7 +144,6 @@ class Env:
             raise ConfigError("id", self.id, "gymnasium has no such environment", remedy) from None
 
     def _make_one(self, spec: EnvSpec) -> Any:
-        """Create a single environment, so that its spaces can be inspected."""
         import gymnasium
 
         try:

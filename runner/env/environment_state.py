@@ -29,9 +29,8 @@ def restore(envs: VectorEnv, state: dict[str, Any]) -> None:
     """Set the state of `envs` to `state`, which `state_of` returned for the same kind and number of environments.
 
     Raises:
-        Exception: one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state` does not fit `envs`: for example,
-            if `state` has another number of wrappers, or an attribute that `envs` does not have. A part of the state
-            of `envs` may have been replaced already.
+        Exception: one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state` does not fit `envs`. A part of the
+            state of `envs` may have been replaced already.
     """
     _set_attributes(envs, state["vector"])
     if isinstance(envs, SyncVectorEnv):
@@ -45,10 +44,7 @@ def _is_supported(env: object) -> bool:
 
 
 def _layers(env: Any) -> list[Any]:
-    """Return the wrappers of `env`, outermost first, and the environment itself.
-
-    The wrappers also have state: for example, TimeLimit counts the steps of an episode.
-    """
+    """Return the wrappers of `env`, which have state too, such as a time limit, outermost first, and `env` itself."""
     layers = [env]
     while layers[-1] is not env.unwrapped:
         layers.append(layers[-1].env)
@@ -56,10 +52,7 @@ def _layers(env: Any) -> list[Any]:
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
-    """Return the attributes of `layer` that have plain values, and the state of its random number generator.
-
-    Other attributes, such as spaces and functions, are left out, because they do not change.
-    """
+    """Return the attributes of `layer` with plain values and its random generator; others, as spaces, do not change."""
     kept = {name: plain(value) for name, value in vars(layer).items() if _is_plain(value)}
     generator = vars(layer).get("_np_random")
     return kept if generator is None else kept | {"_np_random": {"random": generator.bit_generator.state}}

@@ -16,8 +16,8 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.wrappers import FlattenObservation
 
+from runner.config.errors import ConfigError, check
 from runner.env import environment_state
-from runner.env.spaces import needs_flattening
 from runner.storage.content_checks import UnexpectedContentError, check_like
 from runner.system.forkserver import METHOD, start_server, without_main_module
 from runner.system.signals import STOP_SIGNALS
@@ -27,10 +27,7 @@ _UNBOUNDED = 1e6
 
 
 class EnvironmentBrokenError(Exception):
-    """Raised when an environment raises an error, or returns values that are not finite.
-
-    The message contains the seed, episode and step, so that the error can be reproduced.
-    """
+    """Raised when an environment raises an error or returns values that are not finite, with its seed and step."""
 
 
 class Steps(NamedTuple):
@@ -48,6 +45,32 @@ class Steps(NamedTuple):
     """bool [n]: False where the action was ignored and the environment was reset, because its episode had ended."""
 
 
+def shape_and_actions(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], int]:
+    """Return the shape of the observations of `env`, called `name`, and its number of actions; and close `env`.
+
+    Raises:
+        ConfigError: if actions are not discrete, or observations cannot be flattened to a fixed number of values.
+    """
+    actions, observations = env.action_space, env.observation_space
+    env.close()
+    why = f"its action space is {_description(actions)}, and deep Q-learning needs discrete actions"
+    if not isinstance(actions, gymnasium.spaces.Discrete):
+        raise ConfigError("id", name, why, "choose another environment, such as env=cartpole")
+    why = f"its observation space is {_description(observations)}, which cannot be flattened to a vector"
+    check(observations.is_np_flattenable, "id", name, why, "choose another environment, such as env=cartpole")
+    flattened = _needs_flattening(observations)
+    return (gymnasium.spaces.flatdim(observations),) if flattened else tuple(observations.shape), int(actions.n)
+
+
+def _needs_flattening(space: gymnasium.Space) -> bool:
+    """Return whether observations are no arrays: discrete values become one-hot vectors, tuples are joined."""
+    return not isinstance(space, gymnasium.spaces.Box)
+
+
+def _description(space: gymnasium.Space) -> str:
+    return f"continuous, {space.shape}" if isinstance(space, gymnasium.spaces.Box) else f"a {type(space).__name__}"
+
+
 def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, Any]) -> VectorEnv:
     """Create vectorized environments. Each environment is reset in the step after its episode ends.
 
@@ -56,21 +79,20 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
     Args:
         spec: the entry in gymnasium's registry.
         num_envs: number of environments.
-        vectorization: `sync` (one after another), `async` (one process each) or `auto`. `auto` uses the vectorized
-            implementation that is registered for the environment. `auto` is the same as `sync` if there is no such
-            implementation, if the implementation does not reset an environment in the step after its episode ends, or
-            if the environment's observations are not arrays.
+        vectorization: `sync` (one after another), `async` (one process each) or `auto`: the vectorized implementation
+            that is registered for the environment, if it resets an environment in the step after its episode ends and
+            observations are arrays; otherwise, `sync`.
         options: keyword arguments of the environment.
     """
     if vectorization == "auto" and spec.vector_entry_point is not None:
         envs = gymnasium.make_vec(spec, num_envs, "vector_entry_point", **options)
         resets_in_next_step = envs.metadata.get("autoreset_mode") == AutoresetMode.NEXT_STEP
-        if resets_in_next_step and not needs_flattening(envs.single_observation_space):
+        if resets_in_next_step and not _needs_flattening(envs.single_observation_space):
             return envs
         envs.close()
     mode = "sync" if vectorization == "auto" else vectorization
     single = gymnasium.make(spec, **options)
-    wrappers: list[Any] = [FlattenObservation] if needs_flattening(single.observation_space) else []
+    wrappers: list[Any] = [FlattenObservation] if _needs_flattening(single.observation_space) else []
     single.close()
     if mode != "async":
         return gymnasium.make_vec(spec, num_envs, mode, wrappers=wrappers, **options)
@@ -85,15 +107,10 @@ _PRELOADED = ("gymnasium", "runner.env.vector")
 
 
 def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
-    """Return `env` unchanged, and make the process of an environment exit on SIGTERM and ignore Ctrl-C.
+    """Make the process of an environment exit on SIGTERM and ignore Ctrl-C; return `env` unchanged.
 
-    The process of an environment is forked from the fork server, in whose children stop signals are blocked. This
-    function is passed to gymnasium as a wrapper, which gymnasium calls in the process of each environment, and also in
-    the process of the run. In the process of the run, this function changes nothing.
-
-    Args:
-        env: the environment.
-        parent: the process ID of the run.
+    It is forked from the fork server, in whose children stop signals are blocked. gymnasium calls this function, as a
+    wrapper, there and in the process of the run, `parent`, where it changes nothing.
     """
     if os.getpid() != parent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -104,12 +121,7 @@ def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
 
 
 class Vector:
-    """A context manager that steps vectorized environments and closes them at the end.
-
-    Args:
-        envs: the environments.
-        name: the name in gymnasium's registry, for error messages.
-    """
+    """A context manager that steps vectorized environments and closes them; errors call them `name`."""
 
     def __init__(self, envs: VectorEnv, name: str):
         self.envs, self.name, self.num_envs = envs, name, envs.num_envs
@@ -141,7 +153,7 @@ class Vector:
 
         Args:
             seed: one seed if all environments share one random number generator; otherwise, one seed per environment,
-                or one seed from which gymnasium derives `seed + i` for environment i.
+                or one from which gymnasium derives `seed + i` for environment i.
 
         Raises:
             EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.
@@ -189,13 +201,7 @@ class Vector:
             raise EnvironmentBrokenError(self._message(f"raised {type(error).__name__}: {error}")) from error
 
     def _message(self, what: str, index: int | None = None) -> str:
-        """Return an error message with the seed, episode and step of the environment that failed.
-
-        Args:
-            what: what the environment did, such as `raised ValueError: …`.
-            index: index of the environment that failed; None if it is not known. The message then lists the first four
-                environments.
-        """
+        """Return an error message with seed, episode and step of environment `index`; of the first four for None."""
         shown = range(self.num_envs)[:4] if index is None else [index]
         seed = self._seed
         if isinstance(seed, int):
@@ -210,10 +216,9 @@ class Vector:
         return f"{self.name} {what}; {one_of}{'; '.join(places)}{more}"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the lower and the upper bounds of an observation, each a float64 array of the observation's shape.
+        """Return the lower and the upper bounds of an observation, float64 arrays of the observation's shape.
 
-        The result is None if observations are not arrays, if a bound is infinite, or if a lower bound is not less than
-        its upper bound.
+        None if observations are not arrays, or a bound is infinite or not below its upper bound.
         """
         space = self.envs.single_observation_space
         if not isinstance(space, gymnasium.spaces.Box):
@@ -244,7 +249,7 @@ class Vector:
 
         Raises:
             Exception: one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state` does not match these
-                environments; their own state may then be partly replaced.
+                environments; their state may then be partly replaced.
         """
         like = {"episodes": [int], "lengths": [int], "ended": [bool], "seed": object, "envs": dict}
         check_like(state, like | {"observations": torch.from_numpy(self.observations)}, "environments")

@@ -21,18 +21,10 @@ MOST_UNITS = 10_000_000
 
 @dataclass
 class Model(ABC):
-    """The options of a network; `build` creates the network.
+    """The options of a network, explained in `conf/model/_model.yaml`; `build` creates the network.
 
-    Args:
-        checkpoint_activations: store only the inputs of the network's blocks and recompute other activations in the
-            backward pass (Chen et al., 2016). This saves memory and costs time; the results are the same.
-        weights: path of a file with the initial weights (`.safetensors`, or a `state_dict` that `torch.save` wrote);
-            null for random initialization.
-        reset_head: keep random weights in the last layer instead of loading its weights. This is needed if the weights
-            in the file are for another number of classes.
-        freeze: patterns of the names of parameters that are not trained (see `runner.config.name_patterns`). A batch
-            normalization layer whose parameters are all frozen uses its running statistics, and does not update them.
-        unfreeze: patterns of parameters that are trained although a pattern in `freeze` matches them.
+    For `checkpoint_activations`, see Chen et al., Training Deep Nets with Sublinear Memory Cost (2016). The patterns in
+    `freeze` and `unfreeze` are those of `runner.config.name_patterns`.
     """
 
     checkpoint_activations: bool = False
@@ -61,20 +53,15 @@ class Model(ABC):
         check(path.is_file(), "weights", self.weights, f"there is no such file in {path.parent.absolute()}", remedy)
 
     def build(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Create the network, with the weights in the file `weights` or, without a file, with random weights.
-
-        With `reset_head`, the last layer has random weights in any case. Parameters that match a pattern in `freeze`,
-        but no pattern in `unfreeze`, do not require gradients.
+        """Create the network, with random weights or those in the file `weights`, and freeze parameters.
 
         Args:
             shape: shape of one input; (channels, height, width) for images.
             num_classes: number of outputs.
 
         Raises:
-            ConfigError: if the network cannot process inputs of this shape; if the weights cannot be read or are for
-                another network; if `reset_head` is set and the network lists no blocks; if a pattern in `freeze`
-                matches no parameter; if a pattern in `unfreeze` matches no frozen parameter; or if no parameter is left
-                to train.
+            ConfigError: if the network cannot process inputs of this shape, or if `weights`, `reset_head`, `freeze` or
+                `unfreeze` does not fit the network.
         """
         why = f"this network needs inputs of {self.num_dims} dimensions"
         check(self.num_dims is None or len(shape) == self.num_dims, "inputs", list(shape), why, "use model=qnet")
@@ -87,17 +74,10 @@ class Model(ABC):
 
     @abstractmethod
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Create the network with random weights.
+        """Create the network with random weights; arguments and errors are those of `build`.
 
         A network that can be split into stages has a method `blocks()`, which returns a list of (name, module) in the
         order of the forward pass. The last module is the head.
-
-        Args:
-            shape: shape of one input; (channels, height, width) for images.
-            num_classes: number of outputs.
-
-        Raises:
-            ConfigError: if the network cannot be built with these options, or for inputs of this shape.
         """
 
 

@@ -16,12 +16,7 @@ from runner.system.installed import is_installed
 
 @dataclass
 class NamedModel(Model):
-    """The base class for the options of networks that a library builds by name.
-
-    Args:
-        name: name of the network in the library.
-        options: keyword arguments with which the library creates the network; null for the library's defaults.
-    """
+    """The base class for the options of networks that a library builds by `name`, with the arguments `options`."""
 
     name: str = "resnet18"
     options: dict[str, Any] | None = None
@@ -38,11 +33,6 @@ class NamedModel(Model):
         return model
 
     def _check_outputs(self, model: torch.nn.Module, shape: tuple[int, ...], num_classes: int) -> None:
-        """Check that `model` returns the logits of all classes for an input of `shape`.
-
-        Raises:
-            ConfigError: if it does not, for example because the images are too small for the network.
-        """
         inputs = torch.zeros(1, *shape, device=next(model.parameters()).device)
         try:
             with torch.no_grad():

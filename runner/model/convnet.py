@@ -12,15 +12,7 @@ from runner.model.base import MOST_UNITS, Model
 
 @dataclass
 class ConvNet(Model):
-    """Convolutions with max pooling, then two linear layers (`models.convnet.ConvNet`).
-
-    Args:
-        channels: number of output channels of each convolution.
-        kernel_size: kernel size of each convolution.
-        padding: zero padding of each convolution, in pixels on each side.
-        hidden: number of output features of the first linear layer.
-        dropout: dropout probability after the first linear layer.
-    """
+    """Convolutions with max pooling, then two linear layers (`models.convnet.ConvNet`)."""
 
     channels: tuple[int, ...] = (20, 20)
     kernel_size: int = 5

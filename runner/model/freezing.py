@@ -16,11 +16,6 @@ def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable
     A batch normalization layer whose weight and bias are frozen normalizes with its running statistics, which no longer
     change (see `models.frozen_batch_norm`). Dropout in frozen layers works as before.
 
-    Args:
-        model: the network.
-        patterns: patterns of parameter names (see `runner.config.name_patterns`).
-        exceptions: patterns of the parameters that are trained although one of `patterns` matches them.
-
     Raises:
         ConfigError: with the key `freeze`, if one of `patterns` matches no parameter, or if no parameter is left to
             train; with the key `unfreeze`, if one of `exceptions` matches no frozen parameter.

@@ -14,15 +14,10 @@ from runner.model.base import MOST_UNITS, Model
 
 @dataclass
 class QNet(Model):
-    """A multi-layer perceptron that computes action values, or classifies flattened images (`models.qnet.QNet`).
-
-    Args:
-        hidden: number of units in each hidden layer.
-        duelling: use separate heads for the state value and the advantages (Wang et al., 2016).
-    """
+    """A multi-layer perceptron that computes action values, or classifies flattened images (`models.qnet.QNet`)."""
 
     hidden: tuple[int, ...] = (128, 128)
-    duelling: bool = False
+    dueling: bool = False
 
     num_dims: ClassVar[int | None] = None
 
@@ -35,4 +30,4 @@ class QNet(Model):
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from models import qnet  # imported here: config errors are reported before torch is imported
 
-        return qnet.QNet(math.prod(shape), num_classes, self.hidden, self.duelling, self.checkpoint_activations)
+        return qnet.QNet(math.prod(shape), num_classes, self.hidden, self.dueling, self.checkpoint_activations)

@@ -12,15 +12,7 @@ from runner.model.base import Model
 
 @dataclass
 class ResNet(Model):
-    """A residual network with torchvision's parameter names (`models.resnet.ResNet`).
-
-    Args:
-        depth: number of layers: 18, 34, 50, 101 or 152.
-        stem: the first layers: `imagenet` or `cifar`. `imagenet` downsamples the images by 4; `cifar` keeps their size,
-            which suits images of about 32×32 pixels.
-        norm: `batch` for batch normalization, or `group` for group normalization. Group normalization is computed per
-            sample, so that the results do not depend on how a batch is split.
-    """
+    """A residual network with torchvision's parameter names (`models.resnet.ResNet`)."""
 
     depth: int = 50
     stem: str = "imagenet"

@@ -17,8 +17,7 @@ class Row(NamedTuple):
     Args:
         name: name of the block.
         kind: class of the block or, if it groups several layers, the classes of the layers.
-        output: shape of the output for one sample; None if the block was not called or returns no tensor, or if the
-            shape is not known.
+        output: shape of the output for one sample; None if it is not known, or not that of a tensor.
         parameters: number of parameters.
         trained: number of parameters that require gradients.
         flops: floating-point operations of the forward pass for one sample; None if they are not known. Only matrix
@@ -34,78 +33,80 @@ class Row(NamedTuple):
 
 
 def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
-    """Return the table of a network for the log. To find the outputs, the network is called with an input of zeros.
+    """Return the table of a network for the log, before it is placed on its devices.
 
-    The weights and buffers of the network do not change. The network itself is called instead of a copy on the
-    meta device, because operators on the meta device import sympy, and this import would double the time that a small
-    run takes to start.
-
-    Args:
-        model: the network, before it is placed on its devices.
-        shape: shape of one input; None if it is not known. If `shape` is None, or if the network cannot process an
-            input of this shape, the table lacks the columns for outputs and floating-point operations.
+    To find out the outputs, the network is called with an input of zeros of `shape`; its weights and buffers do not
+    change. It is not copied to the meta device, whose operators import sympy, which takes as long as a small run. If
+    `shape` is None or does not suit the network, the table lacks outputs and floating-point operations.
     """
     if shape is not None:
         with suppress(Exception):  # whatever is wrong with the network, training says it better
             return formatted(rows_of(model, shape))
-    return formatted(parameter_rows(model))
+    return formatted(rows_of(model, None))
 
 
-def parameter_rows(model: torch.nn.Module) -> list[Row]:
-    """Return the same rows as `rows_of`, but without outputs and floating-point operations; `model` is not called."""
-    rows = [Row(name, _kind(part), None, *_counts(part), None) for name, part in _parts(model)]
-    return [*rows, Row("total", type(model).__name__, None, *_counts(model), None)]
-
-
-def rows_of(model: torch.nn.Module, shape: tuple[int, ...]) -> list[Row]:
+def rows_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> list[Row]:
     """Return a row for each block of `model` (each child if `model` lists no blocks), and a row for the whole network.
 
     Args:
         model: the network, on any device. Its weights, buffers and training mode do not change.
-        shape: shape of one input.
+        shape: shape of one input; None to leave out outputs and floating-point operations, without calling the model.
 
     Raises:
         Exception: whatever the forward pass of the network raises for an input of this shape.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # imported here: its imports take a tenth of a second
+    parts = blocks_of(model) or _children(model)
+    outputs: dict[str, Any] = {}
+    flops: dict[str, int] = {}
+    if shape is not None:
+        flops = dict.fromkeys([*(name for name, _ in parts), "total"], 0)
+        _call(model, parts, shape, outputs, flops)
+    rows = []
+    for name, part in [*parts, ("total", model)]:
+        counts = [p.numel() for p in part.parameters()], [p.numel() for p in part.parameters() if p.requires_grad]
+        output = tuple(outputs[name].shape[1:]) if isinstance(outputs.get(name), torch.Tensor) else None
+        kinds = [type(layer).__name__ for layer in part.children()]
+        kind = type(part).__name__
+        if kind == "Block":
+            kind = " ".join(kinds if len(kinds) <= 4 else [*kinds[:3], "…"])
+        rows.append(Row(name, kind, output, *map(sum, counts), flops.get(name)))
+    return rows
 
-    parts = _parts(model)
-    outputs: dict[str, tuple[int, ...]] = {}
-    flops = dict.fromkeys((name for name, _ in parts), 0)
+
+def _call(
+    model: torch.nn.Module,
+    parts: list[tuple[str, torch.nn.Module]],
+    shape: tuple[int, ...],
+    outputs: dict[str, Any],
+    flops: dict[str, int],
+) -> None:
+    """Call `model`, and put the outputs and the operations of its parts, which it may call several times, in dicts."""
+    from torch.utils.flop_counter import FlopCounterMode  # its imports take a tenth of a second
+
     x = torch.zeros(1, *shape, device=next((parameter.device for parameter in model.parameters()), None))
     with _unchanged(model), torch.no_grad(), ExitStack() as hooks, FlopCounterMode(display=False) as counter:
+        for name, module in parts:
 
-        def begin(name: str) -> Any:
-            def hook(*_: Any) -> None:
+            def begin(*_: Any, name: str = name) -> None:
                 flops[name] -= counter.get_total_flops()
 
-            return hook
-
-        def end(name: str) -> Any:
-            def hook(_: Any, __: Any, output: Any) -> None:
+            def end(_: Any, __: Any, output: Any, name: str = name) -> None:
                 flops[name] += counter.get_total_flops()
-                if isinstance(output, torch.Tensor):
-                    outputs[name] = tuple(output.shape[1:])
+                outputs[name] = output
 
-            return hook
-
-        for name, module in parts:
-            hooks.enter_context(module.register_forward_pre_hook(begin(name)))
-            hooks.enter_context(module.register_forward_hook(end(name)))
+            hooks.enter_context(module.register_forward_pre_hook(begin))
+            hooks.enter_context(module.register_forward_hook(end))
         if blocks_of(model):
-            for _, block in parts:
+            for _, block in parts:  # `model.blocks()` may return others in its forward pass
                 x = block(x)
         else:
             x = model(x)
-        total = counter.get_total_flops()
-    rows = [Row(name, _kind(part), outputs.get(name), *_counts(part), flops[name]) for name, part in parts]
-    whole = tuple(x.shape[1:]) if isinstance(x, torch.Tensor) else None
-    return [*rows, Row("total", type(model).__name__, whole, *_counts(model), total)]
+        outputs["total"], flops["total"] = x, counter.get_total_flops()
 
 
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """A context in which `model` is in evaluation mode. At the end, its buffers and training modes are restored."""
+    """A context in which `model` is in evaluation mode; at the end, its buffers and training modes are restored."""
     training = {module: module.training for module in model.modules()}
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     model.eval()
@@ -113,50 +114,30 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for name, (buffer, value) in buffers.items():
-            owner, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(owner), own_name, buffer.copy_(value))  # it may be another tensor now
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, buffer.copy_(value))  # it may be another tensor now
         for module, was_training in training.items():
             module.training = was_training
 
 
 def formatted(rows: Iterable[Row]) -> str:
     """Return `rows` as aligned text, one line per row, below a line of headings. Empty columns are left out."""
-    cells: list[tuple[str, ...]] = [("block", "type", "output", "parameters", "trained", "FLOPs")]
+    lines = [("block", "type", "output", "parameters", "trained", "FLOPs")]
     for row in rows:
         shape = "" if row.output is None else "×".join(map(str, row.output))
-        cells.append((row.name, row.kind, shape, *("" if count is None else f"{count:,}" for count in row[3:])))
-    columns = [column for column in range(6) if any(line[column] for line in cells[1:])]
-    widths = {column: max(len(line[column]) for line in cells) for column in columns}
-    lines = [
-        [line[column].ljust(widths[column]) if column < 3 else line[column].rjust(widths[column]) for column in columns]
-        for line in cells
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def _parts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    return blocks_of(model) or _children(model)
+        lines.append((row.name, row.kind, shape, *("" if count is None else f"{count:,}" for count in row[3:])))
+    columns = []
+    for place, column in enumerate(zip(*lines, strict=True)):
+        width = max(map(len, column))
+        if any(column[1:]):
+            columns.append([cell.ljust(width) if place < 3 else cell.rjust(width) for cell in column])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def _children(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return (name, module) of each child of `model`.
-
-    A child that is a `ModuleList` has no forward pass. The modules that it contains are returned in its place.
-    """
+    """Return (name, module) of each child of `model`; of a `ModuleList`, which has no forward pass, its modules."""
     found = []
     for name, child in model.named_children():
         inside = child.named_children() if isinstance(child, torch.nn.ModuleList) else []
         found += [(f"{name}.{number}", each) for number, each in inside] or [(name, child)]
     return found
-
-
-def _kind(module: torch.nn.Module) -> str:
-    if type(module).__name__ != "Block":
-        return type(module).__name__
-    kinds = [type(layer).__name__ for layer in module.children()]
-    return " ".join(kinds if len(kinds) <= 4 else [*kinds[:3], "…"])
-
-
-def _counts(module: torch.nn.Module) -> tuple[int, int]:
-    parameters = list(module.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)

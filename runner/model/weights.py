@@ -24,8 +24,8 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     AveragedModel), and `_orig_mod` anywhere (torch.compile of the network or of its blocks).
 
     Args:
-        path: a `.safetensors` file, or a file written by `torch.save` that contains either a `state_dict`, or a
-            dictionary that holds a `state_dict` under the key `state_dict`, `model_state_dict` or `model`.
+        path: a `.safetensors` file, or a file by `torch.save` that contains a `state_dict`, or a dictionary with one
+            under the key `state_dict`, `model_state_dict` or `model`.
 
     Raises:
         ConfigError: if the file cannot be read or contains anything else.
@@ -64,14 +64,10 @@ def _load(path: str) -> Any:
 
 
 def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
-    """Load the weights in the file `path` into `model`.
+    """Replace the weights of `model` by those in the file `path` (see `read_weights`).
 
-    Args:
-        model: the network, whose weights are replaced.
-        path: a file as described in `read_weights`. From the weights of an agent, only its online network is loaded.
-            If all names begin with the name of one attribute, such as `model.`, it is removed.
-        reset_head: if True, the last layer of `model` keeps its current parameters, instead of those in the file. The
-            last layer is the last one in `model.blocks()` that has parameters.
+    From the weights of an agent, only its online network is loaded. If all names begin with the name of one attribute,
+    such as `model.`, it is removed. If `reset_head`, the last layer in `model.blocks()` keeps its parameters.
 
     Raises:
         ConfigError: if the file cannot be read, if the names or shapes of its tensors differ from the model's, or if
@@ -116,10 +112,7 @@ _OTHER_NETWORK = "choose the model that the weights belong to, or weights of thi
 
 
 def _head(model: torch.nn.Module) -> set[str]:
-    """Return the names of the parameters of the last layer; an empty set if the network has no `blocks()`.
-
-    The last layer is the last one that has parameters. Other layers of the last block are not included.
-    """
+    """Return the names of the parameters of the last layer that has any; an empty set without `blocks()`."""
     layer, parts = torch.nn.Identity(), [block for _, block in blocks_of(model)]
     while parts := [part for part in parts if any(True for _ in part.parameters())]:
         layer = parts[-1]
@@ -129,7 +122,6 @@ def _head(model: torch.nn.Module) -> set[str]:
 
 
 def _differ_in_channels(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the shapes of two convolution weights are equal except for the number of input channels."""
     return one.dim() == 4 and (one.shape[:1], one.shape[2:]) == (other.shape[:1], other.shape[2:])
 
 

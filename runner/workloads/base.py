@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from runner.config.errors import check
+from runner.config.errors import ConfigError
 from runner.data.base import Batch
 from runner.tracking.metrics import BatchSums, MetricSums, deferred
 
@@ -31,6 +31,9 @@ class Workload(ABC):
     best: ClassVar[tuple[str, str]] = ("loss", "min")
     """The evaluation metric that selects the best checkpoint, and whether the `min` or the `max` of it is best."""
 
+    best_possible: ClassVar[Mapping[str, float]] = {}
+    """The best value that an evaluation metric can have, such as 1 for an accuracy, of those that have one."""
+
     outputs_are_scores: ClassVar[bool] = False
     """Whether the prediction is the index of the largest output, as in classification and Q-learning."""
 
@@ -40,10 +43,11 @@ class Workload(ABC):
     split: str = field(default="", init=False)
     """The part of the data that is evaluated (see `prepare_evaluation`); empty in training, or without parts."""
 
+    # -----------------------------------------------------------------------------------------------------------------
+    # What is trained, and how long
+
     def prepare(self) -> None:
         """Load the data, and check that the model and the options of the workload suit the data.
-
-        If the data is read or generated during training, only check that this is possible.
 
         Raises:
             ConfigError: if the data is missing or cannot be used, or the model or an option does not suit the data; the
@@ -71,16 +75,8 @@ class Workload(ABC):
         """
         return None
 
-    best_possible: ClassVar[Mapping[str, float]] = {}
-    """The best value that an evaluation metric can have, such as 1 for an accuracy, of those that have one."""
-
-    def eval_metrics(self) -> dict[str, str]:
-        """Return the evaluation metrics by which a run may end early, as a dict from names to `min` or `max`.
-
-        `min` means that smaller values are better, `max` that larger values are better. All of them must be measured by
-        each evaluation, and `best` is one of them. Called after `prepare`.
-        """
-        return dict([self.best])
+    def check_plan(self, plan: Plan) -> None:
+        """Raise `ConfigError` if the batches of this workload cannot be split according to `plan`."""
 
     @abstractmethod
     def build_model(self) -> torch.nn.Module:
@@ -90,80 +86,8 @@ class Workload(ABC):
             ConfigError: if the network cannot be built for this data, or its initial weights cannot be loaded.
         """
 
-    def signature(self) -> dict[str, Any]:
-        """Return what a program needs to know to use the trained model, as a dict that can be saved as JSON.
-
-        The signature is saved with every checkpoint, unless it is empty (the default). The key `inputs` is the shape of
-        an input. For classification, `classes` are the names of the outputs, and `image` has the fields of the
-        `ImageInput` that converts image files to inputs, or is None if there is no `ImageInput`. For regression,
-        `targets` are the names of the outputs, `columns` those of the inputs if they have names, and `scale` is the
-        result of `RegressionSamples.standardization`.
-        """
-        return {}
-
-    def samples_identity(self) -> dict[str, Any]:
-        """Return what identifies the samples: the entry `data` of the signature in a checkpoint.
-
-        It has the numbers of `training` and `held_out` samples, and `sha256`, the `Samples.fingerprint`. It is empty
-        (the default) if a resumed run cannot have other samples.
-        """
-        return {}
-
-    def continue_with(self, saved: Mapping[str, Any]) -> None:
-        """Use the normalization and the order of columns in `saved`, the signature of the checkpoint to resume.
-
-        Raises:
-            ConfigError: with the key `data`, if the data now has other classes, targets or columns.
-        """
-
-    def check_same_samples(self, saved: Mapping[str, Any]) -> str:
-        """Check that the samples are those of the checkpoint with the signature `saved`; called on rank 0.
-
-        Returns:
-            What has changed, in words, if the user accepts other samples; otherwise an empty string.
-
-        Raises:
-            ConfigError: with the key `data`, if they are others, and the user does not accept them.
-        """
-        return ""
-
-    def prepare_evaluation(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
-        """Prepare for the evaluation of a checkpoint, without training; called instead of `prepare`.
-
-        Args:
-            saved: the signature of the checkpoint; empty if it has none.
-            split: the samples to evaluate on: `train`, `val`, `test` or `all`. None chooses the held-out samples, as in
-                training; or, if the data is not that of the checkpoint, the first of `Data.splits`.
-            is_other: whether the user has named data for the evaluation.
-
-        Raises:
-            ConfigError: as in `prepare`; or with the key `--split`, if there is no such split.
-        """
-        remedy = "leave it out"
-        check(split is None, "--split", split, f"{type(self).__name__} does not divide its data", remedy)
-        self.prepare()
-
-    def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
-        """Return a new model on the CPU, into which the caller loads the weights of a checkpoint.
-
-        This implementation loads the data to create the model. A workload that needs only `signature` overrides this
-        method.
-
-        Args:
-            signature: the signature in the checkpoint; empty if the checkpoint has none.
-
-        Raises:
-            ConfigError: if the data is needed and missing, or the network cannot be built.
-        """
-        self.prepare()
-        return self.build_model()
-
     def input_shape(self) -> tuple[int, ...] | None:
-        """Return the shape of one input of the model, such as (channels, height, width).
-
-        None (the default) if the model's forward pass takes anything other than exactly one tensor; `--summary` is then
-        refused.
-        """
+        """Return the shape of one input; None (the default) if the model takes anything other than one tensor."""
         return None
 
     @abstractmethod
@@ -182,26 +106,39 @@ class Workload(ABC):
         """
 
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Any] | None:
-        """Return micro-batches like those of `batches`, but made of fake tensors, which have no values.
+        """Return micro-batches of the sizes of `batches`, without end, but made of fake tensors, which have no values.
 
-        `runner plan` counts the memory that real tensors would take. It calls this method inside
-        `runner.system.fake_tensors.fake_tensors`, so that new tensors are fake. The fake tensors must have the same
-        sizes as the tensors that `batches` creates. A workload whose batches depend on values of tensors, on
-        environments or on files overrides this method.
-
-        Returns:
-            An iterator without end; None (the default) means that `batches` itself works with fake tensors.
+        Called inside `runner.system.fake_tensors.fake_tensors`, so that new tensors are fake. None (the default) means
+        that `batches` itself works with fake tensors: it depends on no values of tensors, environments or files.
         """
         return None
 
     @abstractmethod
     def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
-        """Return the mean loss and the metric sums of a micro-batch.
+        """Return the mean loss of a micro-batch, a scalar to differentiate, and the sums of its metrics.
 
-        Returns:
-            The mean loss, a scalar to differentiate; and the sums of the metrics over the samples of the micro-batch, a
-            detached float32 tensor [len(metrics)], or what they will be computed from (see `deferred`).
+        The sums are over samples: a detached float32 tensor [len(metrics)], or what they will be computed from (see
+        `deferred`).
         """
+
+    def after_step(self, model: torch.nn.Module, step: int) -> None:
+        """Do additional work, such as an update of a target network, after optimizer step `step` of this process.
+
+        Steps whose update was skipped, because the gradients overflowed under loss scaling, do not count.
+        """
+
+    def close(self) -> None:
+        """End the processes that were started for batches and evaluations; they are started again when needed."""
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Evaluation
+
+    def eval_metrics(self) -> dict[str, str]:
+        """Return the evaluation metrics by which a run may end early, as a dict from names to `min` or `max`.
+
+        All of them must be measured by each evaluation, and `best` is one of them. Called after `prepare`.
+        """
+        return dict([self.best])
 
     @abstractmethod
     def evaluate(
@@ -227,28 +164,79 @@ class Workload(ABC):
         return outputs.mean(0)
 
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
-        """Return images and videos of the last evaluation, keyed by TensorBoard tag; called on rank 0.
+        """Return images and videos of the last evaluation by TensorBoard tag, given the sums over all ranks.
 
-        Args:
-            sums: the metric sums over all ranks.
-
-        Returns:
-            A dict of RGB images, uint8 [3, height, width], and videos, uint8 [frames, 3, height, width].
+        Called on rank 0. Images are RGB, uint8 [3, height, width]; videos are uint8 [frames, 3, height, width].
         """
         return {}
 
-    def check_plan(self, plan: Plan) -> None:
-        """Check that the batches of this workload can be split according to `plan`.
+    # -----------------------------------------------------------------------------------------------------------------
+    # What a checkpoint says about the data
+
+    def signature(self) -> dict[str, Any]:
+        """Return what a program needs to know to use the trained model, saved as JSON with every checkpoint.
+
+        The key `inputs` is the shape of an input. For classification, `classes` are the names of the outputs, and
+        `image` has the fields of the `ImageInput` that converts image files to inputs, or is None. For regression,
+        `targets` are the names of the outputs, `columns` those of the inputs if they have names, and `scale` is the
+        result of `RegressionSamples.standardization`. Empty (the default) if nothing is known.
+        """
+        return {}
+
+    def samples_identity(self) -> dict[str, Any]:
+        """Return what identifies the samples: the entry `data` of the signature in a checkpoint.
+
+        It has the numbers of `training` and `held_out` samples, and `sha256`, the `Samples.fingerprint`. It is empty
+        (the default) if a resumed run cannot have other samples.
+        """
+        return {}
+
+    def continue_with(self, saved: Mapping[str, Any]) -> None:
+        """Use the normalization and the order of columns in `saved`, the signature of the checkpoint to resume.
 
         Raises:
-            ConfigError: if the batches cannot be split in this way; the error names the key, such as `env.num_envs`.
+            ConfigError: with the key `data`, if the data now has other classes, targets or columns.
         """
 
-    def after_step(self, model: torch.nn.Module, step: int) -> None:
-        """Do additional work, such as an update of a target network, after optimizer step `step` of this process.
+    def check_same_samples(self, saved: Mapping[str, Any]) -> str:
+        """Check on rank 0 that the samples are those of the checkpoint with the signature `saved`.
 
-        Steps whose update was skipped, because the gradients overflowed under loss scaling, do not count.
+        Return what has changed, in words, if the user accepts other samples; otherwise an empty string.
+
+        Raises:
+            ConfigError: with the key `data`, if they are others, and the user does not accept them.
         """
+        return ""
+
+    def prepare_evaluation(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
+        """Prepare for the evaluation of a checkpoint, without training; called instead of `prepare`.
+
+        Args:
+            saved: the signature of the checkpoint; empty if it has none.
+            split: the samples to evaluate on: `train`, `val`, `test` or `all`. None chooses the held-out samples, as in
+                training; or, if the data is not that of the checkpoint, the first of `Data.splits`.
+            is_other: whether the user has named data for the evaluation.
+
+        Raises:
+            ConfigError: as in `prepare`; or with the key `--split`, if there is no such split.
+        """
+        if split is not None:
+            raise ConfigError("--split", split, f"{type(self).__name__} does not divide its data", "leave it out")
+        self.prepare()
+
+    def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
+        """Return a new model on the CPU, into which the caller loads the weights of a checkpoint.
+
+        This implementation loads the data; a workload that needs only `signature`, which may be empty, overrides it.
+
+        Raises:
+            ConfigError: if the data is needed and missing, or the network cannot be built.
+        """
+        self.prepare()
+        return self.build_model()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Reports and state
 
     def describe(self) -> dict[str, str]:
         """Return descriptions to show at the start, such as {"data": "Digits, 1,438 training and 359 held-out …"}."""
@@ -259,18 +247,11 @@ class Workload(ABC):
         return {}
 
     def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
-        """Return additional entries for `result.json`, such as the number of skipped images on all ranks.
+        """Return additional entries for `result.json`; called on every rank at the end of a session.
 
-        Called on every rank at the end of a session.
-
-        Args:
-            all_gather: function that returns the value of each rank, as `Collectives.all_gather`; only the value of
-                this rank if the run has crashed or diverged.
+        `all_gather` returns the value of each rank; only that of this rank if the run has crashed or diverged.
         """
         return {}
-
-    def close(self) -> None:
-        """End the processes that were started for batches and evaluations; they are started again when needed."""
 
     def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor] | None:
         """Return the tensors of this process's batch of `step` by name, to be saved after the run has diverged.
@@ -300,25 +281,13 @@ class SupervisedWorkload(Workload):
 
     @abstractmethod
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a micro-batch, as a scalar: the mean over its n samples.
-
-        Args:
-            outputs: outputs of the network, [n, …].
-            targets: the targets of the batch, [n, …] (see `Batch`).
-        """
+        """Return the loss, a scalar: the mean over the n samples of `outputs` and `targets`, both [n, …]."""
 
     def sample_metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the training metrics of each sample except the loss, which is the first metric.
+        """Return the training metrics of each sample except the loss: numbers or booleans, [n, len(metrics) − 1].
 
-        The default is for a workload whose only training metric is the loss.
-
-        Args:
-            outputs: outputs of the network, [n, …], detached from the autograd graph. The n samples may be those of
-                several micro-batches.
-            targets: the targets of the samples, [n, …].
-
-        Returns:
-            Numbers or booleans, [n, len(metrics) − 1], which are added over the samples.
+        The default is for a workload whose only training metric is the loss. The n samples of `outputs` and `targets`,
+        both [n, …] and detached, may be those of several micro-batches.
         """
         return outputs.new_zeros(len(outputs), 0)
 

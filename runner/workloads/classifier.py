@@ -24,21 +24,13 @@ _MAX_CLASSES = 1000  # in a confusion matrix
 
 @dataclass
 class Classifier(DataWorkload[LabeledSamples]):
-    """The training and evaluation of an image classifier.
+    """The training and evaluation of an image classifier; the options are explained in `conf/workload/classifier.yaml`.
 
-    Args:
-        model: the network, as in `DataWorkload`.
-        data: labeled images.
-        label_smoothing: amount of label smoothing, at least 0 and less than 1 (Szegedy et al., 2016).
-        class_weights: weight of each class in the training loss; null for equal weights. The loss is the weighted sum
-            over the samples divided by the number of samples. torch would divide by the sum of the weights in a batch,
-            so that the loss of a sample would depend on how the batch is divided. Evaluations are not weighted.
-        balance_classes: give each class c the weight n / (num_classes · n_c), where n is the number of training samples
-            and n_c is the number of training samples of class c.
-        mixup: parameter α of mixup; 0 for none (see `Mixing`).
-        cutmix: parameter α of CutMix; 0 for none. With mixup or CutMix, the training accuracy counts a prediction as
-            correct if it is the class with the largest share of the mixture.
-        top5: whether evaluations measure how often the true class is among the five with the largest outputs.
+    With `class_weights`, the loss is the weighted sum over the samples divided by their number; dividing by the sum of
+    the weights, as torch does, would make the loss of a sample depend on how the batch is divided. `balance_classes`
+    gives each class c the weight n / (num_classes · n_c), where n is the number of training samples and n_c that of
+    class c. Evaluations are not weighted. With `mixup` or `cutmix` (see `Mixing`), the training accuracy counts a
+    prediction as correct if it is the class with the largest share of the mixture.
     """
 
     label_smoothing: float = 0.0
@@ -197,14 +189,7 @@ class Classifier(DataWorkload[LabeledSamples]):
     def _captioned(
         self, indices: torch.Tensor, predictions: torch.Tensor, targets: torch.Tensor, confidence: torch.Tensor
     ) -> torch.Tensor:
-        """Return a grid of held-out images, each with its predicted class and, if that is wrong, its true class.
-
-        Args:
-            indices: the indices of the images to show among all held-out images.
-            predictions: the predicted class of every held-out image.
-            targets: the true class of every held-out image.
-            confidence: the probability of the predicted class of every held-out image, in thousandths.
-        """
+        """Return a grid of held-out images, each with its predicted class and, if that is wrong, its true class."""
         names, rows = self.held_out.class_names, indices.tolist()
         pairs = [(int(predictions[i]), int(targets[i])) for i in rows]
         predicted = [f"{names[p]} {int(confidence[i]) / 10:.0f}%" for i, (p, _) in zip(rows, pairs, strict=True)]
@@ -214,20 +199,13 @@ class Classifier(DataWorkload[LabeledSamples]):
 
 
 def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the indices of at most 36 samples, taken in turn from all classes.
-
-    The samples are taken in rounds. Each round takes the next sample of every class, and skips classes that have no
-    samples left.
+    """Return the indices of at most 36 samples, int64 [m], taken in rounds of one sample of every class.
 
     Args:
         shown: bool [n]; only samples for which it is True are taken.
         targets: the class of each sample, int64 [n].
-        keys: the sort key of each sample, int64 [n]. The samples of each class, and the samples of each round, are
-            sorted by descending keys. If `keys` is None, the samples of each class keep their original order, and the
-            samples of each round are sorted by class.
-
-    Returns:
-        The indices in the order in which they were taken, int64 [m].
+        keys: the sort key of each sample, int64 [n], descending within a class and within a round. None to keep the
+            order of the samples of a class, and sort a round by class.
     """
     indices = shown.nonzero().flatten()
     order = torch.zeros_like(indices) if keys is None else -keys[indices]

@@ -28,13 +28,6 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
     """A supervised workload whose batches come from a data set.
 
     `prepare` loads the training samples as the attribute `train`, and the samples for evaluations as `held_out`.
-
-    Args:
-        model: the network.
-        data: the data set.
-        eval_batch_size: number of samples per process in each forward pass of an evaluation; it affects only speed and
-            memory use.
-        overfit_batches: train repeatedly on just the first `overfit_batches` batches of the run; 0 to use all data.
     """
 
     model: Model

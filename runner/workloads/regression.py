@@ -22,16 +22,11 @@ _LOSSES = ("mse", "mae", "huber")
 class Regression(DataWorkload[RegressionSamples]):
     """The training and evaluation of a network that predicts numbers.
 
-    The loss is the mean over samples and targets. If the data set standardizes the targets, the loss is computed from
-    the standardized targets. The metric `mae` is the mean absolute error in the units of the data. The metric `r2` is
-    the coefficient of determination 1 − Σ(y − ŷ)² / Σ(y − ȳ)² of the held-out samples, averaged over targets: 1 is
-    perfect, and 0 is as good as predicting the mean ȳ.
-
-    Args:
-        model: the network, as in `DataWorkload`.
-        data: a data set of `RegressionSamples`.
-        loss_function: `mse`, `mae` or `huber`.
-        huber_delta: the error at which the Huber loss becomes linear (Huber, 1964); for `huber` only.
+    The loss is the mean over samples and targets: the mean squared error, the mean absolute error or the Huber loss
+    (Huber, 1964). If the data set standardizes the targets, it is that of the standardized targets. The metric `mae` is
+    the mean absolute error in the units of the data. The metric `r2` is the coefficient of determination
+    1 − Σ(y − ŷ)² / Σ(y − ȳ)² of the held-out samples, averaged over targets: 1 is perfect, and 0 is as good as
+    predicting the mean ȳ. The options are explained in `conf/workload/regression.yaml`.
     """
 
     loss_function: str = "mse"

@@ -15,7 +15,6 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv
 from helpers.command import TIMEOUT_SECONDS
-from helpers.compose import compose_config
 
 from runner.config.errors import ConfigError
 from runner.env.base import Env, envs_per_process
@@ -47,14 +46,6 @@ def test_the_spaces_of_an_environment_are_known_after_prepare(
         vector.reset(0)
         assert vector.observations.shape == (3, *shape)
         assert vector.observations.dtype == np.float32
-
-
-def test_each_option_makes_the_environment_that_it_names() -> None:
-    names = {"cartpole": "CartPole-v1", "acrobot": "Acrobot-v1", "mountaincar": "MountainCar-v0"}
-    names["lunarlander"] = "LunarLander-v3"
-    for option, id in names.items():
-        assert compose_config(f"env={option}")["env"]["id"] == id
-        assert id in gymnasium.registry
 
 
 def test_processes_of_environments_are_not_forked_from_the_run() -> None:

@@ -12,7 +12,6 @@ from helpers.compose import option_content
 from safetensors.torch import save_file
 
 from models import convnet, resnet
-from models.resnet import DEPTHS, NORMS, STEMS
 from runner.config.errors import ConfigError
 from runner.config.schema import build, option_fields
 from runner.model.base import Model
@@ -116,19 +115,6 @@ def test_an_invalid_value_is_refused_by_its_key(cls: type[Model], options: dict,
         cls(**options)
 
     assert error.value.key == key
-
-
-def test_all_depths_stems_and_norms_of_the_network_are_accepted() -> None:
-    for depth in DEPTHS:
-        ResNet(depth=depth)
-    for stem in STEMS:
-        ResNet(stem=stem)
-    for norm in NORMS:
-        ResNet(norm=norm)
-    with pytest.raises(ConfigError) as error:
-        ResNet(depth=0)
-    assert (error.value.key, error.value.got) == ("depth", 0)
-    assert ", ".join(map(str, DEPTHS)) in error.value.why
 
 
 def test_inputs_that_are_too_small_are_refused_by_key() -> None:
@@ -249,16 +235,6 @@ def test_reset_head_resets_only_the_last_layer_of_a_resnet(tmp_path: Path) -> No
     assert all(torch.equal(model.state_dict()[name], state[name]) for name in state if not name.startswith("fc."))
 
 
-def test_reset_head_resets_a_head_for_the_same_classes_too(tmp_path: Path) -> None:
-    path = spelled(tmp_path, "plain.pt", small(seed=4).state_dict())
-    torch.manual_seed(0)
-
-    assert torch.equal(
-        ConvNet(weights=path, reset_head=True).build(SHAPE, 10).state_dict()["head.fc.weight"],
-        small().state_dict()["head.fc.weight"],
-    )
-
-
 def test_weights_for_other_numbers_of_channels_are_refused_with_the_number(tmp_path: Path) -> None:
     path = tmp_path / "imagenet.pth"
     torch.save(torchvision.models.shufflenet_v2_x0_5(num_classes=7).state_dict(), path)
@@ -301,15 +277,6 @@ def test_weights_of_another_network_are_refused_with_three_names_each(tmp_path: 
     assert "unexpected: block1.block.weight, block1.block.bias, block2.block.weight and 1 more;" in message
     assert "hidden.fc.weight [50, 500] instead of [50, 320]" in message
     assert "reset_head" not in message
-
-
-def test_an_error_names_the_key_and_the_file(tmp_path: Path) -> None:
-    path = spelled(tmp_path, "plain.pt", {"fc.weight": torch.zeros(2)})
-
-    assert refusal(weights=path).startswith("weights: got '")
-    with pytest.raises(ConfigError) as error:
-        option("convnet", weights="absent.pt")
-    assert (error.value.key, error.value.got) == ("model.weights", "absent.pt")
 
 
 class Marker:

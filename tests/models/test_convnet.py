@@ -17,17 +17,6 @@ def by_hand(weights: dict[str, torch.Tensor], x: torch.Tensor, padding: int = 0)
     return x @ weights["head.fc.weight"].T + weights["head.fc.bias"]
 
 
-def test_the_default_network_has_layers_of_20_20_50_and_10_outputs() -> None:
-    shapes = {name: list(p.shape) for name, p in ConvNet(1, 28, 28, 10).named_parameters() if name.endswith("weight")}
-
-    assert shapes == {
-        "conv1.conv.weight": [20, 1, 5, 5],
-        "conv2.conv.weight": [20, 20, 5, 5],
-        "hidden.fc.weight": [50, 320],  # 20 channels of 4×4
-        "head.fc.weight": [10, 50],
-    }
-
-
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -47,17 +36,6 @@ def test_outputs_equal_those_of_plain_torch_functions(shape: tuple[int, int, int
     torch.testing.assert_close(network(x), expected)
 
 
-def test_the_hidden_layer_of_the_benchmark_network_has_128_inputs() -> None:
-    network = ConvNet(1, 8, 8, 10, channels=(16, 32), kernel_size=3, padding=1, hidden=64)
-
-    assert network.state_dict()["hidden.fc.weight"].shape == (64, 2 * 2 * 32)
-
-
-def test_one_or_three_convolutions_and_nonsquare_inputs_work() -> None:
-    assert ConvNet(1, 9, 12, 7, channels=(4,))(torch.randn(2, 1, 9, 12)).shape == (2, 7)
-    assert ConvNet(1, 36, 40, 7, channels=(4, 5, 6))(torch.randn(2, 1, 36, 40)).shape == (2, 7)
-
-
 @pytest.mark.parametrize(("num_convolutions", "kernel_size", "padding"), [(2, 5, 0), (3, 5, 0), (2, 3, 1), (2, 4, 2)])
 def test_smallest_input_leaves_one_pixel_and_a_smaller_one_is_refused(
     num_convolutions: int, kernel_size: int, padding: int
@@ -71,10 +49,6 @@ def test_smallest_input_leaves_one_pixel_and_a_smaller_one_is_refused(
         ConvNet(1, least, least - 1, 10, **options)
 
 
-def test_the_smallest_input_of_the_default_network_is_16() -> None:
-    assert smallest_side(2, 5, 0) == 16
-
-
 def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once() -> None:
     network, x = ConvNet(1, 28, 28, 10), torch.randn(3, 1, 28, 28)
     expected = network(x)
@@ -86,16 +60,6 @@ def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once() -> 
     assert [name for name, _ in network.blocks()] == ["conv1", "conv2", "hidden", "head"]
     in_stages = [id(p) for _, stage in network.blocks() for p in stage.parameters()]
     assert in_stages == [id(p) for p in network.parameters()]
-
-
-def test_channels_last_memory_gives_the_same_values() -> None:
-    network, x = ConvNet(3, 28, 28, 10), torch.randn(5, 3, 28, 28)
-    expected = network(x)
-
-    network.to(memory_format=torch.channels_last)
-    got = network(x.to(memory_format=torch.channels_last))
-
-    torch.testing.assert_close(got, expected)
 
 
 def test_dropout_zeroes_its_fraction_of_hidden_units_in_training_only() -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from models.qnet import Duelling, QNet, WithTarget
+from models.qnet import Dueling, QNet, WithTarget
 
 
-def test_duelling_values_are_state_value_plus_centered_advantages() -> None:
-    head = Duelling(2, 3)
+def test_dueling_values_are_state_value_plus_centered_advantages() -> None:
+    head = Dueling(2, 3)
     x = torch.randn(5, 2)
     value, advantages = head.value(x).tolist(), head.advantage(x).tolist()
     wanted = [[value[i][0] + advantages[i][a] - sum(advantages[i]) / 3 for a in range(3)] for i in range(5)]
     torch.testing.assert_close(head(x), torch.tensor(wanted))
-    assert isinstance(QNet(4, 3, (8,), duelling=True)[-1], Duelling)
+    assert isinstance(QNet(4, 3, (8,), dueling=True)[-1], Dueling)
 
 
 def test_the_network_equals_plain_torch_with_and_without_recomputation() -> None:

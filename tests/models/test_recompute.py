@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from models.recompute import Block
 from models.resnet import ResNet
@@ -52,17 +52,6 @@ def test_running_statistics_are_updated_once_with_and_without_early_stop(early_s
         again = training(resnet(18, True))
 
     assert same(again, training(resnet(18, False)))
-
-
-def test_torch_checkpoint_updates_running_statistics_twice() -> None:
-    """`models.recompute` prevents the second update. If torch prevents it one day, this test fails.
-
-    The code in `models.recompute` that prevents the second update can then be removed.
-    """
-    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    checkpoint(layers, torch.randn(2, 3, 8, 8), use_reentrant=False).sum().backward()
-
-    assert layers[1].num_batches_tracked == 2
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -154,17 +143,6 @@ def test_evaluation_runs_each_layer_once() -> None:
         network(torch.randn(1, 3, 32, 32))
 
     assert len(calls) == 1
-
-
-def test_hooks_on_a_block_fire_once_and_those_inside_twice() -> None:
-    """A parallel mode that gathers weights in the hooks of a block must not gather them again to recompute it."""
-    network, calls = resnet(18, True), []
-    network.layer2[0].register_forward_hook(lambda *_: calls.append("block"))
-    network.layer2[0].conv1.register_forward_hook(lambda *_: calls.append("layer"))
-
-    network(torch.randn(2, 3, 32, 32)).sum().backward()
-
-    assert calls == ["layer", "block", "layer"]
 
 
 def saved_bytes(network: nn.Module, x: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from runner.batching import Plan
 from runner.config.errors import ConfigError
 from runner.data.base import DataError
 from runner.tracking.metrics import computed
-from runner.workloads.classifier import Classifier, _of_each_class
+from runner.workloads.classifier import Classifier
 
 CPU = torch.device("cpu")
 PICTURES = ("eval/samples", "eval/confusion", "eval/class_accuracy")
@@ -45,25 +45,6 @@ def test_loss_and_metric_sums(smoothing: float) -> None:
     values = computed(sums)
     assert values.tolist() == pytest.approx([6 * wanted.item(), correct])
     assert (values.dtype, values.requires_grad) == (torch.float32, False)
-
-
-def test_the_loss_is_the_criterion_of_the_models_outputs() -> None:
-    workload = classifier()
-    model = workload.build_model()
-    batch = next(workload.batches(model, Plan(8), 0, CPU))
-    loss, sums = workload.loss(model, batch)
-    outputs = model(batch.inputs)
-    assert torch.equal(loss, workload.criterion(outputs, batch.targets))
-    correct = float(workload.sample_metrics(outputs.detach(), batch.targets).sum())
-    assert computed(sums).tolist() == [loss.item() * 8, correct]
-
-
-def test_metric_sums_are_float32_with_bfloat16_outputs() -> None:
-    workload = classifier()
-    outputs, targets = torch.randn(300, 10, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.int64)
-    loss, sums = workload.loss_of(outputs, targets)
-    assert computed(sums).dtype == torch.float32
-    assert float(computed(sums)[0]) == pytest.approx(float(loss) * 300)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -201,14 +182,6 @@ def test_pictures_match_their_samples_if_a_process_has_skipped_a_file(
     assert sorted(mistakes) == [number for number in left if number >= 4]
 
 
-def test_each_sample_is_selected_at_most_once() -> None:
-    targets = torch.tensor([2, 2, 0, 2, 0, -1])
-    assert _of_each_class(targets >= 0, targets).tolist() == [2, 0, 4, 1, 3]
-    keys = torch.tensor([5, 9, 1, 7, 3, 8])
-    assert _of_each_class(targets >= 0, targets, keys).tolist() == [1, 4, 3, 2, 0]
-    assert _of_each_class(targets > 5, targets, keys).tolist() == []
-
-
 def test_the_diverged_batch_is_that_of_its_step() -> None:
     workload, plan = classifier(), Plan(16, 2, (1, 2), seed=3)
     stream = workload.batches(workload.build_model(), plan, 4, CPU)
@@ -240,3 +213,11 @@ def test_options_out_of_range_are_refused(option: str, value: Any) -> None:
     with pytest.raises(ConfigError) as refusal:
         Classifier(parts.model, parts.data, **{option: value})  # type: ignore[attr-defined]
     assert (refusal.value.key, refusal.value.got) == (option, value)
+
+
+def test_metric_sums_are_float32_with_bfloat16_outputs() -> None:
+    workload = classifier()
+    outputs, targets = torch.randn(300, 10, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.int64)
+    loss, sums = workload.loss_of(outputs, targets)
+    assert computed(sums).dtype == torch.float32
+    assert float(computed(sums)[0]) == pytest.approx(float(loss) * 300)

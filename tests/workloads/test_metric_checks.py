@@ -1,4 +1,4 @@
-"""Tests that a workload which does not measure what it names is refused in words, before or in the first step."""
+"""Tests that a workload which does not measure what it names is refused in words, at the latest when it evaluates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 
 from runner.config.errors import ConfigError
 from runner.run import Run
-from runner.tracking.metrics import MetricSums
 from runner.training import train
 from runner.workloads.base import Workload
 from runner.workloads.classifier import Classifier
@@ -62,15 +61,6 @@ class NotMeasured(Classifier):
 
 
 @dataclass
-class NotMeasuredFirst(NotMeasured):
-    """A workload that needs a sample to say what it measures."""
-
-    def summarize(self, sums: MetricSums) -> dict[str, float]:
-        assert sums["count"] > 1
-        return super().summarize(sums)
-
-
-@dataclass
 class TooManyMetrics(Classifier):
     metrics = ("loss",)
 
@@ -94,8 +84,7 @@ class WrongSums(Classifier):
 
 
 FAULTS: dict[type[Classifier], tuple[int, str]] = {
-    NotMeasured: (0, "NotMeasured names the metric 'recall', but its evaluations measure loss, accuracy"),
-    NotMeasuredFirst: (4, "NotMeasuredFirst names the metric 'recall', but its evaluations measure loss, accuracy"),
+    NotMeasured: (4, "NotMeasured names the metric 'recall', but its evaluations measure loss, accuracy"),
     TooManyMetrics: (0, "its metric sums have the shape [2], but its metrics are loss"),
     TooFewMetrics: (0, "its metric sums have the shape [2], but its metrics are loss, accuracy, recall"),
     FlatMetrics: (0, "its sample_metrics returns the shape [64] for 64 samples"),

@@ -119,12 +119,6 @@ def test_the_other_losses_are_those_of_torch(loss_function: str, tmp_path: Path)
     assert run.result.metrics["eval/loss"] == pytest.approx(evaluation["eval/loss"], rel=1e-9)
 
 
-def test_the_huber_loss_with_a_large_delta_is_half_the_squared_error() -> None:
-    outputs, targets = torch.randn(9, 2), torch.randn(9, 2)
-    wide: Any = build_composed_run(*SMALL, "workload.loss_function=huber", "workload.huber_delta=100").workload
-    torch.testing.assert_close(wide.criterion(outputs, targets), functional.mse_loss(outputs, targets) / 2)
-
-
 def test_resume_is_bitwise_exact(tmp_path: Path) -> None:
     whole = train_in(tmp_path / "whole", build_composed_run(*SMALL, "save_every=4", "precision=32"))
     train_in(tmp_path / "parts", build_composed_run(*SMALL, "save_every=4", "precision=32", "steps=4"))

@@ -25,7 +25,7 @@ Policy = Callable[[np.ndarray], np.ndarray]
 
 
 def greedy_policy(model: torch.nn.Module, device: torch.device) -> Policy:
-    """Return a policy that selects the action with the highest value, according to the current weights of `model`."""
+    """Return a policy that selects the action with the highest value, by the current weights of `model`."""
 
     def policy(observations: np.ndarray) -> np.ndarray:
         with torch.no_grad():
@@ -73,8 +73,8 @@ class Actor:
 
         Args:
             policy: function that returns greedy actions; None to make all actions random.
-            epsilon: the probability of a random action. If random actions are repeated (see `Repeats`), `epsilon` is
-                the probability that an environment that is not repeating an action begins to repeat a random action.
+            epsilon: the probability of a random action or, if random actions are repeated (see `Repeats`), that an
+                environment that is not repeating an action begins to repeat one.
 
         Raises:
             EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.
@@ -100,13 +100,6 @@ class Actor:
         self._update_episodes(rewards, ended, taken)
 
     def _update_episodes(self, rewards: np.ndarray, ended: np.ndarray, taken: np.ndarray) -> None:
-        """Update the returns and lengths of the current episodes, and record the episodes that ended.
-
-        Args:
-            rewards: the reward in each environment, [num_envs].
-            ended: whether the episode in each environment ended with this step, bool [num_envs].
-            taken: bool [num_envs]; False where the environment was reset instead of taking a step.
-        """
         self._returns += rewards
         self._lengths += taken
         if np.count_nonzero(ended):  # in a third of the time of `any`
@@ -117,11 +110,9 @@ class Actor:
     def possible_returns(self) -> tuple[float, float]:
         """Return the least and the greatest discounted return that an episode can have.
 
-        The least return is that of an endless episode in which every reward is the smallest reward seen so far, or 0
-        if no reward was negative. The greatest return is that of an endless episode in which every reward is the
-        largest reward seen so far, or 0 if no reward was positive. The range always contains 0, because the return
-        after the end of an episode is 0. If rewards are not discounted, or if one of the two returns exceeds the range
-        of float32, the result is (-inf, inf).
+        They are those of an endless episode in which every reward is the smallest or the largest reward seen so far.
+        The range always contains 0, the return after the end of an episode. If rewards are not discounted, or a return
+        exceeds the range of float32, the result is (-inf, inf).
         """
         scale = 1 - self.n_step_buffer.discount
         least, greatest = self._reward_range()
@@ -136,10 +127,7 @@ class Actor:
         return self.replay.at(self._random.integers(len(self.replay), size=count))
 
     def take_episodes(self) -> dict[str, float]:
-        """Return the means `episode/return` and `episode/length` of the episodes that have ended since the last call.
-
-        The dict is empty if no episode has ended.
-        """
+        """Return the means `episode/return` and `episode/length` of the episodes that ended since the last call."""
         if not self._ended:
             return {}
         returns, lengths = zip(*self._ended, strict=True)
@@ -150,7 +138,6 @@ class Actor:
     # Exact resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this actor on which its future steps depend."""
         return {
             "replay": self.replay.state_dict(),
             "num_episodes": self.num_episodes,
@@ -171,8 +158,7 @@ class Actor:
 
         Raises:
             Exception: an `EnvironmentBrokenError` or one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state`
-                cannot be restored, for example because a key is missing. The state of this actor may then be partly
-                replaced.
+                cannot be restored. The state of this actor may then be partly replaced.
         """
         self.replay.load_state_dict(state["replay"])
         self.num_episodes = state["num_episodes"]

@@ -34,8 +34,7 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
         device: device of the model.
 
     Returns:
-        A dict with the sums `return` and `length`, and the number `count` of episodes in this shard. Each value is a
-        scalar tensor on the device.
+        The sums `return` and `length`, and the number `count` of episodes in this shard, as scalars on the device.
 
     Raises:
         EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.
@@ -90,8 +89,7 @@ def play_one(
         device: device of the model.
         seed: the seed of the initial state.
         render_mode: `rgb_array`, or `human` for a window.
-        before_step: function that is called before each step. Its arguments are the environment and the number of the
-            step, which starts at 0.
+        before_step: called before each step with the environment and the number of the step, counted from 0.
     """
     total, length = 0.0, 0
     with env.vector(1, in_process=True, render_mode=render_mode) as vector:
@@ -115,19 +113,11 @@ def _greedy_actions(infer: Infer, observations: np.ndarray, device: torch.device
 
 
 def observation_scaling(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the offset and the factor that scale each component of the observations.
+    """Return the offset and the factor that scale each component of the observations, float32 [size] on the CPU.
 
     If the observation space has bounds, scaled observations are between -1 and 1. Otherwise, they have a mean of 0 and
-    a standard deviation of 1 over the steps of a random policy. Bounds are preferred, because in many environments a
-    random policy visits only a few of the states.
-
-    Args:
-        env: the options of the environment.
-        num_steps: number of steps with random actions, summed over all environments.
-
-    Returns:
-        Two float32 tensors [observation_size] on the CPU: the offset, which is subtracted from the observations, and
-        the factor, by which the difference is multiplied.
+    a standard deviation of 1 over `num_steps` steps of a random policy. Bounds are preferred, because in many
+    environments a random policy visits only a few of the states.
     """
     with env.vector(env.num_envs, in_process=True) as vector:
         if bounds := vector.bounds():

@@ -54,8 +54,7 @@ class NStepBuffer:
             next_observations: the observations after the step, [num_envs, observation_size].
             terminated: whether the episode reached a terminal state, bool [num_envs].
             truncated: whether the episode was truncated, bool [num_envs].
-            taken: whether the environment took a step, bool [num_envs]. If False, the environment was reset instead,
-                and no step is added for it.
+            taken: False where the environment was reset instead of taking a step, bool [num_envs].
 
         Returns:
             Packed transitions, float32 [m, row_width]; later calls may overwrite this array.
@@ -81,18 +80,10 @@ class NStepBuffer:
     def _close(
         self, slot: int, oldest: int, ended: np.ndarray, terminated: np.ndarray, next_observations: np.ndarray
     ) -> np.ndarray:
-        """Complete and return the transitions that end with this step.
+        """Complete and return the transitions that end with this step, in which at least one episode ends.
 
-        This method is called only if the episode of at least one environment ends. In an environment whose episode
-        ends, all incomplete transitions are completed, with fewer than `length` steps if necessary. In every other
-        environment, only the transition that now has `length` steps is completed, if there is one.
-
-        Args:
-            slot: the newest slot of the ring buffer, which was written in this step.
-            oldest: the oldest slot of the ring buffer.
-            ended: whether the episode ends with this step, bool [num_envs].
-            terminated: whether the episode reached a terminal state, bool [num_envs].
-            next_observations: the observations after the step, [num_envs, observation_size].
+        In an environment whose episode ends, all incomplete transitions are completed, with fewer than `length` steps
+        if necessary; in the others, the one in the slot `oldest`. The step was written to `slot`.
         """
         closing = self._open & ended
         closing[oldest] |= self._open[oldest]
@@ -111,7 +102,6 @@ class NStepBuffer:
         return {"time": self._time} | {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
         self._time = state["time"]
         for array, name in ((self._rows, "rows"), (self._returns, "returns"), (self._open, "open")):
             array[...] = state[name].numpy()

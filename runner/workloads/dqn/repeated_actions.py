@@ -30,8 +30,7 @@ class Repeats:
         """Return which environments take a random action now, bool [num_envs], and their actions, int64 [num_envs].
 
         Args:
-            explores: which environments begin a new repetition, bool [num_envs]; ignored for environments that are
-                still repeating an action.
+            explores: which environments begin a new repetition, unless they are repeating an action, bool [num_envs].
             actions: the random action to repeat in each environment that begins a repetition, int64 [num_envs].
             random: the generator for the lengths of the new repetitions.
         """
@@ -52,5 +51,4 @@ class Repeats:
         return {"actions": self._actions.tolist(), "left": self._left.tolist()}
 
     def load_state_dict(self, state: dict[str, list[int]]) -> None:
-        """Restore the state that `state_dict` returned."""
         self._actions[:], self._left[:] = state["actions"], state["left"]

@@ -32,12 +32,7 @@ def row_width(observation_size: int) -> int:
 
 
 def unpack(rows: torch.Tensor, possible_returns: tuple[float, float] = (-math.inf, math.inf)) -> Transitions:
-    """Split packed transitions into their fields.
-
-    Args:
-        rows: packed transitions, float32 [n, row_width].
-        possible_returns: the least and the greatest discounted return of an episode, stored in the result as they are.
-    """
+    """Split packed transitions, float32 [n, row_width], into their fields; `possible_returns` is stored as it is."""
     size = (rows.shape[1] - 3) // 2
     observations, following, actions, returns, discounts = rows.split_with_sizes((size, size, 1, 1, 1), 1)
     # Actions are stored as float32, which is exact up to 2²⁴.
@@ -82,11 +77,7 @@ class Replay:
             self.rows[start : start + len(rows)].copy_(torch.from_numpy(rows))
 
     def at(self, indices: np.ndarray) -> torch.Tensor:
-        """Return the packed transitions in the rows `indices`, int64 [n].
-
-        Returns:
-            float32 [n, row_width] on the buffer's device; `unpack` splits this tensor into the fields.
-        """
+        """Return packed transitions of the rows `indices`, int64 [n]: float32 [n, row_width] on the buffer's device."""
         rows = torch.from_numpy(indices)
         return self.rows.index_select(0, rows.to(self.rows.device, non_blocking=True))
 

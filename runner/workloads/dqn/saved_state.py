@@ -14,8 +14,7 @@ def check(state: dict[str, Any], observation_size: int, num_actions: int, n_step
     """Check the saved state of an agent, except the state of the environments, which is checked when it is loaded.
 
     Args:
-        state: the dictionary that `Actor.state_dict` returned, with the additional key `best`: the highest mean return
-            of all evaluations so far.
+        state: what `DQN.state_dict` returned.
         observation_size: number of values in an observation.
         num_actions: number of actions.
         n_step: number of steps in a transition.

@@ -24,7 +24,6 @@ from runner.system.section_timer import timer
 from runner.system.torch_errors import is_out_of_memory
 from runner.tracking.metrics import BatchSums, MetricSums, deferred
 from runner.workloads.base import Workload
-from runner.workloads.dqn.epsilon import epsilon
 
 if TYPE_CHECKING:
     from models.qnet import WithTarget
@@ -38,48 +37,16 @@ log = logging.getLogger(__name__)
 class DQN(Workload):
     """Deep Q-learning with a replay buffer and a target network (Mnih et al., Human-level control, 2015).
 
-    Each process steps its share of the environments and holds its share of the replay buffer.
+    Each process steps its share of the environments and holds its share of the replay buffer. The options are explained
+    in `conf/workload/dqn.yaml`. `clip_targets` keeps bootstrapping from raising values above every possible return, by
+    the range of rewards seen so far (see `Actor.possible_returns`). `normalize` scales observations to [-1, 1] by the
+    bounds of the observation space; without finite bounds, to a mean of 0 and a standard deviation of 1 under random
+    actions. The scaling does not change during the training, so that stored transitions stay valid.
 
-    Args:
-        model: the network that computes action values.
-        env: the options of the environments.
-        env_steps: length of the run in environment steps, summed over all environments and processes.
-        warm_up: number of environment steps with random actions before the first update, summed over all environments
-            and processes.
-        replay_ratio: number of optimizer steps per environment step after the warm-up, both counted over all processes
-            (Fedus et al., Revisiting Fundamentals of Experience Replay, 2020).
-        replay_size: capacity of the replay buffer in transitions, summed over all processes (Lin, 1992).
-        replay_device: device of the replay buffer: `learner` for the device of the model, or `cpu`.
-        discount: γ, the discount factor of future rewards.
-        n_step: number of rewards that are summed before bootstrapping (Hessel et al., Rainbow, 2018).
-        double: select the next action with the online network and evaluate it with the target network (van Hasselt et
-            al., 2016).
-        clip_targets: clip the value of the next observation to the range of possible discounted returns. Without
-            clipping, bootstrapping may raise values above every possible return. The range is computed from the
-            smallest and the largest reward so far (see `Actor.possible_returns`), whereas Andrychowicz et al.
-            (Hindsight Experience Replay, 2017) know the range in advance.
-        td_loss: loss of the temporal difference error, `mse` or `huber`.
-        huber_delta: the error above which `huber` is linear (`torch.nn.functional.huber_loss`). `huber_delta=1` clips
-            errors as Mnih et al. (2015) do. If `huber_delta` is far below the errors, the network learns the median of
-            the returns instead of their mean.
-        target_every: number of optimizer steps between updates of the target network.
-        target_tau: the fraction by which an update moves the target network towards the online network (Lillicrap et
-            al., Continuous Control with Deep Reinforcement Learning, 2016); 1 copies the online network (Mnih et al.,
-            2015).
-        epsilon_start: initial fraction of random actions (Watkins, 1989).
-        epsilon_final: final fraction of random actions.
-        epsilon_fraction: fraction of `env_steps` during which the fraction of random actions changes linearly from
-            `epsilon_start` to `epsilon_final`.
-        epsilon_repeat: the largest number of steps for which a random action is repeated (temporally extended ε-greedy
-            exploration; Dabney et al., 2021); 1 for no repetition. If it is larger than 1, ε is the probability that a
-            repetition begins, so that the fraction of random actions is larger than ε.
-        epsilon_repeat_exponent: the number n of steps of a repetition is drawn with a probability proportional to
-            n^(-epsilon_repeat_exponent): 2 as in the paper; 0 to make all numbers equally probable.
-        normalize: scale observations to [-1, 1] by the bounds of the observation space; without finite bounds, to a
-            mean of 0 and a standard deviation of 1 under random actions. The scaling does not change during the
-            training, so that stored transitions stay valid.
-        eval_episodes: number of greedy episodes per evaluation, summed over all processes.
-        record_video: record an episode in each evaluation, and log the video if the policy is the best so far.
+    For `replay_ratio`, see Fedus et al., Revisiting Fundamentals of Experience Replay (2020); `replay_size`, Lin
+    (1992); `n_step`, Hessel et al., Rainbow (2018); `double`, van Hasselt et al. (2016); `clip_targets`, Andrychowicz
+    et al., Hindsight Experience Replay (2017); `target_tau`, Lillicrap et al., Continuous Control with Deep
+    Reinforcement Learning (2016); `epsilon_start`, Watkins (1989); `epsilon_repeat`, `Repeats`.
     """
 
     model: Model
@@ -225,18 +192,14 @@ class DQN(Workload):
     def _due(self, step: int) -> float:
         """Return the number of environment steps that each process must have taken before optimizer step `step`.
 
-        This is a total over all environments of the process since the start of the run. It may be fractional. It is
-        reduced by a small tolerance, so that a rounding error does not cause an additional environment step.
+        It may be fractional, and is reduced so that a rounding error does not cause an additional environment step.
         """
         return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count
 
     def _epsilon(self, env_steps: int) -> float:
-        """Return ε, the probability of a random action.
-
-        Args:
-            env_steps: number of environment steps so far, summed over all processes.
-        """
-        return epsilon(env_steps, self.epsilon_start, self.epsilon_final, self.epsilon_fraction * self.env_steps)
+        """Return ε, the probability of a random action after `env_steps` steps, summed over all processes."""
+        progress = min(1.0, env_steps / max(self.epsilon_fraction * self.env_steps, 1))
+        return self.epsilon_start + (self.epsilon_final - self.epsilon_start) * progress
 
     def _new_actor(self, plan: Plan, device: torch.device) -> Actor:
         # imported here: these import numpy
@@ -393,7 +356,6 @@ class DQN(Workload):
 
 
 def _sample_metrics(chosen: torch.Tensor) -> torch.Tensor:
-    """Return `q_mean` of each sample, [n, 1], which is the value of its action, `chosen`."""
     return chosen
 
 

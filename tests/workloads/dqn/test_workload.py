@@ -143,26 +143,6 @@ def test_a_batch_split_over_ranks_and_micro_batches_has_the_same_gradient(count:
         torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_the_bootstrap_has_no_gradient_through_the_online_network() -> None:
-    model = linear_agent()
-    values, following = model(BATCH.observations, BATCH.next_observations, True)
-    assert values.requires_grad
-    assert not following.requires_grad
-    torch.testing.assert_close(model(BATCH.observations), values)
-
-
-@pytest.mark.parametrize("precision", ["32", "bf16", "16", "64"])
-def test_the_loss_is_summed_in_float32_in_every_precision(precision: str) -> None:
-    run = build_composed_run(*SMALL, f"precision={precision}", "workload.huber_delta=1")
-    run.precision.prepare(torch.device("cpu"))
-    model = run.precision.convert(linear_agent())
-    with run.precision.autocast():
-        loss, sums = run.workload.loss(model, BATCH)
-    assert loss.dtype == (torch.float64 if precision == "64" else torch.float32)
-    assert computed(sums).dtype == torch.float32
-    assert loss.item() == pytest.approx((0.125 + 6.9 + 4.0) / 3, rel=0.02)
-
-
 def test_only_the_online_network_is_trained_and_the_target_follows_it() -> None:
     run = build_composed_run(*SMALL, "workload.target_tau=0.25", "workload.target_every=2")
     prepare_session(run)
@@ -239,16 +219,6 @@ def test_processes_that_divide_the_steps_act_for_their_own_steps() -> None:
     for step in (2, 4, 6):
         assert len(next(batches).returns) == 64
         assert math.ceil((80 + step / 0.5) / 8) * 8 == workload._actor.num_steps * 2
-
-
-def test_processes_act_in_different_environments() -> None:
-    run = build_composed_run(*SMALL)
-    prepare_session(run)
-    workload: Any = run.workload
-    model = workload.build_model()
-    seen = [next(workload.batches(model, Plan(64, 1, (i, 2)), 0, torch.device("cpu"))) for i in (0, 1, 0)]
-    assert torch.equal(seen[0].observations, seen[2].observations)
-    assert not torch.isin(seen[0].observations, seen[1].observations).any()
 
 
 def test_actions_are_epsilon_greedy() -> None:
@@ -691,3 +661,25 @@ def test_a_nan_observation_crashes_the_run_and_leaves_the_checkpoint(
     assert message.endswith("), episode 0, step 25")
     assert (crash.value.result.status, crash.value.result.steps) == ("crashed", 56)  # 57 needs 25 steps of 8 envs
     assert (tmp_path / "run" / "checkpoints" / "step_00000056" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16", "16", "64"])
+def test_the_loss_is_summed_in_float32_in_every_precision(precision: str) -> None:
+    run = build_composed_run(*SMALL, f"precision={precision}", "workload.huber_delta=1")
+    run.precision.prepare(torch.device("cpu"))
+    model = run.precision.convert(linear_agent())
+    with run.precision.autocast():
+        loss, sums = run.workload.loss(model, BATCH)
+    assert loss.dtype == (torch.float64 if precision == "64" else torch.float32)
+    assert computed(sums).dtype == torch.float32
+    assert loss.item() == pytest.approx((0.125 + 6.9 + 4.0) / 3, rel=0.02)
+
+
+def test_processes_act_in_different_environments() -> None:
+    run = build_composed_run(*SMALL)
+    prepare_session(run)
+    workload: Any = run.workload
+    model = workload.build_model()
+    seen = [next(workload.batches(model, Plan(64, 1, (i, 2)), 0, torch.device("cpu"))) for i in (0, 1, 0)]
+    assert torch.equal(seen[0].observations, seen[2].observations)
+    assert not torch.isin(seen[0].observations, seen[1].observations).any()

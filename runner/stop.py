@@ -13,20 +13,11 @@ from runner.storage.content_checks import check_count, check_like
 
 @dataclass
 class Stop:
-    """The rules that end a run early; without any, a run does all of its steps.
+    """The rules that end a run early, explained in `conf/stop/default.yaml`. A rule that is null is not applied.
 
-    The rules `patience` and `target` are applied after each evaluation. They end the run as if it had reached its last
-    step: the run saves a checkpoint and exits with code 0, and `result.json` says which rule ended the run. A rule that
-    is null is not applied.
-
-    Args:
-        metric: the TensorBoard tag of the evaluation metric that `patience` and `target` compare.
-        patience: the run ends after this many evaluations in a row without an improvement of `metric` (early
-            stopping; Prechelt, Early Stopping – But When?, 1998).
-        min_delta: a change of `metric` counts as an improvement only if it is larger than this.
-        target: the run ends once `metric` has this value or a better one.
-        max_time: number of seconds, from the first step of this invocation, after which the run saves a checkpoint and
-            exits with code 75. A resumed run has as many seconds again.
+    The rules `patience` (early stopping; Prechelt, Early Stopping – But When?, 1998) and `target` are applied after
+    each evaluation. They end the run as if it had reached its last step: the run saves a checkpoint and exits with
+    code 0, and `result.json` says which rule ended it. After `max_time`, a resumed run has as many seconds again.
     """
 
     metric: str | None = None
@@ -58,11 +49,10 @@ class Stop:
     def check_evaluations(
         self, directions: Mapping[str, str], eval_every: int, best_possible: Mapping[str, float] = {}
     ) -> None:
-        """If `metric` is set, check that evaluations measure it and can reach `target`, and that `eval_every` is not 0.
+        """If `metric` is set, check that evaluations measure it and can reach `target`.
 
         Args:
-            directions: a dict from the name of each evaluation metric by which a run may end to `min` or `max`: whether
-                smaller or larger values are better.
+            directions: whether the `min` or the `max` is better, of each evaluation metric by which a run may end.
             eval_every: number of steps between evaluations; 0 if there is only one, at the end.
             best_possible: the best value that a metric can have, by name without the part up to its last slash.
 
@@ -87,11 +77,7 @@ class Stop:
             check(reached, "stop.target", self.target, why, remedy)
 
     def build(self, directions: Mapping[str, str]) -> Stopping:
-        """Return an object that applies the rules to a run; it has no evaluations yet.
-
-        Args:
-            directions: see `check_evaluations`.
-        """
+        """Return an object that applies the rules to a run; for `directions`, see `check_evaluations`."""
         return Stopping(self, directions.get((self.metric or "").removeprefix("eval/"), "max"))
 
 
@@ -99,12 +85,8 @@ class Stop:
 class _Evaluations:
     """What the rules know of the evaluations so far; saved in checkpoints.
 
-    Args:
-        metric: the tag of the metric.
-        best: the value of the latest evaluation that was an improvement.
-        best_step: the step of that evaluation.
-        latest: the value of the latest evaluation.
-        waited: number of evaluations since the latest improvement.
+    `best` is the value of the latest evaluation that was an improvement, which was after `best_step`; `latest` is that
+    of the latest evaluation, and `waited` the number of evaluations since the improvement.
     """
 
     metric: str
@@ -115,12 +97,7 @@ class _Evaluations:
 
 
 class Stopping:
-    """The rules of a run, and the evaluations that they are applied to.
-
-    Args:
-        options: the rules.
-        direction: `min` if smaller values of the metric are better, `max` if larger values are better.
-    """
+    """The rules of a run, and the evaluations that they are applied to; better values are the `min` or the `max`."""
 
     def __init__(self, options: Stop, direction: str):
         self._options, self._sign = options, 1 if direction == "max" else -1
@@ -128,12 +105,7 @@ class Stopping:
         self._evaluations: _Evaluations | None = None
 
     def evaluated(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take a new evaluation into account; called on every rank.
-
-        Args:
-            metrics: the value of each metric of the evaluation, with the tag as key; the same on all ranks.
-            step: the step after which the evaluation took place.
-        """
+        """Take the evaluation after `step` into account: the value of each metric by tag, the same on all ranks."""
         metric, seen = self._options.metric, self._evaluations
         if metric is None:
             return
@@ -159,7 +131,7 @@ class Stopping:
         return ""
 
     def out_of_time(self, seconds: float) -> str:
-        """Return the rule `max_time` in words if `seconds`, the time since the first step, has reached it; else ""."""
+        """Return the rule `max_time` in words if `seconds` have passed since the first step; otherwise, ""."""
         return "" if seconds < self._max_time else f"stop.max_time: {self._max_time:g} s have passed"
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,11 +139,7 @@ class Stopping:
         return {} if self._evaluations is None else asdict(self._evaluations)
 
     def load_state_dict(self, state: dict[str, Any], last_step: int) -> None:
-        """Restore `state`, unless it was saved with another `metric`.
-
-        Args:
-            state: what `state_dict` returned.
-            last_step: the step after which `state_dict` was called.
+        """Restore `state`, which `state_dict` returned after step `last_step`, unless it is of another `metric`.
 
         Raises:
             UnexpectedContentError: if `state` does not have the form that `state_dict` returns.

@@ -29,8 +29,7 @@ from helpers.runs import assert_bitwise_equal, run_outcome
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from runner.config.errors import ConfigError
-from runner.ema.base import Average
-from runner.ema.options import Ema
+from runner.ema import Ema
 
 DECAY = 0.8
 EMA = f"ema.decay={DECAY}"
@@ -179,15 +178,6 @@ def test_the_average_equals_that_of_torchs_averaged_model() -> None:
     assert_bitwise_equal(dict(model.state_dict()), before)
 
 
-def test_without_a_decay_there_is_no_average() -> None:
-    model = torch.nn.Linear(2, 2)
-    average = Ema().build(model)
-    assert type(average) is Average
-    average.update()
-    with average.applied():
-        assert average.full_tensors(lambda _: pytest.fail("nothing is collected")) == {}
-
-
 def test_weights_are_restored_after_an_error_in_the_evaluation() -> None:
     model = torch.nn.Linear(2, 2)
     average = Ema(0.5).build(model)
@@ -235,8 +225,3 @@ def test_a_decay_too_large_for_the_run_is_named_with_one_that_fits(decay: float,
     fits = float(re.findall(r"ema\.decay=([0-9.]+) averages", warning)[0])
     assert fits ** (num_steps - 1) < 1e-4
     assert 1 / (1 - fits) == pytest.approx(num_steps / 10, rel=0.05)
-
-
-@pytest.mark.parametrize(("decay", "num_steps"), [(None, 1), (0.95, 100), (0.999, 10_000)])
-def test_a_decay_that_fits_the_run_is_not_named(decay: float | None, num_steps: int) -> None:
-    assert Ema(decay).too_slow(num_steps) == ""

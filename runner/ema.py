@@ -1,0 +1,177 @@
+"""Exponential moving averages of the weights. Evaluations use the average; checkpoints hold it beside the weights."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runner.config.errors import check_range
+
+log = logging.getLogger(__name__)
+
+CollectState = Callable[["torch.optim.Optimizer"], tuple[dict[str, "torch.Tensor"], dict[str, Any]]]
+"""A function `collect(optimizer)`, which returns `full_state(model, optimizer)` of the parallel mode."""
+LoadState = Callable[["torch.optim.Optimizer", Any], None]
+"""A function `load(optimizer, state)`, which loads a state with the parallel mode."""
+
+
+@dataclass
+class Ema:
+    """An exponential moving average of the weights (Polyak averaging; Tarvainen and Valpola, Mean Teacher, 2017).
+
+    It is equivalent to `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`: the
+    average begins with the weights after the first step; buffers, such as the running statistics of batch
+    normalization, are not averaged. Evaluations use the averaged weights with the model's own buffers, so the best
+    checkpoint is the one whose averaged weights evaluate best.
+
+    Args:
+        decay: weight of the previous average in each update, above 0 and below 1; None for no average.
+    """
+
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        check_range(self, "decay", above=0, below=1)
+
+    def build(self, model: torch.nn.Module) -> Average:
+        """Return the average for `model`, which the parallel mode has placed; without `decay`, it has no effect."""
+        return Average() if self.decay is None else MovingAverage(model, self.decay)
+
+    def too_slow(self, num_steps: int) -> str:
+        """Return a warning if `decay` is too large for a run of `num_steps` steps; otherwise, return "".
+
+        After the last step, the weights after the first step have a share of decay^(num_steps − 1) in the average.
+        """
+        share = 0.0 if self.decay is None else self.decay ** (num_steps - 1)
+        if share < 0.1:
+            return ""
+        window = max(2.0, num_steps / 10)
+        return (
+            f"ema.decay={self.decay} is too large for {num_steps:,} steps: {share:.0%} of the last average are the "
+            f"weights after the first step; ema.decay={1 - 1 / window:.4g} averages over about {window:.0f} steps"
+        )
+
+
+class Average:
+    """No average: evaluations use the weights of the model itself. Also the base class of all averages."""
+
+    def update(self) -> None:
+        """Update the average with the current weights of the model; called after each optimizer step."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return this rank's averaged weights; empty if there is no average, or before the first step."""
+        return []
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A context in which the model has the averaged weights, for an evaluation."""
+        yield
+
+    def full_tensors(self, collect: CollectState) -> dict[str, torch.Tensor]:
+        """Return the full tensors of the model by name, with the averaged weights in place of the trained parameters.
+
+        Called on every rank. The dict is empty on ranks other than 0, and if there is no average.
+        """
+        return {}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], load: LoadState) -> None:
+        """Restore the average from `tensors`, which `full_tensors` returned on rank 0; called on every rank.
+
+        `load` takes a state in the form of `full_state`. If `tensors` is empty, the average begins after the next step.
+        """
+
+    def local_state(self, state_of: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> dict[str, Any]:
+        """Return what `full_tensors` does not include, for the rank's own checkpoint file; empty without an average.
+
+        For example, each rank of an ensemble returns the averaged weights of its member. `state_of(optimizer)` is
+        `local_state(model, optimizer)` of the parallel mode.
+        """
+        return {}
+
+    def load_local(self, state: dict[str, Any], load: LoadState) -> None:
+        """Restore `state`, which `local_state` returned; `load` calls `load_local_state` of the parallel mode."""
+
+
+class MovingAverage(Average):
+    """The exponential moving average of the trainable parameters of a model.
+
+    The first update copies the parameters; each later update computes `decay · average + (1 − decay) · parameter`. The
+    average is the state of an optimizer, because parallel modes can shard, gather, save and load such a state.
+
+    Args:
+        model: the model, as the parallel mode has placed it.
+        decay: the weight of the previous average, above 0 and below 1.
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float):
+        self._model = model
+        self._optimizer = _averages_class()([p for p in model.parameters() if p.requires_grad], {"decay": decay})
+
+    def update(self) -> None:
+        self._optimizer.step()
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [state["average"] for state in self._optimizer.state.values()]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        weights = {p: p.detach().clone() for p in self._optimizer.state}
+        _copy({p: state["average"] for p, state in self._optimizer.state.items()})
+        try:
+            yield
+        finally:
+            _copy(weights)
+
+    def full_tensors(self, collect: CollectState) -> dict[str, torch.Tensor]:
+        tensors, averages = collect(self._optimizer)
+        return tensors | {name: state["average"] for name, state in averages.items()}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], load: LoadState) -> None:
+        if not tensors:
+            log.info("the checkpoint has no average of the weights: it begins after the next step (ema.decay)")
+            return
+        trained = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
+        load(self._optimizer, {name: {"average": tensors[name]} for name in trained})
+
+    def local_state(self, state_of: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> dict[str, Any]:
+        return state_of(self._optimizer)
+
+    def load_local(self, state: dict[str, Any], load: LoadState) -> None:
+        if state:
+            load(self._optimizer, state)
+
+
+@functools.cache
+def _averages_class() -> Any:
+    """Return the class `Averages`. It is defined in a function, because its base class would load torch on import."""
+
+    class Averages(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                parameters = group["params"]
+                for parameter in parameters:
+                    if not self.state[parameter]:
+                        self.state[parameter]["average"] = parameter.detach().clone()
+                averages = [_local(self.state[parameter]["average"]) for parameter in parameters]
+                torch._foreach_lerp_(averages, [*map(_local, parameters)], 1 - group["decay"])  # pyright: ignore
+
+    return Averages
+
+
+def _copy(values: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Copy each value to the parameter that is its key: in place, because parallel modes hold views of parameters."""
+    with torch.no_grad():
+        for parameter, value in values.items():
+            _local(parameter).copy_(_local(value))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return the part of a DTensor that this process holds, or any other tensor unchanged."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

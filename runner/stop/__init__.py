@@ -1,1 +1,0 @@
-"""The rules that end a run before its last step."""
