@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import option_content
 
 from runner.config.errors import ConfigError
-from runner.config.schema import build, option_fields
+from runner.config.schema import build
 from runner.optimizer import SGD, Adam, AdamW, Muon, NAdam, Named, Optimizer, RMSprop, learning_rates, trainable
 from runner.parallel import full_state
 
@@ -183,19 +182,6 @@ def test_a_pipeline_stage_has_the_parameter_groups_of_the_whole_model() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Options
-
-OPTIONS = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "nadam": NAdam, "rmsprop": RMSprop, "muon": Muon, "torch": Named}
-
-
-@pytest.mark.parametrize(("name", "kind"), OPTIONS.items())
-def test_the_option_lists_all_fields(name: str, kind: type) -> None:
-    node = option_content("optimizer", name)
-    optimizer = build(node, Optimizer, "optimizer")
-    assert type(optimizer) is kind
-    assert set(node) == {"_target_", *option_fields(kind)}
-    assert {key: getattr(optimizer, key) for key in node if key != "_target_"} == {
-        key: value for key, value in node.items() if key != "_target_"
-    }
 
 
 @pytest.mark.parametrize(
