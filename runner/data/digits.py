@@ -68,7 +68,7 @@ class Digits(Data):
 @functools.cache  # reading takes most of the time to start a short run, and a process may train several runs
 def read_table():  # no return type: annotating numpy.ndarray would require an import at the top
     """Return an array with a row per image, float64 [1797, 65]: 64 pixels with values from 0 to 16, and the class."""
-    import numpy  # imported here: config errors are reported before numpy is imported
+    import numpy
 
     # Read from the files of the package: `import sklearn.datasets` takes most of a second.
     spec = importlib.util.find_spec("sklearn")

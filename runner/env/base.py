@@ -64,7 +64,6 @@ class Env:
             ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported;
                 with `vectorization=async`, also if the processes of all environments cannot be started and reset.
         """
-        # imported here: these import gymnasium and numpy
         from runner.env.vector import EnvironmentBrokenError, shape_and_actions
 
         spec = self._spec()
@@ -98,7 +97,7 @@ class Env:
         Raises:
             ConfigError: if the environments cannot be started.
         """
-        from runner.env.vector import Vector, make  # imported here: it imports gymnasium and numpy
+        from runner.env.vector import Vector, make
 
         spec = self._spec()
         # gymnasium's vectorized implementations have no window
@@ -126,7 +125,7 @@ class Env:
         return options | ({"max_episode_steps": self.max_episode_steps} if self.max_episode_steps else {})
 
     def _spec(self) -> EnvSpec:
-        import gymnasium  # imported here: it takes 0.1 s to import
+        import gymnasium
 
         module, _, name = self.id.rpartition(":")
         try:

@@ -72,7 +72,7 @@ class Torchvision(NamedModel):
     """
 
     def names(self) -> Iterable[str]:
-        from models import torchvision_network  # imported here: config errors are reported before torch is imported
+        from models import torchvision_network
 
         return torchvision_network.names()
 
@@ -128,7 +128,7 @@ class Timm(NamedModel):
         check(not taken, f"options.{''.join(taken[:1])}", ABSENT, why, "leave it out; model.weights=FILE loads weights")
 
     def names(self) -> Iterable[str]:
-        import timm  # pyright: ignore[reportMissingImports]  # imported here: an extra
+        import timm  # pyright: ignore[reportMissingImports]
 
         return timm.list_models()
 

@@ -32,7 +32,7 @@ class ConvNet(Model):
         check_range(self, "dropout", least=0, below=1)
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import convnet  # imported here: config errors are reported before torch is imported
+        from models import convnet
 
         channels, height, width = shape
         try:

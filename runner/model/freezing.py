@@ -20,7 +20,7 @@ def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable
         ConfigError: with the key `freeze`, if one of `patterns` matches no parameter, or if no parameter is left to
             train; with the key `unfreeze`, if one of `exceptions` matches no frozen parameter.
     """
-    from torch.nn.modules.batchnorm import _BatchNorm  # imported here: config errors are reported before torch is
+    from torch.nn.modules.batchnorm import _BatchNorm
 
     from models.frozen_batch_norm import FrozenBatchNorm
 

@@ -28,6 +28,6 @@ class QNet(Model):
         check(possible, "hidden", list(self.hidden), why, "for example [256,256]")
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import qnet  # imported here: config errors are reported before torch is imported
+        from models import qnet
 
         return qnet.QNet(math.prod(shape), num_classes, self.hidden, self.dueling, self.checkpoint_activations)

@@ -27,7 +27,7 @@ class ResNet(Model):
         check_choice(self, "norm", ("batch", "group"))
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import resnet  # imported here: config errors are reported before torch and torchvision are imported
+        from models import resnet
 
         return resnet.ResNet(
             self.depth,

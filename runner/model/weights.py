@@ -52,7 +52,7 @@ def _load(path: str) -> Any:
         file = file.resolve(strict=True)  # the path may be a link, as in the cache of a model hub
         if Path(path).suffix != ".safetensors":
             return load_tensors(file)
-        from safetensors.torch import load_file  # imported here: few runs need it
+        from safetensors.torch import load_file
 
         open_regular(file).close()  # load_file would wait for the writer of a pipe
         return load_file(file)
@@ -73,7 +73,7 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
         ConfigError: if the file cannot be read, if the names or shapes of its tensors differ from the model's, or if
             `reset_head` is True and the model has no `blocks()`.
     """
-    from models.qnet import online_tensors  # imported here: few runs need it
+    from models.qnet import online_tensors
 
     own, tensors, head = model.state_dict(), online_tensors(read_weights(path)), _head(model)
     attributes = {name.partition(".")[0] for name in tensors}

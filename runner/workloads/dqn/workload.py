@@ -134,7 +134,6 @@ class DQN(Workload):
         envs_per_process(self.env.num_envs, plan.num_workers)
 
     def build_model(self) -> torch.nn.Module:
-        # imported here: config errors are reported before torch and numpy are imported
         from models.qnet import WithTarget
         from runner.workloads.dqn.evaluation import observation_scaling
 
@@ -151,7 +150,7 @@ class DQN(Workload):
     def batches(
         self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device
     ) -> Iterator[Transitions]:
-        from runner.workloads.dqn.actor import greedy_policy  # imported here: it imports numpy
+        from runner.workloads.dqn.actor import greedy_policy
 
         self._count = plan.num_workers
         self._logged = (_training_time(), 0)
@@ -163,7 +162,7 @@ class DQN(Workload):
     def _stream(
         self, actor: Actor, policy: Policy, plan: Plan, after_step: int, device: torch.device
     ) -> Iterator[Transitions]:
-        from runner.workloads.dqn.replay import unpack  # imported here: it imports numpy
+        from runner.workloads.dqn.replay import unpack
 
         sizes = [micro.stop - micro.start for micro in plan.micro_batches(1)]
         index, count = plan.step_shard
@@ -178,7 +177,7 @@ class DQN(Workload):
                     yield unpack(rows.to(device, non_blocking=True), possible_returns)
 
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Transitions]:
-        from runner.workloads.dqn.replay import row_width, unpack  # imported here: it imports numpy
+        from runner.workloads.dqn.replay import row_width, unpack
 
         capacity = math.ceil(self.replay_size / plan.num_workers)
         replay_device = device if self.replay_device == "learner" else "cpu"
@@ -202,7 +201,6 @@ class DQN(Workload):
         return self.epsilon_start + (self.epsilon_final - self.epsilon_start) * progress
 
     def _new_actor(self, plan: Plan, device: torch.device) -> Actor:
-        # imported here: these import numpy
         from runner.workloads.dqn.actor import Actor
         from runner.workloads.dqn.n_step import NStepBuffer
         from runner.workloads.dqn.repeated_actions import Repeats
@@ -259,7 +257,7 @@ class DQN(Workload):
         If nothing was saved for this process, fill its replay buffer with transitions of random actions.
         """
         if self._saved:
-            from runner.env.vector import EnvironmentBrokenError  # imported here: it imports gymnasium
+            from runner.env.vector import EnvironmentBrokenError
 
             try:
                 actor.load_state_dict(self._saved)
@@ -306,7 +304,7 @@ class DQN(Workload):
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:
-        from runner.workloads.dqn import evaluation  # imported here: it imports numpy
+        from runner.workloads.dqn import evaluation
 
         # On every rank, though rank 0 alone logs the video: in an ensemble, `infer` is a collective.
         self._video = evaluation.record_video(self.env, infer, device) if self.record_video else None
@@ -346,7 +344,7 @@ class DQN(Workload):
         Raises:
             UnexpectedContentError: if `state` is not the state of an agent in these environments.
         """
-        from runner.workloads.dqn import saved_state  # imported here: it imports numpy
+        from runner.workloads.dqn import saved_state
 
         if state:
             size, repeat = math.prod(self.env.shape), self.epsilon_repeat
