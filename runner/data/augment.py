@@ -14,15 +14,14 @@ POLICIES = ("none", "randaugment", "trivialaugment")
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """A context in which torch's default generator of the CPU, which torchvision's transforms use, begins at `seed`.
+def borrowed_generator() -> Iterator[torch.Generator]:
+    """A context with torch's default generator of the CPU, which torchvision's transforms use, to be seeded anew.
 
     At the end, the generator continues as before. Those of other devices are not changed: dropout uses them.
     """
     before = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
     try:
-        yield
+        yield torch.default_generator
     finally:
         torch.set_rng_state(before)
 
@@ -47,7 +46,7 @@ class Augment:
         return self.policy != "none" or self.erase > 0
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """Return the transformed image, uint8 [channels, height, width]; called inside `seeded`."""
+        """Return the transformed image, uint8 [channels, height, width]; with random numbers of torch's generator."""
         for transform in self._transforms:
             image = transform(image)
         return image

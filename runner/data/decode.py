@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.storage.regular_file import read_regular
+from runner.storage.regular_file import open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,8 +61,12 @@ class ImageReader:
         """
         from PIL import Image, UnidentifiedImageError  # config errors are reported before Pillow is imported
 
-        # Links are followed, because data sets often consist of them. Pillow reads files in dozens of small blocks.
-        content = io.BytesIO(read_regular(Path(os.path.realpath(path, strict=True)), MAX_BYTES))
+        # Links are followed, because data sets often consist of them. Pillow would read dozens of small blocks.
+        with open_regular(Path(os.path.realpath(path, strict=True))) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes > MAX_BYTES:
+                raise ValueError(f"it has {num_bytes:,} bytes, more than {MAX_BYTES:,}")
+            content = io.BytesIO(file.read(num_bytes))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -71,13 +75,15 @@ class ImageReader:
             raise ValueError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from None
         with opened as image:
             square = self._scaled(image, for_training and self.augment == "crop")
-        return self._transforms[1](square) if for_training and self.augment != "none" else square
+        if for_training and self.augment != "none" and torch.rand(1) < 0.5:  # as RandomHorizontalFlip
+            square = square.flip(2)
+        return square
 
     @cached_property
-    def _transforms(self) -> tuple[Any, Any]:
+    def _random_crop(self) -> Any:
         from torchvision.transforms import v2  # evaluations do not need it
 
-        return v2.RandomResizedCrop(self.size, (self.least_area, 1.0)), v2.RandomHorizontalFlip()
+        return v2.RandomResizedCrop(self.size, (self.least_area, 1.0))
 
     def _scaled(self, image: Image, random_crop: bool) -> torch.Tensor:
         """Crop `image`, and resize the crop to a square.
@@ -97,7 +103,7 @@ class ImageReader:
             image = _in_8_bits(image)
             width, height = image.size
         if random_crop:
-            drawn = self._transforms[0].make_params([torch.empty(1, height, width, device="meta")])
+            drawn = self._random_crop.make_params([torch.empty(1, height, width, device="meta")])
             left, top, box_width, box_height = (drawn[key] for key in ("left", "top", "width", "height"))
         else:
             box_width = box_height = max(1, round(self.center * min(width, height)))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from runner.batching import MicroBatch, SampleOrder
-from runner.data.augment import NO_AUGMENT, Augment, seeded
+from runner.data.augment import NO_AUGMENT, Augment, borrowed_generator
 from runner.data.base import Batch, DataError, LabeledSamples, shard_bounds
 from runner.data.image_input import normalized, per_channel
 from runner.data.prefetch import to_device
@@ -65,15 +65,16 @@ class Fetch:
     def __getitem__(self, job: Job) -> Loaded:
         images = torch.zeros(len(job.paths), *self.shape, dtype=torch.uint8)
         failures: list[tuple[int, str]] = []
-        for row, path in enumerate(job.paths):
-            try:
-                if job.seeds is None:
-                    images[row] = self.read(path, False)
-                else:
-                    with seeded(job.seeds[row]):
+        with borrowed_generator() as generator:
+            for row, path in enumerate(job.paths):
+                try:
+                    if job.seeds is None:
+                        images[row] = self.read(path, False)
+                    else:
+                        generator.manual_seed(job.seeds[row])
                         images[row] = self.augment(self.read(path, True))
-            except Exception as error:  # decoders may raise anything for a damaged file
-                failures.append((row, printable(f"{type(error).__name__}: {error}")))
+                except Exception as error:  # decoders may raise anything for a damaged file
+                    failures.append((row, printable(f"{type(error).__name__}: {error}")))
         return Loaded(job, images, torch.tensor(job.targets), failures)
 
 

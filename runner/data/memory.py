@@ -10,7 +10,7 @@ import torch
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.data.arrays import ArraySamples
-from runner.data.augment import NO_AUGMENT, Augment, seeded
+from runner.data.augment import NO_AUGMENT, Augment, borrowed_generator
 from runner.data.base import Batch, LabeledSamples, shard_bounds
 from runner.data.image_input import normalized, per_channel
 from runner.seeds import sample_seeds, uniforms
@@ -62,12 +62,12 @@ class TensorSamples(ArraySamples, LabeledSamples):
             inputs = _shift_and_flip(inputs, uniforms(seed, epochs, indices, 3), self.crop, self.flip, self._black)
         if self.augment:
             pixels, seeds = _pixels(inputs, self._mean, self._std), sample_seeds(seed, epochs, indices)
-            inputs = self._normalized(torch.stack([*map(self._transformed, pixels, seeds)]))
+            with borrowed_generator() as generator:
+                for image, sample_seed in zip(pixels, seeds, strict=True):
+                    generator.manual_seed(sample_seed)
+                    image.copy_(self.augment(image))
+            inputs = self._normalized(pixels)
         return inputs
-
-    def _transformed(self, image: torch.Tensor, seed: int) -> torch.Tensor:
-        with seeded(seed):
-            return self.augment(image)
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         self._move(device)

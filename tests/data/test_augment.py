@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
-from runner.data.augment import NO_AUGMENT, POLICIES, Augment, seeded
+from runner.data.augment import NO_AUGMENT, POLICIES, Augment, borrowed_generator
 from runner.seeds import sample_seeds
 
 CPU = torch.device("cpu")
@@ -29,8 +29,9 @@ def workload(*overrides: str) -> Any:
 
 def transformed(augment: Augment, seeds: Iterable[int], images: torch.Tensor = IMAGES) -> torch.Tensor:
     results = []
-    for image, seed in zip(images, seeds, strict=True):
-        with seeded(seed):
+    with borrowed_generator() as generator:
+        for image, seed in zip(images, seeds, strict=True):
+            generator.manual_seed(seed)
             results.append(augment(image))
     return torch.stack(results)
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from runner.data.augment import seeded
+from runner.data.augment import borrowed_generator
 from runner.data.decode import MAX_BYTES, ImageReader
 
 STORED_TRANSPOSE = {
@@ -44,7 +44,8 @@ def pixels(image: Image.Image) -> torch.Tensor:
 
 
 def augmented(reader: ImageReader, path: Path, seed: int = 0) -> torch.Tensor:
-    with seeded(seed):
+    with borrowed_generator() as generator:
+        generator.manual_seed(seed)
         return reader(str(path), True)
 
 
