@@ -31,8 +31,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import command, result, write
 from runner.commands.composed_run import compose_run
-from runner.parallel.context import Process
-from runner.run import Result, build_run
+from runner.parallel.collectives import Collectives
+from runner.result import Result
+from runner.run import build_run
 from runner.training import prepare, train_step
 
 GOAL = 0.05
@@ -217,18 +218,18 @@ def measured(name: str) -> list[int]:
     launcher = run.parallel.launcher(run.device)
     with tempfile.TemporaryDirectory() as scratch, launcher.connect() as process:
         rank_main = partial(measure_rank, run.config, Path(scratch))
-        launcher.launch(partial(rank_main, process), rank_main, run.prepare(process).context, Path(scratch))
+        launcher.launch(partial(rank_main, process), rank_main, run.prepare(process), Path(scratch))
         return json.loads(Path(scratch, "peaks.json").read_text(encoding="utf-8"))
 
 
-def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
+def measure_rank(config: dict[str, Any], directory: Path, process: Collectives) -> Result:
     """Train two steps of a run in `process`; rank 0 writes the peak memory of tensors of each rank to `peaks.json`."""
     torch.set_num_threads(1)
     run = build_run(config)
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         session = run.prepare(process)
-        state = prepare(session, directory)
+        state = prepare(run, session, directory)
         batches = run.workload.batches(state.model, session.plan, 0, session.device)
         state.model.train()
         for step in session.plan.steps(0, 2 * session.plan.steps_per_round):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from runner.api.execution import train
     from runner.api.saved import SavedRun, load
     from runner.config.errors import ConfigError
-    from runner.run import CrashedError, Result
+    from runner.result import CrashedError, Result
 
 __all__ = [
     "Config",
@@ -32,8 +32,8 @@ __all__ = [
 _MODULES = {
     "Config": "runner.api.composing",
     "ConfigError": "runner.config.errors",
-    "CrashedError": "runner.run",
-    "Result": "runner.run",
+    "CrashedError": "runner.result",
+    "Result": "runner.result",
     "SavedRun": "runner.api.saved",
     "compose": "runner.api.composing",
     "load": "runner.api.saved",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -69,15 +69,17 @@ class Step(NamedTuple):
 
     It is the same on every process.
     """
-    own: int
+    local: int
     """The number of the step whose batch this process trains on; equal to `number` unless the iteration is a round."""
     micro_batches: list[MicroBatch]
-    """The micro-batches of this process; empty if the run ends before step `own`."""
+    """The micro-batches of this process; empty if the run ends before step `local`."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch arithmetic of a run: which samples are in the micro-batches of one process.
+    """The work of one process: which samples are in its micro-batches, and from which seeds it draws.
+
+    The defaults describe a run with a single process. `Parallel.divide` returns the plans of several processes.
 
     Args:
         batch_size: number of samples in one optimizer step, over all processes and micro-batches.
@@ -86,7 +88,14 @@ class Plan:
             shard with this index, counted from 0.
         step_shard: (index, count): this process trains on every `count`-th global batch, starting with the batch that
             has this index, counted from 0.
-        seed: the seed for the order of the samples.
+        seed: the seed of the weights and of the order of the samples: the seed of the run, except in an ensemble.
+        eval_shard: (index, count): the held-out data is divided into `count` shards, of which this process evaluates
+            the one with this index.
+        chunks: number of chunks into which the parallel mode splits each micro-batch.
+        rng_stream: index of the random number stream that the process uses once the weights are initialized.
+        reads_batches: whether the process needs the samples of the batches; a stage inside a pipeline does not.
+        num_members: number of models that evaluations measure one by one, besides their vote; 0 for a single model.
+        shards_parameters: whether the process has only a shard of each parameter when the optimizer updates it.
 
     Raises:
         ConfigError: if the batch cannot be split into equal micro-batches.
@@ -97,6 +106,12 @@ class Plan:
     data_shard: tuple[int, int] = (0, 1)
     step_shard: tuple[int, int] = (0, 1)
     seed: int = 0
+    eval_shard: tuple[int, int] = (0, 1)
+    chunks: int = 1
+    rng_stream: int = 0
+    reads_batches: bool = True
+    num_members: int = 0
+    shards_parameters: bool = False
 
     def __post_init__(self) -> None:
         count = self.data_shard[1]
@@ -112,8 +127,13 @@ class Plan:
             f"the nearest that do: {nearest}",
         )
 
+    def sharded(self, rank: int, world_size: int) -> Plan:
+        """Return the plan of a process that trains and evaluates on its shard of the samples."""
+        shard = (rank, world_size)
+        return replace(self, data_shard=shard, eval_shard=shard, rng_stream=rank)
+
     @property
-    def worker(self) -> int:
+    def data_rank(self) -> int:
         """The index of this process among the processes that train on different samples.
 
         Processes that train on the same samples have the same index. In reinforcement learning, the seed of the
@@ -122,7 +142,7 @@ class Plan:
         return self.data_shard[0] * self.step_shard[1] + self.step_shard[0]
 
     @property
-    def num_workers(self) -> int:
+    def num_data_ranks(self) -> int:
         """The number of processes that train on different samples."""
         return self.data_shard[1] * self.step_shard[1]
 
@@ -140,10 +160,19 @@ class Plan:
         """The number of samples of all processes in a full round (one iteration of the training loop)."""
         return self.batch_size * self.steps_per_round
 
+    @property
+    def micro_size(self) -> int:
+        """The number of samples in a micro-batch."""
+        return self.batch_size // self.data_shard[1] // self.accumulation
+
+    @property
+    def chunk_size(self) -> int:
+        """The number of samples in a chunk, which pass through the network together."""
+        return self.micro_size // self.chunks
+
     def describe(self) -> str:
         """Return a description of how a global batch is divided: `64 samples = 2 processes × 1 micro-batch × 32`."""
-        shards, parts = self.data_shard[1], self.accumulation
-        size = self.batch_size // shards // parts
+        shards, parts, size = self.data_shard[1], self.accumulation, self.micro_size
         text = f"{self.batch_size} samples"
         if shards > 1 or parts > 1:
             text += f" = {shards} process{'es' * (shards > 1)} × {parts} micro-batch{'es' * (parts > 1)} × {size}"
@@ -155,13 +184,13 @@ class Plan:
         """Yield the iterations of the training loop that compute the steps `after_step + 1` to `last_step`."""
         index, count = self.step_shard
         for before in range(after_step, last_step, count):
-            own = before + 1 + index
-            yield Step(min(before + count, last_step), own, self.micro_batches(own) if own <= last_step else [])
+            local = before + 1 + index
+            yield Step(min(before + count, last_step), local, self.micro_batches(local) if local <= last_step else [])
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """Return this process's micro-batches of the optimizer step with number `step`, counted from 1."""
         index, count = self.data_shard
-        size = self.batch_size // count // self.accumulation
+        size = self.micro_size
         start = (step - 1) * self.batch_size + index * (self.batch_size // count)
         return [
             MicroBatch(start + m * size, start + (m + 1) * size, size / self.batch_size, m == self.accumulation - 1)

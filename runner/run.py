@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,11 @@ from runner.model.base import Model
 from runner.optimizer import Optimizer
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
-from runner.parallel.context import Context, Process
 from runner.precision import Precision
 from runner.profiler import Profiler
 from runner.schedule import Schedule
+from runner.session import Session
 from runner.stop import Stop
-from runner.system.exit_codes import CRASHED, DIVERGED, DONE, STOPPED
 from runner.system.secrets import redacted_values
 from runner.tracking.base import Tracker
 from runner.workloads.base import Workload
@@ -114,75 +112,92 @@ class Run:
         lengths = (self.steps, self.epochs, self.workload.num_steps(self.batch_size))
         known = any(length is not None for length in lengths)
         check(known, "steps", None, "neither steps nor epochs says how long to train", "set epochs=10 or steps=1000")
-        whole = self.optimizer.needs_whole_parameters and self.parallel.shards_parameters
-        why = f"it needs whole parameters, and {type(self.parallel).__name__.lower()} shards them"
-        check(not whole, "optimizer", type(self.optimizer).__name__, why, "parallel=ddp, or optimizer=adamw")
         Plan(self.batch_size, self.accumulation.count)  # raises ConfigError if the batch is not divisible
 
-    def prepare(self, process: Process) -> Session:
-        """Load the data, run the checks that need the device or the data, and return the session for `process`.
+    def prepare(self, collectives: Collectives) -> Session:
+        """Load the data, run the checks that need the device or the data, and return the session of this process.
 
         Raises:
             ConfigError: if a check fails. The run directory is created only after all checks have passed.
         """
-        context = self._prepared(process, self.workload.prepare)
+        session = self._prepared(collectives, self.workload.prepare)
         why = "the processes of this mode do not wait for each other: there is no sequence of weights to average"
-        in_sequence = self.ema.decay is None or context.plan.steps_per_round == 1
+        in_sequence = self.ema.decay is None or session.plan.steps_per_round == 1
         check(in_sequence, "ema.decay", self.ema.decay, why, "ema.decay=null, or another parallel mode")
         epoch = self.workload.steps_per_epoch(self.batch_size)
         num_steps = self._num_steps(epoch)
         once_an_epoch = math.ceil(epoch) if epoch else max(1, num_steps // 10)
         eval_every = once_an_epoch if self.eval_every is None else self.eval_every
         check_listed(self.workload)
-        self.stop.check_evaluations(context.eval_metrics, eval_every, self.workload.best_possible)
-        return Session(
-            run=self,
-            context=context,
-            seed=self.seed + context.layout.seed_offset,
-            num_steps=num_steps,
-            eval_every=eval_every,
-            save_every=once_an_epoch if self.save_every is None else self.save_every,
-            steps_per_epoch=epoch,
-        )
+        self.stop.check_evaluations(session.eval_metrics, eval_every, self.workload.best_possible)
+        save_every = once_an_epoch if self.save_every is None else self.save_every
+        lengths = {"num_steps": num_steps, "eval_every": eval_every, "save_every": save_every}
+        return replace(session, steps_per_epoch=epoch, **lengths)
 
-    def prepare_evaluation(self, process: Process, load: Callable[[], None]) -> Session:
+    def prepare_evaluation(self, collectives: Collectives, load: Callable[[], None]) -> Session:
         """Return a session in which a checkpoint can be evaluated, but in which nothing is trained.
 
         Args:
-            process: the process.
+            collectives: those of this process.
             load: function that loads the data; it is called in place of `prepare` of the workload.
 
         Raises:
             ConfigError: if a check fails.
         """
-        context = self._prepared(process, load)
-        return Session(self, context, self.seed + context.layout.seed_offset, num_steps=0, eval_every=0, save_every=0)
+        return self._prepared(collectives, load)
 
-    def _prepared(self, process: Process, load: Callable[[], None]) -> Context:
-        context = self.context(process)
+    def _prepared(self, collectives: Collectives, load: Callable[[], None]) -> Session:
+        session = self.session(collectives)
+        whole = self.optimizer.needs_whole_parameters and session.plan.shards_parameters
+        why = f"it needs whole parameters, and {type(self.parallel).__name__.lower()} shards them"
+        check(not whole, "optimizer", type(self.optimizer).__name__, why, "parallel=ddp, or optimizer=adamw")
         self.tracking.check()
-        self.parallel.check(context)
-        self.workload.check_plan(context.plan)
-        self.precision.check_device(context.device)
+        self.workload.check_plan(session.plan)
+        self.precision.check_device(session.device)
         load()
-        self.parallel.check_workload(context)
-        return context
+        self.parallel.check(session)
+        return session
 
-    def context(self, process: Process) -> Context:
-        """Return what the parallel mode needs to know about this run in `process`.
+    def session(self, collectives: Collectives) -> Session:
+        """Return the session of a process whose data has not been loaded, and whose lengths are not known yet.
 
         Raises:
             ConfigError: if the batch cannot be divided among the processes.
         """
-        layout = self.parallel.layout(process.rank_info)
-        plan = Plan(
-            self.batch_size,
-            self.accumulation.count,
-            layout.data_shard,
-            layout.step_shard,
-            self.seed + layout.seed_offset,
-        )
-        return Context(process, layout, plan, self.workload, self.precision, self.channels_last, self.compile)
+        plan = self.parallel.divide(Plan(self.batch_size, self.accumulation.count, seed=self.seed), collectives)
+        return Session(collectives, plan, self.workload, self.precision, self.channels_last, self.compile)
+
+    @contextmanager
+    def settings(self, device: torch.device) -> Iterator[None]:
+        """A context in which torch's global flags are those of the run (see `Device.settings`), and data may be read.
+
+        The data workers end with it.
+        """
+        settings = self.device.settings(device, self.deterministic, self.workload.num_data_workers)
+        with settings, closing(self.workload):
+            yield
+
+    def describe(self, session: Session, model: str, directory: Path) -> str:
+        """Return the first lines of the log, such as the model, the device, the batch size and the run directory.
+
+        Args:
+            session: the session of this process.
+            model: description of the whole model, before a parallel mode splits it.
+            directory: the run directory.
+        """
+        threads, count = torch.get_num_threads(), session.world_size
+        steps = f"{session.num_steps:,} step{'s' * (session.num_steps != 1)}"
+        lines = {
+            "model": model,
+            **self.workload.describe(),
+            "device": f"{device_name(session.device)}, {threads} CPU thread{'s' * (threads > 1)} per process",
+            "precision": type(self.precision).description,
+            "parallel": f"{self.parallel.description}, {count} process{'es' * (count > 1)}",
+            "batch": session.plan.describe(),
+            "length": f"{steps}, {session.num_steps * self.batch_size:,} samples",
+            "directory": os.path.relpath(directory),
+        }
+        return "\n".join(f"{key:<10} {text}" for key, text in lines.items())
 
     def _num_steps(self, epoch: float | None) -> int:
         """Return the number of optimizer steps of the run.
@@ -192,177 +207,14 @@ class Run:
         """
         if self.steps is not None:
             return self.steps
-        own = self.workload.num_steps(self.batch_size)
-        if own is not None:
+        length = self.workload.num_steps(self.batch_size)
+        if length is not None:
             why = "this workload has no epochs: its own options say how long it is"
             check(self.epochs is None, "epochs", self.epochs, why, "leave epochs=null, or set steps=N")
-            return own
+            return length
         assert self.epochs is not None
         check(epoch is not None, "epochs", self.epochs, "this workload has no epochs", "set steps=N")
         return max(1, math.ceil(self.epochs * (epoch or 1) - 1e-9))
-
-
-@dataclass(frozen=True)
-class Session:
-    """The options of a run, and the values that depend on the device, the data and the process; one per process.
-
-    Args:
-        run: the components and options of the run.
-        context: what a parallel mode knows of the run in this process: its rank, its devices, and which samples are in
-            its micro-batches.
-        seed: the seed of this process's model: the seed of the run; in an ensemble, the seed of the run plus the index
-            of the member that this process trains.
-        num_steps: number of optimizer steps of the whole run.
-        eval_every: number of steps between evaluations; 0 to evaluate only at the end.
-        save_every: number of steps between checkpoints; 0 to save only at the end.
-        steps_per_epoch: number of steps of one pass over the training data; None if the workload has no epochs.
-    """
-
-    run: Run
-    context: Context
-    seed: int
-    num_steps: int
-    eval_every: int
-    save_every: int
-    steps_per_epoch: float | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process; the first one, if it has several."""
-        return self.context.device
-
-    @property
-    def plan(self) -> Plan:
-        """The batch arithmetic of this process: which samples are in its micro-batches."""
-        return self.context.plan
-
-    @property
-    def collectives(self) -> Collectives:
-        """The collectives of this process."""
-        return self.context.collectives
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process; rank 0 writes the results."""
-        return self.context.rank
-
-    def batches(self, model: torch.nn.Module, after_step: int) -> Iterator[Any]:
-        """Yield the micro-batches of this process for all steps after `after_step`; None for each if it needs none.
-
-        Raises:
-            ConfigError, DataError, EnvironmentBrokenError: as in `Workload.batches`.
-        """
-        if not self.context.layout.reads_batches:
-            return itertools.repeat(None)
-        return self.run.workload.batches(model, self.plan, after_step, self.device)
-
-    @contextmanager
-    def settings(self) -> Iterator[None]:
-        """A context in which torch's global flags are those of the run (see `Device.settings`), and data may be read.
-
-        The data workers end with it.
-        """
-        workload = self.run.workload
-        with (
-            self.run.device.settings(self.device, self.run.deterministic, workload.num_data_workers),
-            closing(workload),
-        ):
-            yield
-
-    def describe(self, model: str, directory: Path) -> str:
-        """Return the first lines of the log, such as the model, the device, the batch size and the run directory.
-
-        Args:
-            model: description of the whole model, before a parallel mode splits it.
-            directory: the run directory.
-        """
-        run, context, plan = self.run, self.context, self.plan
-        threads = torch.get_num_threads()
-        steps = f"{self.num_steps:,} step{'s' * (self.num_steps != 1)}"
-        lines = {
-            "model": model,
-            **run.workload.describe(),
-            "device": f"{device_name(self.device)}, {threads} CPU thread{'s' * (threads > 1)} per process",
-            "precision": type(run.precision).description,
-            "parallel": f"{run.parallel.description}, {context.world_size} process{'es' * (context.world_size > 1)}",
-            "batch": plan.describe(),
-            "length": f"{steps}, {self.num_steps * run.batch_size:,} samples",
-            "directory": os.path.relpath(directory),
-        }
-        return "\n".join(f"{key:<10} {text}" for key, text in lines.items())
-
-    def is_due(self, every: int, step: int) -> bool:
-        """Return whether a periodic action, such as an evaluation, is due after `step`.
-
-        If an iteration of the training loop has several steps, an action that is due at one of these steps is due
-        after the iteration. Every action is due after the last step of the run.
-
-        Args:
-            every: number of steps between two actions; 0 if the action is due only at the end.
-            step: the last step of the iteration.
-        """
-        return step == self.num_steps or (bool(every) and step % every < self.plan.steps_per_round)
-
-
-@dataclass
-class Result:
-    """The outcome of a run, written to `result.json`.
-
-    Args:
-        status: `done`, `stopped` (by a signal or `stop.max_time`, after saving), `diverged` or `crashed`.
-        steps: number of completed optimizer steps, including the steps before a resume.
-        metrics: the latest training and evaluation metrics, by TensorBoard tag.
-        best: the `metric`, the `value` and the `step` of the best evaluation; empty if there was no evaluation.
-        seconds: time in seconds from the first step of this session to the end of the session.
-        samples_per_second: training throughput of all processes together, from the median step time.
-        step_seconds: the `median` and the 90th percentile (`p90`) of the times of the steps in this session, in
-            seconds; the first steps do not count. On an accelerator, the time of a step is the mean over a window of
-            steps, such as those between two logs (see `StepTimer`). If an iteration of the training loop has several
-            steps (see `Plan.steps_per_round`), the iterations are timed instead. Empty if there was no step.
-        peak_memory_bytes: peak memory usage of rank 0 on its GPU or, without a GPU, in host memory.
-        world_size: number of processes.
-        config_hash: hash of the config (see the function `config_hash`).
-        notes: additional results of the workload, such as the number of skipped files.
-        error: the reason why the run diverged or crashed; empty if it did neither.
-        stopped_by: the rule of `stop` that ended the run before its last step, in words; empty if no rule did.
-        directory: the run directory; None in the result that a rank returns, and if the directory was removed or
-            renamed. Neither `directory` nor `cause` is written to `result.json`.
-        cause: the exception that crashed the run; None if the run has not crashed.
-    """
-
-    status: str
-    steps: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    best: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    samples_per_second: float = 0.0
-    step_seconds: dict[str, float] = field(default_factory=dict)
-    peak_memory_bytes: int = 0
-    world_size: int = 1
-    config_hash: str = ""
-    notes: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
-    stopped_by: str = ""
-    directory: Path | None = field(default=None, init=False, compare=False)
-    cause: BaseException | None = field(default=None, init=False, compare=False, repr=False)
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of a command that ends with this result."""
-        return EXIT_CODES[self.status]
-
-    @property
-    def evaluation(self) -> dict[str, float]:
-        """The metrics of the latest evaluation, by TensorBoard tag."""
-        return {tag: value for tag, value in self.metrics.items() if tag.startswith("eval/")}
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain values, for JSON, without `directory` and `cause`."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-
-
-EXIT_CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
-"""The exit code for each status of a result."""
 
 
 def build_run(config: Mapping[str, Any]) -> Run:
@@ -465,18 +317,7 @@ def describe_model(model: torch.nn.Module) -> str:
     return f"{type(model).__name__}, {trained:,} trainable parameters, {size / 1e6:,.2f} MB"
 
 
-class CrashedError(Exception):
-    """Raised when an error has ended a run; `__cause__` is that error, and `result` is the run's result so far."""
-
-    def __init__(self, result: Result):
-        super().__init__(result)
-        self.result = result
-
-    def __str__(self) -> str:
-        return self.result.error
-
-
-_NOT_HASHED = ("name", "output_root", "resume", "tracking")
+_NOT_HASHED = ("name", "output_root", "resume", "tracking", "how")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:

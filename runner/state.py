@@ -14,9 +14,11 @@ import torch
 
 from runner.device import Competition
 from runner.ema import Average
-from runner.run import Result, Session, config_hash
+from runner.result import Result
+from runner.run import Run, config_hash
 from runner.schedule import Schedule
 from runner.seeds import random_state, set_random_state
+from runner.session import Session
 from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_count, check_like
 from runner.storage.manifest import untrusted
@@ -38,7 +40,8 @@ class State:
     """The training state of a run.
 
     Args:
-        session: the options and the process, which do not change during training.
+        run: the options, which do not change during training.
+        session: the process, its part of the work, and the length of the run.
         directory: the run directory.
         model: the model, as returned by the parallel mode's `place`.
         optimizer: optimizer of the model's parameters.
@@ -48,6 +51,7 @@ class State:
 
     def __init__(
         self,
+        run: Run,
         session: Session,
         directory: Path,
         model: torch.nn.Module,
@@ -55,31 +59,31 @@ class State:
         model_description: str = "",
         model_table: str = "",
     ):
-        self.session, self.directory, self.model, self.optimizer = session, directory, model, optimizer
+        self.run, self.session, self.directory, self.model, self.optimizer = run, session, directory, model, optimizer
         self.model_description, self.model_table = model_description, model_table
-        self.step, self.logged_step, run = 0, 0, session.run
+        self.step, self.logged_step = 0, 0
         self.average = run.ema.build(model)
-        self.stopping = run.stop.build(session.context.eval_metrics)
+        self.stopping = run.stop.build(session.eval_metrics)
         # Whether an average or a target network follows the weights, which must not move if an update is skipped.
         followers = (type(self.average).update, Average.update), (type(run.workload).after_step, Workload.after_step)
-        self.weights_are_followed = any(own is not nothing for own, nothing in followers)
+        self.weights_are_followed = any(method is not nothing for method, nothing in followers)
         self.metric_buffer = MetricBuffer(run.workload.metrics, session.device)
         self.competition = Competition(session.device, run.workload.num_data_workers)
-        self.step_timer = StepTimer(session.context.process.devices)
+        self.step_timer = StepTimer(session.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
         self.out_of_time = ""  # the rule `stop.max_time` in words, once the time of rank 0 is up
-        self.hash = config_hash(session.run.config)
+        self.hash = config_hash(run.config)
         self.checkpoints = Checkpoints(
             directory,
-            session.run.keep,
+            run.keep,
             session.rank,
-            session.context.world_size,
+            session.world_size,
             session.collectives.barrier,
             session.collectives.timeout,
             self.hash,
-            config_text(session.run.config),
-            partial(_signature_text, session.run.workload),
+            config_text(run.config),
+            partial(_signature_text, run.workload),
         )
 
     @property
@@ -94,10 +98,9 @@ class State:
             ConfigError: if all checkpoints are damaged, or the content of the newest intact one does not fit this run.
                 A part of the content may have been loaded.
         """
-        run = self.session.run
         checkpoint = self.checkpoints.latest()
         if checkpoint is None:
-            if run.resume != "never":
+            if self.run.resume != "never":
                 log.info("there is no checkpoint to resume from: the run starts at step 1")
             return
         self._match_data(saved_signature(self.checkpoints.root / step_name(checkpoint.step)))
@@ -108,7 +111,7 @@ class State:
 
     def _match_data(self, saved: dict[str, Any]) -> None:
         """Check that the data is that of the checkpoint with the signature `saved`, and use its normalization."""
-        workload = self.session.run.workload
+        workload = self.run.workload
         workload.continue_with(saved)
         change = self.session.collectives.from_rank_0(partial(workload.check_same_samples, saved))
         if change:
@@ -116,7 +119,7 @@ class State:
 
     def _report_length(self, before: int) -> None:
         """Log what another length of the run does to its schedule; `before` is 0 if it is not known."""
-        schedule, num_steps = self.session.run.schedule, self.session.num_steps
+        schedule, num_steps = self.run.schedule, self.session.num_steps
         if before not in (0, num_steps) and schedule != Schedule() and 0 < self.step < num_steps:
             text = "the run has %d steps instead of %d: the learning rate schedule is stretched to them, "
             text += "and goes on at %.3g × optimizer.lr"
@@ -129,7 +132,7 @@ class State:
             ConfigError: if the content does not fit this run. A part of the content may have been loaded.
         """
         try:
-            _check_shared(checkpoint, len(self.session.run.workload.metrics))
+            _check_shared(checkpoint, len(self.run.workload.metrics))
             self._load(checkpoint)
         except CONTENT_ERRORS as error:
             lost = isinstance(error, torch.distributed.DistError) or torch_errors.is_lost_peer(error)
@@ -140,7 +143,7 @@ class State:
             raise untrusted(path, f"the hashes are correct, but the content is not: {error}") from None
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        run, devices = self.session.run, self.session.context.process.devices
+        run, devices = self.run, self.session.devices
         shared, local = _OPTIONAL | checkpoint.state, checkpoint.local
         if local:
             local = {"ema": {}} | local
@@ -172,7 +175,7 @@ class State:
             StorageError: if the previous checkpoint could not be written, or if the directory of the new checkpoint
                 cannot be created.
         """
-        run, collectives, device = self.session.run, self.session.collectives, self.session.device
+        run, collectives, device = self.run, self.session.collectives, self.session.device
         rows = self.metric_buffer.peek(collectives.all_reduce)
         collect = partial(run.parallel.full_state, self.model)
         tensors, optimizer_state = collect(self.optimizer)
@@ -194,7 +197,7 @@ class State:
         local = {
             "workload": copy.deepcopy(run.workload.state_dict()),
             "parallel": run.parallel.local_state(self.model, self.optimizer),
-            "random": random_state(self.session.context.process.devices),
+            "random": random_state(self.session.devices),
         }
         averages = self.average.local_state(partial(run.parallel.local_state, self.model))
         local |= {"ema": averages} if averages else {}
@@ -206,11 +209,11 @@ class State:
         Raises:
             DivergedError: if a metric is not finite.
         """
-        num_samples = (self.step - self.logged_step) * self.session.run.batch_size
+        num_samples = (self.step - self.logged_step) * self.run.batch_size
         rows = self.metric_buffer.flush(self.session.collectives.all_reduce)
         means = rows.double().sum(0) / num_samples
         self.logged_step = self.step
-        names = self.session.run.workload.metrics
+        names = self.run.workload.metrics
         return {f"train/{name}": float(value) for name, value in zip(names, means, strict=True)}
 
     def record_evaluation(self, metrics: dict[str, float]) -> bool:
@@ -223,7 +226,7 @@ class State:
             DivergedError: if a metric is not finite.
             ConfigError: if a metric that the workload names is not measured.
         """
-        check_measured(self.session.run.workload, [tag.removeprefix("eval/") for tag in metrics])
+        check_measured(self.run.workload, [tag.removeprefix("eval/") for tag in metrics])
         broken = [tag for tag, number in metrics.items() if not math.isfinite(number)]
         if broken:
             # Raises DivergedError for the first training step since the last log that was not finite, if any.
@@ -231,7 +234,7 @@ class State:
             raise DivergedError(self.step, broken[0])
         self.metrics |= metrics
         self.stopping.evaluated(metrics, self.step)
-        name, direction = self.session.run.workload.best
+        name, direction = self.run.workload.best
         value, best = metrics[f"eval/{name}"], self.best.get("value")
         if best is not None and not (value > best if direction == "max" else value < best):
             return False
@@ -256,9 +259,9 @@ class State:
             samples_per_second=session.plan.samples_per_round / step_seconds["median"] if step_seconds else 0.0,
             step_seconds=step_seconds,
             peak_memory_bytes=int(memory.usage(session.device)["memory/peak"]),
-            world_size=session.context.world_size,
+            world_size=session.world_size,
             config_hash=self.hash,
-            notes=session.run.workload.extra_results(session.collectives.all_gather if in_step else lambda own: [own]),
+            notes=self.run.workload.extra_results(session.collectives.all_gather if in_step else lambda value: [value]),
             error=error,
             stopped_by=rule if in_step and self.step < session.num_steps else "",
         )

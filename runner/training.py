@@ -21,9 +21,11 @@ from runner.batching import Step
 from runner.config.errors import ConfigError
 from runner.model.table import table_of
 from runner.optimizer import learning_rates
-from runner.parallel.context import Process
-from runner.run import CrashedError, Result, Run, Session, build_run, describe_model
+from runner.parallel.collectives import Collectives
+from runner.result import CrashedError, Result
+from runner.run import Run, build_run, describe_model
 from runner.seeds import derive
+from runner.session import Session
 from runner.state import State
 from runner.storage.durable_write import write_bytes
 from runner.storage.saved_config import config_yaml
@@ -39,7 +41,7 @@ from runner.tracking.recorder import Recorder
 log = logging.getLogger(__name__)
 
 
-def train(session: Session, directory: Path) -> Result:
+def train(run: Run, session: Session, directory: Path) -> Result:
     """Train one run until it is done, stopped, or diverged, and return its result; called on every rank.
 
     Raises:
@@ -49,10 +51,10 @@ def train(session: Session, directory: Path) -> Result:
         CrashedError: if the training loop raises any other error; the exception holds the result up to the last
             completed step.
     """
-    run, writes = session.run, session.rank == 0
-    with session.settings():
+    writes = session.rank == 0
+    with run.settings(session.device):
         try:
-            state = prepare(session, directory, with_table=True)
+            state = prepare(run, session, directory, with_table=True)
         except Exception as error:  # a pipeline measures the blocks of the model
             if (refusal := refused_by_torch(run, error)) is not None:
                 raise refusal from error
@@ -60,7 +62,7 @@ def train(session: Session, directory: Path) -> Result:
         with (
             Recorder(run.tracking, directory, state.step, visible=writes) as recorder,
             progress_for(session.num_steps, run.batch_size, state.step, visible=writes) as progress,
-            run.profiler.profile(directory, *session.context.process.devices),
+            run.profiler.profile(directory, *session.devices),
             StopRequest() as stop,
         ):
             introduce(state, recorder)
@@ -83,18 +85,19 @@ def train(session: Session, directory: Path) -> Result:
         return result
 
 
-def train_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
-    """Train the run of `config` in `process`, which a launcher has started, and return the result.
+def train_rank(config: dict[str, Any], directory: Path, collectives: Collectives) -> Result:
+    """Train the run of `config` in this process, which a launcher has started, and return the result.
 
     Raises:
         ConfigError, CrashedError: as in `train`.
     """
-    session = build_run(config).prepare(process)
-    with LogFile(directory, process.rank_info.rank):
-        return train(session, directory)
+    run = build_run(config)
+    session = run.prepare(collectives)
+    with LogFile(directory, session.rank):
+        return train(run, session, directory)
 
 
-def prepare(session: Session, directory: Path, with_table: bool = False) -> State:
+def prepare(run: Run, session: Session, directory: Path, with_table: bool = False) -> State:
     """Return the state of the run, with the model on its devices, resumed from a checkpoint if there is one.
 
     The arguments are those of `initial_state`.
@@ -102,12 +105,12 @@ def prepare(session: Session, directory: Path, with_table: bool = False) -> Stat
     Raises:
         ConfigError: as in `initial_state` and `State.resume`.
     """
-    state = initial_state(session, directory, with_table)
+    state = initial_state(run, session, directory, with_table)
     state.resume()
     return state
 
 
-def initial_state(session: Session, directory: Path, with_table: bool = False) -> State:
+def initial_state(run: Run, session: Session, directory: Path, with_table: bool = False) -> State:
     """Return the state of the run before its first step, with the model on its devices.
 
     The weights depend only on the seed of the session; later random numbers also depend on the process. This function
@@ -115,27 +118,27 @@ def initial_state(session: Session, directory: Path, with_table: bool = False) -
     memory usage (see `runner.system.memory.reset_peak`).
 
     Args:
-        session: the options and the process.
+        run: the options.
+        session: the process and its part of the work.
         directory: the run directory.
         with_table: whether to compute the table of the model for the log.
 
     Raises:
         ConfigError: if the model or the optimizer cannot be built from the config.
     """
-    run = session.run
     timer.reset()
     memory.reset_peak(session.device)
     run.precision.prepare(session.device)
     torch_private.defer_compiler()  # optimizers and the table import it: a second before the first step
-    torch.manual_seed(derive(session.seed, "weights"))
+    torch.manual_seed(derive(session.plan.seed, "weights"))
     model = run.workload.build_model()
     table = table_of(model, run.workload.input_shape()) if with_table else ""  # before a mode splits the model
     model = run.precision.convert(model)
     description = describe_model(model)
     groups = run.optimizer.parameter_groups(model)
-    model = run.parallel.place(model, session.context)
-    torch.manual_seed(derive(session.seed, "rank", session.context.layout.rng_stream))
-    return State(session, directory, model, run.optimizer.build(model, groups), description, table)
+    model = run.parallel.place(model, session)
+    torch.manual_seed(derive(session.plan.seed, "rank", session.plan.rng_stream))
+    return State(run, session, directory, model, run.optimizer.build(model, groups), description, table)
 
 
 def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest) -> str:
@@ -145,7 +148,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         DivergedError: if a loss, a metric or the state is not finite.
         StorageError: if a checkpoint cannot be written.
     """
-    session, run, model = state.session, state.session.run, state.model
+    run, session, model = state.run, state.session, state.model
     batches = session.batches(model, state.step)
     model.train()
     state.step_timer.start(state.step, math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
@@ -208,12 +211,12 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
         The gradient norm before clipping, a scalar on the device; None if it was not computed, because the step is not
         logged and gradients are not clipped.
     """
-    session, run, model = state.session, state.session.run, state.model
+    run, session, model = state.run, state.session, state.model
     for micro in step.micro_batches:
         with timer.section("data"):
             batch = next(batches)
         state.metric_buffer.add(run.parallel.accumulate(model, batch, micro, log_due))
-    state.metric_buffer.end_step(min(step.own, step.number))  # in the last round, `own` may be beyond the end
+    state.metric_buffer.end_step(min(step.local, step.number))  # in the last round, `local` may be beyond the end
     with timer.section("optimizer"):
         num_skipped = run.precision.num_skipped()
         run.schedule.set_lr(state.optimizer, step.number - 1 - num_skipped, session.num_steps)
@@ -222,7 +225,7 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
         norm = run.precision.step(state.optimizer, clip if clip_due else None, run.parallel.combine_overflow)
         if not state.weights_are_followed or run.precision.num_skipped() == num_skipped:
             state.average.update()
-            run.workload.after_step(model, step.own - num_skipped)
+            run.workload.after_step(model, step.local - num_skipped)
     state.step = step.number
     return norm
 
@@ -233,7 +236,7 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     Raises:
         DivergedError: if a metric since the last log is not finite.
     """
-    run, step = state.session.run, state.step
+    run, step = state.run, state.step
     means = state.flush_metrics()
     state.metrics |= means
     progress.metrics(means)
@@ -259,7 +262,7 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     Raises:
         DivergedError: if a metric is not finite.
     """
-    run, model = state.session.run, state.model
+    run, model = state.run, state.model
     model.eval()
     with state.average.applied():
         metrics, sums = run.parallel.evaluate(model)
@@ -278,18 +281,18 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
 
 def introduce(state: State, recorder: Recorder) -> None:
     """Log a description of the session, a table of the model, the config, and the environment."""
-    session = state.session
-    config = config_yaml(session.run.config)
-    log.info("%s", session.describe(state.model_description, state.directory))
+    run, session = state.run, state.session
+    config = config_yaml(run.config)
+    log.info("%s", run.describe(session, state.model_description, state.directory))
     warn_of_competition(state)
-    if session.rank == 0 and (why := session.run.ema.too_slow(session.num_steps)):
+    if session.rank == 0 and (why := run.ema.too_slow(session.num_steps)):
         log.warning("%s", why)
     log.debug("model:\n%s", state.model_table)
     log.debug("config:\n%s", config)
     if session.rank == 0:
         texts = {"network": state.model_table, "config": config, "environment": json.dumps(environment(), indent=2)}
         recorder.texts(texts)
-        recorder.hyperparameters(session.run.config)
+        recorder.hyperparameters(run.config)
 
 
 def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
@@ -300,7 +303,7 @@ def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
     """
     path = directory / f"diverged_step_{step:08d}_rank_{session.rank}.pt"
     try:
-        batch = session.run.workload.diverged_batch(session.plan, step, session.device)
+        batch = session.workload.diverged_batch(session.plan, step, session.device)
         if batch is None:
             return
         content = io.BytesIO()

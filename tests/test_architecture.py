@@ -15,7 +15,7 @@ from runner.parallel.base import Parallel
 
 PARTS = (
     *("runner.device", "runner.seeds", "runner.precision", "runner.optimizer", "runner.schedule", "runner.profiler"),
-    *("runner.batching", "runner.ema", "runner.stop"),
+    *("runner.batching", "runner.ema", "runner.stop", "runner.result"),
 )
 """Config groups with one module each, which the training loop uses. They form one group of modules in `LAYERS`."""
 
@@ -30,7 +30,7 @@ LAYERS = [
     ["runner.tracking"],
     ["runner.data", "runner.env", "runner.model"],
     ["runner.workloads"],
-    ["runner.parallel"],
+    [("runner.parallel", "runner.session")],
     ["runner.run"],
     ["runner.state", "runner.resume"],
     ["runner.training"],

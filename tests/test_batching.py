@@ -53,11 +53,11 @@ def test_the_steps_of_a_run_are_numbered_from_one() -> None:
 def test_processes_that_divide_the_steps_cover_each_step_once(last: int) -> None:
     plans = [Plan(12, step_shard=(index, 3)) for index in range(3)]
     rounds = list(zip(*(plan.steps(0, last) for plan in plans), strict=True))
-    assert [step.own for each in rounds for step in each if step.micro_batches] == list(range(1, last + 1))
+    assert [step.local for each in rounds for step in each if step.micro_batches] == list(range(1, last + 1))
     for number, each in enumerate(rounds, start=1):
         assert {step.number for step in each} == {min(3 * number, last)}, "the last step of the round"
         for plan, step in zip(plans, each, strict=True):
-            assert step.micro_batches == (plan.micro_batches(step.own) if step.own <= last else [])
+            assert step.micro_batches == (plan.micro_batches(step.local) if step.local <= last else [])
     assert plans[1].steps_per_round == 3
     assert plans[1].samples_per_round == 36
     own = [micro for step in (2, 5, 8) for micro in plans[1].micro_batches(step)]
@@ -66,8 +66,8 @@ def test_processes_that_divide_the_steps_cover_each_step_once(last: int) -> None
 
 def test_workers_are_numbered_over_both_kinds_of_shards() -> None:
     plans = [Plan(12, data_shard=(i, 2), step_shard=(j, 3)) for i in range(2) for j in range(3)]
-    assert [plan.worker for plan in plans] == list(range(6))
-    assert {plan.num_workers for plan in plans} == {6}
+    assert [plan.data_rank for plan in plans] == list(range(6))
+    assert {plan.num_data_ranks for plan in plans} == {6}
 
 
 @pytest.mark.parametrize(

@@ -121,11 +121,11 @@ def test_resume_is_bitwise_exact(
 ) -> None:
     overrides = (*TINY_CPU, *HARD, EMA, *options)
 
-    def train(name: str, change: Callable[[Any], None] | None = None) -> Path:
+    def train(name: str, change: Callable[[Any, Any], None] | None = None) -> Path:
         if options:
             ranks(2).train(compose_config(*overrides), tmp_path / name, change)
         else:
-            train_in(tmp_path / name, build_composed_run(*overrides), change or (lambda session: None))
+            train_in(tmp_path / name, build_composed_run(*overrides), change or (lambda run, session: None))
         return tmp_path / name
 
     wanted = train("whole")

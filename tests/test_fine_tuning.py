@@ -122,7 +122,8 @@ def test_fine_tuning_resumes_bitwise(
 
     def do(name: str, change: Any = None) -> Any:
         if mode == "single":
-            return train_in(tmp_path / name, build_composed_run(*overrides), change or (lambda session: None)).result
+            run = build_composed_run(*overrides)
+            return train_in(tmp_path / name, run, change or (lambda run, session: None)).result
         return ranks(2).train(compose_config(*overrides), tmp_path / name, change)
 
     do("whole")
@@ -134,8 +135,8 @@ def test_fine_tuning_resumes_bitwise(
 def test_a_reset_head_depends_only_on_the_seed(pretrained: str, tmp_path: Path) -> None:
     heads = []
     for seed in (0, 0, 1):
-        session = prepare_session(build_composed_run(*OVERRIDES, pretrained, f"seed={seed}"))
-        heads.append(prepare(session, tmp_path).model.get_parameter("classifier.1.weight"))
+        run = build_composed_run(*OVERRIDES, pretrained, f"seed={seed}")
+        heads.append(prepare(run, prepare_session(run), tmp_path).model.get_parameter("classifier.1.weight"))
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
 
@@ -145,7 +146,9 @@ def test_a_pattern_without_a_parameter_is_refused_with_the_nearest_names(tmp_pat
         ("model.freeze=[layr4]", "model.freeze", "layr4"),
         ("optimizer.groups={layr4:{lr:0.1}}", "optimizer.groups", "layr4"),
     ):
+        run = build_composed_run(*TINY_CPU, "model=resnet18", override)
+        session = prepare_session(run)
         with pytest.raises(ConfigError) as refused:
-            prepare(prepare_session(build_composed_run(*TINY_CPU, "model=resnet18", override)), tmp_path)
+            prepare(run, session, tmp_path)
         assert (refused.value.key, refused.value.got) == (key, got)
         assert "layer4" in refused.value.remedy

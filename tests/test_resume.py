@@ -34,11 +34,11 @@ import runner.training
 from runner.config.errors import ConfigError
 from runner.config.overrides import text_override
 from runner.parallel.collectives import ProcessGroup
-from runner.parallel.context import Process
-from runner.parallel.launch.cluster import RankInfo
+from runner.result import CrashedError, Result
 from runner.resume.changed_options import check_resumable
 from runner.resume.claimed_directory import claimed_directory
-from runner.run import CrashedError, Result, Session, config_hash
+from runner.run import Run, config_hash
+from runner.session import Session
 from runner.storage import run_directory
 from runner.storage.durable_write import write_json
 from runner.storage.saved_config import config_text
@@ -198,7 +198,7 @@ class OneOfTwo(ProcessGroup):
     """The process group of `rank`, one of two ranks; the other rank does not exist."""
 
     def __init__(self, rank: int):
-        self.rank, self.world_size = rank, 2
+        super(ProcessGroup, self).__init__([torch.device("cpu")], rank, 2)
 
     def from_rank_0(self, make: Callable[[], Any]) -> Any:
         return make()
@@ -214,10 +214,10 @@ def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(
     directory = session("ranks", *SHORT, signalled=5).directory  # steps 4 and 5 are not logged yet
     rows = {}
     for rank in (0, 1):
-        alone = prepare_session(build_composed_run(*TINY_CPU, *HARD, *SHORT))
-        process = Process(RankInfo(rank, 2, rank, 2), [torch.device("cpu")], OneOfTwo(rank))
+        run = build_composed_run(*TINY_CPU, *HARD, *SHORT)
+        alone = prepare_session(run)
         with caplog.at_level(logging.INFO, logger="runner"):
-            state = prepare(replace(alone, context=replace(alone.context, process=process)), directory)
+            state = prepare(run, replace(alone, collectives=OneOfTwo(rank)), directory)
         rows[rank] = state.metric_buffer.peek(lambda sums: sums)
     saved = torch.load(directory / "checkpoints/step_00000005/state.pt", weights_only=True)["window"]
     assert saved.shape == (2, 2)
@@ -231,11 +231,11 @@ def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(
 def test_optimizer_state_gets_the_memory_format_of_its_parameters(optimizer: str) -> None:
     """If the formats differ, torch's fused CPU kernels combine the wrong elements, without an error."""
     run = build_composed_run(*TINY_CPU, f"optimizer={optimizer}")
-    context = prepare_session(run).context
+    session = prepare_session(run)
     images = run.workload.held_out.inputs[:16]  # pyright: ignore[reportAttributeAccessIssue]
 
     def placed() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model = run.parallel.place(run.workload.build_model(), context)
+        model = run.parallel.place(run.workload.build_model(), session)
         return model, run.optimizer.build(model)
 
     def step(model: torch.nn.Module, update: torch.optim.Optimizer) -> None:
@@ -361,8 +361,9 @@ def test_a_config_is_unchanged_by_writing_and_reading_it(tmp_path: Path) -> None
 
 def claim(cwd: Path, *overrides: str) -> Path:
     """Claim a run directory under `cwd`, end the run before its first step, and return the directory."""
-    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", *overrides))
-    with claimed_directory(session, cwd / "test", None, list(overrides)) as path:
+    run = build_composed_run(*TINY_CPU, "steps=4", *overrides)
+    session = prepare_session(run)
+    with claimed_directory(run, session, cwd / "test", None, list(overrides)) as path:
         return path
 
 
@@ -480,10 +481,11 @@ def test_a_refused_resume_leaves_all_files_unchanged(tmp_path: Path) -> None:
         make_checkpoint(path, run_directory.step_name(step))
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     for source in (path, path / "checkpoints" / "step_00000001"):
-        session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", f"resume={source}", "optimizer.lr=0.3"))
+        run = build_composed_run(*TINY_CPU, "steps=4", f"resume={source}", "optimizer.lr=0.3")
+        session = prepare_session(run)
 
-        def refused_later(session: Session = session) -> None:
-            with claimed_directory(session, tmp_path / "test", None, ["optimizer.lr=0.3"]) as claimed:
+        def refused_later(run: Run = run, session: Session = session) -> None:
+            with claimed_directory(run, session, tmp_path / "test", None, ["optimizer.lr=0.3"]) as claimed:
                 assert saved_config(claimed).values["optimizer"]["lr"] == 0.3
                 assert not (claimed / "result.json").exists()
                 raise ConfigError("resume", str(claimed), "a rank refused it", "nothing")
@@ -511,23 +513,25 @@ def test_a_stop_while_the_first_files_are_written_undoes_all_changes(
 
 
 def test_credentials_are_in_no_file_of_a_run(tmp_path: Path) -> None:
-    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4"))
-    session.run.config["model"]["weights"] = "https://me:hunter2@example.org/w.pt"
-    with claimed_directory(session, tmp_path / "test", None, ["x.token=hf_abcdefghijklmnopqrstuvwx"]) as path:
+    run = build_composed_run(*TINY_CPU, "steps=4")
+    session = prepare_session(run)
+    run.config["model"]["weights"] = "https://me:hunter2@example.org/w.pt"
+    with claimed_directory(run, session, tmp_path / "test", None, ["x.token=hf_abcdefghijklmnopqrstuvwx"]) as path:
         found = b"".join(file.read_bytes() for file in path.rglob("*") if file.is_file())
     assert b"example.org" in found
     assert b"hunter2" not in found
     assert b"hf_abc" not in found
-    assert config_hash(saved_config(path).values) == config_hash(session.run.config)
+    assert config_hash(saved_config(path).values) == config_hash(run.config)
 
 
 def test_runs_that_start_at_the_same_time_get_different_directories(tmp_path: Path) -> None:
     claim(tmp_path)
-    sessions = [prepare_session(build_composed_run(*TINY_CPU, "steps=4", "resume=auto")) for _ in range(3)]
+    run = build_composed_run(*TINY_CPU, "steps=4", "resume=auto")
+    sessions = [prepare_session(run) for _ in range(3)]
     with (
-        claimed_directory(sessions[0], tmp_path / "test", None, []) as first,
-        claimed_directory(sessions[1], tmp_path / "test", None, []) as second,
-        claimed_directory(sessions[2], tmp_path / "test", None, []) as third,
+        claimed_directory(run, sessions[0], tmp_path / "test", None, []) as first,
+        claimed_directory(run, sessions[1], tmp_path / "test", None, []) as second,
+        claimed_directory(run, sessions[2], tmp_path / "test", None, []) as third,
     ):
         assert len({first, second, third}) == 3
 
@@ -543,8 +547,9 @@ def test_a_new_directory_that_another_process_has_locked_is_refused(
         return path
 
     monkeypatch.setattr(run_directory, "create", created)
-    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", "resume=auto"))
-    with pytest.raises(ConfigError) as refused, claimed_directory(session, path.parent, path.name, []):
+    run = build_composed_run(*TINY_CPU, "steps=4", "resume=auto")
+    session = prepare_session(run)
+    with pytest.raises(ConfigError) as refused, claimed_directory(run, session, path.parent, path.name, []):
         pass
     assert (refused.value.key, refused.value.got) == ("--run-directory", str(path))
     assert [file.name for file in path.iterdir()] == [".lock"]
@@ -558,12 +563,14 @@ def test_a_run_begins_in_a_directory_in_which_no_run_has_begun(names: tuple[str,
     path.mkdir(parents=True)
     for name in names:
         (path / name).write_text("")
-    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", "resume=auto"))
+    run = build_composed_run(*TINY_CPU, "steps=4", "resume=auto")
+    session = prepare_session(run)
     with enforced_permissions(tmp_path / "test", 0o555):
-        with pytest.raises(ConfigError, match="a rank refused it"), claimed_directory(session, path.parent, "here", []):
+        claim = claimed_directory(run, session, path.parent, "here", [])
+        with pytest.raises(ConfigError, match="a rank refused it"), claim:
             raise ConfigError("seed", 1, "a rank refused it", "nothing")
         assert not list(path.iterdir()), "a refused run leaves nothing"
-        with claimed_directory(session, path.parent, "here", []) as claimed:
+        with claimed_directory(run, session, path.parent, "here", []) as claimed:
             assert claimed == path
             assert run_directory.lock(path) is None
         assert {entry.name for entry in path.iterdir()} == {
@@ -594,8 +601,9 @@ def test_a_directory_that_no_run_has_written_is_refused_and_not_changed(names: t
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text("seed: 5\nname: mine\n")
     before = content_of(path)
-    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", "resume=auto"))
-    with pytest.raises(ConfigError) as refused, claimed_directory(session, path.parent, path.name, []):
+    run = build_composed_run(*TINY_CPU, "steps=4", "resume=auto")
+    session = prepare_session(run)
+    with pytest.raises(ConfigError) as refused, claimed_directory(run, session, path.parent, path.name, []):
         pass
     assert (refused.value.key, refused.value.got) == ("--run-directory", str(path))
     assert "not a run directory" in refused.value.why
@@ -648,10 +656,11 @@ def test_auto_is_refused_if_a_run_directory_cannot_be_read(tmp_path: Path) -> No
 
 
 def test_a_named_directory_that_cannot_be_created_is_refused_by_its_own_key(tmp_path: Path) -> None:
-    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4"))
+    run = build_composed_run(*TINY_CPU, "steps=4")
+    session = prepare_session(run)
     (tmp_path / "ours").mkdir()
     with enforced_permissions(tmp_path / "ours", 0o555), pytest.raises(ConfigError) as refused:
-        with claimed_directory(session, tmp_path / "ours", "here", []):
+        with claimed_directory(run, session, tmp_path / "ours", "here", []):
             raise AssertionError("it must not begin")
     assert (refused.value.key, refused.value.got) == ("--run-directory", str(tmp_path / "ours" / "here"))
     assert "Permission denied" in refused.value.why
@@ -659,10 +668,11 @@ def test_a_named_directory_that_cannot_be_created_is_refused_by_its_own_key(tmp_
 
 @pytest.mark.parametrize("bits", [0, 0o444])
 def test_a_named_directory_that_cannot_be_read_is_refused(bits: int, tmp_path: Path) -> None:
-    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", "resume=auto"))
+    run = build_composed_run(*TINY_CPU, "steps=4", "resume=auto")
+    session = prepare_session(run)
     claim(tmp_path).rename(tmp_path / "test" / "here")
     with enforced_permissions(tmp_path / "test" / "here", bits), pytest.raises(ConfigError) as refused:
-        with claimed_directory(session, tmp_path / "test", "here", []):
+        with claimed_directory(run, session, tmp_path / "test", "here", []):
             raise AssertionError("it must not begin")
     assert refused.value.key == "--run-directory"
     assert "Permission denied" in refused.value.why
@@ -682,11 +692,12 @@ def test_a_file_system_without_locks_is_refused_and_no_directory_is_left(
 
 
 def test_a_named_directory_that_cannot_be_renamed_is_refused(tmp_path: Path) -> None:
-    session = prepare_session(build_composed_run(*TINY_CPU, "steps=5", "seed=1", "resume=auto"))
+    run = build_composed_run(*TINY_CPU, "steps=5", "seed=1", "resume=auto")
+    session = prepare_session(run)
     path = claim(tmp_path).rename(tmp_path / "test" / "here")
     before = content_of(path)
     with enforced_permissions(tmp_path / "test", 0o555), pytest.raises(ConfigError) as refused:
-        with claimed_directory(session, tmp_path / "test", "here", []):
+        with claimed_directory(run, session, tmp_path / "test", "here", []):
             raise AssertionError("it must not begin")
     assert (refused.value.key, refused.value.got) == ("--run-directory", str(path))
     assert "Permission denied" in refused.value.why
@@ -750,10 +761,11 @@ def test_files_that_are_not_text_are_restored(tmp_path: Path) -> None:
     path = ended_early(tmp_path)
     (path / "overrides.yaml").write_bytes(b"\xff\xfe")
     before = content_of(path)
-    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", f"resume={path}", "optimizer.lr=0.3"))
+    run = build_composed_run(*TINY_CPU, "steps=4", f"resume={path}", "optimizer.lr=0.3")
+    session = prepare_session(run)
 
     def refused_later() -> None:
-        with claimed_directory(session, tmp_path, None, []):
+        with claimed_directory(run, session, tmp_path, None, []):
             assert content_of(path) != before
             raise ConfigError("resume", str(path), "a rank refused it", "nothing")
 
@@ -775,13 +787,14 @@ def test_an_undo_that_fails_does_not_hide_the_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = ended_early(tmp_path)
-    session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", f"resume={path}", "optimizer.lr=0.3"))
+    run = build_composed_run(*TINY_CPU, "steps=4", f"resume={path}", "optimizer.lr=0.3")
+    session = prepare_session(run)
 
     def failing(*_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def refused_later() -> None:
-        with claimed_directory(session, tmp_path, None, []):
+        with claimed_directory(run, session, tmp_path, None, []):
             monkeypatch.setattr(runner.resume.claimed_directory, "write_bytes", failing)
             raise ConfigError("resume", str(path), "a rank refused it", "nothing")
 
@@ -795,9 +808,10 @@ def test_the_result_of_every_session_is_kept(tmp_path: Path) -> None:
     path = claim(tmp_path)
     for steps in (1, 2, 3):
         write_result(path, "stopped", steps)
-        session = prepare_session(build_composed_run(*TINY_CPU, "steps=4", f"resume={path}"))
+        run = build_composed_run(*TINY_CPU, "steps=4", f"resume={path}")
+        session = prepare_session(run)
         before = content_of(path)
-        with pytest.raises(ConfigError), claimed_directory(session, tmp_path, None, []):
+        with pytest.raises(ConfigError), claimed_directory(run, session, tmp_path, None, []):
             raise ConfigError("resume", str(path), "a rank refused it", "nothing")
         assert content_of(path) == before, "a refused session keeps them, too"
         assert claim(tmp_path, f"resume={path}") == path

@@ -18,7 +18,9 @@ from helpers.options import changed_options, options_of, train_and_check_options
 from helpers.ranks import PersistentRanks
 
 from runner.config.errors import ConfigError
-from runner.run import Result, Session, build_run, check_used, config_hash, describe_model
+from runner.result import Result
+from runner.run import build_run, check_used, config_hash, describe_model
+from runner.session import Session
 from runner.system.cpu import cpu_model
 
 SAMPLES = 1438  # of the 1,797 digits, without the fifth that is held out
@@ -364,8 +366,8 @@ def test_the_first_lines_count_processes_and_their_shards(
 
 @pytest.mark.parametrize("precision", ["32", "64", "tf32", "bf16", "16"])
 def test_every_precision_is_named_in_the_first_lines(precision: str) -> None:
-    session = session_of(f"precision={precision}")
-    lines = first_lines(session.describe("a model", Path()))
+    run = build_composed_run(*TINY_CPU, f"precision={precision}")
+    lines = first_lines(run.describe(prepare_session(run), "a model", Path()))
     named = {"32": "float32", "64": "float64", "tf32": "TF32", "bf16": "bfloat16", "16": "float16"}[precision]
     assert named in lines["precision"]
     assert lines["model"] == "a model"

@@ -17,7 +17,8 @@ from helpers.ranks import PersistentRanks, train_on_rank
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome
 
 from runner.config.errors import ConfigError
-from runner.run import Session
+from runner.run import Run
+from runner.session import Session
 from runner.state import State
 from runner.stop import Stop, Stopping
 from runner.storage.content_checks import UnexpectedContentError
@@ -44,10 +45,10 @@ def reasons_after(stopping: Stopping, *values: float) -> list[str]:
     return reasons
 
 
-def replace_losses(losses: list[float], session: Session) -> None:
+def replace_losses(losses: list[float], run: Run, session: Session) -> None:
     """Replace the loss of each evaluation on this rank by the next value of `losses`."""
-    given, summarize = iter(losses), session.run.workload.summarize
-    session.run.workload.summarize = lambda sums: summarize(sums) | {"loss": next(given)}
+    given, summarize = iter(losses), session.workload.summarize
+    session.workload.summarize = lambda sums: summarize(sums) | {"loss": next(given)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,30 +191,30 @@ def test_all_ranks_stop_after_the_same_step(mode: str, ranks: Callable[[int], Pe
     assert (result.status, result.steps) == ("done", 14)
 
 
-def scripted_where_summarized(mode: str, session: Session) -> None:
+def scripted_where_summarized(mode: str, run: Run, session: Session) -> None:
     """Like `replace_losses`, but ranks other than 0 get different losses, as if their rounding errors differed."""
     losses = WORSE_FROM_8 if session.rank == 0 else [loss / 2**number for number, loss in enumerate(WORSE_FROM_8)]
     if mode == "ensemble":  # calls `summarize` twice: for the member and for the vote
         losses = [loss for loss in losses for _ in range(2)]
-    replace_losses(losses, session)
+    replace_losses(losses, run, session)
 
 
 def test_resume_continues_the_count_of_patience(tmp_path: Path) -> None:
-    def train(name: str, change: Callable[[Session], None], losses: list[float]) -> TrainedRun:
-        def both(session: Session) -> None:
-            replace_losses(losses, session)
-            change(session)
+    def train(name: str, change: Callable[[Run, Session], None], losses: list[float]) -> TrainedRun:
+        def both(run: Run, session: Session) -> None:
+            replace_losses(losses, run, session)
+            change(run, session)
 
         return train_in(tmp_path / name, build_composed_run(*TINY_CPU, *STEPS, LOSS, "stop.patience=3"), both)
 
-    whole = train("whole", lambda session: None, WORSE_FROM_8)
+    whole = train("whole", lambda run, session: None, WORSE_FROM_8)
     stopped = train("stopped", partial(sigterm_at, 11, 0), WORSE_FROM_8)
     assert (stopped.result.status, stopped.result.steps, stopped.result.stopped_by) == ("stopped", 11, "")
-    resumed = train("stopped", lambda session: None, WORSE_FROM_8[5:])
+    resumed = train("stopped", lambda run, session: None, WORSE_FROM_8[5:])
     assert (resumed.result.status, resumed.result.steps) == ("done", 14)
     assert resumed.result.stopped_by == whole.result.stopped_by
     assert_bitwise_equal(run_outcome(resumed.directory), run_outcome(whole.directory))
-    again = train("stopped", lambda session: None, WORSE_FROM_8)
+    again = train("stopped", lambda run, session: None, WORSE_FROM_8)
     assert (again.result.status, again.result.steps) == ("done", 14), "the rule is met already"
 
 
@@ -255,8 +256,8 @@ def test_every_rank_returns_the_rule_of_rank_0(ranks: Callable[[int], Persistent
     assert [result.stopped_by for result in results] == ["stop.max_time: 1e-09 s have passed"] * 2
 
 
-def no_time_on_other_ranks(session: Session) -> None:
-    session.run.stop.max_time = 1e-9 if session.rank > 0 else None
+def no_time_on_other_ranks(run: Run, session: Session) -> None:
+    run.stop.max_time = 1e-9 if session.rank > 0 else None
 
 
 def test_the_exit_code_is_0_after_a_target_and_75_after_max_time(tmp_path: Path) -> None:

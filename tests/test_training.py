@@ -22,8 +22,9 @@ from helpers.ranks import PersistentRanks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runner.training
-from runner.run import Run, Session
+from runner.run import Run
 from runner.seeds import derive
+from runner.session import Session
 from runner.state import State, _is_finite
 from runner.storage.checkpoint import Checkpoints
 from runner.tracking.recorder import Recorder
@@ -181,7 +182,7 @@ def test_no_checkpoint_holds_a_number_that_is_not_finite(
 
     def broken_evaluation(state: State, *others: Any) -> bool:
         if state.step == 6 and part == "metric":
-            monkeypatch.setattr(state.session.run.workload, "summarize", lambda sums: {"loss": NAN, "accuracy": 0.5})
+            monkeypatch.setattr(state.session.workload, "summarize", lambda sums: {"loss": NAN, "accuracy": 0.5})
         return evaluate(state, *others)
 
     monkeypatch.setattr(State, "save", broken_save)
@@ -303,9 +304,9 @@ def test_rank_0_decides_which_evaluation_is_the_best(ranks: Callable[[int], Pers
     assert sorted(path.name for path in tmp_path.glob("checkpoints/step_*")) == ["step_00000002", "step_00000008"]
 
 
-def improve_on_other_ranks(session: Session) -> None:
+def improve_on_other_ranks(run: Run, session: Session) -> None:
     accuracies = itertools.count(0.5, 1e-7 * session.rank)
-    session.run.workload.summarize = lambda sums: {"loss": 1.0, "accuracy": next(accuracies)}
+    session.workload.summarize = lambda sums: {"loss": 1.0, "accuracy": next(accuracies)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,13 +339,12 @@ class SyncDetector(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def between_logs(session: Session, monkeypatch: pytest.MonkeyPatch, begin: Callable, end: Callable) -> None:
+def between_logs(run: Run, session: Session, monkeypatch: pytest.MonkeyPatch, begin: Callable, end: Callable) -> None:
     """Patch the run of `session` so that it calls `begin` and `end`, between which nothing is logged.
 
     At the end of each step except the last, the run calls `begin`. In each step that logs, it calls `end` after the
     optimizer step and before the log.
     """
-    run = session.run
     after_step = run.workload.after_step
 
     def log_follows(model: torch.nn.Module, step: int) -> None:

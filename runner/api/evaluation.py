@@ -12,8 +12,9 @@ from runner.api.composing import check_list_of_texts, compose
 from runner.cli.arguments import override_value
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import override_key
-from runner.parallel.context import Process
-from runner.run import Run, Session, build_run, check_used
+from runner.parallel.collectives import Collectives
+from runner.run import Run, build_run, check_used
+from runner.session import Session
 from runner.storage.checkpoint import load
 from runner.storage.manifest import DamagedError, verified_manifest
 from runner.storage.signature import saved_signature
@@ -64,13 +65,13 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: 
     check_used(run, overrides)
     is_other = any(override_key(text) in ("data", "data.root", "data.file") for text in overrides)
     launcher = run.parallel.launcher(run.device)
-    with tempfile.TemporaryDirectory(prefix="runner-evaluate-") as scratch, launcher.connect() as process:
-        session = process.collectives.on_all_ranks(lambda: _session(run, process, checkpoint, split, is_other))
+    with tempfile.TemporaryDirectory(prefix="runner-evaluate-") as scratch, launcher.connect() as collectives:
+        session = collectives.on_all_ranks(lambda: _session(run, collectives, checkpoint, split, is_other))
         rank_main = partial(_evaluate_rank, run.config, checkpoint, run.workload.split or None)
-        here = partial(_evaluate, session, checkpoint)
+        here = partial(_evaluate, run, session, checkpoint)
         try:
-            metrics = launcher.launch(here, rank_main, session.context, Path(scratch))
-            description = session.run.workload.describe()
+            metrics = launcher.launch(here, rank_main, session, Path(scratch))
+            description = run.workload.describe()
             if skipped := metrics.pop(_SKIPPED, 0):
                 description["skipped"] = f"{skipped} of these samples, which cannot be read"
             return Evaluation(metrics, description)
@@ -81,20 +82,24 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: 
             raise
 
 
-def _session(run: Run, process: Process, checkpoint: Path, split: str | None, is_other: bool = False) -> Session:
+def _session(
+    run: Run, collectives: Collectives, checkpoint: Path, split: str | None, is_other: bool = False
+) -> Session:
     load_data = partial(run.workload.prepare_evaluation, saved_signature(checkpoint), split, is_other)
-    return run.prepare_evaluation(process, load_data)
+    return run.prepare_evaluation(collectives, load_data)
 
 
-def _evaluate_rank(config: dict[str, Any], checkpoint: Path, split: str | None, process: Process) -> dict[str, float]:
-    """Evaluate `checkpoint` in `process`, which a launcher has started, and return the metrics."""
-    return _evaluate(_session(build_run(config), process, checkpoint, split), checkpoint)
+def _evaluate_rank(
+    config: dict[str, Any], checkpoint: Path, split: str | None, collectives: Collectives
+) -> dict[str, float]:
+    """Evaluate `checkpoint` in a process that a launcher has started, and return the metrics."""
+    run = build_run(config)
+    return _evaluate(run, _session(run, collectives, checkpoint, split), checkpoint)
 
 
-def _evaluate(session: Session, checkpoint: Path) -> dict[str, float]:
-    run = session.run
-    with session.settings():
-        state = initial_state(session, checkpoint.parent.parent)
+def _evaluate(run: Run, session: Session, checkpoint: Path) -> dict[str, float]:
+    with run.settings(session.device):
+        state = initial_state(run, session, checkpoint.parent.parent)
         state.load(load(checkpoint, session.rank))
         state.model.eval()
         with state.average.applied():

@@ -10,7 +10,8 @@ from runner.api.composing import Config, compose
 from runner.cli.auto_options import with_accumulation
 from runner.cli.composition import Job
 from runner.cli.run_job import run_one
-from runner.run import CrashedError, Result, build_run
+from runner.result import CrashedError, Result
+from runner.run import build_run
 
 
 def train(config: Config | Sequence[str] = ()) -> Result:

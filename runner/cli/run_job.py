@@ -15,8 +15,10 @@ from runner.config.errors import ConfigError, escaped
 from runner.config.overrides import typed_path
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError, report_of
+from runner.result import CrashedError, Result
 from runner.resume.claimed_directory import claimed_directory, finished
-from runner.run import CrashedError, Result, Run, Session, check_same_config, check_used, config_hash
+from runner.run import Run, check_same_config, check_used, config_hash
+from runner.session import Session
 from runner.storage import run_directory
 from runner.storage.durable_write import write_json
 from runner.storage.retention import delete_all
@@ -31,8 +33,8 @@ log = logging.getLogger(__name__)
 
 _PLANNED_SECONDS = 60.0
 
-Report = Callable[[Session, Path, Result], None]
-"""A function that reports the result of a run: its arguments are the session, the run directory and the result."""
+Report = Callable[[Run, Session, Path, Result], None]
+"""A function that reports the result of a run, given the run, its session, the run directory and the result."""
 
 
 def run_one(run: Run, overrides: list[str], directory: Path | None = None, report: Report = lambda *_: None) -> Result:
@@ -44,7 +46,7 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
         directory: the value of the flag `--run-directory`, which every job of a sweep has. With `resume=auto`, a run
             that is already in this directory is resumed if it has the same config. If None, the run uses a new
             directory in `output_root`, or the directory that `resume` determines.
-        report: function that rank 0 calls with (session, directory, result) after `write_result`.
+        report: function that rank 0 calls with (run, session, directory, result) after `write_result`.
 
     Raises:
         ConfigError: if the config cannot run; no files are left behind.
@@ -55,25 +57,25 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     if run.accumulation.steps == "auto":
         raise ConfigError("accumulation", "auto", "it has not been chosen", "type a number")
     launcher = run.parallel.launcher(run.device)
-    with launcher.connect() as process, ExitStack() as claims, LogFile(None, process.rank_info.rank) as log_file:
-        check_same_config(run.config, process.collectives)
-        session = process.collectives.on_all_ranks(lambda: run.prepare(process))
-        claim = partial(claimed_directory, session, parent, name, overrides)
-        directory = process.collectives.from_rank_0(lambda: claims.enter_context(claim()))
+    with launcher.connect() as collectives, ExitStack() as claims, LogFile(None, collectives.rank) as log_file:
+        check_same_config(run.config, collectives)
+        session = collectives.on_all_ranks(lambda: run.prepare(collectives))
+        claim = partial(claimed_directory, run, session, parent, name, overrides)
+        directory = Path(collectives.from_rank_0(lambda: str(claims.enter_context(claim()))))
         known = run_directory.identity(directory)
         log_file.open(directory)
-        done = session.collectives.from_rank_0(partial(finished, directory))
-        result = trained(session, launcher, directory) if done is None else nothing_left(done)
+        done = collectives.from_rank_0(partial(finished, directory))
+        result = trained(run, session, launcher, directory) if done is None else nothing_left(Result(**done))
         is_there = run_directory.identity(directory) == known  # otherwise, another run may be in its place
         result.directory = directory if is_there else None
-        if process.rank_info.rank == 0:
+        if session.rank == 0:
             if is_there:
-                write_result(session, directory, result)
-            report(session, directory, result)
+                write_result(run, directory, result)
+            report(run, session, directory, result)
             if done is None and is_worth_planning(directory, result):
                 from runner.planning.logged_plan import log_plan  # imported here: short runs have no plan
 
-                log_plan(session, result, directory)
+                log_plan(run, session, result, directory)
     return result
 
 
@@ -95,21 +97,22 @@ def is_worth_planning(directory: Path, result: Result) -> bool:
     return is_tracked and result.status == "done" and result.seconds >= _PLANNED_SECONDS and not is_initialized()
 
 
-def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
+def trained(run: Run, session: Session, launcher: Launcher, directory: Path) -> Result:
     """Train a run, and return the result of the run, even if training crashed.
 
     Args:
-        session: the run in this process.
+        run: the run.
+        session: its session in this process.
         launcher: the launcher that starts the other processes of the run.
         directory: the run directory.
 
     Raises:
         ConfigError: if torch or a rank rejects the config.
     """
-    known, trace = config_hash(session.run.config), ""
+    known, trace = config_hash(run.config), ""
     try:
-        rank_main = partial(train_rank, session.run.config, directory)
-        return launcher.launch(partial(train, session, directory), rank_main, session.context, directory)
+        rank_main = partial(train_rank, run.config, directory)
+        return launcher.launch(partial(train, run, session, directory), rank_main, session, directory)
     except ConfigError:
         raise
     except RankError as failure:
@@ -130,14 +133,14 @@ def trained(session: Session, launcher: Launcher, directory: Path) -> Result:
     return result
 
 
-def write_result(session: Session, directory: Path, result: Result) -> None:
+def write_result(run: Run, directory: Path, result: Result) -> None:
     """Write `result.json` to the run directory `directory`; if the run is done and `keep=0`, delete all checkpoints.
     If `result.json` cannot be written, print the reason, set the status of `result` to `crashed`, and set the error of
     `result` to the reason. If checkpoints cannot be deleted, only log a warning.
     """
     try:
         write_json(directory / run_directory.RESULT, result.as_dict())
-        if result.status == "done" and session.run.keep == 0:
+        if result.status == "done" and run.keep == 0:
             delete_all(directory)  # after writing the result: a run killed in between must not start from step 0
     except OSError as error:  # what is printed is all that remains
         why = f"{run_directory.RESULT} cannot be written: {error.strerror}"
@@ -145,14 +148,14 @@ def write_result(session: Session, directory: Path, result: Result) -> None:
         print(why, file=sys.stderr)
 
 
-def print_summary(session: Session, directory: Path, result: Result) -> None:
+def print_summary(run: Run, session: Session, directory: Path, result: Result) -> None:
     """Print the summary of a run. This function can be passed to `run_one` as `report`."""
-    text = summary(session, directory, result)
+    text = summary(run, session, directory, result)
     log.debug("%s", text)  # it may be impossible to print
     print(text, flush=True)
 
 
-def summary(session: Session, directory: Path, result: Result) -> str:
+def summary(run: Run, session: Session, directory: Path, result: Result) -> str:
     """Return the text that is printed at the end of a run: its status, time and results, and what to type next."""
     steps = f"{result.steps}/{max(result.steps, session.num_steps)}"
     lines = [f"{result.status} after step {steps}" + (f", {result.seconds:.1f} s" if result.seconds else "")]
@@ -161,19 +164,19 @@ def summary(session: Session, directory: Path, result: Result) -> str:
     if best := result.best:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     if result.directory is not None:
-        lines += _where(session, directory, result)
+        lines += _where(run, directory, result)
     return redacted(escaped("\n".join(lines)))
 
 
-def _where(session: Session, directory: Path, result: Result) -> list[str]:
-    root = Path(session.run.output_root).resolve()
+def _where(run: Run, directory: Path, result: Result) -> list[str]:
+    root = Path(run.output_root).resolve()
     root = root if directory.is_relative_to(root) else directory
     where, logs = map(typed_path, (directory, root))
     lines = [f"run: {where}"]
     if result.status != "done":
         lines.append(f"log: {where}/log.txt")
         if any((directory / "checkpoints").glob("step_*")):
-            other = f" optimizer.lr={session.run.optimizer.lr / 10:g}" if result.status == "diverged" else ""
+            other = f" optimizer.lr={run.optimizer.lr / 10:g}" if result.status == "diverged" else ""
             lines.append(f"resume: python -m runner resume={where}{other}")
     if any(directory.glob("events.out.tfevents.*")):  # other trackers write none
         lines.append(f"look: tensorboard --logdir {logs}")

@@ -62,16 +62,16 @@ def plan(
     run = build(overrides)
     check_used(run, overrides)
     session = prepared(run, num_devices)
-    ranks = trace(session)
+    ranks = trace(run, session)
     machine = Machine(speeds[0] or 0, speeds[1] or 0, speeds[2] or float("inf")) if speeds else None
-    report = report_of(session, ranks, num_devices, machine, measure(run) if with_parts else None)
+    report = report_of(run, session, ranks, num_devices, machine, measure(run) if with_parts else None)
     if source is not None and not overrides:
         [saved] = find_runs([source])  # unlike `load`, it checks the numbers in the result
         report["measured"] = measured(session, saved.result, source)
     if memory is not None:
         report["memory_bytes"], report["fits"] = memory, max(rank.peak_bytes for rank in ranks) <= memory
     if report["fits"] is False:
-        devices = num_devices or max(session.context.world_size, len(session.context.process.devices))
+        devices = num_devices or max(session.world_size, len(session.devices))
         report["remedies"] = remedies(run, overrides, build, devices, memory or 0)
     return report
 
@@ -117,7 +117,7 @@ def remedies(
         words += [each for each in change.overrides if "." in each]
         try:
             changed = build(words)
-            ranks = [] if changed.config == run.config else trace(prepared(changed, num_devices))
+            ranks = [] if changed.config == run.config else trace(changed, prepared(changed, num_devices))
         except (ConfigError, HydraException, OmegaConfBaseException):
             continue
         if not ranks:

@@ -154,7 +154,7 @@ def run_single(job: Job, compose: Callable[[Sequence[str]], Job], directory: Pat
 
         job = with_accumulation(job, compose, directory)
         run = build_run(job.config)
-    if run.parallel.in_processes:
+    if getattr(run.parallel, "in_processes", False):
         from runner.parallel.launch.processes import start_rank_server
 
         start_rank_server()

@@ -9,16 +9,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from runner.batching import MicroBatch
+from runner.batching import MicroBatch, Plan
 from runner.config.errors import check, errors_under
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import full_state
+from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place
-from runner.parallel.context import Context, Layout
 from runner.parallel.full_state import TensorDict
-from runner.parallel.launch.cluster import RankInfo, external_world_size
+from runner.parallel.launch.cluster import external_world_size
 from runner.parallel.launch.launcher import Launcher
+from runner.session import Session
 from runner.system.section_timer import timer
 from runner.tracking.metrics import BatchSums, MetricSums
 
@@ -29,35 +30,23 @@ class Parallel:
 
     A parallel mode changes how a step is computed, not what is computed: batches, losses, tags and checkpoints are the
     same as on a single device. The fields of a mode are its options, which do not change after construction; what a
-    mode needs to know about a run is passed as a `Context`. The methods are defined roughly in the order in which a
+    mode needs to know about a run is passed as a `Session`. The methods are defined roughly in the order in which a
     run calls them.
     """
 
     description: ClassVar[str] = "single device"
     """The name of the mode in the first lines of the log."""
 
-    is_equivalent: ClassVar[bool] = True
-    """Whether the mode computes what a single device does, apart from rounding."""
-
-    shards_parameters: ClassVar[bool] = False
-    """Whether a process has only a shard of each parameter when the optimizer updates it."""
-
-    @property
-    def synchronizes_batch_norm(self) -> bool:
-        """Whether batch normalization computes its statistics over the shards of all processes."""
-        return False
-
-    @property
-    def in_processes(self) -> bool:
-        """Whether the mode can train in several processes, each of which has one device."""
-        return False
+    difference: ClassVar[str] = ""
+    """Why the results of several processes differ from those of a single device; empty if they are equal but for
+    rounding."""
 
     def launcher(self, choice: Device) -> Launcher:
         """Return the launcher that starts or joins the processes of the mode, on the devices that `choice` selects.
 
         Raises:
-            ConfigError: if the devices or processes do not fit the mode. As in `check` and `check_workload`, the error
-                names the key in full, such as `parallel.processes`.
+            ConfigError: if the devices or processes do not fit the mode. As in `divide` and `check`, the error names
+                the key in full, such as `parallel.processes`.
         """
         self._check_one_process()
         with errors_under("device"):
@@ -68,29 +57,28 @@ class Parallel:
         why = f"{started} processes were started by torchrun or SLURM, and this mode uses one"
         check(started == 1, "parallel.processes", started, why, "choose parallel=ddp or fsdp, or start one process")
 
-    def layout(self, rank_info: RankInfo) -> Layout:
-        """Return which data, seed and random numbers the process with rank `rank_info` uses."""
-        return Layout()
+    def divide(self, plan: Plan, process: Collectives) -> Plan:
+        """Return the part of `plan`, the plan of a single process, that is the work of `process`.
 
-    def check(self, context: Context) -> None:
-        """Check that the mode fits the devices and the other components of the run; called before any data is read.
+        Called before any data is read.
+
+        Args:
+            plan: the plan of a single process, with the seed of the run.
+            process: the rank, the devices and the number of processes.
+
+        Raises:
+            ConfigError: if the batch or the devices do not fit the mode.
+        """
+        return plan
+
+    def check(self, session: Session) -> None:
+        """Check that the mode fits the other components of the run; called after the workload's `prepare`.
 
         Raises:
             ConfigError: if a check fails.
         """
 
-    def check_workload(self, context: Context) -> None:
-        """Check that the mode fits the workload; called after the workload's `prepare`.
-
-        Raises:
-            ConfigError: if a check fails.
-        """
-
-    def num_microbatches(self, context: Context) -> int:
-        """Return how many smaller micro-batches the mode makes from each micro-batch of `context.plan`."""
-        return 1
-
-    def place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
+    def place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         """Move, wrap, shard or split the model, as the mode requires.
 
         Returns:
@@ -100,12 +88,12 @@ class Parallel:
         Raises:
             ConfigError: if the model cannot be compiled or split as the options ask.
         """
-        self._context = context
-        return self._place(model, context)
+        self._session = session
+        return self._place(model, session)
 
-    def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
-        move(model, context.device, context.channels_last)
-        compile_in_place(model, context.compile)
+    def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
+        move(model, session.device, session.channels_last)
+        compile_in_place(model, session.compile)
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
@@ -134,7 +122,7 @@ class Parallel:
             batch: the micro-batch.
             weight: factor by which the loss is multiplied.
         """
-        workload, precision = self._context.workload, self._context.precision
+        workload, precision = self._session.workload, self._session.precision
         with timer.section("forward"), precision.autocast():
             loss, sums = workload.loss(module, batch)
         with timer.section("backward"):
@@ -165,7 +153,7 @@ class Parallel:
                 float32 scalar on the device.
         """
 
-    def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of `model` for `inputs`; called during an evaluation."""
         return model(inputs)
 
@@ -176,11 +164,11 @@ class Parallel:
             A pair of dicts by metric name: the metrics, and the sums over all ranks from which they were computed. Some
             modes return the sums only on rank 0.
         """
-        context = self._context
-        with torch.inference_mode(), context.precision.autocast():
-            sums = context.workload.evaluate(partial(self.infer, model), context.layout.eval_shard, context.device)
-        sums = context.collectives.all_reduce(sums)
-        return context.workload.summarize(sums), sums
+        session = self._session
+        with torch.inference_mode(), session.precision.autocast():
+            sums = session.workload.evaluate(partial(self._infer, model), session.plan.eval_shard, session.device)
+        sums = session.collectives.all_reduce(sums)
+        return session.workload.summarize(sums), sums
 
     def scalars(self) -> dict[str, float]:
         """Return the mode's own measurements since the last call: a dict from TensorBoard tag to value.
@@ -209,7 +197,7 @@ class Parallel:
             A pair of dicts: the model's tensors by name, and the optimizer state by parameter name, such as
             `{"layer.weight": {"momentum_buffer": tensor, …}, …}`. Both are empty except on rank 0, which saves them.
         """
-        return full_state.collect(model, optimizer, keep=self._context.rank == 0)
+        return full_state.collect(model, optimizer, keep=self._session.rank == 0)
 
     def load_full_state(
         self,

@@ -1,34 +1,81 @@
-"""Collective operations of the processes of a run; in the base class, which is for a single process, they are no-ops.
+"""A process among those of its run: its rank, its devices, and the collective operations of all ranks.
 
 https://docs.pytorch.org/docs/stable/distributed.html#collective-functions
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
-from runner.config.errors import ConfigError
-from runner.parallel.json_encoding import decode, encode
+from runner.config.errors import ABSENT, ConfigError
 from runner.parallel.launch.supervisor import LostError
 from runner.tracking.metrics import MetricSums
 
-_MOST_BYTES = 2**30
+MAX_MESSAGE_BYTES = 2**30
 """Size limit of a message, which is a config, measurements, or one sample, but never a model."""
 
 T = TypeVar("T")
 
 
-class Collectives:
-    """The collectives of a single process. In subclasses for several processes, all ranks must make the same calls."""
+def encode(value: Any) -> bytes:
+    """Return `value` as a message to another rank: plain Python values, tensors and dtypes, nested as you like."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
-    rank = 0
-    world_size = 1
+
+def decode(message: bytes) -> Any:
+    """Return the value that was encoded as `message`; its tensors are on the CPU. No code of the sender is executed.
+
+    Raises:
+        ValueError: if `message` was not made by `encode`, or holds objects of other types.
+    """
+    try:
+        return torch.load(io.BytesIO(message), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"a message from another rank cannot be decoded: {error}") from error
+
+
+def refusal_as_plain(error: ConfigError | None) -> tuple | None:
+    """Return `error` as a tuple that can be encoded; `refusal_from_plain` restores it."""
+    if error is None:
+        return None
+    got = error.got
+    try:
+        decode(encode(got))
+    except Exception:  # it is only displayed
+        got = () if got is ABSENT else repr(got)
+    return error.key, got, error.why, error.remedy
+
+
+def refusal_from_plain(sent: tuple) -> ConfigError:
+    """Return the error that was passed to `refusal_as_plain`."""
+    key, got, why, remedy = sent
+    return ConfigError(key, ABSENT if got == () else got, why, remedy)
+
+
+class Collectives:
+    """One process, and its collectives. In this class, which no other process is connected to, they are no-ops.
+
+    In the subclasses for several processes, all ranks must make the same calls.
+
+    Args:
+        devices: the devices on which the process computes; the first one holds the batches and the metrics.
+        rank: the rank of the process.
+        world_size: the number of processes of the run.
+    """
+
     timeout = math.inf
     """Seconds that a rank waits for the others."""
+
+    def __init__(self, devices: Sequence[torch.device], rank: int = 0, world_size: int = 1):
+        self.devices, self.rank, self.world_size = list(devices), rank, world_size
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
         """Return a dict with the sum over all ranks of each tensor in the dict `sums`.
@@ -67,13 +114,12 @@ class Collectives:
     def from_rank_0(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0, and return its result on every rank.
 
-        The result must be of a type that `json_encoding.encode` supports.
+        The result must consist of plain Python values, tensors and dtypes.
 
         Raises:
             Exception: on rank 0, any exception that `make` raises.
             ConfigError: on the other ranks, if `make` raised this ConfigError on rank 0.
-            LostError: on the other ranks, if `make` raised any other exception, or its result cannot be encoded.
-            TypeError: on rank 0, if there are several ranks and the result cannot be encoded.
+            LostError: on the other ranks, if `make` raised any other exception.
         """
         return make()
 
@@ -86,10 +132,7 @@ class Collectives:
         return make()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the `value` of each rank, in the order of the ranks.
-
-        The `value` must be of a type that `json_encoding.encode` supports.
-        """
+        """Return the `value` of each rank, in the order of the ranks: plain Python values, tensors and dtypes."""
         return [value]
 
     def gather_to_rank0(self, tensors: dict[Any, Any]) -> dict[Any, Any]:
@@ -105,29 +148,18 @@ class Collectives:
         """Wait for pending operations."""
 
 
-class _TensorSpec(NamedTuple):
-    """The shape and dtype of a tensor, which are sent to the other ranks in place of the tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(value: Any) -> Any:
-        """Return the spec of `value` if it is a tensor; otherwise return `value` itself."""
-        return _TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
-
-
 class ProcessGroup(Collectives):
     """The collectives of several processes, over the default process group of `torch.distributed`.
 
     Args:
+        devices: the devices of this process.
         timeout: seconds that a rank waits for the others.
         shared_state: shared memory that the launcher has allocated for all processes of this machine; only used in a
             subclass.
     """
 
-    def __init__(self, timeout: float, shared_state: Any = None):
-        self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    def __init__(self, devices: Sequence[torch.device], timeout: float, shared_state: Any = None):
+        super().__init__(devices, torch.distributed.get_rank(), torch.distributed.get_world_size())
         self.timeout = timeout
         self._pending: tuple[torch.Tensor, Any] | None = None
 
@@ -167,16 +199,18 @@ class ProcessGroup(Collectives):
         if self.rank > 0:
             result, refusal, failure = decode(_broadcast(b""))
             if refusal is not None:
-                raise refusal
+                raise refusal_from_plain(refusal)
             if failure:
                 raise LostError(f"rank 0 failed: {failure}")
             return result
         try:
             result = make()
-            message = encode([result, None, ""])
+            message = encode((result, None, ""))
+        except ConfigError as error:
+            _broadcast(encode((None, refusal_as_plain(error), "")))
+            raise
         except Exception as error:
-            is_refusal = isinstance(error, ConfigError)
-            _broadcast(encode([None, error, ""] if is_refusal else [None, None, f"{type(error).__name__}: {error}"]))
+            _broadcast(encode((None, None, f"{type(error).__name__}: {error}")))
             raise
         _broadcast(message)
         return result
@@ -187,34 +221,33 @@ class ProcessGroup(Collectives):
             result = make()
         except ConfigError as error:
             refusal = error
-        for refused in self.all_gather(refusal):
-            if refused is not None:
-                raise refused
+        for sent in self.all_gather(refusal_as_plain(refusal)):
+            if sent is not None:
+                raise refusal_from_plain(sent)
         return cast(T, result)
 
     def all_gather(self, value: Any) -> list[Any]:
-        own = _bytes_to_tensor(encode(value))
+        message = _bytes_to_tensor(encode(value))
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        torch.distributed.all_gather(sizes, torch.tensor([len(own)]))
+        torch.distributed.all_gather(sizes, torch.tensor([len(message)]))
         longest = _checked(max(int(size) for size in sizes))
         padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        torch.distributed.all_gather(padded, torch.nn.functional.pad(own, (0, longest - len(own))))
+        torch.distributed.all_gather(padded, torch.nn.functional.pad(message, (0, longest - len(message))))
         return [decode(each[: int(size)].numpy().tobytes()) for each, size in zip(padded, sizes, strict=True)]
 
     def gather_to_rank0(self, tensors: dict[Any, Any]) -> dict[Any, Any]:
-        described = {name: _TensorSpec.of(value) for name, value in tensors.items()}
+        specs = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        plain = {name: value for name, value in tensors.items() if name not in specs}
         gathered: dict[Any, Any] = {}
-        for source, values in enumerate(self.all_gather(described)):
-            for name in [name for name in values if name not in gathered]:
-                gathered[name] = value = values[name]
-                if not isinstance(value, _TensorSpec):
+        for source, (specs_there, plain_there) in enumerate(self.all_gather((specs, plain))):
+            gathered = plain_there | gathered
+            for name, (shape, dtype) in specs_there.items():
+                if name in gathered:
                     continue
-                if self.rank == source:
-                    gathered[name] = tensors[name]
-                    if source > 0:
-                        torch.distributed.send(tensors[name].contiguous(), 0)
-                elif self.rank == 0:
-                    gathered[name] = torch.empty(value.shape, dtype=value.dtype)
+                gathered[name] = torch.empty(shape, dtype=dtype) if source and self.rank == 0 else tensors.get(name)
+                if source and self.rank == source:
+                    torch.distributed.send(tensors[name].contiguous(), 0)
+                elif source and self.rank == 0:
                     torch.distributed.recv(gathered[name], source)
         return gathered if self.rank == 0 else {}
 
@@ -247,8 +280,8 @@ def _checked(num_bytes: int) -> int:
     """Return `num_bytes`, the size of a message from another rank, if it is within the limit.
 
     Raises:
-        ValueError: if `num_bytes` is negative or greater than `_MOST_BYTES`.
+        ValueError: if `num_bytes` is negative or greater than `MAX_MESSAGE_BYTES`.
     """
-    if not 0 <= num_bytes <= _MOST_BYTES:
-        raise ValueError(f"a message of {num_bytes} bytes from another rank: at most {_MOST_BYTES} are read")
+    if not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {num_bytes} bytes from another rank: at most {MAX_MESSAGE_BYTES} are read")
     return num_bytes

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from runner.batching import MicroBatch
+from runner.batching import MicroBatch, Plan
 from runner.config.errors import check, check_choice, check_range
-from runner.parallel.context import Context, Layout
+from runner.parallel.collectives import Collectives
 from runner.parallel.full_state import TensorDict
-from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.session import Session
 from runner.system import torch_private
 from runner.tracking.metrics import BatchSums, MetricSums
 
@@ -60,28 +60,22 @@ class DDP(MultiProcess):
         check_range(self, "powersgd_rank", least=1, most=1024)
         check_choice(self, "compression", ("none", "fp16", "bf16", "powersgd"))
 
-    @property
-    def synchronizes_batch_norm(self) -> bool:
-        return self.sync_batch_norm
-
-    def layout(self, rank_info: RankInfo) -> Layout:
-        return Layout.data_parallel(rank_info)
-
-    def check(self, context: Context) -> None:
-        alone = not self.static_graph or context.plan.accumulation == 1
+    def divide(self, plan: Plan, process: Collectives) -> Plan:
+        alone = not self.static_graph or plan.accumulation == 1
         why = "a static graph does not allow micro-batches without an all-reduce, and only a step's last one has one"
         remedy = "choose accumulation=1, or leave parallel.static_graph=false"
         check(alone, "parallel.static_graph", True, why, remedy)
+        return plan.sharded(process.rank, process.world_size)
 
-    def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
-        device = context.device
+    def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
+        device = session.device
         if self.sync_batch_norm:
             from runner.parallel.sync_batch_norm import convert_sync_batch_norm
 
             model = convert_sync_batch_norm(model, device)
-        if context.compile:
+        if session.compile:
             torch_private.split_compiled_ddp(not self.sync_batch_norm and self.bucket_mb >= 1)
-        model = super()._place(model, context)
+        model = super()._place(model, session)
         replica = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -110,16 +104,16 @@ class DDP(MultiProcess):
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         # DDP averages over the processes, but the weights of their micro-batches already add up to one.
-        weight = micro.weight * self._context.world_size
+        weight = micro.weight * self._session.world_size
         with nullcontext() if micro.is_last else self._replica.no_sync():
             return self._accumulate(self._replica, batch, weight)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
-        average_buffers(model, self._context.collectives)
+        average_buffers(model, self._session.collectives)
         return super().evaluate(model)
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        average_buffers(model, self._context.collectives)
+        average_buffers(model, self._session.collectives)
         return super().full_state(model, optimizer)
 
 

@@ -12,9 +12,9 @@ from runner.batching import MicroBatch
 from runner.config.errors import check
 from runner.device import Device
 from runner.parallel.base import Parallel
-from runner.parallel.context import Context
 from runner.parallel.devices import devices_of_one_process
 from runner.parallel.launch.launcher import Launcher
+from runner.session import Session
 from runner.tracking.metrics import BatchSums
 
 log = logging.getLogger(__name__)
@@ -38,17 +38,17 @@ class DP(Parallel):
         self._check_one_process()
         return Launcher(devices_of_one_process(choice))
 
-    def check(self, context: Context) -> None:
+    def check(self, session: Session) -> None:
         why = "replicas would call the compiled network itself, whose weights are on the first GPU"
-        check(not context.compile or len(context.process.devices) == 1, "compile", context.compile, why, "parallel=ddp")
+        check(not session.compile or len(session.devices) == 1, "compile", session.compile, why, "parallel=ddp")
 
-    def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
-        model, device, devices = super()._place(model, context), context.device, context.process.devices
+    def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
+        model, device, devices = super()._place(model, session), session.device, session.devices
         self._replicas = model
         if len(devices) == 1:
             log.warning("parallel=dp: there is one device, %s: nothing is split, this is parallel=single", device)
         elif device.type == "cuda":  # in `runner.planning.fake_step`, it is the CPU, which has no replicas
-            if (dtype := context.precision.compute_dtype(device)) is not None:
+            if (dtype := session.precision.compute_dtype(device)) is not None:
                 # DataParallel enables autocast in its threads, but does not set the dtype: they would use float16.
                 model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(device.type, dtype))
             self._replicas = torch.nn.DataParallel(model, [each.index for each in devices])
@@ -57,5 +57,5 @@ class DP(Parallel):
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         return self._accumulate(self._replicas, batch, micro.weight)
 
-    def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return self._replicas(inputs)

@@ -5,17 +5,16 @@ In evaluations, the outputs of the members are combined (see `Workload.vote`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
+from runner.batching import Plan
 from runner.config.errors import check
 from runner.parallel import full_state
-from runner.parallel.collectives import ProcessGroup
-from runner.parallel.context import Layout
-from runner.parallel.launch.cluster import RankInfo
+from runner.parallel.collectives import Collectives, ProcessGroup
 from runner.parallel.multiprocess import MultiProcess
 from runner.storage.content_checks import check_count, check_like
 from runner.tracking.metrics import MetricSums
@@ -52,25 +51,22 @@ class Ensemble(MultiProcess):
     """
 
     description: ClassVar[str] = "ensemble"
-
-    is_equivalent: ClassVar[bool] = False
+    difference: ClassVar[str] = "each process trains another model: member i is the run of seed + i"
 
     collectives_class: ClassVar[type[ProcessGroup]] = MemberMeans
 
-    def layout(self, rank_info: RankInfo) -> Layout:
-        reason = "each process trains another model: member i is the run of seed + i"
-        count = rank_info.world_size
-        return Layout(seed_offset=rank_info.rank, num_members=count, non_equivalence_reason=reason if count > 1 else "")
+    def divide(self, plan: Plan, process: Collectives) -> Plan:
+        return replace(plan, seed=plan.seed + process.rank, num_members=process.world_size)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
-        context, workload = self._context, self._context.workload
-        shard, device = context.layout.eval_shard, context.device
+        session, workload = self._session, self._session.workload
+        shard, device = session.plan.eval_shard, session.device
         tally = torch.zeros(2, dtype=torch.int64, device=device)
-        with torch.inference_mode(), context.precision.autocast():
-            own = workload.summarize(workload.evaluate(partial(self.infer, model), shard, device))
+        with torch.inference_mode(), session.precision.autocast():
+            own = workload.summarize(workload.evaluate(partial(self._infer, model), shard, device))
             sums = workload.evaluate(partial(self._vote, model, tally), shard, device)
         metrics = workload.summarize(sums)
-        for member, of_member in enumerate(context.collectives.all_gather(own)):
+        for member, of_member in enumerate(session.collectives.all_gather(own)):
             metrics |= {f"member_{member}/{name}": value for name, value in of_member.items()}
         if workload.outputs_are_scores:
             metrics["disagreement"] = int(tally[0]) / max(1, int(tally[1]))
@@ -86,23 +82,23 @@ class Ensemble(MultiProcess):
             inputs: inputs of the model.
         """
         own = model(inputs).float().contiguous()
-        outputs = [torch.empty_like(own) for _ in range(self._context.world_size)]
+        outputs = [torch.empty_like(own) for _ in range(self._session.world_size)]
         torch.distributed.all_gather(outputs, own)
         stacked = torch.stack(outputs)
-        vote = self._context.workload.vote(stacked)
+        vote = self._session.workload.vote(stacked)
         answers = stacked.argmax(-1)
         tally += torch.stack([(answers != vote.argmax(-1)).sum(), torch.tensor(answers.numel(), device=tally.device)])
         return vote
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        tensors, state = full_state.collect(model, optimizer, keep=True) if self._context.rank > 0 else ({}, {})
-        return {"members": self._context.world_size, "tensors": tensors, "moments": state}
+        tensors, state = full_state.collect(model, optimizer, keep=True) if self._session.rank > 0 else ({}, {})
+        return {"members": self._session.world_size, "tensors": tensors, "moments": state}
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        saved, members = state.get("members", 1), self._context.world_size
+        saved, members = state.get("members", 1), self._session.world_size
         check_count(saved, "members")
         why, remedy = f"the checkpoint holds {saved} member{'s' * (saved > 1)}", f"parallel.processes={saved}"
         check(saved == members, "parallel.processes", members, why, f"{remedy}, or start anew")
-        if self._context.rank > 0:
+        if self._session.rank > 0:
             check_like(state, {"members": int, "tensors": dict, "moments": dict}, "member")
             self.load_full_state(model, optimizer, state["tensors"], state["moments"])

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from runner.batching import MicroBatch
+from runner.batching import MicroBatch, Plan
+from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place, modules_of_blocks
-from runner.parallel.context import Context, Layout
 from runner.parallel.full_state import TensorDict
-from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.session import Session
 from runner.tracking.metrics import BatchSums, MetricSums
 
 if TYPE_CHECKING:
@@ -45,28 +45,27 @@ class FSDP(MultiProcess):
     """
 
     description: ClassVar[str] = "FSDP2"
-    shards_parameters: ClassVar[bool] = True
 
     reshard_after_forward: bool = True
     offload: bool = False
 
-    def layout(self, rank_info: RankInfo) -> Layout:
-        return Layout.data_parallel(rank_info)
+    def divide(self, plan: Plan, process: Collectives) -> Plan:
+        return replace(plan.sharded(process.rank, process.world_size), shards_parameters=True)
 
-    def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
+    def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        device = context.device
-        if context.channels_last:  # images only: FSDP2 cannot shard weights in this memory format
+        device = session.device
+        if session.channels_last:  # images only: FSDP2 cannot shard weights in this memory format
             model.register_forward_pre_hook(_inputs_to_channels_last)
         if self.offload and device.type == "cpu":
             log.warning("parallel.offload has no effect: without a GPU the shards are in host memory anyway")
         model.to(device)
         normalizes = any(isinstance(module, _BatchNorm) for module in model.modules())
-        dtype = None if normalizes else context.precision.compute_dtype(device)
+        dtype = None if normalizes else session.precision.compute_dtype(device)
         options: dict[str, Any] = {
-            "mesh": init_device_mesh(device.type, (context.world_size,)),
+            "mesh": init_device_mesh(device.type, (session.world_size,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),
             "offload_policy": CPUOffloadPolicy() if self.offload and device.type != "cpu" else OffloadPolicy(),
         }
@@ -74,31 +73,31 @@ class FSDP(MultiProcess):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
         # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
         fully_shard(model, reshard_after_forward=False, **options)
-        compile_in_place(model, context.compile)
+        compile_in_place(model, session.compile)
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         cast("FSDPModule", model).set_requires_gradient_sync(micro.is_last)
         # FSDP averages over the processes, but the weights of their micro-batches already add up to one.
-        return self._accumulate(model, batch, micro.weight * self._context.world_size)
+        return self._accumulate(model, batch, micro.weight * self._session.world_size)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
-        average_buffers(model, self._context.collectives)
+        average_buffers(model, self._session.collectives)
         from torch.distributed.fsdp import FSDPModule
 
-        context = self._context
-        passes = _CommonPasses(model, context)
-        with torch.inference_mode(), context.precision.autocast():
-            sums = context.workload.evaluate(passes.infer, context.layout.eval_shard, context.device)
+        session = self._session
+        passes = _CommonPasses(model, session)
+        with torch.inference_mode(), session.precision.autocast():
+            sums = session.workload.evaluate(passes.infer, session.plan.eval_shard, session.device)
             passes.finish()
         for module in model.modules():  # what a forward pass leaves gathered may be averaged weights
             if isinstance(module, FSDPModule):
                 module.reshard()
-        sums = context.collectives.all_reduce(sums)
-        return context.workload.summarize(sums), sums
+        sums = session.collectives.all_reduce(sums)
+        return session.workload.summarize(sums), sums
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        average_buffers(model, self._context.collectives)
+        average_buffers(model, self._session.collectives)
         return super().full_state(model, optimizer)
 
 
@@ -107,11 +106,11 @@ class _CommonPasses:
 
     Args:
         model: the model.
-        context: the context of this process.
+        session: the session of this process.
     """
 
-    def __init__(self, model: torch.nn.Module, context: Context):
-        self._model, self._context = model, context
+    def __init__(self, model: torch.nn.Module, session: Session):
+        self._model, self._session = model, session
         self._inputs: torch.Tensor | None = None  # those of the latest pass
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -132,12 +131,12 @@ class _CommonPasses:
 
     def _any_has(self, inputs: torch.Tensor | None) -> bool:
         """Return whether any process has inputs, and take zeros like them if this one never had any."""
-        collectives = self._context.collectives
+        collectives = self._session.collectives
         if self._inputs is not None:
             return bool(collectives.all_reduce({"": torch.tensor(int(inputs is not None))})[""])
         specs = collectives.all_gather(None if inputs is None else (tuple(inputs.shape), inputs.dtype))
         for shape, dtype in filter(None, specs):
-            self._inputs = torch.zeros(shape, dtype=dtype, device=self._context.device)
+            self._inputs = torch.zeros(shape, dtype=dtype, device=self._session.device)
             return True
         return False
 

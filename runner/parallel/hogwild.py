@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from runner.batching import MicroBatch
+from runner.batching import MicroBatch, Plan
 from runner.config.errors import check, errors_under
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import full_state
-from runner.parallel.collectives import ProcessGroup
-from runner.parallel.context import Context, Layout
+from runner.parallel.collectives import Collectives, ProcessGroup
 from runner.parallel.full_state import TensorDict
-from runner.parallel.launch.cluster import RankInfo, external_world_size
+from runner.parallel.launch.cluster import external_world_size
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import LostError
 from runner.parallel.multiprocess import MultiProcess
+from runner.session import Session
 from runner.storage.content_checks import check_like
 from runner.tracking.metrics import BatchSums, MetricSums
 
@@ -60,8 +61,9 @@ class SharedMemoryCollectives(ProcessGroup):
     uses for it would make the workers wait for each other in every step.
     """
 
-    def __init__(self, timeout: float, shared_state: SharedState):
-        super().__init__(timeout)
+    def __init__(self, devices: Sequence[torch.device], timeout: float, shared_state: SharedState):
+        super().__init__(devices, timeout)
+        self.memory = shared_state.memory
         # NumPy views of the same memory: they are read in every step, which is faster than reading tensors.
         self.updates, self._stop_requested, self._last_update = (counts.numpy() for counts in shared_state[1:])
 
@@ -117,8 +119,7 @@ class Hogwild(MultiProcess):
     """
 
     description: ClassVar[str] = "Hogwild"
-
-    is_equivalent: ClassVar[bool] = False
+    difference: ClassVar[str] = "the workers do not wait for each other: no two runs are the same"
 
     collectives_class: ClassVar[type[ProcessGroup]] = SharedMemoryCollectives
 
@@ -133,35 +134,29 @@ class Hogwild(MultiProcess):
             choice.check_unnumbered("cpu")
         return self._local_processes([])
 
-    def layout(self, rank_info: RankInfo) -> Layout:
-        shard = (rank_info.rank, rank_info.world_size)
-        reason = "the workers do not wait for each other: no two runs are the same"
-        return Layout(
-            step_shard=shard,
-            eval_shard=shard,
-            rng_stream=rank_info.rank,
-            non_equivalence_reason=reason if rank_info.world_size > 1 else "",
-        )
+    def divide(self, plan: Plan, process: Collectives) -> Plan:
+        shard = (process.rank, process.world_size)
+        return replace(plan, step_shard=shard, eval_shard=shard, rng_stream=process.rank)
 
-    def _allocate_shared_state(self, context: Context) -> SharedState:
+    def _allocate_shared_state(self, session: Session) -> SharedState:
         with torch.random.fork_rng(devices=[]):
-            model = context.precision.convert(context.workload.build_model())
+            model = session.precision.convert(session.workload.build_model())
         num_bytes = sum(_padded_bytes(tensor) for tensor in _tensors(model))
-        counts = (torch.zeros(length, dtype=torch.int64).share_memory_() for length in (context.world_size, 1, 1))
+        counts = (torch.zeros(length, dtype=torch.int64).share_memory_() for length in (session.world_size, 1, 1))
         return SharedState(torch.zeros(num_bytes, dtype=torch.uint8).share_memory_(), *counts)
 
-    def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
-        assert isinstance(context.collectives, SharedMemoryCollectives)
-        self._updates = context.collectives.updates
+    def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
+        assert isinstance(session.collectives, SharedMemoryCollectives)
+        self._updates = session.collectives.updates
         self._step_start: tuple[int, list[torch.Tensor] | None] | None = None
         self._staleness = [0.0] * 4  # updates by others, steps; sum and number of distances
-        model = super()._place(model, context)
+        model = super()._place(model, session)
         start = 0
         for tensor in _tensors(model):  # all workers have initialized the same model, and write the same values
-            part = context.process.shared_state.memory[start : start + tensor.nbytes].view(tensor.dtype)
+            part = session.collectives.memory[start : start + tensor.nbytes].view(tensor.dtype)
             tensor.data = part.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
             start += _padded_bytes(tensor)
-        context.collectives.barrier()
+        session.collectives.barrier()
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
@@ -171,7 +166,7 @@ class Hogwild(MultiProcess):
         if micro.is_last:
             self._measure_staleness(model, *self._step_start)
             self._step_start = None
-            self._updates[self._context.rank] += 1
+            self._updates[self._session.rank] += 1
         return sums
 
     def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
@@ -179,7 +174,7 @@ class Hogwild(MultiProcess):
 
         The weights are copied only if there are several workers, and only in every `_MEASURE_EVERY`-th step.
         """
-        measured = self._context.world_size > 1 and self._updates[self._context.rank] % _MEASURE_EVERY == 0
+        measured = self._session.world_size > 1 and self._updates[self._session.rank] % _MEASURE_EVERY == 0
         return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None
 
     def _measure_staleness(self, model: torch.nn.Module, updates: int, weights: list[torch.Tensor] | None) -> None:
@@ -200,7 +195,7 @@ class Hogwild(MultiProcess):
             staleness[3] += 1
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
-        self._context.collectives.barrier()  # all updates are written
+        self._session.collectives.barrier()  # all updates are written
         return super().evaluate(model)
 
     def scalars(self) -> dict[str, float]:
@@ -212,7 +207,7 @@ class Hogwild(MultiProcess):
           the norm of the weights.
         """
         staleness = torch.tensor(self._staleness, dtype=torch.float64)
-        total = self._context.collectives.all_reduce({"staleness": staleness})["staleness"]
+        total = self._session.collectives.all_reduce({"staleness": staleness})["staleness"]
         self._staleness = [0.0] * 4
         updates, steps, distance, measured = total.tolist()
         return {
@@ -229,7 +224,7 @@ class Hogwild(MultiProcess):
         optimizer_state: dict[str, Any],
     ) -> None:
         super().load_full_state(model, optimizer, tensors, optimizer_state)
-        self._context.collectives.barrier()  # no worker may train while another still loads
+        self._session.collectives.barrier()  # no worker may train while another still loads
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         optimizer_state = full_state.collect(model, optimizer, keep=True)[1]

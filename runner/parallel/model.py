@@ -16,7 +16,6 @@ from runner.config.errors import check
 from runner.device import Device
 from runner.parallel.base import Parallel, move
 from runner.parallel.compiling import compile_in_place
-from runner.parallel.context import Context
 from runner.parallel.devices import devices_of_one_process
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.pipelining.partition import (
@@ -27,6 +26,7 @@ from runner.parallel.pipelining.partition import (
     profile_blocks,
     supervised,
 )
+from runner.session import Session
 from runner.system.section_timer import timer
 from runner.tracking.metrics import computed
 
@@ -52,38 +52,38 @@ class ModelParallel(Partition, Parallel):
         check(fits, "parallel.stages", stages, why, f"at most parallel.stages={len(devices)}")
         return Launcher(devices[:stages])
 
-    def check_workload(self, context: Context) -> None:
-        devices = context.process.devices
-        supervised(context.workload)
+    def check(self, session: Session) -> None:
+        devices = session.devices
+        supervised(session.workload)
         if self.asked_stages is not None or len(devices) > 1:
-            self.check_partition(context.workload, self.asked_stages or len(devices))
+            self.check_partition(session.workload, self.asked_stages or len(devices))
 
-    def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
-        devices = context.process.devices
+    def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
+        devices = session.devices
         if len(devices) == 1:
             log.warning(
                 "parallel=model: there is one device, %s: nothing is split, this is parallel=single", devices[0]
             )
             self._forward: Any = model
-            return super()._place(model, context)
-        profiles = profile_blocks(model, first_inputs(model, context), context, timed=self.cuts == "auto")
+            return super()._place(model, session)
+        profiles = profile_blocks(model, first_inputs(model, session), session, timed=self.cuts == "auto")
         bounds = self.bounds(profiles, len(devices))
         log.info("stages: %s", format_partition(profiles, bounds))
-        move(model, devices[0], context.channels_last)
+        move(model, devices[0], session.channels_last)
         blocks = [block for _, block in blocks_of(model)]
         grouped = [blocks[start:stop] for start, stop in pairwise(bounds)]
         self.stage_of_each_tensor(model, grouped)  # refuses a tensor that would have to be on two devices
         stages = [torch.nn.Sequential(*own) for own in grouped]
         for stage, device in zip(stages, devices, strict=True):
             stage.to(device)
-            compile_in_place(stage, context.compile, list(stage))
-        context.precision.convert(stages[0])  # the inputs are passed to the first stage, not to the whole network
+            compile_in_place(stage, session.compile, list(stage))
+        session.precision.convert(stages[0])  # the inputs are passed to the first stage, not to the whole network
         self._forward = partial(_forward, stages, devices)
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
-        workload, precision = supervised(self._context.workload), self._context.precision
-        devices = self._context.process.devices
+        workload, precision = supervised(self._session.workload), self._session.precision
+        devices = self._session.devices
         targets = batch.targets.to(devices[-1], non_blocking=True)
         with timer.section("forward"), precision.autocast():
             loss, sums = workload.loss_of(self._forward(batch.inputs), targets)
@@ -91,7 +91,7 @@ class ModelParallel(Partition, Parallel):
             precision.backward(loss * micro.weight if micro.weight != 1 else loss)
         return computed(sums).to(devices[0], non_blocking=True)
 
-    def infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return self._forward(inputs).to(inputs.device)
 
 

@@ -9,21 +9,22 @@ from typing import Any, ClassVar
 
 import torch
 
+from runner.batching import Plan
 from runner.config.errors import ConfigError, check, check_range, errors_under
 from runner.device import Device
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives, ProcessGroup
-from runner.parallel.context import Context, Layout
-from runner.parallel.launch.cluster import RankInfo, external_rank_info
+from runner.parallel.launch.cluster import external_rank_info
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.processes import ExternalProcesses, LocalProcesses
+from runner.session import Session
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class MultiProcess(Parallel, ABC):
-    """The base class of modes with several processes; subclasses define in `layout` which data each process uses.
+    """The base class of modes with several processes; subclasses define in `divide` what each process does.
 
     Args:
         processes: number of processes; `auto` for one per GPU that `device` selects (by default, every visible GPU), or
@@ -53,10 +54,11 @@ class MultiProcess(Parallel, ABC):
 
     @property
     def in_processes(self) -> bool:
+        """Whether the mode trains in several processes with its present options."""
         return True
 
     @abstractmethod
-    def layout(self, rank_info: RankInfo) -> Layout: ...
+    def divide(self, plan: Plan, process: Collectives) -> Plan: ...
 
     def launcher(self, choice: Device) -> Launcher:
         rank_info = external_rank_info()
@@ -124,7 +126,7 @@ class MultiProcess(Parallel, ABC):
         """
         return self.processes if isinstance(self.processes, int) else num_gpus or 2
 
-    def _allocate_shared_state(self, context: Context) -> Any:
+    def _allocate_shared_state(self, session: Session) -> Any:
         """Allocate and return memory that all processes of this machine share; return None if the mode needs none."""
         return None
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from runner.batching import MicroBatch
+from runner.batching import MicroBatch, Plan
 from runner.config.errors import check, check_choice, check_range
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import full_state
 from runner.parallel.base import move
+from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place
-from runner.parallel.context import Context, Layout
 from runner.parallel.devices import devices_of_one_process
 from runner.parallel.full_state import TensorDict
-from runner.parallel.launch.cluster import RankInfo, external_world_size
+from runner.parallel.launch.cluster import external_world_size
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.pipelining import deferred_batch_norm
@@ -39,6 +39,7 @@ from runner.parallel.pipelining.partition import (
 from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES, check_split_backward
 from runner.parallel.pipelining.stages import ActivationSpec, StageModule, activation_specs, keep_only
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble
+from runner.session import Session
 from runner.system.section_timer import timer
 from runner.tracking.image_grids import save
 from runner.tracking.metrics import MetricSums, computed
@@ -126,20 +127,15 @@ class Pipeline(Partition, MultiProcess):
         two_each = self.schedule == "interleaved_1f1b" and stages % 2 == 0 and stages > 2
         return stages // 2 if two_each else stages
 
-    def layout(self, rank_info: RankInfo) -> Layout:
-        # The first stage takes the inputs of the batches, and the last one the targets.
-        ends = (0, rank_info.world_size - 1)
-        return Layout(rng_stream=rank_info.rank, reads_batches=rank_info.rank in ends)
-
-    def _num_stages(self, context: Context) -> int:
+    def _num_stages(self, process: Collectives) -> int:
         if self.asked_stages is not None:
             return self.asked_stages
         if self.engine == "streams":
-            return max(2, len(context.process.devices))
-        return context.world_size * (2 if self.schedule == "interleaved_1f1b" else 1)
+            return max(2, len(process.devices))
+        return process.world_size * (2 if self.schedule == "interleaved_1f1b" else 1)
 
-    def check(self, context: Context) -> None:
-        stages, processes, devices = self._num_stages(context), context.world_size, len(context.process.devices)
+    def divide(self, plan: Plan, process: Collectives) -> Plan:
+        stages, processes, devices = self._num_stages(process), process.world_size, len(process.devices)
         if self.engine == "streams":
             why = f"there are {devices} GPUs, and each stage has its own"
             fits = devices == 1 or stages <= devices
@@ -148,7 +144,11 @@ class Pipeline(Partition, MultiProcess):
             remedy = "parallel.processes=2; on one GPU: parallel.engine=streams"
             check(processes >= 2, "parallel.processes", processes, "a pipeline has two or more", remedy)
             self._check_stages_per_process(stages, processes)
-        self.num_microbatches(context)
+        constraint = MicrobatchConstraint(self.schedule, stages, processes)
+        chunks = num_micro_batches(plan.micro_size, self.split_size, self.num_micro_batches, constraint)
+        # The first stage takes the inputs of the batches, and the last one the targets.
+        reads_batches = process.rank in (0, processes - 1)
+        return replace(plan, chunks=chunks, rng_stream=process.rank, reads_batches=reads_batches)
 
     def _check_stages_per_process(self, stages: int, processes: int) -> None:
         if self.schedule in ONE_STAGE_EACH:
@@ -161,64 +161,60 @@ class Pipeline(Partition, MultiProcess):
         why = f"parallel.schedule={self.schedule} needs {equal}"
         check(stages == each * processes, "parallel.stages", stages, why, f"parallel.stages={each * processes}")
 
-    def num_microbatches(self, context: Context) -> int:
-        samples = context.plan.batch_size // context.plan.accumulation
-        constraint = MicrobatchConstraint(self.schedule, self._num_stages(context), context.world_size)
-        return num_micro_batches(samples, self.split_size, self.num_micro_batches, constraint)
-
-    def check_workload(self, context: Context) -> None:
-        supervised(context.workload)
-        compiled = context.compile and self.schedule == "zero_bubble"
+    def check(self, session: Session) -> None:
+        supervised(session.workload)
+        compiled = session.compile and self.schedule == "zero_bubble"
         why = "parallel.schedule=zero_bubble splits the backward pass, and a compiled one is a single graph"
-        check(not compiled, "compile", context.compile, why, "compile=false, or another parallel.schedule")
-        self.check_partition(context.workload, self._num_stages(context))
+        check(not compiled, "compile", session.compile, why, "compile=false, or another parallel.schedule")
+        self.check_partition(session.workload, self._num_stages(session.collectives))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Placement
 
-    def _place(self, model: torch.nn.Module, context: Context) -> torch.nn.Module:
-        count, self._num_micros = self._num_stages(context), self.num_microbatches(context)
-        self._size = context.plan.batch_size // context.plan.accumulation // self._num_micros
-        self._num_workers = count if self.engine == "streams" else context.world_size
+    def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
+        count = self._num_stages(session.collectives)
+        self._num_workers = count if self.engine == "streams" else session.world_size
         self._names = list(model.state_dict())
         self._spans: list[Span] = []
-        self._timeline = Timeline(context.process.devices)
+        self._timeline = Timeline(session.devices)
         if self.batch_norm == "defer":
             deferred_batch_norm.defer(model)
 
-        inputs, profiles = context.collectives.from_rank_0(lambda: self._profiles(model, context))
+        spec, described = session.collectives.from_rank_0(lambda: self._profiles(model, session))
+        inputs, profiles = ActivationSpec(*spec), [BlockProfile(*each) for each in described]
         bounds = self.bounds(profiles, count)
         log.info("stages: %s", format_partition(profiles, bounds))
-        if self._num_micros == 1:
-            log.warning("one micro-batch of %d samples: one stage computes at a time, nothing overlaps", self._size)
+        if session.plan.chunks == 1:
+            size = session.plan.chunk_size
+            log.warning("one micro-batch of %d samples: one stage computes at a time, nothing overlaps", size)
         blocks = [block for _, block in blocks_of(model)]
         grouped = [blocks[start:stop] for start, stop in pairwise(bounds)]
-        outputs = [ActivationSpec(each.shape, each.dtype, context.channels_last) for each in profiles]
+        outputs = [ActivationSpec(each.shape, each.dtype, session.channels_last) for each in profiles]
         activations = activation_specs(inputs, outputs, bounds)
         stage_of = self.stage_of_each_tensor(model, grouped)
         if self.engine == "streams":
-            placed = self._place_on_streams(model, grouped, context)
+            placed = self._place_on_streams(model, grouped, session)
         else:
-            placed = self._place_own_stages(model, grouped, stage_of, activations, context)
+            placed = self._place_in_processes(model, grouped, stage_of, activations, session)
         for number, stage in placed.items():
-            compile_in_place(stage, context.compile, grouped[number])
+            compile_in_place(stage, session.compile, grouped[number])
         # The scaler allocates its scale on first use, but only the process of the last stage has a loss to scale.
-        context.precision.scaled(torch.zeros((), device=context.device))
+        session.precision.scaled(torch.zeros((), device=session.device))
         return model
 
-    def _profiles(self, model: torch.nn.Module, context: Context) -> tuple[ActivationSpec, list[BlockProfile]]:
-        """Return the spec of the network's inputs, and the profiles of all blocks, measured with one micro-batch."""
-        inputs = first_inputs(model, context, self._size)
-        spec = ActivationSpec(tuple(inputs.shape[1:]), inputs.dtype)
-        return spec, profile_blocks(model, inputs, context, timed=self.cuts == "auto")
+    def _profiles(self, model: torch.nn.Module, session: Session) -> tuple[tuple, list[tuple]]:
+        """Return the spec of the network's inputs, and the profiles of all blocks, as plain tuples."""
+        inputs = first_inputs(model, session, session.plan.chunk_size)
+        profiles = profile_blocks(model, inputs, session, timed=self.cuts == "auto")
+        return (tuple(inputs.shape[1:]), inputs.dtype), [tuple(profile) for profile in profiles]
 
-    def _place_own_stages(
+    def _place_in_processes(
         self,
         model: torch.nn.Module,
         grouped: list[list[torch.nn.Module]],
         stage_of: dict[str, int],
         activations: list[ActivationSpec],
-        context: Context,
+        session: Session,
     ) -> dict[int, StageModule]:
         """Create this process's stages and engine, and return the stages, keyed by the number of the stage.
 
@@ -229,7 +225,7 @@ class Pipeline(Partition, MultiProcess):
             grouped: the blocks of each stage, for the stages of all processes.
             stage_of: the number of the stage of each parameter and buffer.
             activations: specs of the activations before the first stage and after each stage, for all processes.
-            context: the context of the run.
+            session: the session of this process.
 
         Raises:
             ConfigError: with the key `parallel.cuts`, if the stages of this process have no trainable parameters; or as
@@ -238,57 +234,57 @@ class Pipeline(Partition, MultiProcess):
         from runner.parallel.pipelining.process_engine import ProcessEngine
 
         check_split_backward(self.schedule, model)
-        own = range(context.rank, len(grouped), context.world_size)
-        keep_only(model, {name for name, number in stage_of.items() if number in own})
-        why = f"process {context.rank} has nothing to train"
+        numbers = range(session.rank, len(grouped), session.world_size)
+        keep_only(model, {name for name, number in stage_of.items() if number in numbers})
+        why = f"process {session.rank} has nothing to train"
         check(bool(trainable(model)), "parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
-        move(model, context.device, context.channels_last)
-        sent, autocast = [None, *activations[1:-1], None], context.precision.autocast
-        stages = {number: StageModule(grouped[number], sent[number], sent[number + 1], autocast) for number in own}
+        move(model, session.device, session.channels_last)
+        sent, autocast = [None, *activations[1:-1], None], session.precision.autocast
+        stages = {number: StageModule(grouped[number], sent[number], sent[number + 1], autocast) for number in numbers}
         if 0 in stages:
-            context.precision.convert(stages[0])  # the inputs are passed to the first stage, not to the whole network
-        size, count, device = self._size, self._num_micros, context.device
+            session.precision.convert(stages[0])  # the inputs are passed to the first stage, not to the whole network
+        size, count, device = session.plan.chunk_size, session.plan.chunks, session.device
         self._engine: Any = ProcessEngine(stages, activations, self.schedule, size, count, device, self._timeline)
         return stages
 
     def _place_on_streams(
-        self, model: torch.nn.Module, grouped: list[list[torch.nn.Module]], context: Context
+        self, model: torch.nn.Module, grouped: list[list[torch.nn.Module]], session: Session
     ) -> dict[int, StageModule]:
         """Create all stages and the engine in this process, and return the stages, keyed by the number of the stage.
 
         Each stage has its own device, unless there is only one device. The arguments are the same as in
-        `_place_own_stages`.
+        `_place_in_processes`.
         """
         from runner.parallel.pipelining.streams import StreamEngine
 
-        devices = context.process.devices
+        devices = session.devices
         if len(devices) == 1:
             log.warning("parallel.engine=streams: there is one device, %s: stages cannot overlap", devices[0])
             devices = devices * len(grouped)
-        stages = [StageModule(blocks, None, None, context.precision.autocast) for blocks in grouped]
-        move(model, devices[0], context.channels_last)
+        stages = [StageModule(blocks, None, None, session.precision.autocast) for blocks in grouped]
+        move(model, devices[0], session.channels_last)
         for stage, device in zip(stages, devices, strict=False):
             stage.to(device)
-        context.precision.convert(stages[0])
-        self._engine = StreamEngine(stages, devices[: len(grouped)], self._size, self._timeline)
+        session.precision.convert(stages[0])
+        self._engine = StreamEngine(stages, devices[: len(grouped)], session.plan.chunk_size, self._timeline)
         return dict(enumerate(stages))
 
     # -----------------------------------------------------------------------------------------------------------------
     # A step
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
-        workload, precision = supervised(self._context.workload), self._context.precision
-        device, share = self._context.device, micro.weight / self._num_micros
+        session, workload, precision = self._session, supervised(self._session.workload), self._session.precision
+        device, share = session.device, micro.weight / session.plan.chunks
         sums: list[torch.Tensor] = []
 
         def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             with precision.autocast():
-                value, own = workload.loss_of(outputs, targets)
-            sums.append(computed(own).to(device, non_blocking=True))
+                value, of_chunk = workload.loss_of(outputs, targets)
+            sums.append(computed(of_chunk).to(device, non_blocking=True))
             return precision.scaled(value * share)
 
         if micro.is_last and log_due:
-            self._timeline.begin(self._context.collectives.barrier)
+            self._timeline.begin(self._session.collectives.barrier)
         with timer.section("pipeline"):
             self._engine.train(*(batch or (None, None)), loss)
         self._timeline.end()
@@ -300,37 +296,38 @@ class Pipeline(Partition, MultiProcess):
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
         parameters = [parameter for parameter in trainable(model) if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        total = self._context.collectives.all_reduce({"squares": norm.square()})["squares"].sqrt()
+        total = self._session.collectives.all_reduce({"squares": norm.square()})["squares"].sqrt()
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
     def combine_overflow(self, found_inf: torch.Tensor) -> None:
-        self._context.collectives.all_reduce_max(found_inf)
+        self._session.collectives.all_reduce_max(found_inf)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
-        context, workload = self._context, self._context.workload
+        session, workload = self._session, self._session.workload
         sums: MetricSums = {}
         with torch.inference_mode():
-            if context.rank == 0:
-                sums = workload.evaluate(self._engine.infer, context.layout.eval_shard, context.device)
+            if session.rank == 0:
+                sums = workload.evaluate(self._engine.infer, session.plan.eval_shard, session.device)
             if self.in_processes:
                 self._engine.serve()
-        return context.collectives.from_rank_0(lambda: workload.summarize(sums)), sums
+        return session.collectives.from_rank_0(lambda: workload.summarize(sums)), sums
 
     # -----------------------------------------------------------------------------------------------------------------
     # Logging
 
     def scalars(self) -> dict[str, float]:
-        gathered = self._context.collectives.all_gather(self._timeline.take())
-        self._spans = [span for spans in gathered for span in spans]
+        gathered = self._session.collectives.all_gather([tuple(span) for span in self._timeline.take()])
+        self._spans = [Span(*span) for spans in gathered for span in spans]
         return bubble(self._spans, self._num_workers).scalars() if self._spans else {}
 
     def images(self, directory: Path) -> dict[str, torch.Tensor]:
-        if self._context.rank > 0 or not self._spans:
+        if self._session.rank > 0 or not self._spans:
             return {}
-        found, stages = bubble(self._spans, self._num_workers), self._num_stages(self._context)
-        title = f"{stages} stages, {self._num_micros} micro-batches of {self._size}: "
+        found, plan = bubble(self._spans, self._num_workers), self._session.plan
+        stages = self._num_stages(self._session.collectives)
+        title = f"{stages} stages, {plan.chunks} micro-batches of {plan.chunk_size}: "
         title += f"{found.share:.0%} idle ({found.theory:.0%} with equal stages, at least {found.bound:.0%} with these)"
         picture = gantt(self._spans, self._num_workers, title)
         save(picture, directory / _PICTURE)
@@ -342,7 +339,7 @@ class Pipeline(Partition, MultiProcess):
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
         tensors, optimizer_state = full_state.collect(model, optimizer, keep=True)
         flat = {(name, key): value for name, state in optimizer_state.items() for key, value in state.items()}
-        gather = self._context.collectives.gather_to_rank0
+        gather = self._session.collectives.gather_to_rank0
         tensors, states = gather(tensors), _nested(gather(flat))
         return self._in_order(tensors), self._in_order(states)
 

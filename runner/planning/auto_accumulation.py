@@ -6,13 +6,14 @@ from collections.abc import Callable
 from contextlib import closing
 
 from runner.config.errors import ConfigError
-from runner.parallel.context import Process
+from runner.parallel.collectives import Collectives
 from runner.parallel.pipelining.micro_batches import divisors
 from runner.planning.device_memory import available_bytes, needed_bytes
 from runner.planning.fake_step import RankPlan, trace
 from runner.planning.planned_session import prepared
 from runner.planning.trial import Trial, TrialError
-from runner.run import Run, Session
+from runner.run import Run
+from runner.session import Session
 
 _CERTAIN = 0.5
 """A run whose predicted peak is at most this fraction of the available memory is not tried out."""
@@ -24,7 +25,7 @@ _PATIENCE = 1800.0
 def fitting_accumulation(
     compose: Callable[[int], Run],
     report: Callable[[str], None],
-    available: Callable[[Process], float] = available_bytes,
+    available: Callable[[Collectives], float] = available_bytes,
     start: Callable[..., Trial] = Trial,
 ) -> int:
     """Return a number of micro-batches per step, as small as possible, with which a run fits into memory.
@@ -51,8 +52,9 @@ def fitting_accumulation(
         ConfigError: if the run is refused, or does not fit even with one sample in a micro-batch.
         TrialError: if a trial fails for another reason than a lack of memory.
     """
-    whole = prepared(compose(1))
-    room = available(whole.context.process)
+    base = compose(1)
+    whole = prepared(base)
+    room = available(whole.collectives)
     tried: ConfigError | None = None
     count, failed = 0, False
     for each in divisors(whole.plan.batch_size // whole.plan.data_shard[1]):
@@ -65,7 +67,7 @@ def fitting_accumulation(
             tried = error
             continue
         count = each
-        ranks = trace(session)
+        ranks = trace(run, session)
         needed = needed_bytes(session.device, ranks)
         what = f"{count} micro-batch{'es' * (count > 1)}: {needed / 1e9:,.2f} of {room / 1e9:,.2f} GB"
         if needed > room:
@@ -75,7 +77,7 @@ def fitting_accumulation(
             failed = True  # there is less memory than it seems, and the next attempt is made however little it needs
             report(f"{what}: out of memory ({why})")
             continue
-        report(f"{what}{_normalization(ranks, whole, session)}")
+        report(f"{what}{_normalization(ranks, run, whole, session)}")
         return count
     if not count and tried is not None:
         raise tried
@@ -99,24 +101,24 @@ def _out_of_memory(start: Callable[..., Trial], run: Run) -> str:
     return ""
 
 
-def _normalization(ranks: list[RankPlan], whole: Session, session: Session) -> str:
+def _normalization(ranks: list[RankPlan], run: Run, whole: Session, session: Session) -> str:
     """Return a text that says how micro-batches change the number of samples that batch normalization sees at a time.
 
     The text is empty if the number does not change, or the network has no batch normalization.
 
     Args:
         ranks: the plan of each rank of the run.
+        run: the run.
         whole: the run with one micro-batch per step.
         session: the run with the chosen number of micro-batches per step.
     """
-    before, now = _num_normalized(whole), _num_normalized(session)
+    before, now = _num_normalized(run, whole), _num_normalized(run, session)
     if now == before or not any(rank.normalizes for rank in ranks):
         return ""
     return f"; batch normalization sees {now} samples at a time, not {before} (model.norm=group avoids this)"
 
 
-def _num_normalized(session: Session) -> int:
+def _num_normalized(run: Run, session: Session) -> int:
     """Return the number of samples over which batch normalization computes its statistics."""
-    plan, parallel = session.plan, session.run.parallel
-    shards = 1 if parallel.synchronizes_batch_norm else plan.data_shard[1]
-    return plan.batch_size // shards // plan.accumulation // parallel.num_microbatches(session.context)
+    plan = session.plan
+    return plan.chunk_size * (plan.data_shard[1] if getattr(run.parallel, "sync_batch_norm", False) else 1)

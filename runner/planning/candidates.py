@@ -19,13 +19,13 @@ from runner.device import default_threads
 from runner.model.base import without_memory
 from runner.parallel.base import Parallel
 from runner.parallel.compiling import BLOCKS, modules_of_blocks
-from runner.parallel.context import Context
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.planned_session import first_process, prepared
 from runner.precision import TF32, BFloat16
 from runner.run import Run
+from runner.session import Session
 from runner.system.cpu import usable_core_numbers
 
 BITWISE, LAST_BITS, ROUNDING = "bitwise", "last bits", "rounding"
@@ -60,14 +60,14 @@ class Candidate(NamedTuple):
     Args:
         overrides: the overrides to add to those of the run; empty for the baseline.
         run: the run with these overrides; None if it is refused.
-        context: the context of rank 0 of this run; None if it is refused.
+        session: the session of rank 0 of this run, without data; None if it is refused.
         results: how the candidate affects the results of the run, a key of `RESULTS`; empty if the run is refused.
         refusal: why the run is refused; empty if it is not.
     """
 
     overrides: Overrides
     run: Run | None = None
-    context: Context | None = None
+    session: Session | None = None
     results: str = ""
     refusal: str = ""
 
@@ -102,8 +102,8 @@ class Candidates:
         self._compose, self._config_dir = compose, config_dir
         self._keys = {override_key(text).partition("@")[0] for text in typed}
         self.base = compose(())
-        self._context = prepared(self.base).context
-        self._on_cpu = self._context.device.type == "cpu"
+        self._session = prepared(self.base)
+        self._on_cpu = self._session.device.type == "cpu"
         self._cores = len(usable_core_numbers())
         model = without_memory(self.base.workload.build_model)
         modules = list(model.modules())
@@ -115,23 +115,22 @@ class Candidates:
         """Return the candidate with `overrides`; if a check fails, its `refusal` says why. No data is read."""
         try:
             run = self._compose(overrides)
-            context = run.context(first_process(run))
-            run.parallel.check(context)
-            run.workload.check_plan(context.plan)
-            run.precision.check_device(context.device)
-            run.parallel.check_workload(replace(context, workload=self.base.workload))  # whose data has been read
+            session = run.session(first_process(run))
+            run.workload.check_plan(session.plan)
+            run.precision.check_device(session.device)
+            run.parallel.check(replace(session, workload=self.base.workload))  # whose data has been read
         except ConfigError as error:
             return Candidate(overrides, refusal=" ".join(str(error).split()))
-        return Candidate(overrides, run, context, self._results(run, context, overrides))
+        return Candidate(overrides, run, session, self._results(run, session, overrides))
 
-    def _results(self, run: Run, context: Context, overrides: Overrides) -> str:
-        base, before = self.base, self._context
-        if context.layout.non_equivalence_reason != before.layout.non_equivalence_reason:
-            return ASYNCHRONOUS if context.plan.steps_per_round > 1 else OTHER
+    def _results(self, run: Run, session: Session, overrides: Overrides) -> str:
+        base, before = self.base, self._session
+        if _difference(run, session) != _difference(base, before):
+            return ASYNCHRONOUS if session.plan.steps_per_round > 1 else OTHER
         acts = "env" in component_fields(type(run.workload))
-        if acts and context.plan.num_workers != before.plan.num_workers:
+        if acts and session.plan.num_data_ranks != before.plan.num_data_ranks:
             return OTHER  # each process trains on transitions from its own environments
-        if self._normalizes and _normalized_together(run, context) != _normalized_together(base, before):
+        if self._normalizes and _normalized_together(run, session) != _normalized_together(base, before):
             return STATISTICS
         if type(run.precision) is not type(base.precision):
             other = ROUNDING if isinstance(run.precision, TF32) else OTHER
@@ -175,7 +174,7 @@ class Candidates:
         threads: list[Overrides] = []
         counts = [2**power for power in range(9) if 2**power <= self._cores]
         if self._on_cpu and self._is_free("device.threads") and (free or not isinstance(base, MultiProcess)):
-            default = default_threads(self._context.device, self.base.workload.num_data_workers)
+            default = default_threads(self._session.device, self.base.workload.num_data_workers)
             threads = [(*single, f"device.threads={count}") for count in reversed(counts) if count != default]
         most = self._cores if self._on_cpu else torch.cuda.device_count()
         modes: list[Overrides] = [()]
@@ -207,19 +206,23 @@ class Candidates:
         if self._is_free("parallel.schedule") and run.parallel.in_processes:
             found += [(f"parallel.schedule={schedule}",) for schedule in SCHEDULES]
         if self._is_free("parallel.split_size") and self._is_free("parallel.num_micro_batches"):
-            context = run.context(first_process(run))
-            size = run.batch_size // run.accumulation.count // run.parallel.num_microbatches(context)
+            plan = run.session(first_process(run)).plan
+            size = plan.chunk_size
             found += [(f"parallel.split_size={each}",) for each in (2 * size, size // 2) if each]
         return found
 
 
-def _normalized_together(run: Run, context: Context) -> tuple[int, int, bool]:
+def _difference(run: Run, session: Session) -> str:
+    return run.parallel.difference if session.world_size > 1 else ""
+
+
+def _normalized_together(run: Run, session: Session) -> tuple[int, int, bool]:
     """Return into how many groups batch normalization divides a step, in a form that can be compared between runs.
 
     Returns:
         (shards of a batch, normalized one by one pieces of each shard, whether a piece is that of all shards).
     """
-    shards = context.plan.data_shard[1]
-    pieces = context.plan.accumulation * run.parallel.num_microbatches(context)
-    synchronizes = run.parallel.synchronizes_batch_norm and shards > 1
+    shards = session.plan.data_shard[1]
+    pieces = session.plan.accumulation * session.plan.chunks
+    synchronizes = bool(getattr(run.parallel, "sync_batch_norm", False)) and shards > 1
     return (1, 1, False) if synchronizes and pieces == 1 else (shards, pieces, synchronizes)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from runner.parallel.context import Process
+from runner.parallel.collectives import Collectives
 from runner.planning.fake_step import RankPlan
 from runner.system.memory import host_memory
 
@@ -17,7 +17,7 @@ _USABLE = 0.95
 """The fraction of a GPU's memory that the CUDA context and fragmentation leave for tensors."""
 
 
-def available_bytes(process: Process) -> float:
+def available_bytes(process: Collectives) -> float:
     """Return the memory in bytes that all processes of a run together may use.
 
     With CUDA, this is a fixed fraction of the total memory of the run's GPUs, even if some of this memory is in use at
@@ -28,7 +28,7 @@ def available_bytes(process: Process) -> float:
     """
     device = process.devices[0]
     if device.type == "cuda":  # not `mem_get_info`, whose context would itself take memory
-        count = max(process.rank_info.world_size, len(process.devices))
+        count = max(process.world_size, len(process.devices))
         return _USABLE * torch.cuda.get_device_properties(device).total_memory * count
     return host_memory()["available_bytes"] or 0
 

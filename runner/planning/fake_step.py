@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -19,14 +19,13 @@ from runner.batching import Accumulation, MicroBatch, Plan
 from runner.data.base import Samples
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
-from runner.parallel.context import Process
 from runner.parallel.hogwild import Hogwild
-from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.pipelining.partition import first_inputs, profile_blocks
 from runner.planning.costs import Costs
 from runner.planning.memory_tracker import MemoryTracker
-from runner.planning.planned_session import layout_of
-from runner.run import Session
+from runner.planning.planned_session import plan_of
+from runner.run import Run
+from runner.session import Session
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
 from runner.tracking.metrics import BatchSums
@@ -69,7 +68,7 @@ class RankPlan(NamedTuple):
         return max(self.placed, sum(self.peak.values()))
 
 
-def trace(session: Session) -> list[RankPlan]:
+def trace(run: Run, session: Session) -> list[RankPlan]:
     """Return the memory, operations and messages of a step of each rank.
 
     If every rank has different samples or a different seed, only rank 0 is traced, and the result for each rank is that
@@ -85,63 +84,61 @@ def trace(session: Session) -> list[RankPlan]:
     """
     count = session.plan.accumulation
     if count <= _TRACED:
-        return _trace_ranks(session)
-    more, less = (_trace_ranks(_with_micro_batches(session, each)) for each in (_TRACED, _TRACED - 1))
+        return _trace_ranks(run, session)
+    more, less = (_trace_ranks(*_with_micro_batches(run, session, each)) for each in (_TRACED, _TRACED - 1))
     return [
         longer._replace(costs=longer.costs.repeated(shorter.costs, count - _TRACED))
         for longer, shorter in zip(more, less, strict=True)
     ]
 
 
-def _with_micro_batches(session: Session, count: int) -> Session:
-    """Return `session` with `count` micro-batches per step, each as large as before."""
+def _with_micro_batches(run: Run, session: Session, count: int) -> tuple[Run, Session]:
+    """Return `run` and `session` with `count` micro-batches per step, each as large as before."""
     plan = session.plan
     size = plan.batch_size // plan.accumulation * count
-    run = dataclasses.replace(session.run, batch_size=size, accumulation=Accumulation(count))
-    return dataclasses.replace(session, run=run, context=run.context(session.context.process))
+    run = dataclasses.replace(run, batch_size=size, accumulation=Accumulation(count))
+    return run, dataclasses.replace(session, plan=run.session(session.collectives).plan)
 
 
-def _trace_ranks(session: Session) -> list[RankPlan]:
-    world_size = session.context.world_size
-    layouts = [layout_of(session.run, rank, world_size) for rank in range(world_size)]
-    own_samples = {(layout.data_shard, layout.step_shard, layout.seed_offset) for layout in layouts}
-    if len(own_samples) == world_size:
-        first = trace_rank(session, 0, world_size)
+def _trace_ranks(run: Run, session: Session) -> list[RankPlan]:
+    world_size = session.world_size
+    plans = [plan_of(run, session, rank) for rank in range(world_size)]
+    if len({(plan.data_shard, plan.step_shard, plan.seed) for plan in plans}) == world_size:
+        first = trace_rank(run, session, 0, world_size)
         return [first._replace(rank=rank) for rank in range(world_size)]
     sent: list[Any] = []
-    return [trace_rank(session, rank, world_size, sent) for rank in range(world_size)]
+    return [trace_rank(run, session, rank, world_size, sent) for rank in range(world_size)]
 
 
-def trace_blocks(session: Session, size: int) -> list[float]:
+def trace_blocks(run: Run, session: Session, size: int) -> list[float]:
     """Return the floating-point operations of a forward and a backward pass of each block, in billions.
 
     Args:
-        session: the prepared run, whose network has blocks.
+        run: the run, whose network has blocks.
+        session: its session in any process.
         size: number of samples in the pass.
     """
-    run = session.run
-    process = Process(RankInfo(), [torch.device("cpu")], Collectives())
+    process = Collectives([torch.device("cpu")])
     with _quiet(), fake_tensors() as fake_mode, torch.random.fork_rng(devices=[]):
         tracker = MemoryTracker(fake_mode, CpuWorkspace(1))
         workload = _planned(run.workload, tracker)
-        context = dataclasses.replace(
-            session.context, process=process, workload=workload, time_block=tracker.time_block
-        )
-        run.precision.prepare(context.device)
+        session = dataclasses.replace(session, collectives=process, workload=workload, time_block=tracker.time_block)
+        run.precision.prepare(session.device)
         model = run.precision.convert(workload.build_model())
         with tracker:
-            profiles = profile_blocks(model, first_inputs(model, context, size), context, timed=True)
+            profiles = profile_blocks(model, first_inputs(model, session, size), session, timed=True)
         return [profile.seconds for profile in profiles]
 
 
-def trace_rank(session: Session, rank: int, world_size: int, sent: list[Any] | None = None) -> RankPlan:
+def trace_rank(run: Run, session: Session, rank: int, world_size: int, sent: list[Any] | None = None) -> RankPlan:
     """Execute a step of `rank` with fake tensors, and return the memory, operations and messages of the step.
 
     The optimizer state is created before the step. The tensors are on the CPU; on other devices, they have the same
     sizes. The model is not compiled; a compiled model keeps fewer activations.
 
     Args:
-        session: the prepared run, in any process.
+        run: the run.
+        session: its session in any process.
         rank: the rank.
         world_size: number of processes of the run.
         sent: list of the values that rank 0 sends to the other ranks. The call for rank 0 appends them, and the calls
@@ -150,21 +147,22 @@ def trace_rank(session: Session, rank: int, world_size: int, sent: list[Any] | N
     Raises:
         ConfigError: if the step fails because torch cannot train with this config.
     """
-    run, cpu = session.run, torch.device("cpu")
     if isinstance(run.parallel, Hogwild):  # each worker trains by itself, as a single device does
         run = dataclasses.replace(run, parallel=Parallel())
-    collectives = FakeCollectives(rank, world_size, [] if sent is None else sent) if world_size > 1 else Collectives()
-    devices = [cpu] * len(session.context.process.devices)
-    process = Process(RankInfo(rank, world_size, rank, world_size), devices, collectives)
+    devices = [torch.device("cpu")] * len(session.devices)
+    process = Collectives(devices)
+    if world_size > 1:
+        process = FakeCollectives(devices, rank, world_size, [] if sent is None else sent)
     group = fake_process_group(rank, world_size) if world_size > 1 else nullcontext()
     with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, _quiet(), group, fake_tensors() as fake_mode:
         threads = run.device.threads or max(1, torch.get_num_threads() // world_size)
         tracker = MemoryTracker(fake_mode, CpuWorkspace(threads))
         parallel, workload = _counted(run.parallel, tracker), _planned(run.workload, tracker)
         run = dataclasses.replace(run, parallel=parallel, workload=workload)
-        context = dataclasses.replace(run.context(process), compile=False, time_block=tracker.time_block)
+        part = run.session(process)
+        part = dataclasses.replace(part, compile=False, time_block=tracker.time_block, num_steps=session.num_steps)
         try:
-            return _trace(dataclasses.replace(session, run=run, context=context), Path(scratch), tracker)
+            return _trace(run, part, Path(scratch), tracker)
         except Exception as error:
             if (refusal := refused_by_torch(run, error)) is not None:
                 raise refusal from error
@@ -221,9 +219,9 @@ def _planned_samples(samples: Samples) -> Samples:
     return copied
 
 
-def _trace(session: Session, directory: Path, tracker: MemoryTracker) -> RankPlan:
+def _trace(run: Run, session: Session, directory: Path, tracker: MemoryTracker) -> RankPlan:
     with tracker, torch.random.fork_rng(devices=[]):
-        state = prepare(session, directory)
+        state = prepare(run, session, directory)
         _classify(tracker, state)
         state.optimizer.register_step_pre_hook(lambda *_: _classify(tracker, state))
         for parameter in state.model.parameters():
@@ -258,7 +256,7 @@ def _create_optimizer_state(state: State) -> None:
     for parameter in state.model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
-    state.session.run.precision.step(state.optimizer, None)
+    state.run.precision.step(state.optimizer, None)
     state.average.update()
 
 
@@ -356,14 +354,15 @@ class FakeCollectives(Collectives):
     """The collectives of one rank without its peers: `all_gather` assumes that every rank passes the same value.
 
     Args:
-        rank, world_size: the rank of the process, and the number of processes.
+        devices, rank, world_size: as in `Collectives`.
         sent: list of the results of `from_rank_0` on rank 0, in the order of the calls. On rank 0, `from_rank_0`
             appends its result to the list. On any other rank, `from_rank_0` returns the next result in the list; if
             none is left, it calls `make` on this rank and returns the result.
     """
 
-    def __init__(self, rank: int, world_size: int, sent: list[Any]):
-        self.rank, self.world_size, self._sent, self._num_received = rank, world_size, sent, 0
+    def __init__(self, devices: Sequence[torch.device], rank: int, world_size: int, sent: list[Any]):
+        super().__init__(devices, rank, world_size)
+        self._sent, self._num_received = sent, 0
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
         if self.rank > 0 and self._num_received < len(self._sent):

@@ -9,7 +9,9 @@ from pathlib import Path
 from runner.planning.fake_step import trace
 from runner.planning.report import measured, report_of
 from runner.planning.report_tables import render
-from runner.run import Result, Session
+from runner.result import Result
+from runner.run import Run
+from runner.session import Session
 from runner.system.secrets import redacted
 from runner.system.utf8 import printable
 from runner.tracking.tensorboard import TensorBoard
@@ -20,20 +22,21 @@ TAG = "plan"
 _WIDTH = 160
 
 
-def log_plan(session: Session, result: Result, directory: Path) -> None:
+def log_plan(run: Run, session: Session, result: Result, directory: Path) -> None:
     """Log the plan of a run that has just ended, as the last text of its event files.
 
     An error in this function does not make the run fail; it is only written to `log.txt`.
 
     Args:
-        session: the session of the run in this process.
+        run: the run.
+        session: its session in this process.
         result: the result of the run.
         directory: the run directory.
     """
     from rich.console import Console  # imported here: short runs need none
 
     try:
-        report = report_of(session, trace(session))
+        report = report_of(run, session, trace(run, session))
         report["measured"] = measured(session, result.as_dict(), directory)
         console = Console(file=StringIO(), width=_WIDTH)
         with console.capture() as text:

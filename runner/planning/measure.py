@@ -35,11 +35,13 @@ from runner.config.errors import ConfigError
 from runner.device import synchronize
 from runner.optimizer import trainable
 from runner.parallel.base import move
-from runner.parallel.context import Process
+from runner.parallel.collectives import Collectives
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.micro_batches import divisors
 from runner.parallel.pipelining.partition import blocks_of, first_inputs
-from runner.run import Result, Run, Session, build_run
+from runner.result import Result
+from runner.run import Run, build_run
+from runner.session import Session
 from runner.system import fused_update
 from runner.training import initial_state
 
@@ -119,19 +121,19 @@ def measure(run: Run) -> Parts:
     with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, launcher.connect() as process:
         session = run.prepare(process)
         rank_main = partial(measure_rank, run.config, Path(scratch))
-        launcher.launch(partial(rank_main, process), rank_main, session.context, Path(scratch))
+        launcher.launch(partial(rank_main, process), rank_main, session, Path(scratch))
         return Parts(json.loads(Path(scratch, "parts.json").read_text(encoding="utf-8")))
 
 
-def measure_rank(config: dict[str, Any], directory: Path, process: Process) -> Result:
+def measure_rank(config: dict[str, Any], directory: Path, process: Collectives) -> Result:
     """Measure the parts of a step in `process`; rank 0 writes them (see `Parts`) to `directory`/parts.json."""
     run = build_run(config)
     session = run.prepare(process)
-    with session.settings():
+    with run.settings(session.device):
         own: dict[str, Any] = {"blocks": _blocks(session)} if isinstance(run.parallel, Pipeline) else {}
-        state = initial_state(session, directory)
+        state = initial_state(run, session, directory)
         state.model.train()
-        own |= _passes(session, state.model) | _update(session, state.model, state.optimizer)
+        own |= _passes(run, session, state.model) | _update(session, state.model, state.optimizer)
     del state  # each of the following pipelines has a model of its own
     if isinstance(run.parallel, Pipeline):
         samples = _samples_per_micro_batch(session)
@@ -158,14 +160,15 @@ def _combined(values: Sequence[Any], function: Callable[[Any], float]) -> Any:
     return function(values)
 
 
-def _passes(session: Session, model: torch.nn.Module) -> dict[str, float]:
+def _passes(run: Run, session: Session, model: torch.nn.Module) -> dict[str, float]:
     """Measure the times `last_pass`, `pass` (only with accumulation) and `batch`, which `Parts` describes.
 
     Args:
-        session: the prepared run.
+        run: the run.
+        session: its session in this process.
         model: the model that the parallel mode has placed.
     """
-    parallel, plan = session.run.parallel, session.plan
+    parallel, plan = run.parallel, session.plan
     batches = session.batches(model, 0)
     batch, last = next(batches), plan.micro_batches(1)[-1]
 
@@ -180,7 +183,7 @@ def _passes(session: Session, model: torch.nn.Module) -> dict[str, float]:
     return found | {"batch": _seconds(session, lambda: next(batches))}
 
 
-def _pipelines(config: dict[str, Any], sizes: Sequence[int], directory: Path, process: Process) -> dict[str, float]:
+def _pipelines(config: dict[str, Any], sizes: Sequence[int], directory: Path, process: Collectives) -> dict[str, float]:
     """Measure the forward and backward pass of an accumulation step with the split sizes `sizes`.
 
     Returns:
@@ -191,32 +194,32 @@ def _pipelines(config: dict[str, Any], sizes: Sequence[int], directory: Path, pr
     for size in sizes:
         options = config["parallel"] | {"split_size": size, "num_micro_batches": None}
         try:
-            session = build_run(config | {"parallel": options}).prepare(process)
+            run = build_run(config | {"parallel": options})
+            session = run.prepare(process)
         except ConfigError:
             continue
-        with session.settings():
-            model = initial_state(session, directory).model
+        with run.settings(session.device):
+            model = initial_state(run, session, directory).model
             model.train()
-            seconds[str(size)] = _passes(session, model)["last_pass"]
+            seconds[str(size)] = _passes(run, session, model)["last_pass"]
     return seconds
 
 
 def _samples_per_micro_batch(session: Session) -> int:
     """Return the number of samples in a micro-batch of the pipeline."""
-    plan = session.plan
-    return plan.batch_size // plan.accumulation // session.run.parallel.num_microbatches(session.context)
+    return session.plan.chunk_size
 
 
 def _blocks(session: Session) -> dict[str, list[float]]:
     """Return the times of the network's blocks for several numbers of samples, as in the key `blocks` of `Parts`."""
-    run, plan, context = session.run, session.plan, session.context
-    run.precision.prepare(session.device)
-    model = run.precision.convert(run.workload.build_model())
-    move(model, session.device, context.channels_last)
+    plan = session.plan
+    session.precision.prepare(session.device)
+    model = session.precision.convert(session.workload.build_model())
+    move(model, session.device, session.channels_last)
     model.train()
-    samples, stages = plan.batch_size // plan.accumulation, max(2, context.world_size, len(context.process.devices))
+    samples, stages = plan.batch_size // plan.accumulation, max(2, session.world_size, len(session.devices))
     sizes = measured_sizes(samples, stages, _samples_per_micro_batch(session))
-    inputs = first_inputs(model, context, sizes[0])
+    inputs = first_inputs(model, session, sizes[0])
     times = {}
     for size in sizes:
         session.collectives.barrier()
@@ -239,12 +242,12 @@ def _block_seconds_once(session: Session, model: torch.nn.Module, inputs: torch.
     x, outputs, seconds = inputs.to(dtype) if inputs.is_floating_point() else inputs, [], []
 
     def now() -> float:
-        synchronize(*session.context.process.devices)
+        synchronize(*session.devices)
         return time.perf_counter()
 
     for _, block in blocks_of(model):
         start = now()
-        with session.run.precision.autocast():
+        with session.precision.autocast():
             outputs.append(block(x))
         seconds.append(now() - start)
         x = outputs[-1].detach().requires_grad_()
@@ -282,11 +285,11 @@ def _seconds(session: Session, work: Callable[[], Any]) -> float:
     """Return the median time of `work` after a warm-up; all ranks begin together."""
     times = []
     for _ in range(1 + _REPEATS):
-        synchronize(*session.context.process.devices)
+        synchronize(*session.devices)
         session.collectives.barrier()
         since = time.perf_counter()
         work()
-        synchronize(*session.context.process.devices)
+        synchronize(*session.devices)
         times.append(time.perf_counter() - since)
     return statistics.median(times[1:])
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
+from runner.batching import Plan
 from runner.config.errors import check
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
-from runner.parallel.context import Layout, Process
-from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.processes import LocalProcesses
-from runner.run import Run, Session
+from runner.run import Run
+from runner.session import Session
 
 
 def prepared(run: Run, num_devices: int | None = None) -> Session:
@@ -29,8 +29,8 @@ def prepared(run: Run, num_devices: int | None = None) -> Session:
     return run.prepare(first_process(run, num_devices))
 
 
-def first_process(run: Run, num_devices: int | None = None) -> Process:
-    """Return the description of rank 0 as the launcher of the run would give it; no process is started.
+def first_process(run: Run, num_devices: int | None = None) -> Collectives:
+    """Return rank 0 as the launcher of the run would give it; no process is started.
 
     Args:
         run: the run.
@@ -46,16 +46,15 @@ def first_process(run: Run, num_devices: int | None = None) -> Process:
     else:
         if type(parallel) is Parallel:
             num_devices = 1  # the others are not used
-        processes, in_processes = getattr(parallel, "processes", None), parallel.in_processes
+        processes, in_processes = getattr(parallel, "processes", None), getattr(parallel, "in_processes", False)
         asked = processes if in_processes and isinstance(processes, int) else num_devices
         why = f"there are {num_devices} devices, and each process needs its own"
         check(asked <= num_devices, "parallel.processes", asked, why, f"--devices {asked}, or fewer processes")
         devices = [torch.device("cpu")] * asked
     world_size = len(devices) if in_processes else 1
-    own = devices[:1] if in_processes else devices
-    return Process(RankInfo(0, world_size, 0, world_size), own, Collectives())
+    return Collectives(devices[:1] if in_processes else devices, 0, world_size)
 
 
-def layout_of(run: Run, rank: int, world_size: int) -> Layout:
-    """Return the share of the work that `rank` does, if the run has `world_size` processes."""
-    return run.parallel.layout(RankInfo(rank, world_size, rank, world_size))
+def plan_of(run: Run, session: Session, rank: int) -> Plan:
+    """Return the share of the work that `rank` of the run does, given the session of any rank."""
+    return run.session(Collectives(session.devices, rank, session.world_size)).plan

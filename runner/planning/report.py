@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from models.blocks import blocks_of
+from runner.batching import Plan
 from runner.config.errors import ConfigError
 from runner.device import device_name
 from runner.model.base import without_memory
@@ -19,13 +20,15 @@ from runner.parallel.pipelining.partition import positions_of
 from runner.planning.costs import Machine
 from runner.planning.fake_step import RankPlan, trace_blocks
 from runner.planning.measure import Parts, neighbors, step_seconds
-from runner.planning.planned_session import layout_of
-from runner.run import Session
+from runner.planning.planned_session import plan_of
+from runner.run import Run
+from runner.session import Session
 from runner.storage.saved_run import checkpoints
 from runner.system.memory import host_memory
 
 
 def report_of(
+    run: Run,
     session: Session,
     ranks: Sequence[RankPlan],
     num_devices: int | None = None,
@@ -35,7 +38,8 @@ def report_of(
     """Return the plan of a run as plain values, which can be written as JSON.
 
     Args:
-        session: the prepared run.
+        run: the run.
+        session: its session in this process.
         ranks: the memory and the costs of a step on each rank.
         num_devices: number of devices of the machine that is planned for; None for those of this machine.
         machine: the speeds of the machine, for a lower bound on the time of a step; None to leave out the bound.
@@ -65,20 +69,20 @@ def report_of(
         - `notes`: a list of remarks, such as what the memory does not include;
         - `memory_bytes`, `fits` and `measured`, which are None, and `remedies`, an empty list; the caller may set them.
     """
-    pipeline = _pipeline(session, ranks, parts)
+    pipeline = _pipeline(run, session, parts)
     return {
-        "run": _described(session),
-        "batch": _batch(session),
+        "run": _described(run),
+        "batch": _batch(session.plan),
         "length": _length(session),
-        "ranks": [_rank(session, each, machine) for each in ranks],
+        "ranks": [_rank(run, session, each, machine) for each in ranks],
         "pipeline": pipeline,
         "step": None if parts is None else _step(session, parts, pipeline),
-        "checkpoint": _checkpoint(session, ranks),
+        "checkpoint": _checkpoint(run, ranks),
         "host": _machine(session, ranks) if num_devices is None else None,
         "memory_bytes": None,
         "fits": None,
         "remedies": [],
-        "notes": _notes(session, num_devices),
+        "notes": _notes(run, session, num_devices),
         "measured": None,
     }
 
@@ -117,8 +121,7 @@ def _newest_checkpoint_bytes(directory: Path) -> int | None:
         return None
 
 
-def _described(session: Session) -> dict[str, str]:
-    run = session.run
+def _described(run: Run) -> dict[str, str]:
     return {
         **run.workload.describe(),
         "parallel": run.parallel.description,
@@ -126,21 +129,19 @@ def _described(session: Session) -> dict[str, str]:
     }
 
 
-def _batch(session: Session) -> dict[str, Any]:
-    plan, micros = session.plan, session.run.parallel.num_microbatches(session.context)
-    per_pass = plan.batch_size // plan.data_shard[1] // plan.accumulation // micros
+def _batch(plan: Plan) -> dict[str, Any]:
     return {
         "batch_size": plan.batch_size,
         "data_shards": plan.data_shard[1],
         "accumulation": plan.accumulation,
-        "pipeline_micro_batches": micros,
-        "samples_per_pass": per_pass,
+        "pipeline_micro_batches": plan.chunks,
+        "samples_per_pass": plan.chunk_size,
     }
 
 
 def _length(session: Session) -> dict[str, Any]:
-    size = session.run.batch_size
-    epoch = session.run.workload.steps_per_epoch(size)
+    size = session.plan.batch_size
+    epoch = session.workload.steps_per_epoch(size)
     return {
         "steps": session.num_steps,
         "samples": session.num_steps * size,
@@ -149,11 +150,10 @@ def _length(session: Session) -> dict[str, Any]:
     }
 
 
-def _rank(session: Session, rank: RankPlan, machine: Machine | None) -> dict[str, Any]:
-    world_size = session.context.world_size
-    layout = layout_of(session.run, rank.rank, world_size)
-    index, count = layout.data_shard
-    share = session.run.batch_size // count
+def _rank(run: Run, session: Session, rank: RankPlan, machine: Machine | None) -> dict[str, Any]:
+    world_size = session.world_size
+    index, count = plan_of(run, session, rank.rank).data_shard
+    share = session.plan.batch_size // count
     backward = rank.costs.backward_flops
     return {
         "rank": rank.rank,
@@ -171,20 +171,20 @@ def _rank(session: Session, rank: RankPlan, machine: Machine | None) -> dict[str
     }
 
 
-def _pipeline(session: Session, ranks: Sequence[RankPlan], parts: Parts | None) -> dict[str, Any] | None:
+def _pipeline(run: Run, session: Session, parts: Parts | None) -> dict[str, Any] | None:
     """Return the bubbles of a pipeline and, if `parts` were measured, the times of a step; None for other modes."""
-    mode, batch = session.run.parallel, _batch(session)
+    mode, batch = run.parallel, _batch(session.plan)
     if not isinstance(mode, Pipeline):
         return None
     samples = batch["batch_size"] // batch["accumulation"]
-    stages = max(2, len(session.context.process.devices))
-    num_workers = session.context.world_size if mode.engine == "processes" else mode.asked_stages or stages
+    stages = max(2, len(session.devices))
+    num_workers = session.world_size if mode.engine == "processes" else mode.asked_stages or stages
     cuts = None
     if mode.cuts != "auto":
-        model = without_memory(session.run.workload.build_model)
+        model = without_memory(session.workload.build_model)
         cuts = positions_of(mode.cuts, [name for name, _ in blocks_of(model)])
     if parts is None:
-        operations = trace_blocks(session, batch["samples_per_pass"])
+        operations = trace_blocks(run, session, batch["samples_per_pass"])
         rows = bubbles(mode.schedules, num_workers, samples, lambda size: operations, mode.asked_stages, cuts)
     else:
         rows = bubbles(mode.schedules, num_workers, samples, parts.blocks, mode.asked_stages, cuts)
@@ -243,12 +243,12 @@ def _fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"schedule": schedule, "split_size": row["split_size"], "seconds": seconds}
 
 
-def _checkpoint(session: Session, ranks: Sequence[RankPlan]) -> dict[str, int]:
+def _checkpoint(run: Run, ranks: Sequence[RankPlan]) -> dict[str, int]:
     """Return the size of a checkpoint, and the room on the disk that the run needs at most, in bytes."""
     saved = {name: size for rank in ranks for name, size in rank.saved.items()}
     size = sum(saved.values())
     # Those that are kept (the newest one always is until the run ends), the best one, and one that is being written.
-    return {"bytes": size, "disk_bytes": size * (max(1, session.run.keep) + 2)}
+    return {"bytes": size, "disk_bytes": size * (max(1, run.keep) + 2)}
 
 
 def _machine(session: Session, ranks: Sequence[RankPlan]) -> dict[str, Any]:
@@ -264,15 +264,15 @@ def _machine(session: Session, ranks: Sequence[RankPlan]) -> dict[str, Any]:
             "available_bytes": host_memory()["available_bytes"] or 0,
         }
     if device.type == "cuda":
-        num_devices = len(session.context.process.devices)  # of each process, whose plan has the sum of their memory
+        num_devices = len(session.devices)  # of each process, whose plan has the sum of their memory
         total = torch.cuda.get_device_properties(device).total_memory * num_devices
     else:
         total = torch.mps.recommended_max_memory()
     return {"memory_of": device_name(device), "tensor_bytes": max(peaks), "available_bytes": total}
 
 
-def _notes(session: Session, num_devices: int | None) -> list[str]:
-    run, notes = session.run, ["Only tensors are counted; each process takes 0.5 to 0.7 GB more for Python and torch."]
+def _notes(run: Run, session: Session, num_devices: int | None) -> list[str]:
+    notes = ["Only tensors are counted; each process takes 0.5 to 0.7 GB more for Python and torch."]
     if session.device.type == "cuda" or num_devices is not None:
         notes[0] = (
             "Only tensors are counted; a CUDA context, cuDNN's workspaces and what the allocator keeps are additional."
@@ -281,9 +281,9 @@ def _notes(session: Session, num_devices: int | None) -> list[str]:
         notes.append("The plan is that of compile=false; a compiled model keeps fewer activations.")
     if getattr(run.parallel, "cuts", None) == "auto":
         notes.append("parallel.cuts=auto measures the blocks; here their floating-point operations are compared.")
-    if session.context.layout.non_equivalence_reason:
-        notes.append(f"Not what a single device computes: {session.context.layout.non_equivalence_reason}.")
-    if len(session.context.process.devices) > 1:
+    if session.world_size > 1 and run.parallel.difference:
+        notes.append(f"Not what a single device computes: {run.parallel.difference}.")
+    if len(session.devices) > 1:
         notes.append("One process has all devices; the memory is their sum.")
         if isinstance(run.parallel, DP):
             notes.append(

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 from runner.batching import Step
 from runner.config.errors import ConfigError
 from runner.device import synchronize
-from runner.parallel.context import Process
+from runner.parallel.collectives import Collectives
 from runner.parallel.launch.supervisor import RankError
-from runner.run import Result, Session, build_run
+from runner.result import Result
+from runner.run import build_run
+from runner.session import Session
 from runner.system import memory, torch_errors
 from runner.system.forkserver import METHOD, become_command, start_server, without_main_module
 from runner.system.kill_group import kill_group
@@ -191,9 +193,9 @@ def _run_trial(config: dict[str, Any], directory: str, connection: Connection) -
         run = build_run(config)
         launcher = run.parallel.launcher(run.device)
         with launcher.connect() as process:
-            context = run.prepare(process).context
+            session = run.prepare(process)
             rank_main = partial(_train_rank, config, Path(directory), connection)
-            launcher.launch(partial(rank_main, process), rank_main, context, Path(directory))
+            launcher.launch(partial(rank_main, process), rank_main, session, Path(directory))
     except BaseException as error:
         with contextlib.suppress(OSError):
             connection.send(_reason(error))
@@ -207,7 +209,7 @@ def _reason(error: BaseException) -> TrialError:
     return TrialError(text.strip().splitlines()[0], out_of_memory=torch_errors.is_out_of_memory(error))
 
 
-def _train_rank(config: dict[str, Any], directory: Path, connection: Connection, process: Process) -> Result:
+def _train_rank(config: dict[str, Any], directory: Path, connection: Connection, process: Collectives) -> Result:
     """Train for one iteration, and then for as many iterations as the messages from `connection` ask for.
 
     Each message is a number of iterations; 0 ends the training. Only rank 0 receives the messages. After the first
@@ -215,8 +217,8 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
     """
     run = build_run(config)
     session = run.prepare(process)
-    with session.settings():
-        state = prepare(session, directory)
+    with run.settings(session.device):
+        state = prepare(run, session, directory)
         batches = session.batches(state.model, 0)
         state.model.train()
         steps = _endless(session)
@@ -226,7 +228,7 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
             began = time.perf_counter()
             for _ in range(count):
                 train_step(state, batches, next(steps), log_due=False)
-            synchronize(*session.context.process.devices)
+            synchronize(*session.devices)
             session.collectives.barrier()
             seconds = time.perf_counter() - began
             peaks = session.collectives.all_gather(memory.usage(session.device)["memory/peak"])
@@ -246,7 +248,7 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
                 if torch_errors.is_out_of_memory(error):  # on this rank; the others will only miss it
                     connection.send(_reason(error))
                 raise refused_by_torch(run, error) or error from None
-            if process.rank_info.rank == 0:
+            if process.rank == 0:
                 connection.send(message)
             count = session.collectives.from_rank_0(asked)
     return Result("done")

@@ -401,17 +401,13 @@ def _has_room(candidate: Candidate, base: Row, waiting: Sequence[Row]) -> bool:
     Each process is assumed to need the memory that was measured for a process of the baseline, or in proportion more
     if its micro-batches are larger.
     """
-    now, before = candidate.context, base.candidate.context
+    now, before = candidate.session, base.candidate.session
     if now is None or before is None or candidate is base.candidate:
         return True
     per_process = base.memory_bytes / before.world_size
-    needed = per_process * max(1.0, _samples_per_pass(now) / _samples_per_pass(before)) * now.world_size
+    needed = per_process * max(1.0, now.plan.micro_size / before.plan.micro_size) * now.world_size
     on_gpu = now.device.type == "cuda"  # elsewhere, what is available excludes the memory of waiting trials
-    return needed < available_bytes(now.process) - sum(row.memory_bytes for row in waiting if on_gpu)
-
-
-def _samples_per_pass(context: Any) -> float:
-    return context.plan.batch_size / context.plan.data_shard[1] / context.plan.accumulation
+    return needed < available_bytes(now.collectives) - sum(row.memory_bytes for row in waiting if on_gpu)
 
 
 def plain(row: Row, base: Row, samples: int) -> dict[str, Any]:

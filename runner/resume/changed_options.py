@@ -84,7 +84,7 @@ def _compared(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Ite
     one, other = then.get("_target_"), today.get("_target_")
     if key == "parallel":
         classes = [load_class(name, Parallel) for name in (one, other) if name]
-        if one != other and not all(cls.is_equivalent for cls in classes):
+        if one != other and any(cls.difference for cls in classes):
             yield Difference(key, one, other, False)
     elif one != other:
         yield Difference(key, one, other, key in (*_ESSENTIAL, "optimizer"))

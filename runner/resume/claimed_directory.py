@@ -10,11 +10,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import override_key
+from runner.result import Result
 from runner.resume.earlier_run import Claim, check_data, check_newest, later_checkpoints, named_checkpoint, to_resume
-from runner.run import Result, Session
+from runner.run import Run
+from runner.session import Session
 from runner.storage import run_directory
 from runner.storage.durable_write import sync, write_bytes, write_json
 from runner.storage.manifest import DamagedError, verified_manifest
@@ -28,14 +31,17 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def claimed_directory(session: Session, parent: Path, name: str | None, overrides: list[str]) -> Iterator[Path]:
+def claimed_directory(
+    run: Run, session: Session, parent: Path, name: str | None, overrides: list[str]
+) -> Iterator[Path]:
     """Yield a new run directory, or the directory of the run to resume, and keep it locked inside the context.
 
     First, the config, the overrides and the environment are written to the directory, unless the run has already done
     all of its steps (see `finished`). If a `ConfigError` is raised inside the context, all changes are undone.
 
     Args:
-        session: the session that begins. Its option `resume` determines which earlier run is resumed, if any.
+        run: the run. Its option `resume` determines which earlier run is resumed, if any.
+        session: the session that begins.
         parent: the directory in which a new run directory is created, and in which `resume=auto` searches.
         name: the name of the run directory, if `--run-directory` sets it; None for a new, unique name.
         overrides: the overrides with which the config was composed. They are written to the directory, and included in
@@ -46,18 +52,18 @@ def claimed_directory(session: Session, parent: Path, name: str | None, override
             directory `name` exists, and the run in it is not resumed; or if the directory cannot be written to. The
             error names the key, such as `resume`.
     """
-    found = to_resume(session, parent, name)
+    found = to_resume(run, session, parent, name)
     existing = run_directory.nearest_existing(parent if found is None else found.path)
     path, lock, has_run = found or _new_directory(parent, name, overrides, existing)
     begun = False
     try:
         if has_run:
-            check_newest(path, session)
+            check_newest(path, run)
         with ExitStack() as undo:
-            if not _is_done(path, session):
+            if not _is_done(path, run, session):
                 if has_run:
-                    check_data(path, session)
-                _begin_session(path, session, overrides, undo, resumed=has_run)
+                    check_data(path, run)
+                _begin_session(path, run, overrides, undo, resumed=has_run)
             begun = True
             try:
                 yield path
@@ -107,28 +113,28 @@ def _clear(path: Path) -> None:
         entry.unlink() if entry.is_symlink() or not entry.is_dir() else shutil.rmtree(entry)
 
 
-def finished(directory: Path) -> Result | None:
-    """Return the result of the run in `directory` if the run has no steps left to do; otherwise None.
+def finished(directory: Path) -> dict[str, Any] | None:
+    """Return the fields of the result of the run in `directory` if it has no steps left to do; otherwise None.
 
     This function must be called inside `claimed_directory`, which renames the result file of a run that has steps left.
     A run whose result file still has its original name is therefore finished.
     """
     result, known = run_directory.read_result(directory), {field.name for field in fields(Result) if field.init}
-    return Result(**{name: value for name, value in result.items() if name in known}) if result else None
+    return {name: value for name, value in result.items() if name in known} if result else None
 
 
-def _is_done(path: Path, session: Session) -> bool:
-    result, named = run_directory.read_result(path), named_checkpoint(session)
+def _is_done(path: Path, run: Run, session: Session) -> bool:
+    result, named = run_directory.read_result(path), named_checkpoint(run)
     newest = named is None or not later_checkpoints(named)
-    ended = result.get("steps", 0) >= session.num_steps or (result.get("stopped_by") and _has_same_rules(path, session))
+    ended = result.get("steps", 0) >= session.num_steps or (result.get("stopped_by") and _has_same_rules(path, run))
     done = result.get("status") == "done" and ended and newest
-    return bool(done) and (session.run.keep == 0 or _newest_is_valid(path, result["steps"]))
+    return bool(done) and (run.keep == 0 or _newest_is_valid(path, result["steps"]))
 
 
-def _has_same_rules(path: Path, session: Session) -> bool:
-    """Return whether the run in `path`, which a rule of `stop` has ended, has the same rules as `session`."""
+def _has_same_rules(path: Path, run: Run) -> bool:
+    """Return whether the run in `path`, which a rule of `stop` has ended, has the same rules as `run`."""
     try:
-        return saved_config(path).values.get("stop") == session.run.config.get("stop")
+        return saved_config(path).values.get("stop") == run.config.get("stop")
     except UnreadableConfigError:
         return False
 
@@ -142,7 +148,7 @@ def _newest_is_valid(path: Path, steps: int) -> bool:
         return False
 
 
-def _begin_session(path: Path, session: Session, overrides: list[str], undo: ExitStack, resumed: bool) -> None:
+def _begin_session(path: Path, run: Run, overrides: list[str], undo: ExitStack, resumed: bool) -> None:
     """Write config, overrides and environment; rename an earlier result and later checkpoints; `undo` reverts it."""
     known = set(map(override_key, overrides))
     earlier = [text for text in saved_overrides(path) if override_key(text) not in known]
@@ -153,14 +159,14 @@ def _begin_session(path: Path, session: Session, overrides: list[str], undo: Exi
             undo.callback(_undone, path / name, partial(_restore, path / name, content))
         result = path / run_directory.RESULT
         superseded = [result] if result.exists() else []
-        superseded += later_checkpoints(named_checkpoint(session))
+        superseded += later_checkpoints(named_checkpoint(run))
         for current in superseded:
             aside = run_directory.free_name(current, "superseded")
             os.replace(current, aside)
             undo.callback(_undone, current, partial(os.replace, aside, current))
         if superseded:  # before the config is written: a power loss must not leave it beside later checkpoints
             sync(superseded[-1].parent)
-        run_directory.write_config(path, session.run.config, redacted_values([*earlier, *overrides]))
+        run_directory.write_config(path, run.config, redacted_values([*earlier, *overrides]))
         write_json(path / run_directory.ENVIRONMENT, environment())
     except UnsafeFileError as error:
         remedy = "move it away, or resume a copy of the run without it"

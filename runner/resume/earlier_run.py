@@ -10,7 +10,8 @@ from typing import IO, NamedTuple
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import text_override
 from runner.resume.changed_options import Difference, check_resumable, differences
-from runner.run import Session
+from runner.run import Run
+from runner.session import Session
 from runner.storage import run_directory
 from runner.storage.manifest import CONFIG, DamagedError, saved_text
 from runner.storage.regular_file import UnsafeFileError, check_readable, is_locked
@@ -41,7 +42,7 @@ class Claim(NamedTuple):
     has_run: bool = True
 
 
-def to_resume(session: Session, parent: Path, name: str | None) -> Claim | None:
+def to_resume(run: Run, session: Session, parent: Path, name: str | None) -> Claim | None:
     """Claim the directory of the run to resume; return None if a new run begins in a new directory.
 
     With `resume=auto`, the run is the one in the directory `name`; if `name` is None, the run is found by its config.
@@ -49,24 +50,24 @@ def to_resume(session: Session, parent: Path, name: str | None) -> Claim | None:
     Raises:
         ConfigError: if the run to resume does not exist, is running, or cannot be continued with this config.
     """
-    source = session.run.resume
+    source = run.resume
     if source == "never":
         return None
     if source == "auto":
-        return _unfinished(session, parent) if name is None else _started(session, parent / name)
+        return _unfinished(run, parent) if name is None else _started(run, parent / name)
     path = directory_of(Path(source)).resolve()
     lock = _locked_for_us(path)
     try:
-        _check_named(session, path, source)
+        _check_named(run, session, path, source)
     except ConfigError:
         lock.close()
         raise
     return Claim(path, lock)
 
 
-def named_checkpoint(session: Session) -> Path | None:
+def named_checkpoint(run: Run) -> Path | None:
     """Return the checkpoint that `resume` names; None if `resume` is a run directory, `auto` or `never`."""
-    source = Path(session.run.resume)
+    source = Path(run.resume)
     return source.resolve() if source.parent.name == "checkpoints" else None
 
 
@@ -95,9 +96,9 @@ def _locked_for_us(path: Path) -> IO[str]:
     return lock
 
 
-def _check_named(session: Session, path: Path, source: str) -> None:
+def _check_named(run: Run, session: Session, path: Path, source: str) -> None:
     """Check that `source`, the run in the directory `path` or a checkpoint of it, can be resumed."""
-    checkpoint = named_checkpoint(session)
+    checkpoint = named_checkpoint(run)
     if checkpoint is not None:
         there = checkpoint.is_dir() and run_directory.step_of(checkpoint) is not None
         names = sorted(path.name for path in checkpoint.parent.glob("step_*"))
@@ -109,12 +110,12 @@ def _check_named(session: Session, path: Path, source: str) -> None:
     except UnreadableConfigError as error:
         why = f"there is no run whose config can be read ({error})"
         raise ConfigError("resume", source, why, "name a run directory, or a checkpoint in one") from None
-    check_resumable(saved.values, session.run.config, source)
+    check_resumable(saved.values, run.config, source)
     newest, result = run_directory.newest_step(path), run_directory.read_result(path)
     finished = result["steps"] if result.get("status") == "done" else 0
     done = max(newest, finished) if checkpoint is None else run_directory.step_of(checkpoint) or 0
-    asking = "epochs" if session.run.epochs is not None else "the options of the workload"
-    derived = f", and {asking} ask for {session.num_steps}" if session.run.steps is None else ""
+    asking = "epochs" if run.epochs is not None else "the options of the workload"
+    derived = f", and {asking} ask for {session.num_steps}" if run.steps is None else ""
     why, more = f"{done} are done already{derived}", f"steps={done + 1} or more, or name an earlier checkpoint of it"
     check(done <= session.num_steps, "steps", session.num_steps, why, more)
     gone = finished and checkpoint is None and newest == 0 and session.num_steps > finished
@@ -122,8 +123,8 @@ def _check_named(session: Session, path: Path, source: str) -> None:
     check(not gone, "resume", source, why, "start a new run, without resume")
 
 
-def check_newest(path: Path, session: Session) -> None:
-    """Check that `session` can continue the run that wrote the checkpoint to resume from.
+def check_newest(path: Path, run: Run) -> None:
+    """Check that `run` can continue the run that wrote the checkpoint to resume from.
 
     The config in the checkpoint is checked; if it cannot be read, nothing is checked here. It is not enough to check
     the config file of the run directory, because that file or the checkpoint may have been copied from another run.
@@ -131,44 +132,44 @@ def check_newest(path: Path, session: Session) -> None:
     Raises:
         ConfigError: as in `check_resumable`.
     """
-    checkpoint = _to_resume_from(path, session)
+    checkpoint = _to_resume_from(path, run)
     try:
         text = saved_text(checkpoint, CONFIG)
         saved = parse_config(text.encode()) if text else {}
     except (OSError, DamagedError, ConfigError, UnreadableConfigError):
         return  # when the checkpoint is loaded, an error says why, or the previous checkpoint is taken
     if saved:
-        check_resumable(saved, session.run.config, str(checkpoint))
+        check_resumable(saved, run.config, str(checkpoint))
 
 
-def check_data(path: Path, session: Session) -> None:
+def check_data(path: Path, run: Run) -> None:
     """Check the data before anything is written. `State.resume` does so again, with the checkpoint that it loads.
 
     Raises:
         ConfigError: with the key `data`, if the data is not that of the checkpoint to resume from.
     """
     try:
-        signature = saved_signature(_to_resume_from(path, session))
+        signature = saved_signature(_to_resume_from(path, run))
     except (OSError, DamagedError, ConfigError):
         return
-    session.run.workload.continue_with(signature)
-    session.run.workload.check_same_samples(signature)
+    run.workload.continue_with(signature)
+    run.workload.check_same_samples(signature)
 
 
-def _to_resume_from(path: Path, session: Session) -> Path:
+def _to_resume_from(path: Path, run: Run) -> Path:
     newest = run_directory.step_name(run_directory.newest_step(path))
-    return named_checkpoint(session) or path / "checkpoints" / newest
+    return named_checkpoint(run) or path / "checkpoints" / newest
 
 
-def _unfinished(session: Session, parent: Path) -> Claim | None:
-    """Claim the newest unfinished run in `parent` with the config of `session`, or log in what the nearest differs."""
+def _unfinished(run: Run, parent: Path) -> Claim | None:
+    """Claim the newest unfinished run in `parent` with the config of `run`, or log in what the nearest differs."""
     nearest, fewest = None, []
     for path in reversed(run_directory.readable_entries(parent)):
         if path.is_symlink():  # such as `latest`; the run itself is in this directory, or belongs to another one
             continue
         if run_directory.read_result(path).get("status") == "done":
             continue
-        found = _differences(path, session)
+        found = _differences(path, run)
         if found:
             near = len(found) < (len(fewest) or _NEAR + 1) and run_directory.newest_step(path) > 0
             if near and not is_locked(path / ".lock"):
@@ -188,19 +189,19 @@ def _unfinished(session: Session, parent: Path) -> Claim | None:
     return None
 
 
-def _started(session: Session, path: Path) -> Claim | None:
-    """Claim the directory `path` if its run has the config of `session`, or none has begun; rename another run."""
+def _started(run: Run, path: Path) -> Claim | None:
+    """Claim the directory `path` if its run has the config of `run`, or none has begun; rename another run."""
     if not os.path.lexists(path):
         return None
     for each in (path, path / run_directory.CONFIG):
         check_readable("--run-directory", each)
     is_run = path.is_dir() and not path.is_symlink()
-    is_run = is_run and (_has_not_begun(path) or is_of_a_run(path) or _differences(path, session) == [])
+    is_run = is_run and (_has_not_begun(path) or is_of_a_run(path) or _differences(path, run) == [])
     check(is_run, "--run-directory", str(path), "it exists, and is not a run directory", "name another one")
     lock = _locked_for_us(path)
     if _has_not_begun(path):  # only now can nobody else begin
         return Claim(path.resolve(), lock, has_run=False)
-    found = _differences(path, session)
+    found = _differences(path, run)
     if found == []:
         return Claim(path.resolve(), lock)
     aside = run_directory.free_name(path, "superseded")
@@ -221,17 +222,17 @@ def _has_not_begun(path: Path) -> bool:
     return not names or (".lock" in names and names <= _BEFORE_CONFIG)
 
 
-def _differences(path: Path, session: Session) -> list[Difference] | None:
-    """Return in what the run in `path` differs from `session`; None if there is no run whose config can be compared."""
+def _differences(path: Path, run: Run) -> list[Difference] | None:
+    """Return in what the run in `path` differs from `run`; None if there is no run whose config can be compared."""
     try:
         saved = saved_config(path).values
     except UnreadableConfigError as error:
         why = f"whether {path} is the run to resume cannot be determined, because its config cannot be read ({error})"
         remedy = "resume=never starts a new run; resume=auto goes on without that directory once it is moved away"
-        check(not _may_have_checkpoints(path), "resume", session.run.resume, why, remedy)
+        check(not _may_have_checkpoints(path), "resume", run.resume, why, remedy)
         return None
     try:
-        return differences(saved, session.run.config)
+        return differences(saved, run.config)
     except ConfigError:  # it names a class that cannot be loaded, for example of a package that has been removed
         return None
 

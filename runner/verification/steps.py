@@ -21,11 +21,12 @@ from runner.config.errors import ConfigError, check
 from runner.config.schema import component_fields
 from runner.data.base import shard_bounds
 from runner.parallel.collectives import Collectives
-from runner.parallel.context import Process
 from runner.parallel.full_state import full_tensor
 from runner.precision import Double
-from runner.run import Result, Run, Session, build_run
+from runner.result import Result
+from runner.run import Run, build_run
 from runner.seeds import random_state
+from runner.session import Session
 from runner.state import State
 from runner.tracking.metrics import BatchSums, DivergedError, MetricSums
 from runner.training import prepare, refused_by_torch, train_step
@@ -73,13 +74,14 @@ def first_steps(runs: Sequence[Run]) -> list[Steps]:
         RankError: if a process fails.
     """
     launcher = runs[0].parallel.launcher(runs[0].device)
-    with tempfile.TemporaryDirectory(prefix="runner-verify-") as scratch, launcher.connect() as process:
-        directory, possible = Path(scratch), [run for run in runs if _has_format(run, process.devices[0])] or runs
-        session = possible[-1].prepare(process)  # the largest, in float64: a mode may allocate memory for its model
-        check_comparable(session)
+    with tempfile.TemporaryDirectory(prefix="runner-verify-") as scratch, launcher.connect() as collectives:
+        devices = collectives.devices
+        directory, possible = Path(scratch), [run for run in runs if _has_format(run, devices[0])] or runs
+        session = possible[-1].prepare(collectives)  # the largest, in float64: a mode may allocate memory for its model
+        check_comparable(possible[-1], session)
         configs = [run.config for run in possible]
         rank_main = partial(record_runs, configs, directory)
-        launcher.launch(partial(rank_main, process), rank_main, session.context, directory)
+        launcher.launch(partial(rank_main, collectives), rank_main, session, directory)
         files = (directory / f"{number}.pt" for number in range(len(configs)))
         return [Steps(**torch.load(file, weights_only=True)) for file in files]
 
@@ -92,36 +94,36 @@ def _has_format(run: Run, device: torch.device) -> bool:
     return True
 
 
-def check_comparable(session: Session) -> None:
-    """Check that a single device can compute the same results as the run of `session`.
+def check_comparable(run: Run, session: Session) -> None:
+    """Check that a single device can compute the same results as `run`.
 
     Raises:
         ConfigError: if a single device cannot compute the same results.
     """
-    why, processes = session.context.layout.non_equivalence_reason, session.context.world_size
-    check(not why, "parallel.processes", processes, why, "parallel.processes=1 can be compared")
-    has_own_envs = "env" in component_fields(type(session.run.workload)) and session.plan.num_workers > 1
+    why, processes = run.parallel.difference, session.world_size
+    check(not why or processes == 1, "parallel.processes", processes, why, "parallel.processes=1 can be compared")
+    has_own_envs = "env" in component_fields(type(run.workload)) and session.plan.num_data_ranks > 1
     why = "each process trains on transitions from its own environments"
     check(not has_own_envs, "parallel", "several processes", why, "compare accumulation or precision instead")
 
 
-def record_runs(configs: Sequence[dict[str, Any]], directory: Path, process: Process) -> Result:
+def record_runs(configs: Sequence[dict[str, Any]], directory: Path, collectives: Collectives) -> Result:
     """Train the first steps of the run of each config. Rank 0 saves the record of config i in the file `i.pt`.
 
     Args:
         configs: the configs of the runs.
         directory: the directory for the files.
-        process: the rank, the devices and the collectives of this process.
+        collectives: those of this process.
 
     Raises:
         ConfigError: if torch cannot train with one of the configs.
     """
     for number, config in enumerate(configs):
         run = build_run(config)
-        session = run.prepare(process)
-        with session.settings():
+        session = run.prepare(collectives)
+        with run.settings(session.device):
             try:
-                steps = record(session, directory)
+                steps = record(run, session, directory)
             except DivergedError as error:  # raised on all ranks, because the losses are reduced over all ranks
                 steps = Steps(diverged=str(error))
             except Exception as error:
@@ -133,18 +135,19 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, process: Pro
     return Result("done")
 
 
-def record(session: Session, directory: Path) -> Steps:
+def record(run: Run, session: Session, directory: Path) -> Steps:
     """Train the first steps of a run, and return their record. On rank 0, the record covers all ranks.
 
     Args:
-        session: the run in this process.
+        run: the run.
+        session: its session in this process.
         directory: a directory without checkpoints, used as the run directory.
 
     Raises:
         DivergedError: if a loss is not finite.
     """
-    run, collectives = session.run, session.collectives
-    state = prepare(session, directory)
+    collectives = session.collectives
+    state = prepare(run, session, directory)
     recorder = Recorder(session, state)
     batches = recorder.watched(run.workload.batches(state.model, session.plan, 0, session.device))
     state.model.train()
@@ -158,7 +161,7 @@ def record(session: Session, directory: Path) -> Steps:
         "loss": _by_step(losses),
         "gradients": recorder.all_gradients(),
     }
-    evaluation = evaluated(session, state)
+    evaluation = evaluated(state)
     full, _ = run.parallel.full_state(state.model, state.optimizer)
     names = {
         name for of_rank in collectives.all_gather([n for n, _ in state.model.named_parameters()]) for name in of_rank
@@ -166,14 +169,14 @@ def record(session: Session, directory: Path) -> Steps:
     tensors["weights"] = {name: tensor for name, tensor in full.items() if name in names}
     tensors["buffers"] = {name: tensor for name, tensor in full.items() if name not in names}
     tensors["evaluation"] = evaluation
-    return Steps(recorder.all_samples(), tensors, recorder.computes_below_float64, _expected(session, state, recorder))
+    return Steps(recorder.all_samples(), tensors, recorder.computes_below_float64, _expected(state, recorder))
 
 
-def _expected(session: Session, state: State, recorder: Recorder) -> str:
+def _expected(state: State, recorder: Recorder) -> str:
     """Return why a difference between this run and a single device is expected; empty if no difference is expected."""
-    plan, parallel = session.plan, session.run.parallel
-    num_passes = plan.accumulation * parallel.num_microbatches(session.context)
-    num_passes *= 1 if parallel.synchronizes_batch_norm else plan.num_workers
+    session, plan = state.session, state.session.plan
+    num_passes = plan.accumulation * plan.chunks
+    num_passes *= 1 if getattr(state.run.parallel, "sync_batch_norm", False) else plan.num_data_ranks
     batch_norm = torch.nn.modules.batchnorm._BatchNorm
     normalizes = num_passes > 1 and any(isinstance(module, batch_norm) for module in state.model.modules())
     draws = recorder.drew_random_numbers()
@@ -195,8 +198,8 @@ class Recorder:
 
     def __init__(self, session: Session, state: State):
         self._collectives: Collectives = session.collectives
-        self._shard, self._devices = session.plan.data_shard, session.context.process.devices
-        self._size = session.plan.batch_size // session.plan.data_shard[1] // session.plan.accumulation
+        self._shard, self._devices = session.plan.data_shard, session.devices
+        self._size = session.plan.micro_size
         self._samples: list[list[str]] = []
         self._losses: list[list[torch.Tensor]] = []
         self._gradients: Tensors = {}
@@ -204,7 +207,7 @@ class Recorder:
         self.computes_below_float64 = False
         self._model = state.model
         state.optimizer.register_step_pre_hook(self._keep_first_gradients)
-        self._watch(session.run.workload, isinstance(session.run.precision, Double))
+        self._watch(session.workload, isinstance(session.precision, Double))
 
     def begin_step(self) -> None:
         """Begin the next step: everything recorded from now on belongs to this step."""
@@ -320,7 +323,7 @@ def on_gradient(loss: torch.Tensor, note: Callable[[torch.Tensor], None]) -> Non
             nodes += [parent for parent, _ in node.next_functions]
 
 
-def evaluated(session: Session, state: State) -> Tensors:
+def evaluated(state: State) -> Tensors:
     """Evaluate the network, in the parallel mode of the run, on the first batch that a single device would train on.
 
     Every rank must call this. Afterwards, the workload can no longer be evaluated on its own data, because its methods
@@ -330,8 +333,8 @@ def evaluated(session: Session, state: State) -> Tensors:
         A dict with the key `outputs`: the outputs of the network, [batch_size, …], on the CPU. The dict is empty if the
         workload is not supervised or its batches have no inputs.
     """
-    run, device, model = session.run, session.device, state.model
-    workload = run.workload
+    run, session, model = state.run, state.session, state.model
+    workload, device = run.workload, session.device
     if not isinstance(workload, SupervisedWorkload):
         return {}
     first = next(workload.batches(model, Plan(run.batch_size, seed=session.plan.seed), 0, device))

@@ -23,7 +23,8 @@ from PIL import Image
 from runner.config.errors import ConfigError
 from runner.config.options import CONF, groups
 from runner.config.schema import build, load_class, option_fields, typed_values
-from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Result, Run
+from runner.result import Result
+from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run
 from runner.sweep.engines.base import Engine
 
 # Further overrides that an option needs.

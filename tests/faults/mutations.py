@@ -111,7 +111,7 @@ MUTATIONS = [
         "keep=0 deletes the checkpoints before the result is written",
         "runner/cli/run_job.py",
         "    try:\n        write_json(directory / run_directory.RESULT",
-        "    if session.run.keep == 0:\n        delete_all(directory)\n"
+        "    if run.keep == 0:\n        delete_all(directory)\n"
         "    try:\n        write_json(directory / run_directory.RESULT",
         (POWER,),
     ),
@@ -181,7 +181,7 @@ MUTATIONS = [
     Mutation(
         "the config of another run is accepted",
         "runner/resume/claimed_directory.py",
-        "            check_newest(path, session)\n",
+        "            check_newest(path, run)\n",
         "            pass\n",
         (CORRUPTION,),
     ),
@@ -301,7 +301,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run that was stopped exits with 0",
-        "runner/run.py",
+        "runner/result.py",
         '"stopped": STOPPED',
         '"stopped": DONE',
         (f"{SIGNALS}::test_resume_after_a_signal_is_bitwise_exact",),

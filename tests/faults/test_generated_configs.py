@@ -30,7 +30,7 @@ from runner.cli.messages import WIDTH
 from runner.commands.train import run_command
 from runner.config.errors import escaped
 from runner.config.options import groups, groups_in_defaults, option_keys, root_keys
-from runner.run import Result
+from runner.result import Result
 from runner.sweep.engines.base import Ended, Job, Pool, Started
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"

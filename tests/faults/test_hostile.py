@@ -662,7 +662,7 @@ def test_a_hostile_data_set_is_refused(kind: str, sandbox: Sandbox, count_fault:
 
 def test_valid_weights_at_the_same_path_are_loaded(sandbox: Sandbox) -> None:
     """Valid weights at the same path are accepted: the files above are refused because of their content."""
-    model = prepare_session(build_composed_run(*TINY_CPU)).run.workload.build_model()
+    model = prepare_session(build_composed_run(*TINY_CPU)).workload.build_model()
     cwd, path = sandbox.path.parent / "cwd", sandbox.path.with_suffix(".safetensors")
     cwd.mkdir()
     safetensors.torch.save_file(model.state_dict(), path)

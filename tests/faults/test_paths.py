@@ -220,7 +220,7 @@ def test_weights_at_an_unusual_path_are_loaded_or_refused(kind: str, tmp_path: P
     with count_fault("odd path"):
         folder = tmp_path / NAMES[kind]
         folder.mkdir()
-        model = prepare_session(build_composed_run(*TINY_CPU)).run.workload.build_model()
+        model = prepare_session(build_composed_run(*TINY_CPU)).workload.build_model()
         safetensors.torch.save_file(model.state_dict(), folder / "w.safetensors")
         code, console = run_in_this_process([*OPTIONS, f"model.weights={folder}/w.safetensors"], tmp_path)
         if kind in REFUSED and code == 2:

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,7 +26,8 @@ from helpers.runs import assert_bitwise_equal, run_outcome
 from runner.cli.run_job import run_one
 from runner.config.errors import ConfigError
 from runner.resume.claimed_directory import claimed_directory, finished
-from runner.run import Run, Session, build_run, config_hash
+from runner.run import Run, build_run, config_hash
+from runner.session import Session
 from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
@@ -156,14 +156,14 @@ class Found:
             assert not self.mark.saved, "a checkpoint was saved, and there is no run to resume"
             return
         reference = self.recorded.references[config_hash(values)]
-        session = session_of(values, "auto" if self.number % 2 else str(path))
-        with claimed_directory(session, path.parent, None, []) as claimed:
+        run, session = prepared(values, "auto" if self.number % 2 else str(path))
+        with claimed_directory(run, session, path.parent, None, []) as claimed:
             result = finished(claimed)
             if claimed != path:
-                assert (finished(path) or result, session.run.resume) != (None, "auto"), "the run begins anew"
+                assert (finished(path) or result, run.resume) != (None, "auto"), "the run begins anew"
                 return
             if result is not None:
-                self._check_done(path, result.steps, reference)
+                self._check_done(path, result["steps"], reference)
             else:
                 self._check_resumed(path, reference)
 
@@ -205,17 +205,19 @@ def assert_content(found: Checkpoint | None, reference: Reference) -> None:
         assert_bitwise_equal(getattr(found, part), getattr(wanted, part), part)
 
 
-_PREPARED: dict[str, Session] = {}
+_PREPARED: dict[str, tuple[Run, Session]] = {}
 
 
-def session_of(values: dict[str, Any], resume: str) -> Session:
-    """Return the session of a saved config, with another `resume`; the data of each config is loaded only once."""
+def prepared(values: dict[str, Any], resume: str) -> tuple[Run, Session]:
+    """Return the run of a saved config, with another `resume`, and its session; the data is loaded only once."""
     key = config_hash(values)
     if key not in _PREPARED:
-        _PREPARED[key] = prepare_session(build_run(values))
-    run = copy.copy(_PREPARED[key].run)
+        run = build_run(values)
+        _PREPARED[key] = run, prepare_session(run)
+    run, session = _PREPARED[key]
+    run = copy.copy(run)
     run.resume = resume
-    return replace(_PREPARED[key], run=run)
+    return run, session
 
 
 @pytest.mark.parametrize("kind", ["resumed", "keeping_none"])

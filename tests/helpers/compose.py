@@ -14,8 +14,10 @@ import yaml
 from runner.cli.arguments import quoted
 from runner.cli.composition import Composer
 from runner.config.options import CONF
-from runner.parallel.context import Process
-from runner.run import Result, Run, Session, build_run
+from runner.parallel.collectives import Collectives
+from runner.result import Result
+from runner.run import Run, build_run
+from runner.session import Session
 from runner.training import train, train_rank
 
 TINY_CPU = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1")
@@ -54,22 +56,22 @@ class TrainedRun(NamedTuple):
 def train_in(
     directory: Path,
     run: Run,
-    change: Callable[[Session], Any] = lambda session: None,
-    train_rank: Callable[[dict[str, Any], Path, Process], Result] = train_rank,
+    change: Callable[[Run, Session], Any] = lambda run, session: None,
+    train_rank: Callable[[dict[str, Any], Path, Collectives], Result] = train_rank,
 ) -> TrainedRun:
     """Train `run` in this process or in the processes of its mode, as the command does.
 
     Args:
-        change: called with the session of this process before training.
+        change: called with the run and the session of this process before training.
         train_rank: called in each process that the mode starts.
     """
     directory.mkdir(exist_ok=True)
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process:
         session = run.prepare(process)
-        change(session)
-        here, there = partial(train, session, directory), partial(train_rank, run.config, directory)
-        return TrainedRun(run, directory, launcher.launch(here, there, session.context, directory))
+        change(run, session)
+        here, there = partial(train, run, session, directory), partial(train_rank, run.config, directory)
+        return TrainedRun(run, directory, launcher.launch(here, there, session, directory))
 
 
 def option_content(group: str, option: str) -> dict[str, Any]:

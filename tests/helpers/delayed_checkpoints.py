@@ -21,12 +21,12 @@ class DeferredFuture:
         self.function()
 
 
-def delay_checkpoint_writes(_: Any = None) -> None:
+def delay_checkpoint_writes(*_: Any) -> None:
     """Delay the checkpoints of this process until `restore_checkpoint_writes` is called."""
     setattr(runner.storage.checkpoint, _IN_THREAD, DeferredFuture)
 
 
-def restore_checkpoint_writes(_: Any = None) -> None:
+def restore_checkpoint_writes(*_: Any) -> None:
     setattr(runner.storage.checkpoint, _IN_THREAD, _original)
 
 

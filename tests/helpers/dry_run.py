@@ -19,8 +19,10 @@ from hydra.core.hydra_config import HydraConfig
 
 from runner.cli.run_job import trained
 from runner.commands.train import run_command
+from runner.result import Result
 from runner.resume.claimed_directory import finished
-from runner.run import Result, Session
+from runner.run import Run
+from runner.session import Session
 from runner.state import State
 from runner.storage.checkpoint import Checkpoint, Checkpoints
 from runner.training import prepare, train_step
@@ -54,15 +56,16 @@ def run_up_to_training(*arguments: str, cwd: Path, train_one_step: bool = False)
     """
     seen: dict[str, Any] = {}
 
-    def looked_up(directory: Path) -> Result | None:
-        seen["directory"], seen["result"] = directory, finished(directory)
-        return seen["result"]
+    def looked_up(directory: Path) -> dict[str, Any] | None:
+        seen["directory"], found = directory, finished(directory)
+        seen["result"] = found and Result(**found)
+        return found
 
-    def instead(session: Session, _: object, directory: Path) -> Result:
+    def instead(run: Run, session: Session, _: object, directory: Path) -> Result:
         if train_one_step:
-            seen["state"] = state = prepare(session, directory)
+            seen["state"] = state = prepare(run, session, directory)
             if state.step < session.num_steps:
-                batches = session.run.workload.batches(state.model, session.plan, state.step, session.device)
+                batches = session.workload.batches(state.model, session.plan, state.step, session.device)
                 train_step(state, batches, next(session.plan.steps(state.step, session.num_steps)), log_due=True)
         else:
             seen["checkpoint"] = Checkpoints(directory, keep=2).latest()

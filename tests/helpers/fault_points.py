@@ -196,7 +196,7 @@ def _record_samples(train_step: Callable[..., Any]) -> Callable[..., Any]:
         samples: list[str] = []
         result = train_step(state, _with_sample_ids(batches, samples), step, log_due)
         if samples:
-            _append("seen.txt", f"{process_role()} {os.getpid()} {step.number} {step.own} {','.join(samples)}")
+            _append("seen.txt", f"{process_role()} {os.getpid()} {step.number} {step.local} {','.join(samples)}")
         reach_point("after step")
         return result
 

@@ -17,10 +17,10 @@ from runner.batching import MicroBatch, Plan
 from runner.data.base import Batch
 from runner.optimizer import trainable
 from runner.parallel.base import Parallel
-from runner.parallel.context import Context, Layout
+from runner.parallel.collectives import Collectives
 from runner.parallel.full_state import TensorDict
-from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.session import Session
 from runner.tracking.metrics import BatchSums, Deferred, MetricSums, computed
 from runner.workloads.classifier import Classifier
 
@@ -32,8 +32,8 @@ from runner.workloads.classifier import Classifier
 class Replicas(MultiProcess):
     """Correct: a replica per process, whose gradients are summed over the processes."""
 
-    def layout(self, rank_info: RankInfo) -> Layout:
-        return Layout.data_parallel(rank_info)
+    def divide(self, plan: Plan, process: Collectives) -> Plan:
+        return plan.sharded(process.rank, process.world_size)
 
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         sums = super().accumulate(model, batch, micro, log_due)
@@ -46,11 +46,11 @@ class Replicas(MultiProcess):
             torch.distributed.all_reduce(gradient)
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], MetricSums]:
-        average_buffers(model, self._context.collectives)
+        average_buffers(model, self._session.collectives)
         return super().evaluate(model)
 
     def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        average_buffers(model, self._context.collectives)
+        average_buffers(model, self._session.collectives)
         return super().full_state(model, optimizer)
 
 
@@ -67,7 +67,7 @@ class SumsShardMeans(Replicas):
     """The gradients of the mean losses of the shards are summed instead of averaged."""
 
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
-        weight = micro.weight * self._context.world_size
+        weight = micro.weight * self._session.world_size
         return super().accumulate(model, batch, micro._replace(weight=weight), log_due)
 
 
@@ -101,12 +101,12 @@ class ClipsLocally(Replicas):
 class InitializesOwnWeights(Replicas):
     """Each process initializes its weights from a seed of its own."""
 
-    def _place(self, model: nn.Module, context: Context) -> nn.Module:
-        torch.manual_seed(context.rank)
+    def _place(self, model: nn.Module, session: Session) -> nn.Module:
+        torch.manual_seed(session.rank)
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 module.reset_parameters()
-        return super()._place(model, context)
+        return super()._place(model, session)
 
 
 @dataclass
@@ -141,21 +141,21 @@ class EvaluatesOneShard(Replicas):
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], MetricSums]:
         with torch.inference_mode():
-            shard, device = self._context.layout.eval_shard, self._context.device
-            sums = self._context.workload.evaluate(model, shard, device)
-        return self._context.workload.summarize(sums), sums
+            shard, device = self._session.plan.eval_shard, self._session.device
+            sums = self._session.workload.evaluate(model, shard, device)
+        return self._session.workload.summarize(sums), sums
 
 
 @dataclass
 class UnequalShards(Replicas):
     """The processes take a quarter and three quarters of the batch, but weight their mean losses equally."""
 
-    def layout(self, rank_info: RankInfo) -> Layout:
-        return Layout(eval_shard=(rank_info.rank, rank_info.world_size))
+    def divide(self, plan: Plan, process: Collectives) -> Plan:
+        return dataclasses.replace(plan, eval_shard=(process.rank, process.world_size))
 
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         cut = len(batch.targets) // 4
-        part = slice(None, cut) if self._context.rank == 0 else slice(cut, None)
+        part = slice(None, cut) if self._session.rank == 0 else slice(cut, None)
         own = Batch(batch.inputs[part], batch.targets[part])
         return super().accumulate(model, own, micro._replace(weight=micro.weight / 2), log_due)
 
@@ -229,7 +229,7 @@ class ShufflesWithOwnSeed(Classifier):
     """Each process shuffles the samples with a seed of its own."""
 
     def batches(self, model: nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
-        return super().batches(model, dataclasses.replace(plan, seed=plan.seed + plan.worker), after_step, device)
+        return super().batches(model, dataclasses.replace(plan, seed=plan.seed + plan.data_rank), after_step, device)
 
 
 class RunningMean(nn.Module):

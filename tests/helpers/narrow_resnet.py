@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from models.resnet import ResNet
-from runner.run import Run, Session
+from runner.run import Run
+from runner.session import Session
 
 
 class NarrowResNet(ResNet):
@@ -33,14 +34,14 @@ def use_narrow_resnet(run: Run) -> Run:
     return run
 
 
-def narrow_session(session: Session) -> None:
+def narrow_session(run: Run, session: Session) -> None:
     """Apply `use_narrow_resnet` to the run of a session, for functions that take a `change` of the session."""
-    use_narrow_resnet(session.run)
+    use_narrow_resnet(run)
 
 
-def narrow_session_without_codegen(session: Session) -> None:
+def narrow_session_without_codegen(run: Run, session: Session) -> None:
     """Like `narrow_session`, for `compile=true`: the graph is captured, but no code is generated, to save a minute."""
-    options: Any = use_narrow_resnet(session.run).workload.model  # pyright: ignore[reportAttributeAccessIssue]
+    options: Any = use_narrow_resnet(run).workload.model  # pyright: ignore[reportAttributeAccessIssue]
     build = options.network
 
     def network(shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:

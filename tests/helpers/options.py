@@ -7,8 +7,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from runner.parallel.context import Process
-from runner.run import Result, Run, build_run
+from runner.parallel.collectives import Collectives
+from runner.result import Result
+from runner.run import Run, build_run
 from runner.tracking.log_file import LogFile
 from runner.training import train
 
@@ -40,17 +41,17 @@ def train_and_log(config: dict[str, Any], directory: Path) -> Result:
     """Train in one of several processes, with a log file for each rank in `directory`."""
     directory.mkdir(exist_ok=True)
     run = build_run(config)
-    with run.parallel.launcher(run.device).connect() as process, LogFile(directory, process.rank_info.rank):
-        return train(run.prepare(process), directory)
+    with run.parallel.launcher(run.device).connect() as process, LogFile(directory, process.rank):
+        return train(run, run.prepare(process), directory)
 
 
-def train_and_check_options(config: dict[str, Any], directory: Path, process: Process) -> Result:
+def train_and_check_options(config: dict[str, Any], directory: Path, process: Collectives) -> Result:
     """Train like `runner.training.train_rank`, and fail on each rank whose options have changed by the end."""
     run = build_run(config)
     before = options_of(run)
     session = run.prepare(process)
-    with LogFile(directory, process.rank_info.rank):
-        result = train(session, directory)
+    with LogFile(directory, process.rank):
+        result = train(run, session, directory)
     changed = changed_options(before, run)
-    assert not changed, f"rank {process.rank_info.rank}: {changed}"
+    assert not changed, f"rank {process.rank}: {changed}"
     return result

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from runner.batching import MicroBatch
-from runner.parallel.context import Process
+from runner.parallel.collectives import Collectives
 from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.processes import init_rank
 from runner.parallel.launch.supervisor import Report, start_heartbeat
-from runner.run import Result, Session, build_run
+from runner.result import Result
+from runner.run import Run, build_run
+from runner.session import Session
 from runner.system.signals import StopRequest
 from runner.tracking.log_file import LogFile
 from runner.training import train
@@ -33,17 +35,17 @@ from runner.training import train
 # Changes of a session before training
 
 
-def sigterm_at(step: int, rank: int, session: Session) -> None:
+def sigterm_at(step: int, rank: int, run: Run, session: Session) -> None:
     """Send SIGTERM to `rank` at the end of `step`; −1 is the last rank."""
 
     def after_step(_: torch.nn.Module, now: int) -> None:
-        if now == step and session.rank == rank % session.context.world_size:
+        if now == step and session.rank == rank % session.world_size:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    session.run.workload.after_step = after_step
+    session.workload.after_step = after_step
 
 
-def fail_at(rank: int, step: int, error: BaseException, session: Session) -> None:
+def fail_at(rank: int, step: int, error: BaseException, run: Run, session: Session) -> None:
     """Raise `error` on `rank` after `step`."""
     if session.rank == rank:
 
@@ -51,12 +53,11 @@ def fail_at(rank: int, step: int, error: BaseException, session: Session) -> Non
             if now == step:
                 raise error
 
-        session.run.workload.after_step = after_step
+        session.workload.after_step = after_step
 
 
-def overflow_at(step: int, session: Session) -> None:
+def overflow_at(step: int, run: Run, session: Session) -> None:
     """Scale the loss, as `precision=16` does on CUDA, and make a gradient of the last layer overflow in `step`."""
-    run = session.run
     prepare, accumulate = run.precision.prepare, run.parallel.accumulate
 
     def scaling(device: torch.device) -> None:
@@ -75,21 +76,21 @@ def overflow_at(step: int, session: Session) -> None:
     run.precision.prepare, run.parallel.accumulate = scaling, overflowing
 
 
-def fail_in_evaluation(rank: int, session: Session) -> None:
+def fail_in_evaluation(rank: int, run: Run, session: Session) -> None:
     if session.rank == rank:
 
         def evaluate(*_: Any) -> None:
             raise ZeroDivisionError("no samples")
 
-        session.run.workload.evaluate = evaluate  # pyright: ignore[reportAttributeAccessIssue]
+        session.workload.evaluate = evaluate  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def fail_immediately(rank: int, session: Session) -> None:
+def fail_immediately(rank: int, run: Run, session: Session) -> None:
     if session.rank == rank:
         raise OSError(5, "Input/output error")
 
 
-def limit_file_size(rank: int, num_bytes: int, session: Session) -> None:
+def limit_file_size(rank: int, num_bytes: int, run: Run, session: Session) -> None:
     """Limit the size of the files of `rank` to `num_bytes`, so that writing fails as on a full disk."""
     if session.rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
@@ -100,31 +101,32 @@ def limit_file_size(rank: int, num_bytes: int, session: Session) -> None:
 
 
 def train_with_change(
-    change: Callable[[Session], Any], config: dict[str, Any], directory: Path, process: Process
+    change: Callable[[Run, Session], Any], config: dict[str, Any], directory: Path, process: Collectives
 ) -> Result:
-    """Train like `train_rank`, after applying `change` to the session."""
-    session = build_run(config).prepare(process)
-    change(session)
-    with LogFile(directory, process.rank_info.rank):
-        return train(session, directory)
+    """Train like `train_rank`, after applying `change` to the run and the session."""
+    run = build_run(config)
+    session = run.prepare(process)
+    change(run, session)
+    with LogFile(directory, process.rank):
+        return train(run, session, directory)
 
 
-def record_attempt_and_fail(config: dict[str, Any], directory: Path, process: Process) -> None:
+def record_attempt_and_fail(config: dict[str, Any], directory: Path, process: Collectives) -> None:
     """Record each attempt in a file, and fail on rank 1."""
-    if process.rank_info.rank == 1:
+    if process.rank == 1:
         with (directory / "attempts").open("a") as file:
             print(os.getpid(), file=file)
         raise RuntimeError("again")
     build_run(config).prepare(process).collectives.barrier()
 
 
-def signal_after_training(config: dict[str, Any], directory: Path, process: Process) -> int:
+def signal_after_training(config: dict[str, Any], directory: Path, process: Collectives) -> int:
     """Send SIGUSR1 to this process after training, and return the rank of this process.
 
     After training, the main thread blocks SIGUSR1 again, but a thread that was started during training is still running
     and does not block SIGUSR1.
     """
-    process.collectives.barrier()  # as in training: gloo fails on a rank that still connects when another one exits
+    process.barrier()  # as in training: gloo fails on a rank that still connects when another one exits
     done = threading.Event()
     with StopRequest():
         thread = threading.Thread(target=done.wait)
@@ -132,16 +134,16 @@ def signal_after_training(config: dict[str, Any], directory: Path, process: Proc
     os.kill(os.getpid(), signal.SIGUSR1)
     done.set()
     thread.join()
-    return process.rank_info.rank
+    return process.rank
 
 
-def rank_infos(config: dict[str, Any], directory: Path, process: Process) -> list[dict[str, Any]]:
-    """Return the environment variables, `RankInfo`, process group and cores that each rank gets."""
+def rank_infos(config: dict[str, Any], directory: Path, process: Collectives) -> list[dict[str, Any]]:
+    """Return the environment variables, process group and cores that each rank gets."""
     names = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
-    own = {name: os.environ.get(name) for name in names} | {"rank_info": process.rank_info}
+    own: dict[str, Any] = {name: os.environ.get(name) for name in names}
     own |= {"group": (torch.distributed.get_rank(), torch.distributed.get_world_size())}
     own |= {"cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None}
-    return process.collectives.all_gather(own)
+    return process.all_gather(own)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,17 +194,17 @@ def run_sweep_job(config: dict[str, Any], directory: Path, fails: bool) -> str:
             retained_groups.append(
                 torch.distributed.group.WORLD
             )  # keeps the group alive, as a replica in a traceback may
-            fail_at(1, 5, ValueError("only here"), session)
-        with LogFile(directory, process.rank_info.rank):
+            fail_at(1, 5, ValueError("only here"), run, session)
+        with LogFile(directory, process.rank):
             try:
                 return launcher.launch(
-                    partial(train, session, directory), fail_if_started, session.context, directory
+                    partial(train, run, session, directory), fail_if_started, session, directory
                 ).status
             except Exception as error:
                 return str(error.__cause__)
 
 
-def fail_if_started(process: Process) -> None:
+def fail_if_started(process: Collectives) -> None:
     raise AssertionError(f"{process} was started, where another launcher had started all")
 
 

@@ -96,8 +96,8 @@ class PersistentRanks:
         self.close()
         return RuntimeError(f"rank {rank} ended with exit code {process.exitcode}")
 
-    def train(self, config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
-        """Train the run of `config` in `directory`, and return rank 0's result; `change` gets each rank's session."""
+    def train(self, config: dict[str, Any], directory: Path, change: Callable[[Any, Any], None] | None = None) -> Any:
+        """Train the run of `config` in `directory`, and return rank 0's result; `change` gets each run and session."""
         directory.mkdir(exist_ok=True)
         return self.call_on_all(train_on_rank, config, directory, change)[0]
 
@@ -111,16 +111,16 @@ class PersistentRanks:
 
 
 @contextmanager
-def connected_session(config: dict[str, Any]) -> Iterator[Any]:
-    """A context that yields the session of `config` in this process, connected to the other ranks."""
+def connected_session(config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """A context that yields the run of `config` and its session in this process, connected to the other ranks."""
     from runner.run import build_run
 
     run = build_run(config)
     with run.parallel.launcher(run.device).connect() as process:
-        yield run.prepare(process)
+        yield run, run.prepare(process)
 
 
-def train_on_rank(config: dict[str, Any], directory: Path, change: Callable[[Any], None] | None = None) -> Any:
+def train_on_rank(config: dict[str, Any], directory: Path, change: Callable[[Any, Any], None] | None = None) -> Any:
     """Train a run in one of several processes, from its config to its result, as the command does."""
     from helpers.compose import train_in
     from runner.parallel.launch.cluster import external_rank_info
@@ -129,7 +129,7 @@ def train_on_rank(config: dict[str, Any], directory: Path, change: Callable[[Any
 
     rank_info = external_rank_info()
     with LogFile(directory, rank_info.rank if rank_info else 0):
-        return train_in(directory, build_run(config), change or (lambda session: None)).result
+        return train_in(directory, build_run(config), change or (lambda run, session: None)).result
 
 
 def _serve(pipe: Connection, variables: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from runner.parallel.context import Process
+from runner.parallel.collectives import Collectives
 from runner.run import build_run
 from runner.training import prepare, train_step
 
@@ -36,7 +36,7 @@ def peak_allocated_bytes(sizes: list[int]) -> int:
     return most
 
 
-def measured_peak(config: dict[str, Any], directory: Path, process: Process | None = None) -> int:
+def measured_peak(config: dict[str, Any], directory: Path, process: Collectives | None = None) -> int:
     """The peak memory of tensors, in bytes, during the first two steps of the run of `config` on this rank.
 
     Args:
@@ -46,8 +46,8 @@ def measured_peak(config: dict[str, Any], directory: Path, process: Process | No
     connected = nullcontext(process) if process else run.parallel.launcher(run.device).connect()
     with connected as process, record_allocations() as sizes:
         session = run.prepare(process)
-        with session.settings():
-            state = prepare(session, directory)
+        with run.settings(session.device):
+            state = prepare(run, session, directory)
             batches = run.workload.batches(state.model, session.plan, 0, session.device)
             state.model.train()
             for step in session.plan.steps(0, 2):

@@ -35,7 +35,7 @@ def record_first_steps(configs: list[dict[str, Any]], directory: Path) -> list[S
         run = build_run(configs[0])
         with run.parallel.launcher(run.device).connect() as process:
             verify_steps.record_runs(configs, directory, process)
-            if process.rank_info.rank > 0:
+            if process.rank > 0:
                 return None
             return [
                 Steps(**torch.load(directory / f"{number}.pt", weights_only=True)) for number in range(len(configs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,45 +10,46 @@ import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 from helpers.runs import assert_bitwise_equal
 
-from runner.batching import MicroBatch
+from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError
 from runner.parallel.base import Parallel, move
-from runner.parallel.context import Layout
+from runner.parallel.collectives import Collectives
+from runner.parallel.ddp import DDP
 from runner.parallel.launch.cluster import RankInfo
-from runner.run import Session
+from runner.run import Run
+from runner.session import Session
 from runner.tracking.metrics import computed
 
 
-def placed(*overrides: str) -> tuple[Session, torch.nn.Module]:
-    """Return a session, and its model as returned by `place`."""
-    session = prepare_session(build_composed_run(*TINY_CPU, *overrides))
+def placed(*overrides: str) -> tuple[Run, Session, torch.nn.Module]:
+    """Return a run, its session, and its model as returned by `place`."""
+    run = build_composed_run(*TINY_CPU, *overrides)
+    session = prepare_session(run)
     torch.manual_seed(0)
-    return session, session.run.parallel.place(session.run.workload.build_model(), session.context)
+    return run, session, run.parallel.place(session.workload.build_model(), session)
 
 
 def first_batch(session: Session, model: torch.nn.Module) -> Any:
-    return next(session.run.workload.batches(model, session.plan, 0, session.device))
+    return next(session.workload.batches(model, session.plan, 0, session.device))
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_a_single_process_has_the_default_layout() -> None:
-    session = prepare_session(build_composed_run(*TINY_CPU))
-    context = session.context
-    assert context.layout == Layout()
-    assert (context.rank, context.world_size, context.device) == (0, 1, torch.device("cpu"))
-    assert (context.plan.data_shard, context.plan.step_shard) == ((0, 1), (0, 1))
-    assert session.run.parallel.num_microbatches(context) == 1
-    assert session.run.parallel.scalars() == {}
-    assert session.run.parallel.combine_overflow(torch.zeros(())) is None
+def test_a_single_process_does_all_of_the_work() -> None:
+    run = build_composed_run(*TINY_CPU)
+    session = prepare_session(run)
+    assert (session.rank, session.world_size, session.device) == (0, 1, torch.device("cpu"))
+    assert session.plan == Plan(run.batch_size, seed=run.seed)
+    assert run.parallel.scalars() == {}
+    assert run.parallel.combine_overflow(torch.zeros(())) is None
 
 
 def test_each_data_parallel_rank_has_its_own_shard_and_random_numbers() -> None:
-    layout = Layout.data_parallel(RankInfo(2, 5, 0, 1))
-    assert layout == Layout(data_shard=(2, 5), eval_shard=(2, 5), rng_stream=2)
-    assert layout.non_equivalence_reason == ""
+    plan = Plan(10, seed=7)
+    found = DDP().divide(plan, Collectives([torch.device("cpu")], 2, 5))
+    assert found == replace(plan, data_shard=(2, 5), eval_shard=(2, 5), rng_stream=2)
 
 
 def test_several_externally_launched_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,8 +62,8 @@ def test_several_externally_launched_processes_are_refused(monkeypatch: pytest.M
 
 
 def test_gradients_are_weighted_by_the_share_of_the_micro_batch() -> None:
-    session, model = placed("batch_size=16")
-    batch, mode = first_batch(session, model), session.run.parallel
+    run, session, model = placed("batch_size=16")
+    batch, mode = first_batch(session, model), run.parallel
     sums = computed(mode.accumulate(model, batch, MicroBatch(0, 16, 1.0, True), True))
     whole = gradients(model)
     model.zero_grad()
@@ -74,23 +76,23 @@ def test_gradients_are_weighted_by_the_share_of_the_micro_batch() -> None:
 
 @pytest.mark.parametrize("max_norm", [None, 1e-3, 1e3])
 def test_clipping_returns_the_norm_before_clipping(max_norm: float | None) -> None:
-    session, model = placed("batch_size=16")
-    session.run.parallel.accumulate(model, first_batch(session, model), MicroBatch(0, 16, 1.0, True), True)
+    run, session, model = placed("batch_size=16")
+    run.parallel.accumulate(model, first_batch(session, model), MicroBatch(0, 16, 1.0, True), True)
     before = gradients(model)
     norm = torch.cat([gradient.flatten() for gradient in before.values()]).norm()
-    torch.testing.assert_close(session.run.parallel.clip_gradients(model, max_norm), norm)
+    torch.testing.assert_close(run.parallel.clip_gradients(model, max_norm), norm)
     scale = 1.0 if max_norm is None else min(1.0, max_norm / float(norm))
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, before[name] * scale, rtol=1e-4, atol=0)
 
 
 def test_an_evaluation_covers_every_held_out_sample_in_inference_mode() -> None:
-    session, model = placed()
+    run, _, model = placed()
     seen: list[bool] = []
     model.register_forward_hook(
         lambda module, *_: seen.append(torch.is_inference_mode_enabled() and not module.training)
     )
-    metrics, sums = session.run.parallel.evaluate(model.eval())
+    metrics, sums = run.parallel.evaluate(model.eval())
     assert int(sums["count"]) == 359
     assert metrics.keys() == {"loss", "accuracy"}
     assert all(seen)
@@ -108,12 +110,12 @@ def test_move_converts_weights_to_the_memory_format(channels_last: bool) -> None
 
 
 def test_the_full_state_can_be_loaded_by_another_mode_object() -> None:
-    (session, model), (_, other) = placed(), placed()
-    optimizer = session.run.optimizer.build(model)
+    (run, _, model), (_, _, other) = placed(), placed()
+    optimizer = run.optimizer.build(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1
-    tensors, states = session.run.parallel.full_state(model, optimizer)
-    Parallel().load_full_state(other, session.run.optimizer.build(other), tensors, states)
+    tensors, states = run.parallel.full_state(model, optimizer)
+    Parallel().load_full_state(other, run.optimizer.build(other), tensors, states)
     assert_bitwise_equal(dict(other.state_dict()), dict(model.state_dict()))
-    assert session.run.parallel.local_state(model, optimizer) == {}
+    assert run.parallel.local_state(model, optimizer) == {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,8 +15,8 @@ import pytest
 import torch
 from helpers.ranks import PersistentRanks
 
-from runner.config.errors import ConfigError
-from runner.parallel.collectives import Collectives
+from runner.config.errors import ABSENT, ConfigError
+from runner.parallel.collectives import Collectives, decode, encode, refusal_as_plain, refusal_from_plain
 from runner.parallel.launch.cluster import external_rank_info
 from runner.parallel.launch.processes import ExternalProcesses
 from runner.parallel.launch.supervisor import LostError
@@ -27,7 +30,7 @@ def joined() -> Iterator[Collectives]:
     rank_info = external_rank_info()
     assert rank_info is not None
     with ExternalProcesses(rank_info, torch.device("cpu"), 300).connect() as process:
-        yield process.collectives
+        yield process
 
 
 def in_rank(work: Work) -> Any:
@@ -41,8 +44,60 @@ def on_three(ranks: Callable[[int], PersistentRanks]) -> Callable[[Work], list[A
     return lambda work: ranks(3).call_on_all(in_rank, work)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [True, 1, 0.1, "ü\n", []],
+        {"optimizer": {"lr": 1e-300, "betas": [0.9, 0.999]}},
+        (1, (2,), {"a": ()}),
+        {("weight", "step"): 3, 4: "four", None: 5},
+        torch.bfloat16,
+        math.inf,
+    ],
+    ids=str,
+)
+def test_a_message_restores_values_and_their_types(value: Any) -> None:
+    got = decode(encode(value))
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_a_message_restores_tensors_bitwise(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.randn(shape) * 3).to(dtype)
+    got = decode(encode(tensor))
+    assert (got.dtype, got.shape) == (dtype, tensor.shape)
+    assert torch.equal(got, tensor)
+
+
+@pytest.mark.parametrize("got", [3, ABSENT, [1, "two"], {1, 2}, object()], ids=repr)
+def test_a_message_restores_a_config_error(got: object) -> None:
+    error = refusal_from_plain(decode(encode(refusal_as_plain(ConfigError("steps", got, "why", "remedy")))))
+    assert (error.key, error.why, error.remedy) == ("steps", "why", "remedy")
+    assert str(error) == str(ConfigError("steps", got, "why", "remedy"))
+
+
+class Executes:
+    """Its pickle calls `os.system`."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch executed",)
+
+
+@pytest.mark.parametrize("message", [pickle.dumps(Executes()), encode([Executes()]), encode(Path()), b"", b"{}"])
+def test_other_messages_are_refused_and_execute_nothing(
+    message: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        decode(message)
+    assert not list(tmp_path.iterdir())
+
+
 def test_collectives_of_one_process_are_no_ops() -> None:
-    alone, tensor = Collectives(), torch.tensor([1.0, 2.0])
+    alone, tensor = Collectives([torch.device("cpu")]), torch.tensor([1.0, 2.0])
     sums = {"loss": tensor}
     assert (alone.rank, alone.world_size) == (0, 1)
     assert alone.all_reduce(sums) is sums

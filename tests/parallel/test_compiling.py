@@ -79,7 +79,6 @@ MODES: dict[str, tuple[tuple[str, ...], Callable[[torch.nn.Module], list[torch.n
 def test_a_mode_compiles_the_blocks_of_its_network(name: str, compiled: list[torch.nn.Module]) -> None:
     overrides, blocks = MODES[name]
     run = build_composed_run(*TINY_CPU, "compile=blocks", *overrides)
-    context = prepare_session(run).context
-    model = run.parallel.place(run.workload.build_model(), context)
+    model = run.parallel.place(run.workload.build_model(), prepare_session(run))
     assert compiled == blocks(model)
     assert not any("_orig_mod" in key for key in model.state_dict())

@@ -84,8 +84,8 @@ def test_the_compiler_splits_a_network_at_buckets_if_it_can(
 
 
 def compiler_splits(config: dict[str, Any]) -> bool:
-    with connected_session(config) as session:
-        session.run.parallel.place(session.run.workload.build_model(), session.context)
+    with connected_session(config) as (run, session):
+        run.parallel.place(session.workload.build_model(), session)
     return bool(torch._dynamo.config.optimize_ddp)  # type: ignore[attr-defined]
 
 
@@ -147,8 +147,8 @@ NUM_PARAMETERS = 16 * 9 + 16 + 32 * 16 * 9 + 32 + 128 * 64 + 64 + 64 * 10 + 10
 
 def elements_sent(config: dict[str, Any], directory: Path) -> list[int]:
     """In a rank: return how many gradient elements each micro-batch of the first step sends."""
-    with connected_session(config) as session:
-        state, sent = prepare(session, directory), [0]
+    with connected_session(config) as (run, session):
+        state, sent = prepare(run, session, directory), [0]
 
         def hook(_, bucket):  # without annotations, because torch checks them
             sent[-1] += bucket.buffer().numel()
@@ -156,9 +156,9 @@ def elements_sent(config: dict[str, Any], directory: Path) -> list[int]:
             future.set_result(bucket.buffer())
             return future
 
-        session.run.parallel._replica.register_comm_hook(None, hook)
-        batches = session.run.workload.batches(state.model, session.plan, 0, session.device)
+        run.parallel._replica.register_comm_hook(None, hook)
+        batches = session.workload.batches(state.model, session.plan, 0, session.device)
         for micro in session.plan.micro_batches(1):
-            session.run.parallel.accumulate(state.model, next(batches), micro, False)
+            run.parallel.accumulate(state.model, next(batches), micro, False)
             sent.append(0)
         return sent[:-1]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from runner.config.errors import ConfigError
+from runner.parallel.collectives import Collectives
 from runner.planning.fake_step import trace
 from runner.planning.planned_session import prepared
 
@@ -45,10 +46,10 @@ def test_replica_threads_use_the_autocast_dtype() -> None:
         build_composed_run(*TINY_CPU, "parallel=dp", "precision=bf16"),
         [torch.device("cuda", i) for i in range(2)],
     )
-    context = prepare_session(run).context
+    session = prepare_session(run)
     model = nn.Linear(2, 2)
     model.to = lambda *_, **__: model  # type: ignore[method-assign]  # there is no GPU here
-    run.parallel.place(model, replace(context, process=context.process._replace(devices=devices)))
+    run.parallel.place(model, replace(session, collectives=Collectives(devices)))
     seen = []
 
     def replica() -> None:
@@ -65,10 +66,10 @@ def test_replica_threads_use_the_autocast_dtype() -> None:
 @pytest.mark.parametrize("how", ["true", "blocks"])
 def test_a_compiled_network_is_refused_on_two_gpus(how: str) -> None:
     """A replica has the attributes of the network, and so calls the compiled function of the network itself."""
-    context = prepare_session(run := build_composed_run(*TINY_CPU, "parallel=dp", f"compile={how}")).context
+    session = prepare_session(run := build_composed_run(*TINY_CPU, "parallel=dp", f"compile={how}"))
     devices = [torch.device("cuda", index) for index in range(2)]
     with pytest.raises(ConfigError) as refusal:
-        run.parallel.check(replace(context, process=context.process._replace(devices=devices)))
+        run.parallel.check(replace(session, collectives=Collectives(devices)))
     assert (refusal.value.key, refusal.value.got) == ("compile", yaml.safe_load(how))
 
 
@@ -173,8 +174,6 @@ def test_two_gpus_compute_what_one_computes_in_every_precision(precision: str, t
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_plan_for_two_gpus_counts_the_whole_batch() -> None:
-    (one,), (two,) = (
-        trace(prepared(build_composed_run(*PLAIN_LOOP_OVERRIDES, "device=cuda", f"parallel={mode}")))
-        for mode in ("single", "dp")
-    )
+    runs = [build_composed_run(*PLAIN_LOOP_OVERRIDES, "device=cuda", f"parallel={mode}") for mode in ("single", "dp")]
+    (one,), (two,) = (trace(run, prepared(run)) for run in runs)
     assert two == one

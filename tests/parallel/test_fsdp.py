@@ -56,8 +56,8 @@ def test_weights_gradients_and_optimizer_state_are_sharded(
 
 def shapes_held(config: dict[str, Any], directory: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     """In a rank: return the shapes of its shards of weights, gradients and optimizer state after a step."""
-    with connected_session(config) as session:
-        state = prepare(session, directory)
+    with connected_session(config) as (run, session):
+        state = prepare(run, session, directory)
         one_step(state)
         gradients = {name: tuple(p.grad.to_local().shape) for name, p in state.model.named_parameters()}
         state.optimizer.step()
@@ -107,8 +107,8 @@ def updated_shards(optimizer: Optimizer, config: dict[str, Any]) -> tuple[dict[s
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    with connected_session(config) as session:
-        mesh = init_device_mesh("cpu", (session.context.world_size,))
+    with connected_session(config) as (_, session):
+        mesh = init_device_mesh("cpu", (session.world_size,))
         return updated(optimizer, lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
 
 
@@ -141,9 +141,9 @@ def updated(optimizer: Optimizer, shard: Callable[[torch.Tensor], torch.Tensor])
 def one_step(state: State, counts: Callable[[], int] = lambda: 0) -> list[int]:
     """Run the forward and backward passes of the first step, and return `counts()` after each micro-batch."""
     session, after = state.session, []
-    batches = session.run.workload.batches(state.model, session.plan, 0, session.device)
+    batches = session.workload.batches(state.model, session.plan, 0, session.device)
     for micro in session.plan.micro_batches(1):
-        session.run.parallel.accumulate(state.model, next(batches), micro, False)
+        state.run.parallel.accumulate(state.model, next(batches), micro, False)
         after.append(counts())
     return after
 
@@ -188,10 +188,10 @@ def collectives(config: dict[str, Any], directory: Path) -> tuple[list[int], int
         For each micro-batch of the first step, the total number of reduce-scatters until the end of this micro-batch;
         and the number of all-gathers during the last micro-batch of the second step.
     """
-    with connected_session(config) as session, Operations() as seen:
-        state = prepare(session, directory)
+    with connected_session(config) as (run, session), Operations() as seen:
+        state = prepare(run, session, directory)
         sent = one_step(state, lambda: seen.count("reduce_scatter"))
-        session.run.parallel.evaluate(state.model.eval())
+        run.parallel.evaluate(state.model.eval())
         state.model.train()
         gathered = one_step(state, lambda: seen.count("allgather"))
         return sent, gathered[-1] - gathered[-2]
@@ -205,8 +205,8 @@ def test_an_evaluation_gathers_one_block_at_a_time_with_any_number_of_batches_on
     more = ("parallel=fsdp", *(("ema.decay=0.5",) if mode == "fsdp_averaged" else ()))
     config = compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *more, "batch_size=48")
     alone = config | {"parallel": compose_config(*TINY_CPU)["parallel"]}
-    with connected_session(alone) as session:
-        expected = evaluated(session, tmp_path, range(4))
+    with connected_session(alone) as (run, session):
+        expected = evaluated(run, session, tmp_path, range(4))
     for found in ranks(3).call_on_all(evaluated_in_rank, config, tmp_path):
         for tensors, others in zip(found[0], expected[0], strict=True):
             torch.testing.assert_close(tensors, others, rtol=1e-4, atol=1e-5)
@@ -214,19 +214,21 @@ def test_an_evaluation_gathers_one_block_at_a_time_with_any_number_of_batches_on
 
 
 def evaluated_in_rank(config: dict[str, Any], directory: Path) -> tuple[list[torch.Tensor], dict[str, set[str]]]:
-    with connected_session(config) as session:
-        return evaluated(session, directory, [range(0), range(1), range(1, 4)][session.rank])
+    with connected_session(config) as (run, session):
+        return evaluated(run, session, directory, [range(0), range(1), range(1, 4)][session.rank])
 
 
-def evaluated(session: Any, directory: Path, batches: range) -> tuple[list[torch.Tensor], dict[str, set[str]]]:
+def evaluated(
+    run: Any, session: Any, directory: Path, batches: range
+) -> tuple[list[torch.Tensor], dict[str, set[str]]]:
     """Evaluate some of four batches of zeros, ones, twos and threes before and after each of two steps.
 
     Returns:
         The sum of the outputs over all processes, in each evaluation; and which other blocks were sharded during a pass
         of the block `hidden`.
     """
-    workload, sharded = session.run.workload, {}
-    state = prepare(session, directory)
+    workload, sharded = session.workload, {}
+    state = prepare(run, session, directory)
 
     def note(*_: Any) -> None:
         names = {name.partition(".")[0] for name, p in state.model.named_parameters() if hasattr(p, "to_local")}
@@ -242,7 +244,7 @@ def evaluated(session: Any, directory: Path, batches: range) -> tuple[list[torch
     for step in session.plan.steps(0, 3):
         state.model.eval()
         with state.average.applied():
-            found.append(session.run.parallel.evaluate(state.model)[0])
+            found.append(run.parallel.evaluate(state.model)[0])
         state.model.train()
         train_step(state, stream, step, log_due=False)
     return found, sharded
@@ -299,10 +301,10 @@ def test_tied_weights_stay_tied(
 
 def weights_of_tied(config: dict[str, Any], directory: Path, network: type[Tied]) -> dict[str, torch.Tensor]:
     """In a rank: return the parameters of `network` after three steps."""
-    with connected_session(config) as session:
-        session.run.workload.build_model = network
-        state = prepare(session, directory)
-        batches = session.run.workload.batches(state.model, session.plan, 0, session.device)
+    with connected_session(config) as (run, session):
+        session.workload.build_model = network
+        state = prepare(run, session, directory)
+        batches = session.workload.batches(state.model, session.plan, 0, session.device)
         for step in session.plan.steps(0, 3):
             train_step(state, batches, step, log_due=False)
         assert state.model.first.weight is state.model.second.weight

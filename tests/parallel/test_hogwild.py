@@ -15,10 +15,11 @@ from helpers.events import scalar_curves
 from helpers.plain_loop import weights_at
 from helpers.runs import assert_bitwise_equal, run_outcome
 
-from runner.parallel.context import Process
+from runner.parallel.collectives import Collectives
 from runner.parallel.hogwild import SharedMemoryCollectives
 from runner.parallel.launch.supervisor import LostError, report_of
-from runner.run import Result, build_run
+from runner.result import Result
+from runner.run import build_run
 from runner.training import prepare, train, train_rank
 
 HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32", "schedule=constant", "optimizer.lr=0.05")
@@ -55,13 +56,14 @@ def plain(overrides: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(text for text in overrides if not text.startswith("model."))
 
 
-def trained_in_shared_memory(config: dict[str, Any], directory: Path, process: Process) -> tuple[bool, bool]:
+def trained_in_shared_memory(config: dict[str, Any], directory: Path, process: Collectives) -> tuple[bool, bool]:
     """In a worker: train; return whether all tensors are in shared memory, and all filters in NHWC memory format."""
-    session, seen = build_run(config).prepare(process), []
-    place = session.run.parallel.place
-    session.run.parallel.place = lambda *arguments: seen.append(place(*arguments)) or seen[0]
-    train(session, directory)
-    memory = process.shared_state.memory
+    run, seen = build_run(config), []
+    place = run.parallel.place
+    run.parallel.place = lambda *arguments: seen.append(place(*arguments)) or seen[0]
+    train(run, run.prepare(process), directory)
+    assert isinstance(process, SharedMemoryCollectives)
+    memory = process.memory
     start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     tensors = [*seen[0].parameters(), *seen[0].buffers()]
     filters = [t for t in tensors if t.ndim == 4]
@@ -119,35 +121,36 @@ def test_divergence_names_the_first_step_and_each_worker_saves_its_batch(tmp_pat
     assert not torch.equal(first, second)
 
 
-def trained_without_a_finite_loss(config: dict[str, Any], directory: Path, process: Process) -> Result:
+def trained_without_a_finite_loss(config: dict[str, Any], directory: Path, process: Collectives) -> Result:
     """In a worker: train, with a loss that is NaN in every step."""
-    session = build_run(config).prepare(process)
-    workload: Any = session.run.workload
+    run = build_run(config)
+    workload: Any = run.workload
     criterion = workload.criterion
     workload.criterion = lambda *values: criterion(*values) * float("nan")
-    return train(session, directory)
+    return train(run, run.prepare(process), directory)
 
 
 def test_all_workers_see_the_same_weights(tmp_path: Path) -> None:
     assert launched(tmp_path, "parallel.processes=3", work=written_by_the_last) == [3.0] * 3
 
 
-def written_by_the_last(config: dict[str, Any], directory: Path, process: Process) -> list[float]:
+def written_by_the_last(config: dict[str, Any], directory: Path, process: Collectives) -> list[float]:
     """In a worker: set all weights to the worker's rank + 1, after the workers with lower ranks have done so.
 
     Returns:
         One number for each worker: the value of all weights that the worker sees after the last worker has set them;
         −1 if the weights that the worker sees are not all equal.
     """
-    model = prepare(build_run(config).prepare(process), directory).model
+    run = build_run(config)
+    model = prepare(run, run.prepare(process), directory).model
     for rank in range(3):
-        if rank == process.rank_info.rank:
+        if rank == process.rank:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(rank + 1)
-        process.collectives.barrier()
+        process.barrier()
     low_high = {float(edge) for p in model.parameters() for edge in (p.min(), p.max())}
-    return process.collectives.all_gather(low_high.pop() if len(low_high) == 1 else -1.0)
+    return process.all_gather(low_high.pop() if len(low_high) == 1 else -1.0)
 
 
 def test_each_worker_resumes_with_its_own_optimizer_state(tmp_path: Path) -> None:
@@ -163,14 +166,15 @@ def test_each_worker_resumes_with_its_own_optimizer_state(tmp_path: Path) -> Non
         assert_bitwise_equal(got, [*own, shared][:processes])
 
 
-def state_after_a_resume(config: dict[str, Any], directory: Path, process: Process) -> None:
+def state_after_a_resume(config: dict[str, Any], directory: Path, process: Collectives) -> None:
     """In a worker: save the optimizer state after a resume to a file."""
-    state = prepare(build_run(config).prepare(process), directory)
+    run = build_run(config)
+    state = prepare(run, run.prepare(process), directory)
     assert state.step == 8
     names = {parameter: name for name, parameter in state.model.named_parameters()}
     states = {names[parameter]: own for parameter, own in state.optimizer.state.items()}
-    torch.save(states, directory / f"optimizer_{process.rank_info.rank}.pt")
-    process.collectives.barrier()
+    torch.save(states, directory / f"optimizer_{process.rank}.pt")
+    process.barrier()
 
 
 def test_counts_between_two_logs_survive_a_resume(tmp_path: Path) -> None:

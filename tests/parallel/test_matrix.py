@@ -18,7 +18,7 @@ from helpers.ranks import PersistentRanks
 from helpers.ranks import train_on_rank as train_in_rank
 
 from runner.config.options import groups
-from runner.parallel.context import Process
+from runner.parallel.collectives import Collectives
 from runner.run import build_run
 from runner.training import train
 
@@ -131,13 +131,14 @@ def test_in_two_workers_that_share_one_model(
 
 
 def train_all_together(
-    configs: dict[str, dict[str, Any]], _: dict[str, Any], directory: Path, process: Process
+    configs: dict[str, dict[str, Any]], _: dict[str, Any], directory: Path, process: Collectives
 ) -> list[Any]:
     """In a worker: train all `configs`, and return their results."""
     results = []
     for name, config in configs.items():
         (directory / name).mkdir(exist_ok=True)
-        results.append(train(build_run(config).prepare(process), directory / name))
+        run = build_run(config)
+        results.append(train(run, run.prepare(process), directory / name))
     return results
 
 

@@ -10,8 +10,10 @@ import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.ranks import PersistentRanks, connected_session
 
+from runner.batching import Plan
 from runner.config.errors import ConfigError
 from runner.device import Device
+from runner.parallel.collectives import Collectives
 from runner.parallel.ddp import DDP
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.processes import ExternalProcesses, LocalProcesses
@@ -111,7 +113,7 @@ def test_launcher_and_layout_do_not_change_the_options() -> None:
     run = build_composed_run(*TINY_CPU, "parallel=ddp")
     before = vars(run.parallel).copy()
     run.parallel.launcher(run.device)
-    run.parallel.layout(RankInfo(1, 2, 1, 2))
+    run.parallel.divide(Plan(4), Collectives([torch.device("cpu")], 1, 2))
     assert vars(run.parallel) == before
     assert before["processes"] == "auto"
 
@@ -126,7 +128,7 @@ def test_buffers_are_averaged_over_the_processes(ranks: Callable[[int], Persiste
 
 def averaged(config: dict[str, Any]) -> tuple[list[float], int]:
     """In a rank: return the running mean and the batch count of a batch normalization after `average_buffers`."""
-    with connected_session(config) as session:
+    with connected_session(config) as (_, session):
         norm = torch.nn.BatchNorm1d(2)
         assert norm.running_mean is not None
         assert norm.num_batches_tracked is not None

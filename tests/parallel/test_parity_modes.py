@@ -26,21 +26,22 @@ from helpers.plain_loop import (
 )
 from helpers.ranks import PersistentRanks
 
-from runner.run import Run, Session
+from runner.run import Run
+from runner.session import Session
 
 HALF = STEPS // 2
 
 
-def freeze(name: str, session: Session) -> None:
+def freeze(name: str, run: Run, session: Session) -> None:
     """Freeze the module `name` of the network in the same way as `plain_loop`, not by the option `model.freeze`."""
-    build = session.run.workload.build_model
+    build = session.workload.build_model
 
     def frozen() -> torch.nn.Module:
         model = build()
         model.get_submodule(name).requires_grad_(False)
         return model
 
-    session.run.workload.build_model = frozen
+    session.workload.build_model = frozen
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from helpers.rank_functions import sigterm_at
 from helpers.ranks import PersistentRanks
 from helpers.runs import assert_bitwise_equal
 
-from runner.run import Session
+from runner.run import Run
+from runner.session import Session
 
 STEPS = 36
 COMMON = ("schedule=constant", f"steps={STEPS}", "batch_size=48", "accumulation=2", "optimizer.lr=0.05")
@@ -38,7 +39,7 @@ def train_or_resume(
     mode: str,
     processes: int,
     directory: Path,
-    change: Callable[[Session], None] = lambda session: None,
+    change: Callable[[Run, Session], None] = lambda run, session: None,
 ) -> Any:
     """Begin or resume the run in `directory`."""
     overrides = (*TINY_CPU, *COMMON, *SCHEDULE, f"parallel={mode}")

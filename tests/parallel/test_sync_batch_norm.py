@@ -72,7 +72,7 @@ def test_shards_are_normalized_with_the_statistics_of_the_whole_batch(
 
 def in_rank(shape: tuple[int, ...], momentum: float | None, affine: bool, config: dict[str, Any]) -> Any:
     """Return the results of `trained` for this rank's third of each batch."""
-    with connected_session(config) as session:
+    with connected_session(config) as (_, session):
         module = convert_sync_batch_norm(norm(shape, momentum, affine), CPU)
         return trained(module, [batch.chunk(3)[session.rank] for batch in batches(shape)])
 

@@ -57,8 +57,9 @@ def fitting(memory: float, attempts: FakeTrials, *typed: str) -> tuple[int, list
 
 
 def needed(count: int, *typed: str) -> float:
-    session = prepared(build_composed_run(*TYPED, *typed, f"accumulation.steps={count}"))
-    return needed_bytes(session.device, trace(session))
+    run = build_composed_run(*TYPED, *typed, f"accumulation.steps={count}")
+    session = prepared(run)
+    return needed_bytes(session.device, trace(run, session))
 
 
 def test_a_config_that_clearly_fits_is_not_tried() -> None:

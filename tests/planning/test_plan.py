@@ -20,8 +20,6 @@ from runner.analysis.saved_runs import find_runs
 from runner.commands import plan
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import modules_of_blocks
-from runner.parallel.context import Process
-from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.costs import Machine
 from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank
@@ -42,7 +40,8 @@ PIPELINE = ("parallel=pipeline", "parallel.cuts=[layer3.0]")
 
 
 def planned(*overrides: str) -> list[RankPlan]:
-    return trace(prepared(build_composed_run(*overrides), None))
+    run = build_composed_run(*overrides)
+    return trace(run, prepared(run))
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -96,7 +95,7 @@ def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path: Path) -> 
     rank, _ = planned(*RESNET, "parallel=fsdp")
     copied = sum(p.nbytes for p in _network(*RESNET).layer4[1].parameters())  # pyright: ignore
     with fake_process_group(0, 2):
-        process = Process(RankInfo(0, 2, 0, 2), [torch.device("cpu")], FakeCollectives(0, 2, []))
+        process = FakeCollectives([torch.device("cpu")], 0, 2, [])
         measured = measured_peak(compose_config(*RESNET, "parallel=fsdp"), tmp_path, process)
     assert rank.peak_bytes - copied == pytest.approx(measured, rel=0.05)
 
@@ -109,12 +108,13 @@ def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path: Path) -> 
 def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
     small = () if "dqn" in typed else ("model=tiny", "data.size=8")
     words = (*small, "device=cpu", "device.threads=1", *typed.split(), "batch_size=64", "accumulation.steps=8")
-    session = prepared(build_composed_run(*words))
-    world_size = session.context.world_size
+    run = build_composed_run(*words)
+    session = prepared(run)
+    world_size = session.world_size
     if torch.__version__ < "2.14":  # torch 2.11 finds the shapes of DTensors by operations, once, which are counted
-        trace_rank(session, 0, world_size)
-    for rank, found in enumerate(trace(session)):
-        whole = trace_rank(session, rank, world_size)
+        trace_rank(run, session, 0, world_size)
+    for rank, found in enumerate(trace(run, session)):
+        whole = trace_rank(run, session, rank, world_size)
         assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=2e-3)  # indices and losses of all samples
         assert found.kept == pytest.approx(whole.kept, rel=2e-3, abs=64)
         assert (found.saved, found.blocks) == (whole.saved, whole.blocks)
@@ -128,10 +128,11 @@ def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
 def test_planning_does_not_read_the_images(tmp_path: Path) -> None:
     write_images(tmp_path / "images")
     words = ("model=tiny", "data=imagefolder", f"data.root={tmp_path}/images", "data.size=16", "data.workers=2")
-    session = prepared(build_composed_run(*words, "batch_size=8", "steps=1", "device=cpu", "device.threads=1"), None)
+    run = build_composed_run(*words, "batch_size=8", "steps=1", "device=cpu", "device.threads=1")
+    session = prepared(run)
     for path in (tmp_path / "images").rglob("*.*"):
         path.unlink()
-    [rank] = trace(session)
+    [rank] = trace(run, session)
     images = 8 * 3 * 16 * 16
     assert rank.kept["data"] >= images * 4, "a batch of float32"
     assert rank.peak["data"] <= images * 5 + 1000, "and the bytes from which it is made"
@@ -193,11 +194,12 @@ def test_pipeline_stages_have_their_own_layers() -> None:
 
 def test_planning_does_not_change_the_run(tmp_path: Path) -> None:
     """The data of the session is not replaced by fake tensors, and no random number is drawn."""
-    session = prepared(build_composed_run(*TINY_CPU, "steps=1", "batch_size=16"), None)
+    run = build_composed_run(*TINY_CPU, "steps=1", "batch_size=16")
+    session = prepared(run)
     before = torch.get_rng_state()
-    trace(session)
+    trace(run, session)
     assert torch.equal(torch.get_rng_state(), before)
-    batch = next(iter(session.run.workload.batches(torch.nn.Identity(), session.plan, 0, session.device)))
+    batch = next(iter(session.workload.batches(torch.nn.Identity(), session.plan, 0, session.device)))
     assert float(batch.inputs.abs().sum()) > 0
 
 
@@ -265,11 +267,11 @@ def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys: pytest.Ca
 
 def test_the_memory_of_a_gpu_is_that_which_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     run = build_composed_run("model=tiny", "data.size=8", "device.threads=1")
-    session = run.prepare(Process(RankInfo(), [torch.device("cuda", 1)], Collectives()))
+    session = run.prepare(Collectives([torch.device("cuda", 1)]))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=7_000_000_000))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    ranks = trace(session)
-    found = report_of(session, ranks)["host"]
+    ranks = trace(run, session)
+    found = report_of(run, session, ranks)["host"]
     assert found == {
         "memory_of": "cuda:1 (GPU)",
         "tensor_bytes": ranks[0].peak_bytes,

@@ -14,8 +14,6 @@ import torch
 from helpers.compose import TINY_CPU, compose_config
 
 from runner.parallel.collectives import Collectives
-from runner.parallel.context import Process
-from runner.parallel.launch.cluster import RankInfo
 from runner.planning import trial as module
 from runner.planning.trial import Trial, TrialError
 
@@ -85,9 +83,7 @@ def test_an_error_without_a_message_is_sent_with_its_name(tmp_path: Path, monkey
     monkeypatch.setattr(module, "train_step", fail)
     received, sent = Pipe()
     with pytest.raises(MemoryError):
-        module._train_rank(
-            compose_config(*TINY_CPU), tmp_path, sent, Process(RankInfo(), [torch.device("cpu")], Collectives())
-        )
+        module._train_rank(compose_config(*TINY_CPU), tmp_path, sent, Collectives([torch.device("cpu")]))
     error = received.recv()
     assert (error.why, error.out_of_memory) == ("MemoryError", True)
 

@@ -225,7 +225,7 @@ def test_the_memory_of_a_candidate_is_that_of_its_processes(
 
     def candidate(*overrides: str) -> Candidate:
         run = build_composed_run("model=tiny", "device=cpu", *overrides)
-        return Candidate(overrides, run, run.context(first_process(run)))
+        return Candidate(overrides, run, run.session(first_process(run)))
 
     base = Row(candidate("accumulation=4"), memory_bytes=1e9)
     assert tuning._has_room(candidate(*typed.split()), base, []) is has_room

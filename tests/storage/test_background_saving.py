@@ -20,7 +20,7 @@ from helpers.ranks import PersistentRanks
 from helpers.runs import assert_bitwise_equal
 
 import runner.storage.checkpoint
-from runner.run import CrashedError
+from runner.result import CrashedError
 from runner.storage.checkpoint import Checkpoint, Checkpoints, load
 from runner.storage.run_directory import StorageError
 

@@ -108,7 +108,8 @@ class Forger:
     def __init__(self, name: str, original: Path, directory: Path):
         self.directory, self.original = directory, original / "checkpoints/step_00000002"
         self.path = directory / "checkpoints" / self.original.name
-        self.session = prepare_session(build_composed_run(*RUNS[name], *STEPS))
+        self.run = build_composed_run(*RUNS[name], *STEPS)
+        self.session = prepare_session(self.run)
 
     def restore(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -118,8 +119,8 @@ class Forger:
         """Resume and train one step; return `resumed`, `refused`, or the message of an unexpected `ConfigError`."""
         session = self.session
         try:
-            state = prepare(session, self.directory)
-            batches = session.run.workload.batches(state.model, session.plan, state.step, session.device)
+            state = prepare(self.run, session, self.directory)
+            batches = session.workload.batches(state.model, session.plan, state.step, session.device)
             train_step(state, batches, next(session.plan.steps(state.step, session.num_steps)), log_due=True)
             return "resumed"
         except ConfigError as refusal:

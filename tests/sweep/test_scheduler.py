@@ -15,7 +15,7 @@ import pytest
 from helpers.fake_pool import FakePool
 
 from runner.config.errors import check
-from runner.run import EXIT_CODES
+from runner.result import EXIT_CODES
 from runner.storage.run_directory import StorageError
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Ended, Engine, Job, Started

@@ -17,7 +17,8 @@ from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, train_in
 from helpers.events import hparams_table, load_events, scalar_curves
 from PIL import Image
 
-from runner.run import CrashedError, Run
+from runner.result import CrashedError
+from runner.run import Run
 from runner.seeds import derive
 from runner.storage.run_directory import write_config
 from runner.tracking.base import Tracker

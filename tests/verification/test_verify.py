@@ -57,7 +57,7 @@ def _few_runs(
     def first_steps(runs: list[Run]) -> list[Steps]:
         launcher = runs[0].parallel.launcher(runs[0].device)
         if isinstance(launcher, LocalProcesses) and len(launcher.devices) > 1:
-            verify_steps.check_comparable(prepare_session(runs[-1]))
+            verify_steps.check_comparable(runs[-1], prepare_session(runs[-1]))
             configs = [run.config for run in runs]
             return ranks(len(launcher.devices)).call_on_all(record_first_steps, configs, tmp_path)[0]
         if any(run.config["parallel"]["_target_"] != SINGLE for run in runs):

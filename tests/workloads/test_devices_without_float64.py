@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.device import sum_dtype
 from runner.parallel.collectives import Collectives
-from runner.parallel.context import Process
-from runner.parallel.launch.cluster import RankInfo
 from runner.system.fake_tensors import fake_tensors
 from runner.training import initial_state, train_step
 
@@ -48,9 +46,9 @@ IMAGES = ("model=tiny", "data=synthetic", "data.size=8", "data.num_classes=1100"
 )
 def test_a_step_and_an_evaluation_need_no_float64(overrides: tuple[str, ...], tmp_path: Path) -> None:
     run = build_composed_run(*overrides, "batch_size=8", "optimizer.fused=false")
-    workload, session = run.workload, run.prepare(Process(RankInfo(), [DEVICE], Collectives()))
+    workload, session = run.workload, run.prepare(Collectives([DEVICE]))
     with fake_tensors() as mode, WithoutFloat64():
-        state, plan = initial_state(session, tmp_path), session.plan
+        state, plan = initial_state(run, session, tmp_path), session.plan
         batches = workload.fake_batches(state.model, plan, DEVICE) or workload.batches(state.model, plan, 0, DEVICE)
         train_step(state, batches, next(plan.steps(0, 1)), log_due=True)
         held_out: Any = getattr(workload, "held_out", None)
@@ -58,7 +56,7 @@ def test_a_step_and_an_evaluation_need_no_float64(overrides: tuple[str, ...], tm
             return
         held_out.inputs, held_out.targets = mode.from_tensor(held_out.inputs), mode.from_tensor(held_out.targets)
         with torch.no_grad():
-            sums = workload.evaluate(partial(run.parallel.infer, state.model), (0, 1), DEVICE)
+            sums = workload.evaluate(partial(run.parallel._infer, state.model), (0, 1), DEVICE)
         with suppress(DataDependentOutputException):  # it needs values in the end
             workload.summarize(sums)
 

@@ -96,9 +96,10 @@ FAULTS: dict[type[Classifier], tuple[int, str]] = {
 def test_metrics_that_do_not_fit_are_refused_in_words(
     workload: type[Classifier], tmp_path: Path, trained_steps: Callable[[], int]
 ) -> None:
-    session = prepare_session(run_of(workload))
+    run = run_of(workload)
+    session = prepare_session(run)
     with pytest.raises(ConfigError) as refusal:
-        train(session, tmp_path)
+        train(run, session, tmp_path)
     assert refusal.value.key == "workload"
     assert (trained_steps(), refusal.value.why) == FAULTS[workload]
 

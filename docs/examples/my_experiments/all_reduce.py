@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from runner.batching import MicroBatch
-from runner.parallel.context import Layout
+from runner.batching import MicroBatch, Plan
+from runner.parallel.collectives import Collectives
 from runner.parallel.full_state import TensorDict
-from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.multiprocess import MultiProcess, average_buffers
 from runner.tracking.metrics import BatchSums, MetricSums
 
@@ -21,8 +20,8 @@ class AllReduce(MultiProcess):
 
     description: ClassVar[str] = "one all-reduce per gradient"  # in the first lines of a run
 
-    def layout(self, rank_info: RankInfo) -> Layout:
-        return Layout.data_parallel(rank_info)
+    def divide(self, plan: Plan, process: Collectives) -> Plan:
+        return plan.sharded(process.rank, process.world_size)
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         sums = super().accumulate(model, batch, micro, log_due)
@@ -36,9 +35,9 @@ class AllReduce(MultiProcess):
     # Gradients, and so parameters, are equal on every process; the running statistics of batch normalization are not.
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
-        average_buffers(model, self._context.collectives)
+        average_buffers(model, self._session.collectives)
         return super().evaluate(model)
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        average_buffers(model, self._context.collectives)
+        average_buffers(model, self._session.collectives)
         return super().full_state(model, optimizer)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from runner.parallel.collectives import Collectives
-from runner.parallel.context import Context, Process
-from runner.parallel.launch.cluster import RankInfo
+from runner.session import Session
 from runner.system.signals import before_training
 
 
@@ -26,11 +25,11 @@ class Launcher:
         self.devices = devices
 
     @contextmanager
-    def connect(self) -> Iterator[Process]:
-        """Yield a description of this process, for the checks before training.
+    def connect(self) -> Iterator[Collectives]:
+        """Yield the collectives of this process, for the checks before training.
 
-        If `launch` starts the ranks, the description is that of rank 0. If torchrun or SLURM has started this process,
-        the process joins the process group, and the description is that of its own rank.
+        If `launch` starts the ranks, they are those of rank 0, not yet connected to the others. If torchrun or SLURM
+        has started this process, it joins the process group.
 
         Raises:
             SystemExit: if this process received a stop signal during or after an earlier run. After a stop signal, no
@@ -38,10 +37,10 @@ class Launcher:
             RuntimeError: if this process cannot join the process group.
         """
         before_training()
-        yield Process(RankInfo(), self.devices, Collectives())
+        yield Collectives(self.devices)
 
     def launch(
-        self, train: Callable[[], Any], train_rank: Callable[[Process], Any], context: Context, directory: Path
+        self, train: Callable[[], Any], train_rank: Callable[[Collectives], Any], session: Session, directory: Path
     ) -> Any:
         """Start the ranks, train in them, and return the result of rank 0.
 
@@ -49,9 +48,9 @@ class Launcher:
 
         Args:
             train: function that trains in this process; called by launchers that do not start the ranks.
-            train_rank: function that takes the description of the current process, and trains in this process. It is
-                called in each process that a launcher starts, and must be picklable.
-            context: context of this process.
+            train_rank: function that takes the collectives of the process in which it trains. It is called in each
+                process that a launcher starts, and must be picklable.
+            session: the session of this process.
             directory: the run directory. Each started rank N, except rank 0, writes its output to `log_rank_N.txt` in
                 this directory.
 

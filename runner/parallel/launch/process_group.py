@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from runner.config.errors import ConfigError, check
-from runner.parallel.json_encoding import decode, encode
+from runner.parallel.collectives import decode, encode, refusal_as_plain, refusal_from_plain
 from runner.parallel.launch.cluster import RankInfo, interface_to
 from runner.system import torch_private
 
@@ -192,8 +192,10 @@ def check_devices(rank_info: RankInfo, device: torch.device, refusal: ConfigErro
     uuid = str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
     try:
         store = _external_store(rank_info, timedelta(seconds=timeout))
-        store.set(f"device {rank_info.rank}", encode([refusal, device.type, uuid, socket.gethostname()]).decode())
-        answers = [decode(store.get(f"device {rank}")) for rank in range(rank_info.world_size)]
+        answer = (refusal_as_plain(refusal), device.type, uuid, socket.gethostname())
+        store.set(f"device {rank_info.rank}", encode(answer).hex())
+        texts = [store.get(f"device {rank}").decode() for rank in range(rank_info.world_size)]
+        answers = [decode(bytes.fromhex(text)) for text in texts]
         if store.add("readers", 1) == rank_info.world_size:
             store.set("all have read", "")
         if rank_info.rank == 0:  # the store may end with this process
@@ -205,7 +207,8 @@ def check_devices(rank_info: RankInfo, device: torch.device, refusal: ConfigErro
     first_with: dict[str, int] = {}
     for rank, (refused, kind, uuid, host) in enumerate(answers):
         if refused is not None:
-            raise ConfigError(refused.key, refused.got, f"rank {rank}, on {host}: {refused.why}", refused.remedy)
+            error = refusal_from_plain(refused)
+            raise ConfigError(error.key, error.got, f"rank {rank}, on {host}: {error.why}", error.remedy)
         first = first_with.setdefault(uuid, rank) if uuid else rank
         why = f"ranks {first} and {rank} have the same GPU (UUID {uuid}, on {host})"
         remedy = "start one process per GPU; srun --gpus-per-task=1 gives each its own"

@@ -17,11 +17,11 @@ import torch
 
 from runner.config.errors import ConfigError
 from runner.parallel.collectives import Collectives, ProcessGroup
-from runner.parallel.context import Context, Process
 from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
+from runner.session import Session
 from runner.system.console import open_console
 from runner.system.cpu import cores_per_process, keep_to_own_cores
 from runner.system.forkserver import start_server
@@ -62,26 +62,25 @@ class LocalProcesses(Launcher):
         max_restarts: int = 0,
         port: int | None = None,
         collectives: type[ProcessGroup] = ProcessGroup,
-        allocate: Callable[[Context], Any] = lambda context: None,
+        allocate: Callable[[Session], Any] = lambda session: None,
     ):
         super().__init__(devices)
         self.timeout, self.max_restarts, self.port = timeout, max_restarts, port
         self.collectives, self.allocate = collectives, allocate
 
     @contextmanager
-    def connect(self) -> Iterator[Process]:
+    def connect(self) -> Iterator[Collectives]:
         before_training()
         start_rank_server()
-        count = len(self.devices)
-        yield Process(RankInfo(0, count, 0, count), self.devices[:1], Collectives())
+        yield Collectives(self.devices[:1], 0, len(self.devices))
 
     def launch(
-        self, train: Callable[[], Any], train_rank: Callable[[Process], Any], context: Context, directory: Path
+        self, train: Callable[[], Any], train_rank: Callable[[Collectives], Any], session: Session, directory: Path
     ) -> Any:
         with StopRequest() as stop:
             for restart in range(1, self.max_restarts + 2):
                 try:
-                    return self._start(train_rank, context, directory, stop)
+                    return self._start(train_rank, session, directory, stop)
                 except RankError as error:
                     if restart > self.max_restarts or stop.received:
                         raise
@@ -89,8 +88,10 @@ class LocalProcesses(Launcher):
                     log.warning("%s\n%s%s", error, error.trace, again)
         raise AssertionError("the last attempt returns or raises")
 
-    def _start(self, train_rank: Callable[[Process], Any], context: Context, directory: Path, stop: StopRequest) -> Any:
-        count, shared_state = len(self.devices), self.allocate(context)
+    def _start(
+        self, train_rank: Callable[[Collectives], Any], session: Session, directory: Path, stop: StopRequest
+    ) -> Any:
+        count, shared_state = len(self.devices), self.allocate(session)
         store = process_group.create_store(self.port)
         rank_infos = [RankInfo(rank, count, rank, count, store.host, store.port) for rank in range(count)]
         arguments = [(info, device, shared_state) for info, device in zip(rank_infos, self.devices, strict=True)]
@@ -122,7 +123,7 @@ class ExternalProcesses(Launcher):
         self.rank_info, self.timeout, self.collectives, self.refusal = rank_info, timeout, collectives, refusal
 
     @contextmanager
-    def connect(self) -> Iterator[Process]:
+    def connect(self) -> Iterator[Collectives]:
         with StopRequest():  # from here on, the ranks stop only together, after a step that all of them reach
             if torch.distributed.is_initialized():  # the runs of a process share one process group
                 if self.refusal is not None:
@@ -131,12 +132,12 @@ class ExternalProcesses(Launcher):
                 process_group.check_devices(self.rank_info, self.devices[0], self.refusal, self.timeout)
                 init_rank(self.rank_info, self.devices[0], self.timeout, external=True)
                 atexit.register(process_group.destroy_process_group)
-            collectives = self.collectives(self.timeout)
-            yield Process(self.rank_info, self.devices, collectives)
+            collectives = self.collectives(self.devices, self.timeout)
+            yield collectives
             collectives.finish()
 
     def launch(
-        self, train: Callable[[], Any], train_rank: Callable[[Process], Any], context: Context, directory: Path
+        self, train: Callable[[], Any], train_rank: Callable[[Collectives], Any], session: Session, directory: Path
     ) -> Any:
         try:
             return train()
@@ -144,8 +145,8 @@ class ExternalProcesses(Launcher):
             report = report_of(error)
             if self.rank_info.rank > 0 and report.what and not report.by_others:  # the command reports rank 0's error
                 log.critical("rank %d %s\n%s", self.rank_info.rank, report.what, report.trace)
-            assert isinstance(context.collectives, ProcessGroup)
-            context.collectives.forget()
+            assert isinstance(session.collectives, ProcessGroup)
+            session.collectives.forget()
             # Pending messages must not reach the next run of this process, which initializes a new group.
             process_group.abort_process_group()
             raise
@@ -167,7 +168,7 @@ def init_rank(rank_info: RankInfo, device: torch.device, timeout: float, externa
 
 
 def _run_rank(
-    train_rank: Callable[[Process], Any],
+    train_rank: Callable[[Collectives], Any],
     make_collectives: type[ProcessGroup],
     timeout: float,
     directory: Path,
@@ -197,8 +198,8 @@ def _run_rank(
             if rank_info.rank > 0:
                 _redirect_output(directory / f"log_rank_{rank_info.rank}.txt")
             init_rank(rank_info, device, timeout, external=False)
-            collectives = make_collectives(timeout, shared_state)
-            result = train_rank(Process(rank_info, [device], collectives, shared_state))
+            collectives = make_collectives([device], timeout, shared_state)
+            result = train_rank(collectives)
             collectives.finish()
             process_group.destroy_process_group()
         except BaseException as error:

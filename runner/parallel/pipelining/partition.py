@@ -14,8 +14,8 @@ import torch
 from models.blocks import blocks_of as listed_blocks
 from runner.config.errors import ConfigError, check, check_range, did_you_mean
 from runner.model.base import without_memory
-from runner.parallel.context import Context
 from runner.parallel.pipelining.stages import owners
+from runner.session import Session
 from runner.workloads.base import SupervisedWorkload, Workload
 
 Blocks = list[tuple[str, "torch.nn.Module"]]
@@ -194,32 +194,32 @@ class BlockProfile(NamedTuple):
     dtype: torch.dtype
 
 
-def first_inputs(model: torch.nn.Module, context: Context, size: int | None = None) -> torch.Tensor:
+def first_inputs(model: torch.nn.Module, session: Session, size: int | None = None) -> torch.Tensor:
     """Return the inputs of the first micro-batch: only the first `size` samples, or all samples if `size` is None."""
-    with closing(cast(Any, context.workload.batches(model, context.plan, 0, context.device))) as batches:
+    with closing(cast(Any, session.workload.batches(model, session.plan, 0, session.device))) as batches:
         return next(batches).inputs[:size]
 
 
-def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, context: Context, timed: bool) -> list[BlockProfile]:
+def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, session: Session, timed: bool) -> list[BlockProfile]:
     """Measure the blocks of `model` in forward order, using copies of the blocks, so that the model does not change.
 
     Args:
         model: the network.
         inputs: inputs of the first block, on the device on which the blocks are measured. There must be as many samples
             as in a micro-batch of the run, because the times depend on the number of samples.
-        context: the context of the run.
+        session: the session of this process.
         timed: True to also measure the time of each block, in training mode; False to find only the shape and dtype of
             each block's output, in evaluation mode.
     """
-    dtype, autocast = next(model.parameters()).dtype, context.precision.autocast
+    dtype, autocast = next(model.parameters()).dtype, session.precision.autocast
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs  # float64 under precision=64
     profiles, x = [], inputs if timed else inputs[:1]
     for name, block in blocks_of(model):
         own = copy.deepcopy(block).to(x.device).train(timed)
-        if context.channels_last:
+        if session.channels_last:
             own.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         # The inputs of the first block are data, which need no gradient.
-        seconds = context.time_block(own, x, autocast, bool(profiles)) if timed else 0.0
+        seconds = session.time_block(own, x, autocast, bool(profiles)) if timed else 0.0
         with torch.no_grad(), autocast():
             x = own(x)
         profiles.append(BlockProfile(name, seconds, tuple(x.shape[1:]), x.dtype))

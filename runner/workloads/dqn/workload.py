@@ -131,7 +131,7 @@ class DQN(Workload):
         return math.floor((self.env_steps - self.warm_up) * self.replay_ratio + 1e-6)
 
     def check_plan(self, plan: Plan) -> None:
-        envs_per_process(self.env.num_envs, plan.num_workers)
+        envs_per_process(self.env.num_envs, plan.num_data_ranks)
 
     def build_model(self) -> torch.nn.Module:
         from models.qnet import WithTarget
@@ -152,7 +152,7 @@ class DQN(Workload):
     ) -> Iterator[Transitions]:
         from runner.workloads.dqn.actor import greedy_policy
 
-        self._count = plan.num_workers
+        self._count = plan.num_data_ranks
         self._logged = (_training_time(), 0)
         self._actor = actor = self._new_actor(plan, device)
         if after_step:
@@ -179,7 +179,7 @@ class DQN(Workload):
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Transitions]:
         from runner.workloads.dqn.replay import row_width, unpack
 
-        capacity = math.ceil(self.replay_size / plan.num_workers)
+        capacity = math.ceil(self.replay_size / plan.num_data_ranks)
         replay_device = device if self.replay_device == "learner" else "cpu"
         replay = torch.zeros(capacity, row_width(math.prod(self.env.shape)), device=replay_device)
         sizes = [micro.stop - micro.start for micro in plan.micro_batches(1)]
@@ -206,7 +206,7 @@ class DQN(Workload):
         from runner.workloads.dqn.repeated_actions import Repeats
         from runner.workloads.dqn.replay import Replay, row_width
 
-        num_envs, size = envs_per_process(self.env.num_envs, plan.num_workers), math.prod(self.env.shape)
+        num_envs, size = envs_per_process(self.env.num_envs, plan.num_data_ranks), math.prod(self.env.shape)
         capacity = math.ceil(self.replay_size / self._count)
         replay_device = device if self.replay_device == "learner" else torch.device("cpu")
         if replay_device.type == "cpu":
@@ -220,7 +220,7 @@ class DQN(Workload):
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
         with errors_under("env"):
             vector = self.env.vector(num_envs)
-        seed = derive(plan.seed, "agent", plan.worker)
+        seed = derive(plan.seed, "agent", plan.data_rank)
         longest, exponent = self.epsilon_repeat, self.epsilon_repeat_exponent
         repeats = Repeats(num_envs, longest, exponent) if longest > 1 else None
         return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, repeats)

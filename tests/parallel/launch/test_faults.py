@@ -45,7 +45,9 @@ from helpers.runs import (
 
 from runner.cli import run_job
 from runner.config.errors import ConfigError
-from runner.run import Result, Session
+from runner.result import Result
+from runner.run import Run
+from runner.session import Session
 from runner.storage.checkpoint import load
 from runner.training import train_rank
 
@@ -359,12 +361,12 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
         launcher = run.parallel.launcher(run.device)
         monkeypatch.setattr(run_job, "train_rank", work)
         with launcher.connect() as process:
-            return run_job.trained(run.prepare(process), launcher, tmp_path)
+            return run_job.trained(run, run.prepare(process), launcher, tmp_path)
 
     return run_it
 
 
-def changed(change: Callable[[Session], Any]) -> Work:
+def changed(change: Callable[[Run, Session], Any]) -> Work:
     return partial(rank_functions.train_with_change, change)
 
 

@@ -85,10 +85,8 @@ def test_the_result_is_that_of_rank_0(tmp_path: Path) -> None:
 def test_each_rank_gets_its_rank_info_and_process_group(tmp_path: Path) -> None:
     run = build_composed_run(*TWO_RANK_DDP, *SHORT, "parallel.processes=3", "batch_size=63")
     found: Any = train_in(tmp_path, run, train_rank=rank_functions.rank_infos).result
-    assert [each["rank_info"][:4] for each in found] == [(rank, 3, rank, 3) for rank in range(3)]
     assert [each["group"] for each in found] == [(rank, 3) for rank in range(3)]
     assert {each["LOCAL_WORLD_SIZE"] for each in found} == {"3"}
-    assert len({each["rank_info"].port for each in found}) == 1
     if sys.platform == "linux":
         assert {each["GLOO_SOCKET_IFNAME"] for each in found} == {"lo"}
 

@@ -23,7 +23,7 @@ from runner.config.errors import ConfigError
 from runner.parallel.launch import supervisor
 from runner.parallel.launch.processes import PRELOADED
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of
-from runner.run import CrashedError, Result
+from runner.result import CrashedError, Result
 from runner.system.forkserver import start_server
 from runner.system.signals import StopRequest
 

@@ -33,7 +33,9 @@ from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors
 
 from runner.commands import verify
 from runner.parallel.launch.launcher import Launcher
-from runner.run import Result, Run, Session, build_run
+from runner.result import Result
+from runner.run import Run, build_run
+from runner.session import Session
 from runner.training import prepare
 
 STEPS = 5
@@ -81,7 +83,9 @@ def on_one_device(run: Run) -> Run:
     return run
 
 
-def run_here(directory: Path, *overrides: str, change: Callable[[Session], Any] = lambda session: None) -> Result:
+def run_here(
+    directory: Path, *overrides: str, change: Callable[[Run, Session], Any] = lambda run, session: None
+) -> Result:
     """Train a run in this process, or in processes that its mode starts, and return the result."""
     return train_in(directory, build_composed_run(*TINY_CPU, *overrides), change).result
 
@@ -263,14 +267,14 @@ def test_middle_stages_read_no_samples_and_only_the_first_one_evaluates(
     assert largest_difference(weights_at(tmp_path, STEPS), plain("sgd", SIX)[0].weights) <= 1e-6
 
 
-def read_as_little_as_possible(session: Session) -> None:
+def read_as_little_as_possible(run: Run, session: Session) -> None:
     def read(*_: Any) -> None:
         raise AssertionError("reads samples")
 
     if session.rank == 1:
-        session.run.workload.batches = read  # pyright: ignore[reportAttributeAccessIssue]
+        session.workload.batches = read  # pyright: ignore[reportAttributeAccessIssue]
     if session.rank > 0:
-        session.run.workload.evaluate = read  # pyright: ignore[reportAttributeAccessIssue]
+        session.workload.evaluate = read  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("log_every", [1, 100])
@@ -409,7 +413,7 @@ def names_held(config: dict[str, Any], directory: Path) -> list[str]:
     directory.mkdir(exist_ok=True)
     run = build_run(config)
     with run.parallel.launcher(run.device).connect() as process:
-        state = prepare(run.prepare(process), directory)
+        state = prepare(run, run.prepare(process), directory)
     held = dict(state.model.named_parameters())
     assert {id(p) for group in state.optimizer.param_groups for p in group["params"]} == {id(p) for p in held.values()}
     return list(held)

@@ -8,7 +8,7 @@ from helpers.compose import build_composed_run, prepare_session
 
 from runner.config.errors import ConfigError
 from runner.parallel.pipeline import Pipeline
-from runner.run import Session
+from runner.session import Session
 
 TINY = ("model=tiny", "data.size=8")
 
@@ -96,13 +96,10 @@ def test_a_network_that_lists_no_blocks_is_refused() -> None:
 )
 def test_unset_options_are_derived_from_the_others(overrides: str, stages: int, processes: int, micros: int) -> None:
     session = prepare(*overrides.split())
-    mode, context = session.run.parallel, session.context
+    mode = build_composed_run(*TINY, "parallel=pipeline", *overrides.split()).parallel
     assert isinstance(mode, Pipeline)
-    assert (mode._num_stages(context), context.world_size, mode.num_microbatches(context)) == (
-        stages,
-        processes,
-        micros,
-    )
+    found = (mode._num_stages(session.collectives), session.world_size, session.plan.chunks)
+    assert found == (stages, processes, micros)
     assert session.plan.data_shard == (0, 1), "every process goes through the same batches"
 
 
@@ -137,7 +134,7 @@ def test_more_stages_than_devices_are_refused(overrides: str, key: str, got: obj
 @pytest.mark.parametrize("mode", ["model", "pipeline parallel.engine=streams"])
 def test_gpus_are_used_in_the_order_of_device_indices(mode: str) -> None:
     session = prepare(*f"parallel={mode} device.indices=[1,0]".split())
-    assert session.context.process.devices == [torch.device("cuda", 1), torch.device("cuda", 0)]
+    assert session.devices == [torch.device("cuda", 1), torch.device("cuda", 0)]
 
 
 @pytest.mark.parametrize("mode", ["model", "pipeline parallel.engine=streams"])

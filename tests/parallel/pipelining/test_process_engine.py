@@ -89,16 +89,16 @@ def in_rank(schedule: str) -> tuple[dict[int, list[torch.Tensor]], torch.Tensor 
                 specs[number + 1] if number < last else None,
                 nullcontext,
             )
-            for number in range(process.rank_info.rank, len(grouped), 2)
+            for number in range(process.rank, len(grouped), 2)
         }
         timeline = Timeline([CPU])
         engine = ProcessEngine(own, specs, schedule, SIZE, NUM_MICROS, CPU, timeline)
         inputs, targets = batch()
-        timeline.begin(process.collectives.barrier)
+        timeline.begin(process.barrier)
         engine.train(inputs, targets, loss)
         timeline.end()
         gradients = {n: [p.grad for p in stage.parameters() if p.grad is not None] for n, stage in own.items()}
         with torch.inference_mode():
-            inferred = engine.infer(inputs[:-1]).clone() if process.rank_info.rank == 0 else None
+            inferred = engine.infer(inputs[:-1]).clone() if process.rank == 0 else None
             engine.serve()
             return gradients, inferred, timeline.take()

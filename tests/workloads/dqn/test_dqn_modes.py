@@ -21,8 +21,9 @@ from helpers.ranks import PersistentRanks
 from torch import nn
 
 from runner.config.options import groups
-from runner.run import Session, build_run
+from runner.run import Run, build_run
 from runner.seeds import derive
+from runner.session import Session
 
 STEPS, BATCH, LR, TAU, DELTA, CLIP = 12, 48, 0.01, 0.1, 0.5, 2.0
 AGENT = (
@@ -54,7 +55,7 @@ def do(
     config = compose_config(*AGENT, *overrides)
     if processes > 1:
         return ranks(processes).train(config, directory, change)
-    return train_in(directory, build_run(config), change or (lambda session: None)).result
+    return train_in(directory, build_run(config), change or (lambda run, session: None)).result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,9 +74,9 @@ def table() -> tuple[torch.Tensor, torch.Tensor]:
     return rows, torch.randint(300, (STEPS * BATCH,), generator=generator)
 
 
-def draw_given(session: Session) -> None:
+def draw_given(run: Run, session: Session) -> None:
     """Make the replay buffer return this process's shard of the given batches; nothing else is changed."""
-    workload: Any = session.run.workload
+    workload: Any = session.workload
     new_actor, (rows, order) = workload._new_actor, table()
 
     def with_given(plan: Any, device: torch.device) -> Any:

@@ -27,7 +27,7 @@ from models.qnet import QNet, WithTarget
 from runner.batching import Plan
 from runner.config.errors import ABSENT, ConfigError
 from runner.optimizer import trainable
-from runner.run import CrashedError
+from runner.result import CrashedError
 from runner.seeds import derive
 from runner.tracking.metrics import computed
 from runner.training import initial_state, train_step
@@ -163,12 +163,13 @@ def test_only_the_online_network_is_trained_and_the_target_follows_it() -> None:
 def test_a_skipped_update_does_not_advance_the_target_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps 2 and 3 are skipped, so that step 4 is update 2, which moves the target."""
     overrides = ("precision=16", "workload.target_tau=0.25", "workload.target_every=2")
-    session = prepare_session(build_composed_run(*SMALL, *overrides))
-    state = initial_state(session, tmp_path)
+    run = build_composed_run(*SMALL, *overrides)
+    session = prepare_session(run)
+    state = initial_state(run, session, tmp_path)
     model: Any = state.model
-    session.run.precision._scaler = torch.amp.GradScaler("cpu", init_scale=1.0)  # pyright: ignore
-    session.run.precision.scaled(torch.zeros(()))  # the scaler allocates its scale on first use
-    monkeypatch.setattr(session.run.parallel, "accumulate", lambda *_: torch.zeros(2))
+    session.precision._scaler = torch.amp.GradScaler("cpu", init_scale=1.0)  # pyright: ignore
+    session.precision.scaled(torch.zeros(()))  # the scaler allocates its scale on first use
+    monkeypatch.setattr(run.parallel, "accumulate", lambda *_: torch.zeros(2))
     target = model.target.head.weight.clone()
     for step in session.plan.steps(0, 5):
         for parameter in trainable(model):
@@ -177,7 +178,7 @@ def test_a_skipped_update_does_not_advance_the_target_network(tmp_path: Path, mo
         if step.number == 4:
             target += 0.25 * (model.online.head.weight.detach() - target)
         torch.testing.assert_close(model.target.head.weight, target, rtol=0, atol=1e-7)
-    assert session.run.precision.num_skipped() == 2
+    assert session.precision.num_skipped() == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""The outcome of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from runner.system.exit_codes import CRASHED, DIVERGED, DONE, STOPPED
+
+EXIT_CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
+"""The exit code for each status of a result."""
+
+
+@dataclass
+class Result:
+    """The outcome of a run, written to `result.json`.
+
+    Args:
+        status: `done`, `stopped` (by a signal or `stop.max_time`, after saving), `diverged` or `crashed`.
+        steps: number of completed optimizer steps, including the steps before a resume.
+        metrics: the latest training and evaluation metrics, by TensorBoard tag.
+        best: the `metric`, the `value` and the `step` of the best evaluation; empty if there was no evaluation.
+        seconds: time in seconds from the first step of this session to the end of the session.
+        samples_per_second: training throughput of all processes together, from the median step time.
+        step_seconds: the `median` and the 90th percentile (`p90`) of the times of the steps in this session, in
+            seconds; the first steps do not count. On an accelerator, the time of a step is the mean over a window of
+            steps, such as those between two logs (see `StepTimer`). If an iteration of the training loop has several
+            steps (see `Plan.steps_per_round`), the iterations are timed instead. Empty if there was no step.
+        peak_memory_bytes: peak memory usage of rank 0 on its GPU or, without a GPU, in host memory.
+        world_size: number of processes.
+        config_hash: hash of the config (see `runner.run.config_hash`).
+        notes: additional results of the workload, such as the number of skipped files.
+        error: the reason why the run diverged or crashed; empty if it did neither.
+        stopped_by: the rule of `stop` that ended the run before its last step, in words; empty if no rule did.
+        directory: the run directory; None in the result that a rank returns, and if the directory was removed or
+            renamed. Neither `directory` nor `cause` is written to `result.json`.
+        cause: the exception that crashed the run; None if the run has not crashed.
+    """
+
+    status: str
+    steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    samples_per_second: float = 0.0
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    peak_memory_bytes: int = 0
+    world_size: int = 1
+    config_hash: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    stopped_by: str = ""
+    directory: Path | None = field(default=None, init=False, compare=False)
+    cause: BaseException | None = field(default=None, init=False, compare=False, repr=False)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a command that ends with this result."""
+        return EXIT_CODES[self.status]
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """The metrics of the latest evaluation, by TensorBoard tag."""
+        return {tag: value for tag, value in self.metrics.items() if tag.startswith("eval/")}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain values, for JSON, without `directory` and `cause`."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+
+
+class CrashedError(Exception):
+    """Raised when an error has ended a run; `__cause__` is that error, and `result` is the run's result so far."""
+
+    def __init__(self, result: Result):
+        super().__init__(result)
+        self.result = result
+
+    def __str__(self) -> str:
+        return self.result.error
