@@ -200,11 +200,7 @@ class Run:
         return "\n".join(f"{key:<10} {text}" for key, text in lines.items())
 
     def _num_steps(self, epoch: float | None) -> int:
-        """Return the number of optimizer steps of the run.
-
-        Args:
-            epoch: number of optimizer steps per epoch; None if the workload has no epochs.
-        """
+        """Return the number of optimizer steps of the run."""
         if self.steps is not None:
             return self.steps
         length = self.workload.num_steps(self.batch_size)

@@ -273,15 +273,7 @@ def _signature_text(workload: Workload) -> str:
 
 
 def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:
-    """Check the part of `checkpoint` that all ranks share, before any part of the checkpoint is loaded.
-
-    Args:
-        checkpoint: the checkpoint.
-        num_metrics: number of training metrics of the workload.
-
-    Raises:
-        UnexpectedContentError: if a value does not have the expected form.
-    """
+    """Check the part of `checkpoint` that all ranks share, before any part of the checkpoint is loaded."""
     shared, step = _OPTIONAL | checkpoint.state, checkpoint.step
     like = {"optimizer": {str: dict}, "precision": dict, "window": TensorSpec(torch.float32, (None, num_metrics))}
     like |= {"logged": int, "metrics": {str: float}, "best": dict, "stop": dict, "num_steps": int}
@@ -306,11 +298,7 @@ def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dic
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are finite.
-
-    The sum is computed first, because this takes a fifth of the time of checking each element: if the sum is finite, so
-    are all elements.
-    """
+    """Return whether all elements are finite."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 

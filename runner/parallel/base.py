@@ -115,13 +115,7 @@ class Parallel:
         return self._accumulate(model, batch, micro.weight)
 
     def _accumulate(self, module: torch.nn.Module, batch: Any, weight: float) -> BatchSums:
-        """Run the forward and the backward pass of a micro-batch, and return its metric sums.
-
-        Args:
-            module: the model, or the wrapper of the model.
-            batch: the micro-batch.
-            weight: factor by which the loss is multiplied.
-        """
+        """Run the forward and the backward pass of a micro-batch, and return its metric sums."""
         workload, precision = self._session.workload, self._session.precision
         with timer.section("forward"), precision.autocast():
             loss, sums = workload.loss(module, batch)

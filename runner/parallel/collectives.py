@@ -277,11 +277,7 @@ def _bytes_to_tensor(message: bytes) -> torch.Tensor:
 
 
 def _checked(num_bytes: int) -> int:
-    """Return `num_bytes`, the size of a message from another rank, if it is within the limit.
-
-    Raises:
-        ValueError: if `num_bytes` is negative or greater than `MAX_MESSAGE_BYTES`.
-    """
+    """Return `num_bytes`, the size of a message from another rank, if it is within the limit."""
     if not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {num_bytes} bytes from another rank: at most {MAX_MESSAGE_BYTES} are read")
     return num_bytes

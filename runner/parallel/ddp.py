@@ -118,10 +118,6 @@ class DDP(MultiProcess):
 
 
 def _no_buffer_broadcast() -> dict[str, Any]:
-    """Return the keyword argument that turns off DDP's broadcast of buffers.
-
-    The broadcast is not needed, because `average_buffers` is called before an evaluation or a checkpoint. The name of
-    the argument has changed in torch 2.14.
-    """
+    """Return the keyword argument that turns off DDP's broadcast of buffers."""
     options = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False}

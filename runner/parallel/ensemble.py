@@ -73,14 +73,7 @@ class Ensemble(MultiProcess):
         return metrics, sums
 
     def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the members' vote on `inputs`, and count the members' predictions in `tally`.
-
-        Args:
-            model: this process's member.
-            tally: int64 [2], updated in place: the number of predictions of members that differ from the prediction of
-                the vote, and the number of all predictions of members.
-            inputs: inputs of the model.
-        """
+        """Return the members' vote on `inputs`, and count the members' predictions in `tally`."""
         own = model(inputs).float().contiguous()
         outputs = [torch.empty_like(own) for _ in range(self._session.world_size)]
         torch.distributed.all_gather(outputs, own)

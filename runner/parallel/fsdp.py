@@ -102,12 +102,7 @@ class FSDP(MultiProcess):
 
 
 class _CommonPasses:
-    """Forward passes of a sharded model, of which all processes make the same number.
-
-    Args:
-        model: the model.
-        session: the session of this process.
-    """
+    """Forward passes of a sharded model, of which all processes make the same number."""
 
     def __init__(self, model: torch.nn.Module, session: Session):
         self._model, self._session = model, session
@@ -142,11 +137,7 @@ class _CommonPasses:
 
 
 def _without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks of `model` that share no parameter with another part of the model.
-
-    Blocks with shared parameters are left out. FSDP shards their parameters together with those of the root module, so
-    that tied weights stay tied.
-    """
+    """Return the blocks of `model` that share no parameter with another part of the model."""
     everywhere = _counts(model)
     return [block for block in modules_of_blocks(model) if _counts(block).items() <= everywhere.items()]
 

@@ -104,12 +104,7 @@ def load_optimizer(
 
 
 def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, TensorSpec | type | None]:
-    """Return the expected format of a parameter's optimizer state: a dict from key, such as `exp_avg`, to a spec.
-
-    The spec is None for a tensor with the shape of the parameter, a `TensorSpec` for any other tensor, and the type for
-    a value that is not a tensor. All parameters of `group` have the same format. torch does not document this format,
-    so a copy of `optimizer` makes a step with a test parameter, whose state is inspected.
-    """
+    """Return the expected format of a parameter's optimizer state: a dict from key, such as `exp_avg`, to a spec."""
     parameter = torch.nn.Parameter(torch.zeros(_PROBE))
     parameter.grad = torch.zeros(_PROBE)
     copied = copy.copy(optimizer)
@@ -127,15 +122,7 @@ def _form(value: Any) -> TensorSpec | type | None:
 
 
 def _check_step(name: str, state: dict[str, Any]) -> None:
-    """Check that the number of steps in `state`, from which most optimizers compute a divisor, is not negative.
-
-    Args:
-        name: the name of the parameter, for the error message.
-        state: the optimizer state of the parameter.
-
-    Raises:
-        UnexpectedContentError: if the number is negative.
-    """
+    """Check that the number of steps in `state`, from which most optimizers compute a divisor, is not negative."""
     if "step" in state and state["step"] < 0:
         raise UnexpectedContentError(f"the optimizer, {name}, step: it is negative")
 
@@ -158,10 +145,7 @@ def shard_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state`, the optimizer state of `parameter`, with tensors in the memory layout of the parameter.
-
-    The fused CPU kernels iterate in memory order: with different layouts, they would silently pair wrong elements.
-    """
+    """Return `state`, the optimizer state of `parameter`, with tensors in the memory layout of the parameter."""
 
     def copied(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

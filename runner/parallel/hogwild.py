@@ -24,17 +24,9 @@ from runner.session import Session
 from runner.storage.content_checks import check_like
 from runner.tracking.metrics import BatchSums, MetricSums
 
-_CACHE_LINE = 64
-"""Size in bytes. Each tensor starts on a new cache line, so that neighboring tensors never share a cache line."""
-
-_MAX_LEAD = 4
-"""How many updates a worker may be ahead of another when it begins a step.
-
-This limit lets all workers stop after the same number of updates.
-"""
-
-_MEASURE_EVERY = 16
-"""Number of steps between two measurements of how far other workers move the model. A measurement copies the model."""
+_CACHE_LINE = 64  # bytes; each tensor starts on a new cache line, so that neighboring tensors never share one
+_MAX_LEAD = 4  # updates by which a worker may be ahead of another, so that all can stop after the same number
+_MEASURE_EVERY = 16  # steps between two measurements of how far others move the model, each of which copies the model
 
 
 class SharedState(NamedTuple):
@@ -68,40 +60,28 @@ class SharedMemoryCollectives(ProcessGroup):
         self.updates, self._stop_requested, self._last_update = (counts.numpy() for counts in shared_state[1:])
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether this worker has to stop now, after its latest update.
+        """Return whether this worker has to stop now, after its latest update; `flag` requests that all workers stop.
 
-        When a worker has requested a stop, rank 0 chooses the number of updates after which every worker stops. Rank 0
-        must choose a number that no worker has passed. Therefore, the lead of a worker is limited: in each call, a
-        worker waits until it is at most `_MAX_LEAD` updates ahead of the slowest worker.
-
-        Args:
-            flag: whether this worker requests that all workers stop.
+        Rank 0 then chooses the number of updates after which every worker stops, one that no worker has passed.
+        Therefore, a worker waits here until it is at most `_MAX_LEAD` updates ahead of the slowest worker.
 
         Raises:
             LostError: if this worker has to wait for another worker for more than `timeout` seconds.
         """
-        own = int(self.updates[self.rank])
+        updates = int(self.updates[self.rank])
         if flag:  # set, never cleared: a read-modify-write could undo the write of another worker
             self._stop_requested[0] = 1
         if self.rank == 0 and self._stop_requested[0] and not self._last_update[0]:
             # A worker that reaches this number has waited for rank 0's next update, so it sees the number in time.
-            self._last_update[0] = own + _MAX_LEAD + 1
-        self._wait_for(own - _MAX_LEAD)
-        return bool(self._last_update[0] == own)
-
-    def _wait_for(self, num_updates: int) -> None:
-        """Wait until every worker has made `num_updates` updates.
-
-        Raises:
-            LostError: if the wait takes longer than `timeout` seconds.
-        """
+            self._last_update[0] = updates + _MAX_LEAD + 1
         waited, since = 0.0, time.monotonic()
-        while self.updates.min() < num_updates:
+        while self.updates.min() < updates - _MAX_LEAD:
             if waited > self.timeout:
                 raise LostError(f"rank {self.updates.argmin()} made no update for {self.timeout:g} s")
             time.sleep(0.0002)
             now = time.monotonic()
             waited, since = waited + min(now - since, 0.5), now  # capped: all workers may have been suspended together
+        return bool(self._last_update[0] == updates)
 
 
 @dataclass
@@ -170,21 +150,12 @@ class Hogwild(MultiProcess):
         return sums
 
     def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
-        """Return the number of updates by all workers so far, and a copy of the weights or None.
-
-        The weights are copied only if there are several workers, and only in every `_MEASURE_EVERY`-th step.
-        """
+        """Return the number of updates by all workers so far, and a copy of the weights or None."""
         measured = self._session.world_size > 1 and self._updates[self._session.rank] % _MEASURE_EVERY == 0
         return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None
 
     def _measure_staleness(self, model: torch.nn.Module, updates: int, weights: list[torch.Tensor] | None) -> None:
-        """Count the updates by other workers during this step, and measure how far these updates have moved the model.
-
-        Args:
-            model: the model.
-            updates: number of updates by all workers at the beginning of the step.
-            weights: weights at the beginning of the step; None if the distance is not measured in this step.
-        """
+        """Count the updates by others during this step, and measure how far these updates have moved the model."""
         staleness = self._staleness
         staleness[0] += int(self._updates.sum()) - updates
         staleness[1] += 1

@@ -79,11 +79,7 @@ class MultiProcess(Parallel, ABC):
         return ExternalProcesses(rank_info, device, self.timeout, self.collectives_class, refusal)
 
     def _device_of_rank(self, choice: Device, local_rank: int) -> torch.device:
-        """Return the device of a process that torchrun or SLURM has started.
-
-        Each process uses another one of the GPUs that it sees. If it sees only one GPU, it uses this GPU, which SLURM
-        may have bound to it (`srun --gpus-per-task=1`).
-        """
+        """Return the device of a process that torchrun or SLURM has started."""
         gpus = self._gpus(choice)
         if not gpus:
             return torch.device("cpu")
@@ -105,10 +101,7 @@ class MultiProcess(Parallel, ABC):
         )
 
     def _gpus(self, choice: Device) -> list[torch.device]:
-        """Return the GPUs of this machine that the processes may use; an empty list if the processes run on the CPU.
-
-        `device=auto` never selects Metal here.
-        """
+        """Return the GPUs of this machine that the processes may use; an empty list if the processes run on the CPU."""
         kind = choice.kind if choice.kind != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         why = "tensors of a Metal device cannot be sent between processes"
         check(kind != "mps", "device.kind", kind, why, "choose device=cpu, or parallel=single")
@@ -119,11 +112,7 @@ class MultiProcess(Parallel, ABC):
         return []
 
     def _num_processes(self, num_gpus: int) -> int:
-        """Return the number of processes to start on this machine.
-
-        Args:
-            num_gpus: number of GPUs that the processes may use; 0 on the CPU.
-        """
+        """Return the number of processes to start on this machine."""
         return self.processes if isinstance(self.processes, int) else num_gpus or 2
 
     def _allocate_shared_state(self, session: Session) -> Any:

@@ -216,21 +216,7 @@ class Pipeline(Partition, MultiProcess):
         activations: list[ActivationSpec],
         session: Session,
     ) -> dict[int, StageModule]:
-        """Create this process's stages and engine, and return the stages, keyed by the number of the stage.
-
-        The tensors of other processes' stages are removed from `model`.
-
-        Args:
-            model: the network.
-            grouped: the blocks of each stage, for the stages of all processes.
-            stage_of: the number of the stage of each parameter and buffer.
-            activations: specs of the activations before the first stage and after each stage, for all processes.
-            session: the session of this process.
-
-        Raises:
-            ConfigError: with the key `parallel.cuts`, if the stages of this process have no trainable parameters; or as
-                in `check_split_backward`.
-        """
+        """Create this process's stages and engine, and return the stages, keyed by the number of the stage."""
         from runner.parallel.pipelining.process_engine import ProcessEngine
 
         check_split_backward(self.schedule, model)
@@ -250,11 +236,7 @@ class Pipeline(Partition, MultiProcess):
     def _place_on_streams(
         self, model: torch.nn.Module, grouped: list[list[torch.nn.Module]], session: Session
     ) -> dict[int, StageModule]:
-        """Create all stages and the engine in this process, and return the stages, keyed by the number of the stage.
-
-        Each stage has its own device, unless there is only one device. The arguments are the same as in
-        `_place_in_processes`.
-        """
+        """Create all stages and the engine in this process, and return the stages, keyed by the number of the stage."""
         from runner.parallel.pipelining.streams import StreamEngine
 
         devices = session.devices

@@ -14,14 +14,14 @@ runs that agree very closely are judged the same (see `Row.is_same`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
 from runner.precision import Precision
-from runner.verification.samples import first_other_samples
 from runner.verification.steps import Steps, Tensors
 
 EXACT = 1e-9
@@ -69,53 +69,38 @@ class Row(NamedTuple):
 
     Args:
         what: the kind of tensor, for example `gradients`.
-        exact: the difference between the tested run and the reference, both in float64; None if the device does not
-            support float64.
-        own: the difference between the tested run and the reference, both in the precision of the config; None if this
-            precision is float64.
-        rounding: the rounding error of the reference, that is, the difference between the reference in the precision of
-            the config and the reference in float64; 0 if one of them is missing.
-        limit: the largest acceptable size of `own`.
-        tolerance: a stricter limit for the size of `own`, which replaces `limit` if the device does not support
-            float64, or if the rounding error of the reference is large (see `is_noisy`).
+        exact: the difference in float64; None if the device does not support float64.
+        configured: the difference in the precision of the config; None if this precision is float64.
+        rounding: the rounding error of the reference: the difference between the reference in the precision of the
+            config and in float64; 0 if one of them is missing.
+        limit: the largest acceptable size of `configured`.
+        tolerance: a stricter limit, which replaces `limit` without float64, or if the reference is noisy.
         exact_limit: the largest acceptable size of `exact`.
     """
 
     what: str
     exact: Difference | None
-    own: Difference | None
+    configured: Difference | None
     rounding: Difference
     limit: float
     tolerance: float
     exact_limit: float
 
     @property
-    def is_same(self) -> bool:
-        """Whether `exact` and `own` are within their limits.
-
-        The limit of `own` is usually `limit`. If `exact` is None, or if the reference is noisy (see `is_noisy`), the
-        limit of `own` is `tolerance`.
-        """
-        close = self.own is None or self.own.size <= self.tolerance
-        small = close or (self.exact is not None and self.own is not None and self.own.size <= self.limit)
-        return self._is_exact and small and (close or not self.is_noisy)
-
-    @property
     def is_noisy(self) -> bool:
-        """Whether the rounding error of the reference exceeds half of `limit`.
-
-        If so, two correct runs may differ by more than `limit`, because both have rounding errors of about this size.
-        """
+        """Whether two correct runs may differ by more than `limit`, because the rounding error exceeds half of it."""
         return not 2 * self.rounding.size <= self.limit
 
     @property
-    def is_same_in_float64(self) -> bool:
-        """Whether `exact` was measured and is within its limit."""
-        return self.exact is not None and self._is_exact
+    def is_exact(self) -> bool:
+        """Whether `exact` is within its limit, or was not measured."""
+        return self.exact is None or self.exact.size <= self.exact_limit
 
     @property
-    def _is_exact(self) -> bool:
-        return self.exact is None or self.exact.size <= self.exact_limit
+    def is_same(self) -> bool:
+        """Whether `exact` and `configured` are within their limits."""
+        limit = self.tolerance if self.exact is None or self.is_noisy else max(self.limit, self.tolerance)
+        return self.is_exact and (self.configured is None or self.configured.size <= limit)
 
     def verdict(self, computes_below_float64: bool) -> Verdict:
         """Return the verdict on this row alone.
@@ -127,10 +112,11 @@ class Row(NamedTuple):
             return Verdict.SAME
         if self.is_noisy:
             return Verdict.UNJUDGED
-        if self.exact is not None and not self._is_exact:
-            in_float32 = self.limit if computes_below_float64 else FLOAT32_ROUNDING
-            return Verdict.UNJUDGED if self.exact.size <= in_float32 else Verdict.DIFFERENT
-        return Verdict.UNJUDGED if self.own is not None and self.own.size <= self.limit else Verdict.DIFFERENT
+        if self.exact is not None and not self.is_exact:
+            explained = self.exact.size <= (self.limit if computes_below_float64 else FLOAT32_ROUNDING)
+        else:
+            explained = self.configured is not None and self.configured.size <= self.limit
+        return Verdict.UNJUDGED if explained else Verdict.DIFFERENT
 
 
 class Outcome(NamedTuple):
@@ -147,15 +133,15 @@ class Outcome(NamedTuple):
     reason: str
 
 
-def compare(own: Pair | None, exact: Pair | None, precision: Precision) -> Outcome:
+def compare(configured: Pair | None, exact: Pair | None, precision: Precision) -> Outcome:
     """Compare the first steps of a config with the first steps of the reference.
 
     Args:
-        own: the steps of the config and of the reference in the config's own precision; None if it is float64.
-        exact: the steps of the config and of the reference in float64; None if the device does not support float64.
-        precision: the config's own precision.
+        configured: the steps of both in the precision of the config; None if it is float64.
+        exact: the steps of both in float64; None if the device does not support float64.
+        precision: the precision of the config.
     """
-    pairs = [pair for pair in (exact, own) if pair is not None]
+    pairs = [pair for pair in (exact, configured) if pair is not None]
     for pair in pairs:
         if pair.reference.diverged:
             why = f"on a single device, {pair.reference.diverged}"
@@ -164,7 +150,7 @@ def compare(own: Pair | None, exact: Pair | None, precision: Precision) -> Outco
         if pair.tested.diverged:
             return Outcome([], Verdict.DIFFERENT, f"{pair.tested.diverged}, but it is on a single device")
     samples = [first_other_samples(pair.tested.samples, pair.reference.samples) for pair in pairs]
-    rows = [_row(kind, own, exact, precision) for kind in KINDS]
+    rows = [_row(kind, configured, exact, precision) for kind in KINDS]
     lines = _table(rows, next(filter(None, samples), ""), pairs[0].reference)
     below = any(pair.reference.computes_below_float64 for pair in pairs)
     verdict, reason = _judge(rows, any(samples), below)
@@ -173,23 +159,36 @@ def compare(own: Pair | None, exact: Pair | None, precision: Precision) -> Outco
     return Outcome(lines, verdict, reason)
 
 
-def _row(kind: str, own: Pair | None, exact: Pair | None, precision: Precision) -> Row:
+def first_other_samples(tested: list[list[str]], reference: list[list[str]]) -> str:
+    """Return a description of the first step whose samples differ from the reference; empty if there is no such step.
+
+    Args:
+        tested: the hashes of the samples of each step of the tested run.
+        reference: the hashes of the samples of each step of the reference.
+    """
+    for step, (ours, theirs) in enumerate(zip(tested, reference, strict=True), start=1):
+        missing, added = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
+        if missing or added:
+            return f"step {step}: {missing.total()} of {len(theirs)} missing, {added.total()} others or repeated"
+    return ""
+
+
+def _row(kind: str, configured: Pair | None, exact: Pair | None, precision: Precision) -> Row:
     limit, tolerance, exact_limit = max(1e-2, 5 * precision.tolerance), precision.tolerance, EXACT
     if kind == "loss":  # the sums for the curves are float32 in every precision
         exact_limit, tolerance = FLOAT32_ROUNDING, max(FLOAT32_ROUNDING, tolerance)
+
+    def difference(pair: Pair) -> Difference:
+        ours, theirs = pair.tested.tensors[kind], pair.reference.tensors[kind]
+        if kind in _OPTIONAL and not (ours and theirs):
+            return Difference(0.0, "not compared")
+        return largest(ours, theirs)
+
     rounding = Difference(0.0, "")
-    if own is not None and exact is not None:
-        rounding = difference(kind, own.reference, exact.reference)
-    in_float64, as_configured = (pair and difference(kind, *pair) for pair in (exact, own))
+    if configured is not None and exact is not None:
+        rounding = difference(Pair(configured.reference, exact.reference))
+    in_float64, as_configured = (pair and difference(pair) for pair in (exact, configured))
     return Row(kind, in_float64, as_configured, rounding, limit, tolerance, exact_limit)
-
-
-def difference(kind: str, tested: Steps, reference: Steps) -> Difference:
-    """Return the largest relative difference between the tensors of one kind, such as `gradients`, in two runs."""
-    ours, theirs = tested.tensors[kind], reference.tensors[kind]
-    if kind in _OPTIONAL and not (ours and theirs):
-        return Difference(0.0, "not compared")
-    return largest(ours, theirs)
 
 
 def largest(tested: Tensors, reference: Tensors) -> Difference:
@@ -219,24 +218,23 @@ def _shape(tensors: Tensors, name: str) -> torch.Size | None:
     return tensors[name].shape if name in tensors else None
 
 
-def _judge(rows: Iterable[Row], other_samples: bool, computes_below_float64: bool) -> tuple[Verdict, str]:
-    """Return the verdict on all rows, and the reason for the verdict.
-
-    Args:
-        rows: the lines of the table.
-        other_samples: whether the config trains on different samples than the reference.
-        computes_below_float64: whether a loss was computed from tensors of fewer than 64 bits despite precision=64.
-    """
-    verdicts = {row: row.verdict(computes_below_float64) for row in rows}
+def _judge(rows: Sequence[Row], other_samples: bool, computes_below_float64: bool) -> tuple[Verdict, str]:
+    verdicts = [row.verdict(computes_below_float64) for row in rows]
     noisy = [row for row in rows if row.is_noisy and not row.is_same]
     if other_samples:
         return Verdict.DIFFERENT, "It trains on other samples."
     if noisy:
-        same = "the same in float64, but as configured, " if all(row.is_same_in_float64 for row in rows) else ""
-        return Verdict.UNJUDGED, same + _noise(max(noisy, key=lambda row: row.rounding.size))
-    if Verdict.DIFFERENT in verdicts.values():
+        exact = all(row.exact is not None and row.is_exact for row in rows)
+        row = max(noisy, key=lambda row: row.rounding.size)
+        size, half = f"{row.rounding.size:.1e}", f"{row.limit / 2:.1e}"
+        why = "the same in float64, but as configured, " if exact else ""
+        why += f"on a single device alone, the {row.what} ({row.rounding.where}) are {size} from those in float64"
+        why += f", more than {half}: either rounding is amplified, or float64 computes something else"
+        remedy = "Compare with precision=64, fewer --steps, a smaller learning rate or a smaller network"
+        return Verdict.UNJUDGED, f"{why}. {remedy}"
+    if Verdict.DIFFERENT in verdicts:
         return Verdict.DIFFERENT, ""
-    if Verdict.UNJUDGED not in verdicts.values():
+    if Verdict.UNJUDGED not in verdicts:
         return Verdict.SAME, ""
     if all(row.exact is None for row in rows):
         return Verdict.UNJUDGED, "this device has no float64, in which rounding could be told apart; try device=cpu"
@@ -245,28 +243,15 @@ def _judge(rows: Iterable[Row], other_samples: bool, computes_below_float64: boo
     return Verdict.UNJUDGED, f"{why}. Use the dtype of the inputs in the model and the loss: x.to(other.dtype)"
 
 
-def _noise(row: Row) -> str:
-    size, half = f"{row.rounding.size:.1e}", f"{row.limit / 2:.1e}"
-    why = f"on a single device alone, the {row.what} ({row.rounding.where}) are {size} from those in float64"
-    remedy = "Compare with precision=64, fewer --steps, a smaller learning rate or a smaller network"
-    return f"{why}, more than {half}: either rounding is amplified, or float64 computes something else. {remedy}"
-
-
-def _table(rows: Iterable[Row], other_samples: str, reference: Steps) -> list[str]:
-    """Return the lines of the table.
-
-    Args:
-        rows: the differences for each kind of tensor.
-        other_samples: a description of the first difference in the samples; empty if the samples are the same.
-        reference: the first steps of the reference.
-    """
-    rows, total = list(rows), sum(map(len, reference.samples))
-    heads = [name for name, shown in _columns(rows[0]) if shown is not None]
-    lines = [f"{'':16}" + "".join(f"{name:>15}{'limit':>10}" for name in heads) + "   largest in"]
+def _table(rows: Sequence[Row], other_samples: str, reference: Steps) -> list[str]:
+    total = sum(map(len, reference.samples))
+    heads = [("in float64", rows[0].exact), ("as configured", rows[0].configured)]
+    lines = [f"{'':16}" + "".join(f"{name:>15}{'limit':>10}" for name, found in heads if found) + "   largest in"]
     samples = other_samples and f"{other_samples}   <- different"
     lines.append(f"{'samples':16}   {samples or (f'{total:,}, the same bit for bit' if total else 'not compared')}")
     for row in rows:
-        shown = [(found, limit) for (_, found), limit in zip(_columns(row), _limits(row), strict=True) if found]
+        limits = row.exact_limit, row.limit if row.exact is not None else row.tolerance
+        shown = [(found, limit) for found, limit in zip((row.exact, row.configured), limits, strict=True) if found]
         if any(found.where == "not compared" for found, _ in shown):
             lines.append(f"{row.what:16}   not compared")
             continue
@@ -275,11 +260,3 @@ def _table(rows: Iterable[Row], other_samples: str, reference: Steps) -> list[st
         where = (beyond or [found for found, _ in shown])[0].where
         lines.append(f"{row.what:16}{sizes}   {where}{'   <- too large' if beyond else ''}")
     return lines
-
-
-def _columns(row: Row) -> list[tuple[str, Difference | None]]:
-    return [("in float64", row.exact), ("as configured", row.own)]
-
-
-def _limits(row: Row) -> list[float]:
-    return [row.exact_limit, row.limit if row.exact is not None else row.tolerance]

@@ -19,9 +19,8 @@ from runner.parallel.launch.processes import LocalProcesses
 from runner.precision import TF32, BFloat16, Double, Precision
 from runner.run import Run
 from runner.verification import steps as verify_steps
-from runner.verification.samples import first_other_samples, sample_hashes
-from runner.verification.steps import Steps
-from runner.verification.verdict import Pair, Verdict, compare, largest
+from runner.verification.steps import Steps, sample_hashes
+from runner.verification.verdict import Pair, Verdict, compare, first_other_samples, largest
 
 ROOT = Path(__file__).parent.parent.parent
 RESNET = ("model=resnet18", "data.size=16", "data.holdout=0.02", "batch_size=8")

@@ -54,10 +54,7 @@ def external_world_size() -> int:
 
 
 def _torchrun() -> RankInfo | None:
-    """Return the rank that torchrun assigned to this process; None if torchrun did not start this process.
-
-    https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
-    """
+    """Return the rank that torchrun assigned to this process; None if torchrun did not start this process."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if any(name not in os.environ for name in names):
         return None
@@ -66,12 +63,7 @@ def _torchrun() -> RankInfo | None:
 
 
 def _slurm() -> RankInfo | None:
-    """Return the rank that `srun` assigned to this process; None if `srun` did not start it, or started only one task.
-
-    `srun` sets `SLURM_STEP_*` for the processes that it starts. `SLURM_NTASKS` is not used, because it is also set in a
-    batch script, which is a single process.
-    https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
-    """
+    """Return the rank that `srun` assigned; None if `srun` did not start this process, or started only one task."""
     read = os.environ.get
     world_size, rank = int(read("SLURM_STEP_NUM_TASKS", "1")), read("SLURM_PROCID")
     if world_size == 1 or rank is None:

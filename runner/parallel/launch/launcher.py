@@ -32,8 +32,7 @@ class Launcher:
         has started this process, it joins the process group.
 
         Raises:
-            SystemExit: if this process received a stop signal during or after an earlier run. After a stop signal, no
-                further run is started.
+            SystemExit: if this process received a stop signal during or after an earlier run.
             RuntimeError: if this process cannot join the process group.
         """
         before_training()
@@ -42,17 +41,14 @@ class Launcher:
     def launch(
         self, train: Callable[[], Any], train_rank: Callable[[Collectives], Any], session: Session, directory: Path
     ) -> Any:
-        """Start the ranks, train in them, and return the result of rank 0.
-
-        A launcher that starts no ranks trains in this process instead, and returns the result of this process.
+        """Train, in this process or in ranks that are started, and return the result of rank 0 or of this process.
 
         Args:
             train: function that trains in this process; called by launchers that do not start the ranks.
             train_rank: function that takes the collectives of the process in which it trains. It is called in each
                 process that a launcher starts, and must be picklable.
             session: the session of this process.
-            directory: the run directory. Each started rank N, except rank 0, writes its output to `log_rank_N.txt` in
-                this directory.
+            directory: the run directory. A started rank N > 0 writes its output to its file `log_rank_N.txt`.
 
         Raises:
             ConfigError: if torch or a rank rejects the config.

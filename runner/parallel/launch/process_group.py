@@ -50,11 +50,7 @@ def create_store(port: int | None) -> TCPStore:
 
 
 def _listen_on_loopback(port: int) -> socket.socket:
-    """Return a socket that listens on the loopback interface, over IPv6 if this machine has no IPv4 address.
-
-    Raises:
-        OSError: if nothing can listen on `port`.
-    """
+    """Return a socket that listens on the loopback interface, over IPv6 if this machine has no IPv4 address."""
     for family, host in ((socket.AF_INET, HOST), (socket.AF_INET6, "::1")):
         try:
             return socket.create_server((host, port), family=family)
@@ -71,10 +67,9 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
     Args:
         rank_info: rank of this process, and address of the store.
         device: device of this process; tensors on a GPU are sent over NCCL, those in host memory over gloo.
-        timeout: seconds that a collective waits for the other ranks.
-        external: whether torchrun or SLURM has started the ranks. If `external` is False and `device` is the CPU, the
-            supervisor enforces `timeout` for collectives, and gloo's own timeout is much longer, because gloo also
-            counts time during which all processes are suspended. The supervisor does not count this time.
+        timeout: seconds that a collective waits for the other ranks. On the CPU, the supervisor of ranks that we have
+            started enforces it, and not gloo, which counts time during which all processes are suspended.
+        external: whether torchrun or SLURM has started the ranks.
 
     Raises:
         RuntimeError: if the store cannot be reached, or the other ranks do not join in time.
@@ -123,10 +118,9 @@ def destroy_process_group() -> None:
 def abort_process_group() -> None:
     """Leave the process group while other ranks still use it, so that their collectives fail before the timeout.
 
-    NCCL's communicators are aborted. Gloo has no function to close its connections. It closes them when the last
-    reference to the group is gone, but a traceback, a device mesh or a DDP replica may hold a reference. Therefore, the
-    connections are shut down through their file descriptors. A public `ProcessGroupGloo.shutdown` (https://github.com/pytorch/pytorch/issues/130345)
-    would make this unnecessary.
+    Gloo closes its connections when the last reference to the group is gone, which a traceback may hold. Therefore, we
+    shut them down through their file descriptors, until there is a public `ProcessGroupGloo.shutdown`
+    (https://github.com/pytorch/pytorch/issues/130345).
     """
     fail_collectives()
     if torch.distributed.is_initialized():
@@ -143,11 +137,9 @@ def fail_collectives() -> None:
 
 
 def progress() -> int:
-    """Return a number that grows with each communication operation that this rank starts.
+    """Return a number that grows with each communication operation that this rank starts; the heartbeat sends it.
 
-    The heartbeat thread sends this number to the supervisor, which finds out from it whether a rank hangs. On GPUs, the
-    number is always 0: torch does not count all NCCL operations, and NCCL's own watchdog ends a collective that has
-    timed out.
+    On GPUs, it is always 0: torch does not count all NCCL operations, and NCCL's own watchdog ends those that time out.
     """
     with suppress(RuntimeError):  # the group is just being destroyed
         return _progress + torch_private.num_operations() if _progress else 0
@@ -175,8 +167,7 @@ def _open_sockets() -> set[int]:
 def check_devices(rank_info: RankInfo, device: torch.device, refusal: ConfigError | None, timeout: float) -> None:
     """Check that the ranks of torchrun or SLURM have devices of one type, and each a GPU of its own.
 
-    Called on every rank, before the process group is initialized. The ranks communicate through their store, because
-    the process group of ranks with the same GPU would fail with an error of NCCL.
+    Called on every rank, before the process group is initialized: with the same GPU twice, NCCL would fail.
 
     Args:
         rank_info: rank of this process, and address of the store.

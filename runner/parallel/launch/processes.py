@@ -47,12 +47,9 @@ class LocalProcesses(Launcher):
 
     Args:
         devices: device of each rank.
-        timeout: number of seconds that a rank waits for the others before the run ends with an error.
-        max_restarts: maximum number of times that all ranks are restarted after one of them has failed, died or hung.
-        port: port of the store; None for any free port.
+        timeout, max_restarts, port: as in `MultiProcess`.
         collectives: class of the ranks' collectives.
-        allocate: function that allocates and returns the memory that the ranks share; called before the ranks are
-            started.
+        allocate: function that returns the memory that the ranks share; called before they are started.
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class ExternalProcesses(Launcher):
         device: device of this process.
         timeout: number of seconds that a rank waits for the others before it fails.
         collectives: class of the ranks' collectives.
-        refusal: why this process has no device; `connect` raises it on all ranks.
+        refusal: why this process has no device, which `connect` raises on all ranks.
     """
 
     def __init__(
@@ -177,18 +174,7 @@ def _run_rank(
     device: torch.device,
     shared_state: Any,
 ) -> None:
-    """Run a rank that `LocalProcesses` has started, from its first heartbeat to its report.
-
-    Args:
-        train_rank: function that trains in this process, and returns the result.
-        make_collectives: class of the rank's collectives.
-        timeout: number of seconds that the rank waits for the others before it fails.
-        directory: the run directory.
-        pipe: connection to the supervisor.
-        rank_info: the number of the rank, and the address of the store.
-        device: device of the rank.
-        shared_state: memory that all ranks share; None if the parallel mode needs none.
-    """
+    """Run a rank that `LocalProcesses` has started, from its first heartbeat to its report."""
     open_console()
     send = start_heartbeat(pipe, process_group.progress, process_group.fail_collectives)
     # Ctrl-C reaches all processes of a terminal, so a rank may stop before it receives the supervisor's signal. Threads

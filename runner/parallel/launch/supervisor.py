@@ -124,10 +124,8 @@ def start_heartbeat(
 
     Args:
         pipe: connection to the supervisor.
-        progress: function that returns a number, which grows when this rank begins to wait for other ranks; the number
-            is sent as the heartbeat.
-        give_up: function that is called when any rank has failed, died or hung. If this rank is waiting for other
-            ranks, the function makes the wait fail.
+        progress: returns a number that grows when this rank begins to wait for other ranks; it is the heartbeat.
+        give_up: called when any rank has failed, died or hung; it lets the waits of this rank fail.
 
     Returns:
         A function that sends a report to the supervisor.
@@ -169,9 +167,8 @@ class Supervisor:
     Args:
         work: main function of a rank; its first argument is the rank's pipe (see `start_heartbeat`).
         arguments: for each rank, the other arguments of `work`.
-        timeout: seconds after which a rank counts as hung. A rank hangs if it sends no heartbeat for this time. A rank
-            also hangs if other ranks wait for it, and no rank makes progress for this time. Time in which this process
-            was suspended (Ctrl-Z) does not count.
+        timeout: seconds after which a rank hangs: if it sends no heartbeat, or if others wait for it and no rank makes
+            progress. Time in which this process was suspended (Ctrl-Z) does not count.
     """
 
     def __init__(self, work: Callable[..., None], arguments: Sequence[tuple], timeout: float):
@@ -184,11 +181,11 @@ class Supervisor:
         self.progress: defaultdict[int, int] = defaultdict(int)  # by rank
         self.stalled, self.began = 0.0, time.monotonic()
         try:
-            for rank, own in enumerate(arguments):
+            for rank, of_rank in enumerate(arguments):
                 ours, theirs = context.Pipe()
                 self.pipes.append(ours)
                 with theirs:
-                    process = context.Process(target=work, args=(theirs, *own), name=f"rank {rank}")
+                    process = context.Process(target=work, args=(theirs, *of_rank), name=f"rank {rank}")
                     with without_main_module():
                         process.start()
                 self.processes.append(process)
@@ -278,11 +275,7 @@ class Supervisor:
         return [rank for rank in ended if self.reports[rank] is None]
 
     def _first_error(self) -> Exception:
-        """Return the error to raise after a rank has failed, died or hung; first give all ranks time to report.
-
-        If a rank has reported a config error, return this config error. Otherwise, if the fork server has ended, return
-        a `ForkServerError`. Otherwise, return a `RankError` for the rank that seems to have failed first.
-        """
+        """Return the error to raise after a rank has failed, died or hung; first give all ranks time to report."""
         silent = [rank for rank, seconds in enumerate(self.silence) if seconds > self.timeout]
         self._tell(GIVE_UP)
         until = time.monotonic() + GRACE_SECONDS
@@ -302,12 +295,7 @@ class Supervisor:
         return RankError(*first, result=result)
 
     def _first(self, silent: list[int], reports: dict[int, Report]) -> tuple[int, str, str]:
-        """Return (rank, what, trace) for the rank that seems to have failed first.
-
-        Args:
-            silent: the ranks that have sent no heartbeat within the timeout.
-            reports: the reports of the ranks that have failed.
-        """
+        """Return (rank, what, trace) for the rank that seems to have failed first."""
         dead = {rank: self._exit_reason(rank) for rank in self._dead()}
         for rank, (what, may_have_waited) in dead.items():
             if not may_have_waited:

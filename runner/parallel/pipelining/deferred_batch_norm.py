@@ -62,13 +62,7 @@ class DeferredBatchNorm(BatchNormOfAnyDim):
 
     @torch.no_grad()
     def _merge(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
-        """Merge the statistics of a micro-batch into the buffers.
-
-        Args:
-            mean: mean of the micro-batch, [channels].
-            variance: unbiased variance of the micro-batch, [channels].
-            count: number of values per channel in the micro-batch.
-        """
+        """Merge the statistics of a micro-batch into the buffers."""
         total = self.seen + count
         distance = mean - self.seen_mean
         self.seen_mean += distance * (count / total)

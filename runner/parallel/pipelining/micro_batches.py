@@ -83,19 +83,7 @@ def num_micro_batches(samples: int, split_size: int | None, count: int | None, c
 def _check(
     samples: int, count: float, key: str, got: int, possible: list[int], constraint: MicrobatchConstraint
 ) -> None:
-    """Check that a value of the option `split_size` or `num_micro_batches` is possible.
-
-    Args:
-        samples: number of samples in one pass through the pipeline.
-        count: number of micro-batches that results from the value `got`; may be a fraction.
-        key: name of the option.
-        got: value of the option.
-        possible: possible values of the option, in increasing order.
-        constraint: the requirements of the schedule.
-
-    Raises:
-        ConfigError: if the value is impossible; the error names the nearest possible values.
-    """
+    """Check that a value of the option `split_size` or `num_micro_batches` is possible."""
     together = f"the {samples} samples that go through together (batch_size / accumulation.steps)"
     if count < 1 or count > samples:
         why = f"there are no more than {together.removeprefix('the ')}"

@@ -67,12 +67,7 @@ def actions(schedule: str, num_stages: int, num_workers: int, num_micros: int) -
 
 
 def _one_forward_one_backward(stage: int, num_stages: int, num_micros: int) -> list[Action]:
-    """Return the computations of a stage under `1f1b`, in order.
-
-    The stage computes forward passes until its first gradient can arrive, then backward and forward passes in turn. The
-    list that torch has for this schedule, `Schedule1F1B.pipeline_order`, is not used, because it is wrong for the last
-    stages in torch 2.14.
-    """
+    """Return the computations of a stage under `1f1b`, in order."""
     ahead = min(num_micros, num_stages - stage)
     own = [(stage, "forward", micro) for micro in range(ahead)]
     for micro in range(num_micros):

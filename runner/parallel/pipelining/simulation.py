@@ -40,10 +40,7 @@ def _is_ready(action: Action, num_stages: int, ends: dict[Action, float]) -> boo
 
 
 def _needs(action: Action, num_stages: int) -> Action | None:
-    """Return the computation that must end before `action` can start; None if there is none.
-
-    If `action` needs the results of several computations, the one that ends last is returned.
-    """
+    """Return the computation that must end before `action` can start; None if there is none."""
     stage, kind, micro = action
     if kind == "forward":
         return (stage - 1, "forward", micro) if stage else None

@@ -91,10 +91,7 @@ class _FromSent(torch.autograd.Function):
 
 
 class _ToSent(torch.autograd.Function):
-    """Conversion of activations to the format in which they are sent; the backward pass converts the gradient back.
-
-    The result is not a view, because `torch.distributed.pipelining` detaches it in place.
-    """
+    """Conversion of activations to the format in which they are sent; the backward pass converts the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, permuted: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -147,23 +147,7 @@ def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
 
 
 def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> float:
-    """Return a lower bound on the seconds that a step takes under any schedule, from the point of view of `worker`.
-
-    The stages before the worker's first stage are called the earlier stages here. The worker cannot start before the
-    earlier stages have computed the forward pass of micro-batch 0. The bound is the time of this forward pass, plus the
-    longer of:
-
-    - the time of all computations of the worker;
-    - the time of all computations of the worker except those of kind `weights`, plus the time that the earlier stages
-      need for the backward pass of the last micro-batch. The earlier stages do not wait for computations of kind
-      `weights`.
-
-    Args:
-        spans: the computations of all stages.
-        worker: the index of the worker.
-        num_workers: number of workers.
-        last: the index of the last micro-batch.
-    """
+    """Return a lower bound on the seconds that a step takes under any schedule, from the point of view of `worker`."""
     before = set(range(worker))
     own = {span.stage for span in spans if span.stage % num_workers == worker}
     first, after = _seconds(spans, before, ("forward",), 0), _seconds(spans, before, ("backward",), last)
@@ -174,14 +158,7 @@ def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> f
 def _seconds(
     spans: Sequence[Span], stages: set[int], kinds: Sequence[str] | None = None, micro: int | None = None
 ) -> float:
-    """Return the total seconds of the computations of `stages`.
-
-    Args:
-        spans: all computations.
-        stages: numbers of the stages.
-        kinds: kinds of computations to add up; None for all kinds.
-        micro: index of the micro-batch whose computations to add up; None for all micro-batches.
-    """
+    """Return the total seconds of the computations of `stages`."""
     return sum(
         span.stop - span.start
         for span in spans

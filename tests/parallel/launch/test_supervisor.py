@@ -35,11 +35,7 @@ def _server() -> None:
 
 @pytest.fixture(autouse=True)
 def _none_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Check after each test that all processes of its supervisors have ended.
-
-    During the test, after a rank has failed, the supervisor waits longer than usual for the reports of the other ranks,
-    except in tests that use `short_grace`.
-    """
+    """Check after each test that all processes of its supervisors have ended."""
     pids: list[int] = []
     start = Supervisor.__init__
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", TIMEOUT_SECONDS)
