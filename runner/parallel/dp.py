@@ -11,8 +11,7 @@ import torch
 from runner.batching import MicroBatch
 from runner.config.errors import check
 from runner.device import Device
-from runner.parallel.base import Parallel
-from runner.parallel.devices import devices_of_one_process
+from runner.parallel.base import Parallel, devices_of_one_process
 from runner.parallel.launch.launcher import Launcher
 from runner.session import Session
 from runner.tracking.metrics import BatchSums

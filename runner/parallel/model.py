@@ -14,9 +14,8 @@ import torch
 from runner.batching import MicroBatch
 from runner.config.errors import check
 from runner.device import Device
-from runner.parallel.base import Parallel, move
+from runner.parallel.base import Parallel, devices_of_one_process, move
 from runner.parallel.compiling import compile_in_place
-from runner.parallel.devices import devices_of_one_process
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.pipelining.partition import (
     Partition,
@@ -73,7 +72,7 @@ class ModelParallel(Partition, Parallel):
         blocks = [block for _, block in blocks_of(model)]
         grouped = [blocks[start:stop] for start, stop in pairwise(bounds)]
         self.stage_of_each_tensor(model, grouped)  # refuses a tensor that would have to be on two devices
-        stages = [torch.nn.Sequential(*own) for own in grouped]
+        stages = [torch.nn.Sequential(*blocks) for blocks in grouped]
         for stage, device in zip(stages, devices, strict=True):
             stage.to(device)
             compile_in_place(stage, session.compile, list(stage))

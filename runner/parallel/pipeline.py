@@ -16,10 +16,9 @@ from runner.config.errors import check, check_choice, check_range
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import full_state
-from runner.parallel.base import move
+from runner.parallel.base import devices_of_one_process, move
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place
-from runner.parallel.devices import devices_of_one_process
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import external_world_size
 from runner.parallel.launch.launcher import Launcher
@@ -113,11 +112,9 @@ class Pipeline(Partition, MultiProcess):
     def launcher(self, choice: Device) -> Launcher:
         if self.in_processes:
             return super().launcher(choice)
-        started = external_world_size()
+        started, remedy = external_world_size(), "choose parallel.engine=processes, or start one process"
         why = f"{started} processes were started by torchrun or SLURM, and this engine uses one"
-        check(
-            started == 1, "parallel.engine", self.engine, why, "choose parallel.engine=processes, or start one process"
-        )
+        check(started == 1, "parallel.engine", self.engine, why, remedy)
         return Launcher(devices_of_one_process(choice))
 
     def _num_processes(self, num_gpus: int) -> int:
@@ -143,23 +140,20 @@ class Pipeline(Partition, MultiProcess):
         else:
             remedy = "parallel.processes=2; on one GPU: parallel.engine=streams"
             check(processes >= 2, "parallel.processes", processes, "a pipeline has two or more", remedy)
-            self._check_stages_per_process(stages, processes)
+            if self.schedule in ONE_STAGE_EACH:
+                why = f"each of the {processes} processes has one stage under parallel.schedule={self.schedule}"
+                remedy = f"parallel.stages={processes}, or leave it null"
+                check(stages == processes, "parallel.stages", stages, why, remedy)
+            least = 2 if self.schedule == "interleaved_1f1b" else 1
+            each = max(least, stages // processes)
+            why = f"parallel.schedule={self.schedule} needs the same number of stages on each of {processes} processes"
+            remedy = f"parallel.stages={each * processes}"
+            check(stages == each * processes, "parallel.stages", stages, f"{why}, at least {least}", remedy)
         constraint = MicrobatchConstraint(self.schedule, stages, processes)
         chunks = num_micro_batches(plan.micro_size, self.split_size, self.num_micro_batches, constraint)
         # The first stage takes the inputs of the batches, and the last one the targets.
         reads_batches = process.rank in (0, processes - 1)
         return replace(plan, chunks=chunks, rng_stream=process.rank, reads_batches=reads_batches)
-
-    def _check_stages_per_process(self, stages: int, processes: int) -> None:
-        if self.schedule in ONE_STAGE_EACH:
-            why = f"each of the {processes} processes has one stage under parallel.schedule={self.schedule}"
-            remedy = f"parallel.stages={processes}, or leave it null"
-            check(stages == processes, "parallel.stages", stages, why, remedy)
-        least = 2 if self.schedule == "interleaved_1f1b" else 1
-        each = max(least, stages // processes)
-        equal = f"the same number of stages on each of {processes} processes, at least {least}"
-        why = f"parallel.schedule={self.schedule} needs {equal}"
-        check(stages == each * processes, "parallel.stages", stages, why, f"parallel.stages={each * processes}")
 
     def check(self, session: Session) -> None:
         supervised(session.workload)
@@ -322,11 +316,12 @@ class Pipeline(Partition, MultiProcess):
         tensors, optimizer_state = full_state.collect(model, optimizer, keep=True)
         flat = {(name, key): value for name, state in optimizer_state.items() for key, value in state.items()}
         gather = self._session.collectives.gather_to_rank0
-        tensors, states = gather(tensors), _nested(gather(flat))
-        return self._in_order(tensors), self._in_order(states)
-
-    def _in_order(self, by_name: dict[str, Any]) -> dict[str, Any]:
-        return {name: by_name[name] for name in self._names if name in by_name}
+        tensors, states = gather(tensors), {}
+        for (name, key), value in gather(flat).items():
+            states.setdefault(name, {})[key] = value
+        # In the order in which a single device saves them.
+        names = [name for name in self._names if name in tensors]
+        return {name: tensors[name] for name in names}, {name: states[name] for name in names if name in states}
 
     def load_full_state(
         self,
@@ -336,16 +331,7 @@ class Pipeline(Partition, MultiProcess):
         optimizer_state: dict[str, Any],
     ) -> None:
         others = set(self._names) - model.state_dict().keys()
-        super().load_full_state(model, optimizer, _without(others, tensors), _without(others, optimizer_state))
-
-
-def _nested(flat: dict[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
-    """Convert a flat dict {(name, key): value} to a nested dict {name: {key: value}}."""
-    nested: dict[str, dict[str, Any]] = {}
-    for (name, key), value in flat.items():
-        nested.setdefault(name, {})[key] = value
-    return nested
-
-
-def _without(names: set[str], by_name: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in by_name.items() if name not in names}
+        tensors, optimizer_state = (
+            {name: value for name, value in saved.items() if name not in others} for saved in (tensors, optimizer_state)
+        )
+        super().load_full_state(model, optimizer, tensors, optimizer_state)

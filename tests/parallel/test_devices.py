@@ -7,7 +7,7 @@ import torch
 
 from runner.config.errors import ConfigError
 from runner.device import Device
-from runner.parallel.devices import devices_of_one_process
+from runner.parallel.base import devices_of_one_process
 
 CPU = torch.device("cpu")
 

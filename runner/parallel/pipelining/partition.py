@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from models.blocks import blocks_of as listed_blocks
-from runner.config.errors import ConfigError, check, check_range, did_you_mean
+from runner.config.errors import check, check_range, did_you_mean
 from runner.model.base import without_memory
-from runner.parallel.pipelining.stages import owners
+from runner.parallel.pipelining.stages import named_tensors
 from runner.session import Session
 from runner.workloads.base import SupervisedWorkload, Workload
 
@@ -87,15 +87,25 @@ class Partition:
     ) -> dict[str, int]:
         """Return a dict from the name of each parameter and buffer of `model` to the number of its stage.
 
-        The arguments are those of `runner.parallel.pipelining.stages.owners`.
+        A tensor that is not part of any block belongs to stage 0.
+
+        Args:
+            model: the network.
+            stages: the blocks of each stage.
 
         Raises:
             ConfigError: with the key `parallel.cuts`, if two stages share a tensor.
         """
-        try:
-            return owners(model, stages)
-        except ValueError as error:
-            raise ConfigError("parallel.cuts", self.cuts, str(error), "cut elsewhere") from None
+        names = {id(tensor): name for name, tensor in named_tensors(model)}
+        stage_of = dict.fromkeys(names, 0)
+        taken: dict[int, int] = {}
+        for number, blocks in enumerate(stages):
+            for tensor in (tensor for block in blocks for _, tensor in named_tensors(block)):
+                first = taken.setdefault(id(tensor), number)
+                why = f"stages {first} and {number} share {names[id(tensor)]}"
+                check(first == number, "parallel.cuts", self.cuts, why, "cut elsewhere")
+                stage_of[id(tensor)] = number
+        return {names[key]: number for key, number in stage_of.items()}
 
 
 def supervised(workload: Workload) -> SupervisedWorkload:

@@ -118,41 +118,18 @@ def activation_specs(
     return [inputs, *between, last._replace(channels_last=False)]
 
 
-def owners(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> dict[str, int]:
-    """Return a dict from the name of each parameter and buffer of `model` to the number of its stage.
-
-    A tensor that is not part of any block belongs to stage 0.
-
-    Args:
-        model: the network.
-        stages: the blocks of each stage.
-
-    Raises:
-        ValueError: if two stages share a tensor; the error names the tensor.
-    """
-    names = {id(tensor): name for name, tensor in _tensors(model)}
-    owner = dict.fromkeys(names.values(), 0)
-    taken: dict[int, int] = {}
-    for number, blocks in enumerate(stages):
-        for block in blocks:
-            for tensor in (*block.parameters(), *block.buffers()):
-                if taken.setdefault(id(tensor), number) != number:
-                    raise ValueError(f"stages {taken[id(tensor)]} and {number} share {names[id(tensor)]}")
-                owner[names[id(tensor)]] = number
-    return owner
-
-
 def keep_only(model: nn.Module, names: set[str]) -> None:
     """Remove every parameter and buffer of `model` that is not in `names`; the remaining tensors keep their names.
 
     If a tensor has several names, as tied weights have, only its first name is looked up in `names`.
     """
-    kept = {id(tensor) for name, tensor in _tensors(model) if name in names}
+    kept = {id(tensor) for name, tensor in named_tensors(model) if name in names}
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if id(tensor) not in kept:
                 setattr(module, name, None)
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters and buffers of `model` with their names."""
     return [*model.named_parameters(), *model.named_buffers()]

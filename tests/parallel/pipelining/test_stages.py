@@ -10,7 +10,9 @@ from torch import nn
 
 from models.convnet import ConvNet
 from models.resnet import ResNet
-from runner.parallel.pipelining.stages import ActivationSpec, StageModule, keep_only, owners
+from runner.config.errors import ConfigError
+from runner.parallel.pipelining.partition import Partition
+from runner.parallel.pipelining.stages import ActivationSpec, StageModule, keep_only
 
 IMAGES = ActivationSpec((4, 6, 5), torch.float32, channels_last=True)
 
@@ -77,7 +79,7 @@ def test_a_stage_computes_under_autocast() -> None:
 def test_every_tensor_belongs_to_one_stage() -> None:
     model = ResNet(18, num_classes=5)
     blocks = [block for _, block in model.blocks()]
-    owner = owners(model, [blocks[:3], blocks[3:]])
+    owner = Partition().stage_of_each_tensor(model, [blocks[:3], blocks[3:]])
     assert owner.keys() == {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     assert {name for name, number in owner.items() if number == 0} == {
         name for name in owner if name.startswith(("conv1.", "bn1.", "layer1."))
@@ -88,21 +90,21 @@ def test_a_tensor_in_no_block_belongs_to_the_first_stage() -> None:
     model = ConvNet(1, 8, 8, 10, channels=[4], kernel_size=3)
     model.register_parameter("extra", nn.Parameter(torch.zeros(())))
     blocks = [block for _, block in model.blocks()]
-    assert owners(model, [blocks[:1], blocks[1:]])["extra"] == 0
+    assert Partition().stage_of_each_tensor(model, [blocks[:1], blocks[1:]])["extra"] == 0
 
 
 def test_shared_weights_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
-    with pytest.raises(ValueError, match=r"stages 0 and 1 share 0\.weight"):
-        owners(model, [[model[0]], [model[1]]])
+    with pytest.raises(ConfigError, match=r"stages 0 and 1 share 0\.weight"):
+        Partition().stage_of_each_tensor(model, [[model[0]], [model[1]]])
 
 
 def test_tied_weights_within_a_stage_stay_tied() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     expected = model[1](model[0](torch.ones(1, 2)))
-    owner = owners(model, [[model[0], model[1]], [model[2]]])
+    owner = Partition().stage_of_each_tensor(model, [[model[0], model[1]], [model[2]]])
     keep_only(model, {name for name, number in owner.items() if number == 0})
     assert torch.equal(model[1](model[0](torch.ones(1, 2))), expected)
     assert model[1].weight is model[0].weight
