@@ -239,15 +239,11 @@ def build_run(config: Mapping[str, Any]) -> Run:
 
 
 def check_used(run: Run, overrides: Iterable[str]) -> None:
-    """Check that the workload of `run` uses each group in `overrides`, and that no override chooses several options.
-
-    Args:
-        run: the run.
-        overrides: the overrides as typed: `env=acrobot`, `data.size=32`.
+    """Check that the run does not ignore a part of what the user asked for with `overrides`, such as `data.size=32`.
 
     Raises:
         ConfigError: if the workload does not use an overridden config group, or an override chooses several options of
-            a group. In both cases, the run would ignore a part of what the user asked for.
+            a group.
     """
     used = component_fields(type(run.workload))
     groups = (*CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload")
@@ -277,15 +273,9 @@ def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
 
 
 def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:
-    """Return (key, value in `one`, value in `other`) for the first key whose values differ.
+    """Return (key, value in `one`, value in `other`) for the first key of two configs whose values differ.
 
-    Args:
-        one: a config, or a value in it.
-        other: the config, or the value, to compare with.
-        path: the key of `one` and `other`; empty if they are whole configs.
-
-    Returns:
-        A tuple with the key in full, such as `data.size`; ("", None, None) if all values are equal.
+    The key is in full, such as `data.size`; the result is ("", None, None) if all values are equal.
     """
     if isinstance(one, dict) and isinstance(other, dict):
         for key in (*one, *(key for key in other if key not in one)):

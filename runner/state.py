@@ -46,7 +46,7 @@ class State:
         model: the model, as returned by the parallel mode's `place`.
         optimizer: optimizer of the model's parameters.
         model_description: description of the model, for the first lines of the log.
-        model_table: table of the blocks of the model (see `runner.model.table`); empty if nothing will show it.
+        model_table: table of the blocks of the model (see `runner.model.table`); may be empty.
     """
 
     def __init__(

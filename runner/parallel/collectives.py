@@ -85,10 +85,7 @@ class Collectives:
         return sums
 
     def local_share(self, total: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that this rank has to pass to `all_reduce` so that the result is `total`.
-
-        Used to restore sums that were saved after an all-reduce. `total` must be the same on all ranks.
-        """
+        """Return what this rank passes to `all_reduce` so that it returns `total` again, which all ranks have."""
         return total
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
@@ -103,8 +100,7 @@ class Collectives:
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank. The result is the same on all ranks.
 
-        To avoid waiting for other ranks, a subclass may report a true `flag` late: not in this call, but in a later
-        one. A `flag` that is true only in the last calls of a run may therefore never be reported.
+        To avoid waiting, a subclass may report a true `flag` only in a later call, and so perhaps never.
         """
         return flag
 
@@ -136,11 +132,9 @@ class Collectives:
         return [value]
 
     def gather_to_rank0(self, tensors: dict[Any, Any]) -> dict[Any, Any]:
-        """On rank 0, return the tensors of all ranks by name; on other ranks, return an empty dict.
+        """On rank 0, return the tensors on the CPU, or plain values, of all ranks by name; elsewhere, an empty dict.
 
-        Args:
-            tensors: a dict from name to a tensor on the CPU, or to a plain value. If several ranks use the same name,
-                the value of the lowest rank is returned.
+        If several ranks use the same name, the value of the lowest rank is returned.
         """
         return tensors
 
@@ -181,10 +175,7 @@ class ProcessGroup(Collectives):
         tensor.copy_(total / self.world_size)
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether `flag` was true on any rank in the previous call; False in the first call.
-
-        The all-reduce can therefore overlap with a training step.
-        """
+        """Return whether `flag` was true on any rank in the previous call: the all-reduce overlaps with a step."""
         ours = torch.tensor(int(flag))
         work = torch.distributed.all_reduce(ours, torch.distributed.ReduceOp.MAX, async_op=True)
         (previous, previous_work), self._pending = self._pending or (torch.tensor(0), None), (ours, work)

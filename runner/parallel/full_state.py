@@ -13,8 +13,7 @@ import torch
 
 from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_like
 
-_PROBE = (3, 5)
-"""The shape of a test parameter: so unusual that a state tensor of this shape must have it from the parameter."""
+_PROBE = (3, 5)  # the shape of a test parameter: a state tensor of this shape must have it from the parameter
 
 TensorDict = dict[str, "torch.Tensor"]
 """The tensors of a model by name. The names have no prefix of a wrapper, such as DDP's `module.`."""
@@ -73,7 +72,8 @@ def load_optimizer(
 ) -> None:
     """Load the state of an optimizer. Parameters without saved state keep the state that they have.
 
-    If the optimizer keeps no state, like SGD without momentum, the saved state is ignored.
+    If the optimizer keeps no state, like SGD without momentum, the saved state is ignored. Shapes are checked because
+    fused kernels would read and write beyond the end of a tensor that is too short.
 
     Args:
         model: the model whose parameters the optimizer updates.
@@ -81,9 +81,7 @@ def load_optimizer(
         optimizer_state: full tensors and plain values, by parameter name and then by key.
 
     Raises:
-        UnexpectedContentError: if names, shapes or dtypes are not those that the optimizer expects, a tensor is not
-            finite, or a value `step` is negative. Shapes are checked because fused kernels would read and write beyond
-            the end of a tensor that is too short.
+        UnexpectedContentError: as in `load`.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -98,7 +96,8 @@ def load_optimizer(
         like = {key: parameters[name] if spec is None else spec for key, spec in expected[name].items()}
         if like:  # the optimizer of the checkpoint may have had momentum when this one has none
             check_like(state, like, f"the optimizer, {name}")
-            _check_step(name, state)
+            if "step" in state and state["step"] < 0:  # most optimizers compute a divisor from it
+                raise UnexpectedContentError(f"the optimizer, {name}, step: it is negative")
             packed["state"][numbers[name]] = _state_of(parameters[name], state)
     optimizer.load_state_dict(packed)
 
@@ -121,12 +120,6 @@ def _form(value: Any) -> TensorSpec | type | None:
     return None if value.shape == _PROBE else TensorSpec(value.dtype, (None,) * value.dim())
 
 
-def _check_step(name: str, state: dict[str, Any]) -> None:
-    """Check that the number of steps in `state`, from which most optimizers compute a divisor, is not negative."""
-    if "step" in state and state["step"] < 0:
-        raise UnexpectedContentError(f"the optimizer, {name}, step: it is negative")
-
-
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a `DTensor`, or any other tensor unchanged; called on every rank."""
     # Not `isinstance`, which would import torch.distributed.tensor (half a second) even if there is no DTensor.
@@ -146,17 +139,13 @@ def shard_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
     """Return `state`, the optimizer state of `parameter`, with tensors in the memory layout of the parameter."""
-
-    def copied(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.shape != parameter.shape:
-            return value.clone()  # so that it does not refer to the memory-mapped file
-        return _laid_out_like(parameter, shard_like(parameter, value))
-
-    return {key: copied(value) for key, value in state.items()}
-
-
-def _laid_out_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `tensor` in the memory layout of `parameter`."""
-    return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    copies = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            # The fused CPU kernels iterate in memory order: with different layouts, they would pair wrong elements.
+            shard = shard_like(parameter, value)
+            value = torch.empty_like(parameter, dtype=shard.dtype, device=shard.device).copy_(shard)
+        elif isinstance(value, torch.Tensor):
+            value = value.clone()  # so that it does not refer to the memory-mapped file
+        copies[key] = value
+    return copies

@@ -85,12 +85,12 @@ NARROW = ("model.hidden=2", "model.channels=[2]")
 """Options for tensors with fewer rows than there are processes, so that some processes hold no rows of them."""
 DDP, FSDP = ("ddp", 2), ("fsdp", 3)
 
+MODES = (("dp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3))
+PRODUCT = [Row(*mode, accumulation) for mode in MODES for accumulation in (1, 2, 4)]
+"""All pairs of a mode and an accumulation; by default, one for each mode, with each accumulation."""
+
 ROWS = [
-    *(
-        Row(mode, processes, accumulation)
-        for mode, processes in (("dp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3))
-        for accumulation in (1, 2, 4)
-    ),
+    *(Row(*mode, (1, 2, 4)[number % 3]) for number, mode in enumerate(MODES)),
     # In float64, because Adam divides by the size of a gradient, and so amplifies the rounding of the smallest.
     *(Row(*mode, 2, case, more=DOUBLE, tolerance=1e-13) for mode in (DDP, FSDP) for case in ("nesterov", "adamw")),
     *(Row(*mode, 2, case, more=DOUBLE, tolerance=1e-12) for mode in (DDP, FSDP) for case in ("nadam", "rmsprop")),
@@ -98,7 +98,7 @@ ROWS = [
     Row(*DDP, 1, "adamw", tolerance=2e-6),
     Row(*FSDP, 1, "adam", tolerance=2e-6),
     # Gradients are clipped by the norm of the whole model over the whole batch.
-    *(Row(*mode, 2, max_norm=0.1) for mode in (("dp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3))),
+    *(Row(*mode, 2, max_norm=0.1) for mode in MODES),
     *(Row(*mode, 1, more=CONVNET_28) for mode in (DDP, FSDP)),
     # In float64: in such a deep network, the rounding of float32 can change the sign of some inputs of ReLU.
     *(Row(*mode, 1, more=GROUP, tolerance=1e-12) for mode in (DDP, FSDP)),
@@ -141,7 +141,9 @@ def plain_run(case: str, more: tuple[str, ...]) -> Run:
     return use_narrow_resnet(build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *ALL_OPTIMIZER_CASES[case][0], *more))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize(
+    "row", [*ROWS, *(pytest.param(row, marks=pytest.mark.slow) for row in PRODUCT if row not in ROWS)], ids=str
+)
 def test_a_mode_equals_a_plain_loop(row: Row, trained, ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
     plain, evaluations = reference(row.case, row.max_norm, row.more, row.frozen)
     half, steps = evaluations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,9 +94,19 @@ def run_here(
 # Weights, curves and evaluations
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+ALL = [(schedule, stages, accumulation) for schedule in SCHEDULES for stages in (2, 3) for accumulation in (1, 2)]
+
+
+def by_default(rows: Sequence[tuple[str, int, int]]) -> list[Any]:
+    """Return pytest parameters for all combinations, of which those not in `rows` are marked `slow`."""
+    return [pytest.param(*row, marks=[] if row in rows else [pytest.mark.slow]) for row in ALL]
+
+
+PAIRS = [row for row in ALL if (SCHEDULES.index(row[0]) + row[1] + row[2]) % 2]
+"""Combinations that contain all pairs of two options."""
+
+
+@pytest.mark.parametrize(("schedule", "processes", "accumulation"), by_default(PAIRS))
 def test_a_pipeline_equals_a_plain_loop(
     schedule: str, processes: int, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
@@ -147,13 +157,9 @@ def assert_as_plain(directory: Path, result: Any, wanted: PlainResult, evaluatio
 
 
 FEW = [("zero_bubble", 3, 2)]  # the others are slow, and a small network is tested with each schedule above
-ALL = [(schedule, stages, accumulation) for schedule in SCHEDULES for stages in (2, 3) for accumulation in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "processes", "accumulation"),
-    [pytest.param(*row, marks=[] if row in FEW else [pytest.mark.slow]) for row in ALL],
-)
+@pytest.mark.parametrize(("schedule", "processes", "accumulation"), by_default(FEW))
 def test_a_residual_network_with_group_normalization_equals_a_plain_loop(
     schedule: str, processes: int, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
