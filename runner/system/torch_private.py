@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -108,37 +107,6 @@ def has_fast_bfloat16() -> bool:
     function is known.
     """
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def pipeline_actions(
-    schedule: Any, num_stages: int, num_workers: int, num_micros: int
-) -> list[list[tuple[int, str, int]]]:
-    """Return the forward and backward passes of each worker in order, for a pipeline with several stages per worker.
-
-    torch computes the order when a schedule is created, which needs stages with a network and a process group. Here,
-    the stages are replaced by objects that only have the attributes that torch reads.
-
-    Args:
-        schedule: a subclass of `torch.distributed.pipelining.schedules.PipelineScheduleMulti`.
-        num_stages: number of stages; stage i is on worker i modulo `num_workers`.
-        num_workers: number of workers.
-        num_micros: number of micro-batches.
-
-    Returns:
-        For each worker, a list of (stage, kind, micro-batch). The kinds are those of torch: `F` for a forward pass, `B`
-        for a backward pass, and `I` and `W` for its two parts, the gradients of the inputs and those of the weights.
-    """
-    shared = {"num_stages": num_stages, "group_size": num_workers, "group_rank": 0, "group": None, "submod": None}
-    numbers = range(0, num_stages, num_workers)
-    stages = [
-        SimpleNamespace(stage_index=n, is_first=n == 0, is_last=False, has_backward=True, **shared) for n in numbers
-    ]
-    order = schedule(stages, num_micros, loss_fn=_do_nothing).pipeline_order
-    kinds = ("F", "B", "I", "W")
-    return [
-        [(each[0], str(each[1].value), each[2]) for each in order[worker] if each and each[1].value in kinds]
-        for worker in range(num_workers)
-    ]
 
 
 def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

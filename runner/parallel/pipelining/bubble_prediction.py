@@ -9,15 +9,8 @@ from typing import Any
 from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, divisors
 from runner.parallel.pipelining.partition import balanced
 from runner.parallel.pipelining.schedules import ONE_STAGE_EACH
-from runner.parallel.pipelining.simulation import simulate
-from runner.parallel.pipelining.timeline import bubble
 
 BlockTimes = Callable[[int], Sequence[float]]
-
-_FORWARD = 1 / 3
-"""The fraction of a block's time that its forward pass takes. The gradient of the inputs takes another third, and the
-gradient of the weights the last third.
-"""
 
 
 def bubbles(
@@ -51,12 +44,12 @@ def bubbles(
     """
     return [
         {"split_size": samples // count, "num_micro_batches": count}
-        | {name: _simulated(name, num_workers, count, times(samples // count), num_stages, cuts) for name in schedules}
+        | {name: _predicted(name, num_workers, count, times(samples // count), num_stages, cuts) for name in schedules}
         for count in divisors(samples)
     ]
 
 
-def _simulated(
+def _predicted(
     schedule: str,
     num_workers: int,
     num_micros: int,
@@ -73,11 +66,29 @@ def _simulated(
         return None
     bounds = [0, *(balanced(blocks, num_stages) if cuts is None else cuts), len(blocks)]
     stages = [sum(blocks[start:stop]) for start, stop in pairwise(bounds)]
-
-    def seconds(stage: int, kind: str) -> float:
-        whole = kind == "backward" and schedule != "zero_bubble"
-        return stages[stage] * (1 - _FORWARD if whole else _FORWARD)
-
-    found = bubble(simulate(schedule, num_stages, num_workers, num_micros, seconds), num_workers)
+    time = pipeline_time(schedule, stages, num_workers, num_micros)
+    busy = num_micros * sum(stages)
     rounds = num_stages // num_workers * num_micros + num_workers - 1
-    return {"bubble": found.share, "time": found.seconds, "rounds": rounds}
+    return {"bubble": max(0.0, 1 - busy / (num_workers * time)) if time else 0.0, "time": time, "rounds": rounds}
+
+
+def pipeline_time(schedule: str, stages: Sequence[float], num_workers: int, num_micros: int) -> float:
+    """Return the time of a step if messages take no time.
+
+    The slowest worker computes all micro-batches, and waits for the first to arrive and the last to return. With one
+    stage per worker, this is exact for `gpipe` (Huang et al., 2019, section 2.3). `interleaved_1f1b` waits for
+    p − 1 stages instead of workers (Narayanan et al., 2021, section 2.2), and `zero_bubble` fills two thirds of this
+    time with gradients of weights (Qi et al., 2023, section 2).
+
+    Args:
+        schedule: name of the schedule.
+        stages: time of the forward and backward pass of a micro-batch in each stage; stage i is on worker i modulo
+            `num_workers`.
+        num_workers: number of workers.
+        num_micros: number of micro-batches.
+    """
+    if schedule in ONE_STAGE_EACH:
+        return sum(stages) + (num_micros - 1) * max(stages)
+    of_worker = [sum(stages[worker::num_workers]) for worker in range(num_workers)]
+    idle = (num_workers - 1) * max(stages) * (1 / 3 if schedule == "zero_bubble" else 1)
+    return num_micros * max(of_worker) + idle
