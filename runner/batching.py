@@ -59,16 +59,12 @@ class MicroBatch(NamedTuple):
 class Step(NamedTuple):
     """One iteration of the training loop.
 
-    Usually, an iteration is one optimizer step, and the processes divide the batch of the step among themselves. If
-    each process computes whole steps by itself (see `Plan.step_shard`), an iteration is a round: several optimizer
-    steps, one per process.
+    Usually, it is one optimizer step, whose batch the processes divide among themselves. If each process computes whole
+    steps by itself (see `Plan.step_shard`), it is a round: several optimizer steps, one per process.
     """
 
     number: int
-    """The number of the optimizer step, counted from 1; for a round, the number of its last step.
-
-    It is the same on every process.
-    """
+    """The number of the optimizer step, counted from 1; for a round, that of its last step. Equal on every process."""
     local: int
     """The number of the step whose batch this process trains on; equal to `number` unless the iteration is a round."""
     micro_batches: list[MicroBatch]
@@ -134,11 +130,7 @@ class Plan:
 
     @property
     def data_rank(self) -> int:
-        """The index of this process among the processes that train on different samples.
-
-        Processes that train on the same samples have the same index. In reinforcement learning, the seed of the
-        process's environments is derived from this index.
-        """
+        """The rank of this process among those that train on different samples, and act in different environments."""
         return self.data_shard[0] * self.step_shard[1] + self.step_shard[0]
 
     @property
@@ -148,11 +140,7 @@ class Plan:
 
     @property
     def steps_per_round(self) -> int:
-        """The number of optimizer steps in one iteration of the training loop.
-
-        This number is 1 if all processes work on the same step, each on a part of its batch. If each process computes
-        whole steps by itself (see `step_shard`), it is the number of these processes: each computes one step.
-        """
+        """The number of optimizer steps in one iteration of the training loop: 1, or one for each process."""
         return self.step_shard[1]
 
     @property
@@ -209,8 +197,7 @@ class SampleOrder:
     Args:
         num_samples: number of samples per epoch.
         seed: the seed for the permutations.
-        device: device of the indices. Each permutation is generated on the CPU, so that it is the same for every
-            device, and copied to the device once per epoch.
+        device: device of the indices, to which the permutation, always drawn on the CPU, is copied once per epoch.
     """
 
     def __init__(self, num_samples: int, seed: int, device: torch.device | str = "cpu"):

@@ -113,9 +113,8 @@ def prepare(run: Run, session: Session, directory: Path, with_table: bool = Fals
 def initial_state(run: Run, session: Session, directory: Path, with_table: bool = False) -> State:
     """Return the state of the run before its first step, with the model on its devices.
 
-    The weights depend only on the seed of the session; later random numbers also depend on the process. This function
-    seeds torch's global generator. It also resets the global timer of `runner.system.section_timer`, and the peak
-    memory usage (see `runner.system.memory.reset_peak`).
+    The weights depend only on the seed of the plan; later random numbers also depend on the process. This function
+    seeds torch's global generator, and resets the global timer and the peak of the memory.
 
     Args:
         run: the options.
@@ -197,9 +196,8 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
 def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) -> torch.Tensor | None:
     """Run one optimizer step: the forward and backward passes of its micro-batches, and the update.
 
-    The metric sums and the gradient norm stay on the device until a log is due, so that the host does not wait for
-    them. With loss scaling, however, the host waits for the end of the previous step, or for the end of this one if
-    there is an average of the weights or a target network.
+    The host does not wait for the device. With loss scaling, however, it waits for the end of the previous step, or of
+    this one if there is an average of the weights or a target network.
 
     Args:
         state: the training state, which is updated.
@@ -208,8 +206,7 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
         log_due: whether the step is logged; the gradient norm is then computed.
 
     Returns:
-        The gradient norm before clipping, a scalar on the device; None if it was not computed, because the step is not
-        logged and gradients are not clipped.
+        The gradient norm before clipping, a scalar on the device; None if the step is not logged and does not clip.
     """
     run, session, model = state.run, state.session, state.model
     for micro in step.micro_batches:

@@ -46,8 +46,7 @@ class Parallel:
         """Return the launcher that starts or joins the processes of the mode, on the devices that `choice` selects.
 
         Raises:
-            ConfigError: if the devices or processes do not fit the mode. As in `divide` and `check`, the error names
-                the key in full, such as `parallel.processes`.
+            ConfigError: if they do not fit the mode; as in `divide` and `check`, with the key in full.
         """
         self._check_one_process()
         with errors_under("device"):
@@ -59,13 +58,7 @@ class Parallel:
         check(started == 1, "parallel.processes", started, why, "choose parallel=ddp or fsdp, or start one process")
 
     def divide(self, plan: Plan, process: Collectives) -> Plan:
-        """Return the part of `plan`, the plan of a single process, that is the work of `process`.
-
-        Called before any data is read.
-
-        Args:
-            plan: the plan of a single process, with the seed of the run.
-            process: the rank, the devices and the number of processes.
+        """Return the part of `plan`, which is that of a single process, that `process` does. No data has been read yet.
 
         Raises:
             ConfigError: if the batch or the devices do not fit the mode.
@@ -73,18 +66,12 @@ class Parallel:
         return plan
 
     def check(self, session: Session) -> None:
-        """Check that the mode fits the other components of the run; called after the workload's `prepare`.
-
-        Raises:
-            ConfigError: if a check fails.
-        """
+        """Raise a `ConfigError` if the mode does not fit the workload, whose data has been read, or an option."""
 
     def place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
-        """Move, wrap, shard or split the model, as the mode requires.
+        """Move, wrap, shard or split the model, and return the module whose parameters are trained.
 
-        Returns:
-            The module whose parameters are trained, under their original names. If the mode wraps the module, as DDP
-            does, the mode keeps the wrapper and does not return it.
+        The parameters keep their names: a mode that wraps the module, as DDP does, keeps the wrapper for itself.
 
         Raises:
             ConfigError: if the model cannot be compiled or split as the options ask.
@@ -98,9 +85,7 @@ class Parallel:
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
-        """Run the forward and the backward pass of a micro-batch, and add the gradients to the parameters' `grad`.
-
-        The gradients are weighted by the fraction of the global batch that is in the micro-batch.
+        """Run the forward and the backward pass of a micro-batch, and add its weighted gradients to `grad`.
 
         Args:
             model: the model that `place` returned.
@@ -110,8 +95,7 @@ class Parallel:
 
         Returns:
             The metric sums over the micro-batch, in the order of `workload.metrics`: float32 [num_metrics], on the
-            device, or what they will be computed from. A rank that does not compute the loss, such as the rank of a
-            pipeline's first stage, returns zeros.
+            device, or what they will be computed from. A rank without the loss, as in a pipeline, returns zeros.
         """
         return self._accumulate(model, batch, micro.weight)
 
@@ -125,11 +109,7 @@ class Parallel:
         return sums
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
-        """Clip the gradients to the norm `max_norm`; if it is None, only compute their norm.
-
-        Returns:
-            The gradient norm of the whole model before clipping, a scalar on the device.
-        """
+        """Clip the gradients to `max_norm`, if given; return their norm before, over the whole model, on the device."""
         parameters = trainable(model)
         if max_norm is None:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -140,24 +120,22 @@ class Parallel:
     def combine_overflow(self, found_inf: torch.Tensor) -> None:
         """Set `found_inf` to its maximum over the ranks that train different parts of one model, in place.
 
-        All these ranks then skip the same optimizer steps. Most modes do nothing here, because a rank has all gradients
-        of its model, or torch has already combined the flags, as in FSDP.
+        All these ranks then skip the same updates. Elsewhere, a rank has all gradients, or torch combines the flags.
 
         Args:
-            found_inf: the overflow flag of `torch.amp.GradScaler`: 1 if a gradient on this rank is inf or NaN, else 0;
-                float32 scalar on the device.
+            found_inf: the overflow flag of `torch.amp.GradScaler`, a float32 scalar on the device: 1 if a gradient on
+                this rank is not finite, else 0.
         """
 
     def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of `model` for `inputs`; called during an evaluation."""
         return model(inputs)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         """Evaluate the model, which the caller has put into evaluation mode, on the held-out data.
 
         Returns:
-            A pair of dicts by metric name: the metrics, and the sums over all ranks from which they were computed. Some
-            modes return the sums only on rank 0.
+            The metrics by name, and the sums over all ranks from which they were computed; some modes have the sums
+            only on rank 0.
         """
         session = self._session
         with torch.inference_mode(), session.precision.autocast():
@@ -166,30 +144,22 @@ class Parallel:
         return session.workload.summarize(sums), sums
 
     def scalars(self) -> dict[str, float]:
-        """Return the mode's own measurements since the last call: a dict from TensorBoard tag to value.
-
-        Called on every rank.
-        """
+        """Return what the mode has measured since the last call, by TensorBoard tag; called on every rank."""
         return {}
 
     def images(self, directory: Path) -> dict[str, torch.Tensor]:
-        """Return images that show how the mode computed a step, such as the timeline of a pipeline; called on rank 0.
+        """Return RGB images, uint8 [3, height, width], of how a step was computed, by tag; called on rank 0.
 
         Args:
             directory: the run directory, to which the mode may write files.
-
-        Returns:
-            A dict from TensorBoard tag to RGB image, uint8 [3, height, width].
         """
         return {}
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        """Return the state of the model and the optimizer, as full tensors on the CPU; called on every rank.
-
-        All modes share this format.
+        """Return the state of the model and the optimizer in the format of all modes; called on every rank.
 
         Returns:
-            A pair of dicts: the model's tensors by name, and the optimizer state by parameter name, such as
+            Full tensors on the CPU: those of the model by name, and the optimizer state by parameter name, such as
             `{"layer.weight": {"momentum_buffer": tensor, …}, …}`. Both are empty except on rank 0, which saves them.
         """
         return full_state.collect(model, optimizer, keep=self._session.rank == 0)
@@ -201,14 +171,10 @@ class Parallel:
         tensors: TensorDict,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Load the model's tensors and the optimizer state, which `full_state` of this or another mode returned.
-
-        Called on every rank.
+        """Load what `full_state` of this or another mode returned; called on every rank.
 
         Raises:
-            UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer, a
-                tensor is not finite, or a value `step` in the optimizer state is negative. The model may have been
-                changed already.
+            UnexpectedContentError: as in `full_state.load`.
         """
         full_state.load(model, optimizer, tensors, optimizer_state)
 
@@ -217,9 +183,7 @@ class Parallel:
         return {}
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load `state`, which `local_state` returned; called after `load_full_state`.
-
-        If the checkpoint has no state of this rank, `state` is empty.
+        """Load what `local_state` returned, after `load_full_state`; `state` is empty if this rank saved nothing.
 
         Raises:
             ConfigError: if `state` does not fit the number of processes.
@@ -236,9 +200,7 @@ def move(model: torch.nn.Module, device: torch.device, channels_last: bool) -> N
 
 
 def devices_of_one_process(choice: Device) -> list[torch.device]:
-    """Return the GPUs that `choice` selects, by default all visible GPUs.
-
-    If `choice` selects a device of another kind, return a list with only that device.
+    """Return the GPUs that `choice` selects, by default all visible ones, or the one device of another kind.
 
     Raises:
         ConfigError: if a device does not exist, or if `choice` is not the CPU and `CUDA_VISIBLE_DEVICES` hides every

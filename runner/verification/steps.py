@@ -279,14 +279,10 @@ def on_gradient(loss: torch.Tensor, note: Callable[[torch.Tensor], None]) -> Non
 
 
 def evaluated(state: State) -> Tensors:
-    """Evaluate the network, in the parallel mode of the run, on the first batch that a single device would train on.
+    """Return the `outputs` of the network, [batch_size, …], in an evaluation of the first batch of a single device.
 
-    Every rank must call this. Afterwards, the workload can no longer be evaluated on its own data, because its methods
-    `evaluate` and `summarize` are replaced.
-
-    Returns:
-        A dict with the key `outputs`: the outputs of the network, [batch_size, …], on the CPU. The dict is empty if the
-        workload is not supervised or its batches have no inputs.
+    They are on the CPU. Every rank must call this. The workload's methods `evaluate` and `summarize` stay replaced.
+    The dict is empty if the workload is not supervised or its batches have no inputs.
     """
     model, workload, plan = state.model, state.session.workload, state.session.plan
     if not isinstance(workload, SupervisedWorkload):

@@ -154,7 +154,7 @@ _gloo_sockets: list[int] = []
 
 
 def _open_sockets() -> set[int]:
-    """Return the file descriptors of all sockets of this process; empty if the operating system does not list them."""
+    """Return the file descriptors of the sockets of this process; empty if the operating system does not list them."""
     found = set()
     with suppress(OSError):
         for name in os.listdir("/dev/fd"):  # Linux and macOS

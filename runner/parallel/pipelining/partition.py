@@ -57,13 +57,10 @@ class Partition:
         return self.stages if self.cuts == "auto" else len(self.cuts) + 1
 
     def check_partition(self, workload: Workload, count: int) -> None:
-        """Check that the network of `workload` can be split into `count` stages.
-
-        The check does not allocate the weights of the network.
+        """Check, without memory for weights, that the network of `workload` can be split into `count` stages.
 
         Raises:
-            ConfigError: if the network cannot be split in this way; the error names the key in full, such as
-                `parallel.cuts`.
+            ConfigError: if it cannot, with the key in full, such as `parallel.cuts`.
         """
         names = [name for name, _ in blocks_of(without_memory(supervised(workload).build_model))]
         why = f"the network has {len(names)} blocks: {', '.join(names)}"
@@ -72,10 +69,7 @@ class Partition:
             positions_of(self.cuts, names)
 
     def bounds(self, profiles: Sequence[BlockProfile], count: int) -> list[int]:
-        """Return the indices of the blocks at which the `count` stages begin and end.
-
-        The result is a list `bounds` = [0, …, len(profiles)]. Stage i has the blocks `bounds[i]:bounds[i + 1]`.
-        """
+        """Return `bounds` = [0, …, len(profiles)]: stage i of `count` has the blocks `bounds[i]:bounds[i + 1]`."""
         if self.cuts == "auto":
             inner = balanced([profile.seconds for profile in profiles], count)
         else:
@@ -134,11 +128,7 @@ def blocks_of(model: torch.nn.Module) -> Blocks:
 
 
 def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
-    """Return the indices of the blocks named in `cuts`.
-
-    Args:
-        cuts: names of blocks, in forward order; the name of a layer stands for the first block of the layer.
-        names: names of all blocks.
+    """Return the indices of the blocks in `names` that `cuts` names; a layer's name stands for its first block.
 
     Raises:
         ConfigError: if the network cannot be split at one of the cuts, or the cuts are not in forward order.
@@ -157,10 +147,9 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
 
 
 def balanced(seconds: Sequence[float], count: int) -> list[int]:
-    """Return the partition into `count` stages that minimizes the time of the slowest stage.
+    """Return the partition into `count` stages whose slowest stage is fastest, by dynamic programming.
 
-    A pipeline is only as fast as its slowest stage. The partition is found by dynamic programming over (blocks,
-    stages). Among partitions with the same slowest time, one with stages of similar times is preferred.
+    Among partitions with the same slowest time, one with stages of similar times is preferred.
 
     Args:
         seconds: time of each block in seconds.
@@ -211,15 +200,14 @@ def first_inputs(model: torch.nn.Module, session: Session, size: int | None = No
 
 
 def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, session: Session, timed: bool) -> list[BlockProfile]:
-    """Measure the blocks of `model` in forward order, using copies of the blocks, so that the model does not change.
+    """Measure copies of the blocks of `model`, in forward order.
 
     Args:
         model: the network.
-        inputs: inputs of the first block, on the device on which the blocks are measured. There must be as many samples
-            as in a micro-batch of the run, because the times depend on the number of samples.
+        inputs: inputs of the first block, as many as in a chunk, on the device on which the blocks are measured.
         session: the session of this process.
-        timed: True to also measure the time of each block, in training mode; False to find only the shape and dtype of
-            each block's output, in evaluation mode.
+        timed: whether to measure times, in training mode; otherwise, only the outputs are described, in evaluation
+            mode.
     """
     dtype, autocast = next(model.parameters()).dtype, session.precision.autocast
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs  # float64 under precision=64
