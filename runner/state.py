@@ -303,7 +303,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _load_random_state(saved: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
-    for name, own in random_state(devices).items():
+    for name, now in random_state(devices).items():
         if name in saved or name == "cpu":  # a run on other devices saved no state for this one
-            check_like(saved[name], own, f"the random state, {name}")
+            check_like(saved[name], now, f"the random state, {name}")
     set_random_state(saved, devices)

@@ -21,14 +21,13 @@ _VARIANTS = 8
 
 
 def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks of `model` that have parameters and are submodules of `model`.
+    """Return the blocks of `model` that have parameters and are submodules of it.
 
-    `model.blocks()` may create blocks that group several submodules, for example the stem of a ResNet. These blocks are
-    not submodules of `model` themselves, and are left out.
+    Blocks that `model.blocks()` has made from several submodules, such as the stem of a ResNet, are left out.
     """
-    own = {id(module) for module in model.modules()}
+    submodules = {id(module) for module in model.modules()}
     found = [block for _, block in blocks_of(model)]
-    return [block for block in found if id(block) in own and any(True for _ in block.parameters())]
+    return [block for block in found if id(block) in submodules and any(True for _ in block.parameters())]
 
 
 def compile_in_place(module: torch.nn.Module, how: bool | str, blocks: Sequence[torch.nn.Module] | None = None) -> None:

@@ -63,10 +63,10 @@ class Ensemble(MultiProcess):
         shard, device = session.plan.eval_shard, session.device
         tally = torch.zeros(2, dtype=torch.int64, device=device)
         with torch.inference_mode(), session.precision.autocast():
-            own = workload.summarize(workload.evaluate(partial(self._infer, model), shard, device))
+            of_rank = workload.summarize(workload.evaluate(partial(self._infer, model), shard, device))
             sums = workload.evaluate(partial(self._vote, model, tally), shard, device)
         metrics = workload.summarize(sums)
-        for member, of_member in enumerate(session.collectives.all_gather(own)):
+        for member, of_member in enumerate(session.collectives.all_gather(of_rank)):
             metrics |= {f"member_{member}/{name}": value for name, value in of_member.items()}
         if workload.outputs_are_scores:
             metrics["disagreement"] = int(tally[0]) / max(1, int(tally[1]))
@@ -74,9 +74,9 @@ class Ensemble(MultiProcess):
 
     def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """Return the members' vote on `inputs`, and count the members' predictions in `tally`."""
-        own = model(inputs).float().contiguous()
-        outputs = [torch.empty_like(own) for _ in range(self._session.world_size)]
-        torch.distributed.all_gather(outputs, own)
+        answer = model(inputs).float().contiguous()
+        outputs = [torch.empty_like(answer) for _ in range(self._session.world_size)]
+        torch.distributed.all_gather(outputs, answer)
         stacked = torch.stack(outputs)
         vote = self._session.workload.vote(stacked)
         answers = stacked.argmax(-1)

@@ -59,11 +59,11 @@ def load(
             not finite, or a value `step` in `optimizer_state` is negative. If only `optimizer_state` is wrong, the
             model has been changed already.
     """
-    own = model.state_dict()
-    check_like(tensors, dict(own), "the model")
+    held = model.state_dict()
+    check_like(tensors, dict(held), "the model")
     # Not strictly, as the names have been compared: torch would add, and then refuse, `num_batches_tracked` of batch
     # normalization layers in other stages of a pipeline.
-    model.load_state_dict({name: shard_like(own[name], t) for name, t in tensors.items()}, strict=False)
+    model.load_state_dict({name: shard_like(held[name], t) for name, t in tensors.items()}, strict=False)
     load_optimizer(model, optimizer, optimizer_state)
 
 

@@ -1,15 +1,7 @@
 """The comparison of a config with its reference for `runner verify`: differences, limits, table and verdict.
 
-In float64, where rounding errors are negligible, the two runs must agree to 1e-9; the mean loss of each step, which is
-summed in float32 in every precision, must agree to 1e-6. In the config's own precision, the runs must agree to 1e-2
-(TF32 to 2.5e-2, 16 bits to 0.2), or more closely if the device does not support float64 (see `Row`).
-
-The rounding error of the reference is measured too: it is the difference between the reference in the config's own
-precision and the reference in float64. A large rounding error never makes a limit larger.
-
-A config cannot be judged if rounding errors cannot be told apart from mistakes. This is the case if the rounding error
-of the reference exceeds half of a limit, or if something computes in float32 although float64 was requested. Even then,
-runs that agree very closely are judged the same (see `Row.is_same`).
+`runner/commands/verify.py` states the limits and the three verdicts. A large rounding error of the reference never
+makes a limit larger: the config then cannot be judged, except if both agree very closely (see `Row.is_same`).
 """
 
 from __future__ import annotations
@@ -46,15 +38,12 @@ class Verdict(IntEnum):
 
 
 class Difference(NamedTuple):
-    """The largest relative difference between tensors of two runs.
-
-    Args:
-        size: the relative difference; infinity if a tensor is missing or has another shape.
-        where: the name of the tensor with this difference, or a remark such as `not compared`.
-    """
+    """The largest relative difference between tensors of two runs."""
 
     size: float
+    """Infinity if a tensor is missing or has another shape."""
     where: str
+    """The name of the tensor with this difference, or a remark such as `not compared`."""
 
 
 class Pair(NamedTuple):
@@ -120,17 +109,13 @@ class Row(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a comparison.
-
-    Args:
-        lines: the lines of the table; empty if a run diverged.
-        verdict: the verdict.
-        reason: the reason for the verdict; empty if the verdict is SAME, or if it is DIFFERENT for an unknown reason.
-    """
+    """The result of a comparison."""
 
     lines: list[str]
+    """The lines of the table; empty if a run diverged."""
     verdict: Verdict
     reason: str
+    """Empty if the verdict is SAME, or if it is DIFFERENT for an unknown reason."""
 
 
 def compare(configured: Pair | None, exact: Pair | None, precision: Precision) -> Outcome:
@@ -160,12 +145,7 @@ def compare(configured: Pair | None, exact: Pair | None, precision: Precision) -
 
 
 def first_other_samples(tested: list[list[str]], reference: list[list[str]]) -> str:
-    """Return a description of the first step whose samples differ from the reference; empty if there is no such step.
-
-    Args:
-        tested: the hashes of the samples of each step of the tested run.
-        reference: the hashes of the samples of each step of the reference.
-    """
+    """Return a description of the first step whose hashes of samples differ from the reference; empty if none does."""
     for step, (ours, theirs) in enumerate(zip(tested, reference, strict=True), start=1):
         missing, added = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
         if missing or added:

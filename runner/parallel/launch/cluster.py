@@ -103,8 +103,7 @@ _SIOCGIFADDR = 0x8915  # netdevice(7): get the address of an interface
 def interface_to(host: str) -> str | None:
     """Return the network interface through which this machine reaches `host` over IPv4; None if it is unknown.
 
-    The interface is known only on Linux. It is needed because gloo, by default, uses the interface to which the
-    hostname of this machine resolves, which is often the loopback interface.
+    Gloo would use the interface to which the hostname resolves, which is often the loopback interface. Linux only.
     """
     if sys.platform != "linux":
         return None

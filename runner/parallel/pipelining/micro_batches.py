@@ -74,10 +74,10 @@ def num_micro_batches(samples: int, split_size: int | None, count: int | None, c
         return count
     sizes = sorted(samples // number for number in possible)
     _check(samples, samples / split_size, "split_size", split_size, sizes, constraint)
-    own = samples // split_size
-    why = f"split_size={split_size} makes {own} micro-batches of {samples} samples"
-    check(count in (None, own), "parallel.num_micro_batches", count, why, "name one of the two")
-    return own
+    number = samples // split_size
+    why = f"split_size={split_size} makes {number} micro-batches of {samples} samples"
+    check(count in (None, number), "parallel.num_micro_batches", count, why, "name one of the two")
+    return number
 
 
 def _check(

@@ -213,13 +213,13 @@ def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, session: Sessio
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs  # float64 under precision=64
     profiles, x = [], inputs if timed else inputs[:1]
     for name, block in blocks_of(model):
-        own = copy.deepcopy(block).to(x.device).train(timed)
+        copied = copy.deepcopy(block).to(x.device).train(timed)
         if session.channels_last:
-            own.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+            copied.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         # The inputs of the first block are data, which need no gradient.
-        seconds = session.time_block(own, x, autocast, bool(profiles)) if timed else 0.0
+        seconds = session.time_block(copied, x, autocast, bool(profiles)) if timed else 0.0
         with torch.no_grad(), autocast():
-            x = own(x)
+            x = copied(x)
         profiles.append(BlockProfile(name, seconds, tuple(x.shape[1:]), x.dtype))
     return profiles
 
@@ -232,8 +232,8 @@ def format_partition(profiles: Sequence[BlockProfile], bounds: Sequence[int]) ->
     total = sum(profile.seconds for profile in profiles)
     parts = []
     for start, stop in pairwise(bounds):
-        own = profiles[start:stop]
-        share = f" ({sum(profile.seconds for profile in own) / total:.0%})" if total else ""
-        names = own[0].name if len(own) == 1 else f"{own[0].name} … {own[-1].name}"
+        stage = profiles[start:stop]
+        share = f" ({sum(profile.seconds for profile in stage) / total:.0%})" if total else ""
+        names = stage[0].name if len(stage) == 1 else f"{stage[0].name} … {stage[-1].name}"
         parts.append(names + share)
     return " | ".join(parts)

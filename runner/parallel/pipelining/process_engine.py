@@ -53,8 +53,8 @@ class ProcessEngine:
             )
             for number, stage in stages.items()
         ]
-        own = timed_stages[0] if schedule in ONE_STAGE_EACH else timed_stages
-        self._schedule = schedule_class(schedule)(own, num_micros, loss_fn=self._loss_of, scale_grads=False)
+        scheduled = timed_stages[0] if schedule in ONE_STAGE_EACH else timed_stages
+        self._schedule = schedule_class(schedule)(scheduled, num_micros, loss_fn=self._loss_of, scale_grads=False)
 
     def _loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
@@ -70,8 +70,8 @@ class ProcessEngine:
         """
         self._loss = loss
         # As in the example given to torch: inputs must be contiguous, and only the last stage takes targets.
-        own = (inputs.contiguous(),) if self.has_first and inputs is not None else ()
-        self._schedule.step(*own, target=targets if self.has_last else None)
+        taken = (inputs.contiguous(),) if self.has_first and inputs is not None else ()
+        self._schedule.step(*taken, target=targets if self.has_last else None)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the network's outputs for all `inputs`; called on rank 0, while the other ranks are in `serve`.

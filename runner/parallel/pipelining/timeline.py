@@ -149,9 +149,9 @@ def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
 def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> float:
     """Return a lower bound on the seconds that a step takes under any schedule, from the point of view of `worker`."""
     before = set(range(worker))
-    own = {span.stage for span in spans if span.stage % num_workers == worker}
+    of_worker = {span.stage for span in spans if span.stage % num_workers == worker}
     first, after = _seconds(spans, before, ("forward",), 0), _seconds(spans, before, ("backward",), last)
-    busy, deferred = _seconds(spans, own), _seconds(spans, own, ("weights",))
+    busy, deferred = _seconds(spans, of_worker), _seconds(spans, of_worker, ("weights",))
     return first + max(busy, busy - deferred + after)
 
 
