@@ -29,29 +29,20 @@ from runner.system.signals import StopRequest
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 0.3
-"""Time between two heartbeats, well below the shortest allowed timeout, which is one second."""
-
-START_SECONDS = 60.0
-"""Additional time allowed for a rank's first heartbeat, because torch may be imported from a slow disk."""
-
+HEARTBEAT_SECONDS = 0.3  # well below the shortest allowed timeout, which is one second
+START_SECONDS = 60.0  # more for a rank's first heartbeat, because torch may be imported from a slow disk
+GRACE_SECONDS = 2.0  # for the reports of the other ranks after a rank has failed
 GIVE_UP = "give up"
 """The message that tells all ranks that a rank has failed or hangs, so that they stop waiting for that rank."""
-
-_UNKNOWN_EXIT = 255
-"""The exit code that `multiprocessing` reports for every rank if the fork server, which knows the codes, is gone."""
-
-GRACE_SECONDS = 2.0
-"""How long the supervisor waits for the reports of the other ranks after a rank has failed."""
+_UNKNOWN_EXIT = 255  # what `multiprocessing` reports for every rank if the fork server, which knows the codes, is gone
 
 
 class RankError(Exception):
     """Raised when a rank failed, died or hung.
 
     Args:
-        rank: number of the rank.
-        what: what happened to the rank, in one line.
-        trace: the traceback of the rank's exception; empty if there was no exception, or if its message says enough.
+        rank, what: the rank, and what happened to it, in one line.
+        trace: the traceback of its exception; empty if there was none, or if its message says enough.
         result: the run's result so far; None if rank 0 could not report it.
     """
 

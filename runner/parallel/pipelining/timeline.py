@@ -28,8 +28,7 @@ class Span(NamedTuple):
 class Timeline:
     """A recording of the computations of this process's stages. While `on` is false, nothing is recorded.
 
-    On CUDA, times are measured by events on the streams of the devices. The host synchronizes with the devices once
-    before a recording, and once when the recording is read.
+    On CUDA, events on the streams measure the times: the host waits only before a recording, and when it is read.
 
     Args:
         devices: devices of the stages.
