@@ -24,9 +24,17 @@ T = TypeVar("T")
 
 
 def encode(value: Any) -> bytes:
-    """Return `value` as a message to another rank: plain Python values, tensors and dtypes, nested as you like."""
+    """Return `value` as a message to another rank: plain Python values, tensors and dtypes, nested in any way.
+
+    Raises:
+        TypeError: if `value` holds an object of another type, which the other rank would refuse.
+    """
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    try:
+        torch.save(value, buffer)
+        decode(buffer.getvalue())
+    except (ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
+        raise TypeError("only plain values, tensors and dtypes can be sent to other ranks") from error
     return buffer.getvalue()
 
 
@@ -46,11 +54,11 @@ def refusal_as_plain(error: ConfigError | None) -> tuple | None:
     """Return `error` as a tuple that can be encoded; `refusal_from_plain` restores it."""
     if error is None:
         return None
-    got = error.got
+    got = () if error.got is ABSENT else error.got
     try:
-        decode(encode(got))
-    except Exception:  # it is only displayed
-        got = () if got is ABSENT else repr(got)
+        encode(got)
+    except TypeError:  # it is only displayed
+        got = repr(got)
     return error.key, got, error.why, error.remedy
 
 
@@ -115,7 +123,8 @@ class Collectives:
         Raises:
             Exception: on rank 0, any exception that `make` raises.
             ConfigError: on the other ranks, if `make` raised this ConfigError on rank 0.
-            LostError: on the other ranks, if `make` raised any other exception.
+            LostError: on the other ranks, if `make` raised any other exception, or its result cannot be encoded.
+            TypeError: on rank 0, if there are several ranks and the result cannot be encoded.
         """
         return make()
 

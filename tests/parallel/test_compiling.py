@@ -79,6 +79,7 @@ MODES: dict[str, tuple[tuple[str, ...], Callable[[torch.nn.Module], list[torch.n
 def test_a_mode_compiles_the_blocks_of_its_network(name: str, compiled: list[torch.nn.Module]) -> None:
     overrides, blocks = MODES[name]
     run = build_composed_run(*TINY_CPU, "compile=blocks", *overrides)
-    model = run.parallel.place(run.workload.build_model(), prepare_session(run))
+    session = prepare_session(run)
+    model = run.parallel.place(run.workload.build_model(), session)
     assert compiled == blocks(model)
     assert not any("_orig_mod" in key for key in model.state_dict())
