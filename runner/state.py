@@ -170,10 +170,9 @@ class State:
         """Copy the state, check that it is finite, and begin to write it in the background; called on every rank.
 
         Raises:
-            DivergedError: if a training metric of a step since the last log is not finite, or if a value of the model
-                or of the optimizer state is not finite. Nothing is then written, and earlier checkpoints are kept.
-            StorageError: if the previous checkpoint could not be written, or if the directory of the new checkpoint
-                cannot be created.
+            DivergedError: if a training metric since the last log, the model or the optimizer state is not finite.
+                Nothing is then written, and earlier checkpoints are kept.
+            StorageError: if the previous checkpoint could not be written, or the new directory cannot be created.
         """
         run, collectives, device = self.run, self.session.collectives, self.session.device
         rows = self.metric_buffer.peek(collectives.all_reduce)

@@ -47,11 +47,7 @@ class SharedState(NamedTuple):
 
 
 class SharedMemoryCollectives(ProcessGroup):
-    """Collectives of a process group, except that `any_rank` uses shared memory.
-
-    The training loop calls `any_rank` after every step to find out whether to stop. The all-reduce that `ProcessGroup`
-    uses for it would make the workers wait for each other in every step.
-    """
+    """Collectives of a process group, except that `any_rank`, which the loop calls after every step, does not wait."""
 
     def __init__(self, devices: Sequence[torch.device], timeout: float, shared_state: SharedState):
         super().__init__(devices, timeout)
@@ -170,12 +166,8 @@ class Hogwild(MultiProcess):
         return super().evaluate(model)
 
     def scalars(self) -> dict[str, float]:
-        """Return measurements since the last call, over all workers, keyed by TensorBoard tag.
-
-        - `hogwild/updates`: the number of updates.
-        - `hogwild/staleness`: the mean number of updates by other workers during a step.
-        - `hogwild/distance`: the mean distance by which these updates have moved the model during a step, divided by
-          the norm of the weights.
+        """Return the number of updates since the last call, the mean number of updates by others during a step, and
+        the mean distance by which these have moved the model, divided by the norm of the weights.
         """
         staleness = torch.tensor(self._staleness, dtype=torch.float64)
         total = self._session.collectives.all_reduce({"staleness": staleness})["staleness"]

@@ -11,8 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def convert_sync_batch_norm(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Convert the batch normalization layers in `model` so that they normalize over all processes, and return `model`.
 
-    On CUDA, the layers become `torch.nn.SyncBatchNorm`, which does not support the CPU. On other devices, they become
-    the class `SyncBatchNorm` in this file, which uses all-reduces.
+    On CUDA, they become `torch.nn.SyncBatchNorm`; elsewhere, which it does not support, the class in this file.
     """
     if device.type == "cuda":
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)

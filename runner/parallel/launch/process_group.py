@@ -29,10 +29,7 @@ _LONG = timedelta(days=30)
 
 
 def create_store(port: int | None) -> TCPStore:
-    """Create the store through which the ranks on this machine find each other; called before the ranks are started.
-
-    Args:
-        port: port on this machine; None for any free port.
+    """Create the store through which the ranks on this machine find each other, on `port`, or on any free one.
 
     Raises:
         ConfigError: if nothing can listen on `port`.
@@ -105,11 +102,7 @@ def _loopback() -> str | None:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group, if there is one.
-
-    If other ranks still use it, call `abort_process_group` instead, so that their collectives do not wait for the
-    timeout.
-    """
+    """Destroy the process group, if there is one; if other ranks still use it, call `abort_process_group` instead."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         _gloo_sockets.clear()  # their descriptors may be used again, for other connections

@@ -8,21 +8,11 @@ from typing import NamedTuple
 from runner.config.errors import ConfigError, check
 
 _PER_STAGE = 4
-"""Default number of micro-batches per stage.
-
-If all stages take the same time, each is then idle for less than 20 % of a step. Smaller micro-batches would be less
-efficient.
-"""
+"""Default number of micro-batches per stage: equal stages are then idle for less than 20 % of a step."""
 
 
 class MicrobatchConstraint(NamedTuple):
-    """The requirements of a schedule on the number of micro-batches.
-
-    Args:
-        schedule: name of the schedule.
-        num_stages: number of stages of the pipeline.
-        num_processes: number of processes of the pipeline.
-    """
+    """The requirements of a schedule on the number of micro-batches."""
 
     schedule: str
     num_stages: int

@@ -61,12 +61,9 @@ class ProcessEngine:
         return self._loss(outputs, targets)
 
     def train(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, loss: Loss) -> None:
-        """Run the forward and backward passes of all micro-batches.
+        """Run the forward and backward passes of all chunks.
 
-        Args:
-            inputs: inputs of all micro-batches; needed in the process of the first stage.
-            targets: targets of all micro-batches; needed in the process of the last stage.
-            loss: function of the outputs and targets of a micro-batch that returns the scalar loss to differentiate.
+        The `inputs` of all chunks are needed in the process of the first stage, their `targets` in that of the last.
         """
         self._loss = loss
         # As in the example given to torch: inputs must be contiguous, and only the last stage takes targets.
@@ -76,8 +73,7 @@ class ProcessEngine:
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the network's outputs for all `inputs`; called on rank 0, while the other ranks are in `serve`.
 
-        The inputs are split into chunks of `size` samples. While one stage computes a chunk, earlier stages compute the
-        following chunks.
+        While one stage computes a chunk of `size` samples, earlier stages compute the following chunks.
         """
         self._announced(len(inputs))
         self._forward(len(inputs), inputs)

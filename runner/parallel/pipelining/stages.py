@@ -14,17 +14,13 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ActivationSpec(NamedTuple):
-    """The format of the activations that are passed from one stage to the next.
-
-    Args:
-        shape: the shape of one sample's activations: (channels, height, width), or any other shape.
-        dtype: dtype of the activations.
-        channels_last: whether the activations are in the NHWC memory format.
-    """
+    """The format of the activations that are passed from one stage to the next."""
 
     shape: tuple[int, ...]
+    """The shape of one sample's activations: (channels, height, width), or any other shape."""
     dtype: torch.dtype
     channels_last: bool = False
+    """Whether the activations are in the NHWC memory format."""
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
@@ -34,10 +30,7 @@ class ActivationSpec(NamedTuple):
 
     @property
     def is_permuted(self) -> bool:
-        """Whether activations are permuted to [n, height, width, channels] before they are sent.
-
-        Activations in the memory format `channels_last` are contiguous only in this order.
-        """
+        """Whether activations are permuted to [n, height, width, channels], in which NHWC is contiguous, to be sent."""
         return self.channels_last and len(self.shape) == 3
 
     def empty(self, count: int, device: torch.device) -> torch.Tensor:
