@@ -11,7 +11,7 @@ import nox
 
 nox.options.default_venv_backend = "venv"
 nox.options.error_on_missing_interpreters = False
-NEXT = {"hydra-core": "==1.4.0rc3", "omegaconf": "==2.4.1rc1", "antlr4-python3-runtime": ""}
+NEXT = {"hydra-core": "==1.4.0rc3", "omegaconf": "==2.4.1rc1"}
 
 
 def lower_bounds() -> list[str]:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import write
-from runner.cli.messages import WIDTH
+from runner.config.errors import WIDTH
 from runner.storage.run_directory import read_result
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Ended, Job, Pool, Started

@@ -16,6 +16,7 @@ import torch
 
 from runner.batching import Accumulation, Plan
 from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, errors_under
+from runner.config.options import root_keys
 from runner.config.other_names import type_instead
 from runner.config.schema import build, component_fields, load_class, option_fields, typed_values
 from runner.data.base import Data
@@ -225,7 +226,7 @@ def build_run(config: Mapping[str, Any]) -> Run:
         if key not in known:
             inner = config[key] if isinstance(config[key], Mapping) else ()
             others = filter(None, map(type_instead, (key, *(f"{key}.{name}" for name in inner))))
-            remedy = next(others, did_you_mean(key, known))
+            remedy = next(others, did_you_mean(key, root_keys()))
             raise ConfigError(key, ABSENT, "there is no such key;", remedy)
     parts = {group: build(_node(config, group), base, group) for group, base in CONFIG_GROUPS.items()}
     node = _node(config, "workload")

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
-from helpers.command import Command, names_left_in, run_command, run_successfully
+from helpers.command import Command, names_left_in, run_command
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
 from helpers.events import scalar_curves
 from helpers.permissions import enforced_permissions
-from helpers.plain_loop import largest_difference, weights_at
+from helpers.plain_loop import weights_at
 from helpers.random_kills import assert_resume_after_kills_is_exact
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome, write_images
 from omegaconf import OmegaConf
@@ -999,53 +998,3 @@ def test_a_finished_run_with_a_damaged_checkpoint_redoes_its_last_steps(tmp_path
     assert "resumed after step 20" in console
     assert weights.read_bytes() == whole
     assert (path / "checkpoints/step_00000023.corrupt").is_dir()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Run directories that an earlier version wrote
-
-EARLIER = Path(__file__).parent / "fixtures" / "earlier_version"
-"""Run directories of an earlier version, with the weights that this version reached when it resumed them."""
-
-
-@pytest.fixture
-def earlier(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that copies a run directory of an earlier version to where the command looks for it."""
-
-    def copied(name: str) -> Path:
-        parent = tmp_path / "outputs" / name
-        return Path(shutil.copytree(EARLIER / name, parent / "2026-01-01_00-00-00-000000"))
-
-    return copied
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "step", "tolerance"),
-    [("classifier", "steps=16", 16, 1e-6), ("dqn", "workload.env_steps=800", 70, 1e-5)],
-)
-def test_a_run_of_an_earlier_version_resumes(
-    name: str, more: str, step: int, tolerance: float, earlier: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """The classifier trains in two processes with `parallel=ddp`."""
-    path = earlier(name)
-    run_successfully(tmp_path, f"resume={path}", more)
-    assert f"resumed after step {8 if name == 'classifier' else 30}" in (path / "log.txt").read_text()
-    wanted = safetensors.torch.load_file(path / f"expected_step_{step}.safetensors")
-    assert largest_difference(weights_at(path, step), wanted) <= tolerance
-    result = json.loads((path / "result.json").read_text())
-    assert (result["status"], result["steps"], result["world_size"]) == ("done", step, 2 if name == "classifier" else 1)
-
-
-@pytest.mark.parametrize("name", ["classifier", "dqn"])
-def test_auto_finds_a_run_of_an_earlier_version(name: str, earlier: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its config has earlier class names. DQN defaults that have changed since are passed as overrides."""
-    path = earlier(name)
-    (path / "result.json").unlink()  # as if it had been killed
-    overrides: Any = OmegaConf.to_container(OmegaConf.load(path / "overrides.yaml"))
-    earlier_defaults = {
-        "classifier": [],
-        "dqn": ["schedule=step", "optimizer.lr=0.003", "workload.target_tau=0.01", "workload.huber_delta=1"],
-    }
-    run_successfully(tmp_path, *overrides, *earlier_defaults[name], "resume=auto")
-    assert only_run(tmp_path) == path
-    assert "resumed after step" in (path / "log.txt").read_text()

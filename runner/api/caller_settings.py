@@ -21,11 +21,8 @@ from runner.system.torch_private import restore_child_handler
 def settings_kept() -> Iterator[None]:
     """A context in which a run may change global settings. They are restored at the end of the context.
 
-    The restored settings are the environment variables, the settings of logging, and the following settings of torch:
-    random states, current CUDA device, number of threads, and defaults such as the default dtype. The fork
-    server is stopped at the end, unless it was running before. The import of the compiler is no longer deferred, and
-    the handler of SIGCHLD and what is excluded from garbage collection are as before, too.
-
+    These are the environment variables, logging, random states, the current CUDA device, torch's threads and defaults,
+    the fork server, the deferred import of the compiler, the handler of SIGCHLD and what garbage collection excludes.
     Inside the context, torch has its original default dtype and device, gradients are enabled, and autocast is
     disabled, so that the caller's choices do not affect the run.
     """

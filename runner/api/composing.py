@@ -9,18 +9,26 @@ from copy import deepcopy
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
+from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException
+from hydra.version import VersionBase
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.cli import arguments
-from runner.cli.composition import Composer, Job
-from runner.cli.config_source import OptionFiles
-from runner.cli.hydra_errors import config_error, explain
-from runner.cli.zipped import parse_zip
+from runner.config.composition import Composer, Job
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.config.overrides import text_override
+from runner.config.hydra_errors import config_error, explain
+from runner.config.overrides import (
+    checked_override,
+    is_sweep_option,
+    override_key,
+    override_value,
+    resumed,
+    text_override,
+)
 from runner.storage.saved_config import config_yaml
 from runner.system.secrets import redacted_values
 
@@ -68,12 +76,12 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
         ConfigError: if there is no such option, key, run or `config_dir`, or the overrides cannot be parsed.
     """
     check_list_of_texts(overrides)
-    words = arguments.overrides_first(overrides)
-    flags = [word for word in words if word.startswith("-")]
-    check(not flags, "".join(flags[:1]), ABSENT, "flags belong to the command", "leave it out")
+    for word in overrides:
+        check(not word.startswith("-"), word, ABSENT, "flags belong to the command", "leave it out")
+        checked_override(word)
     folder = None if config_dir is None else os.fspath(config_dir)
-    with _hydra_of_our_own(), _config_errors():
-        job = compose_run(composer_of(words, folder), words)
+    with _separate_hydra(), _config_errors():
+        job = compose_run(composer_of(overrides, folder), overrides)
     return Config(job.config, job.overrides, folder)
 
 
@@ -85,31 +93,24 @@ def check_list_of_texts(overrides: Any) -> None:
     Raises:
         ConfigError: if `overrides` is anything else.
     """
-    is_list = not isinstance(overrides, str) and isinstance(overrides, Sequence)
-    check(
-        is_list and all(isinstance(word, str) for word in overrides),
-        "overrides",
-        overrides,
-        "it is not a list of strings",
-        'for example ["parallel=ddp", "seed=1"]',
-    )
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    why, remedy = "it is not a list of strings", 'for example ["parallel=ddp", "seed=1"]'
+    check(is_list and all(isinstance(word, str) for word in overrides), "overrides", overrides, why, remedy)
 
 
 def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
-    """Compose the config of a single run from overrides that `arguments.overrides_first` has checked.
+    """Compose the config of a single run from overrides that `checked_override` has accepted.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config cannot be composed.
     """
-    swept = [word for word in overrides if arguments.is_sweep_option(word)]
-    remedy = "add -m, or leave it out"
-    check(not swept, "".join(swept[:1]).partition("=")[0], ABSENT, "only a sweep has this option", remedy)
-    pairs = [word for word in overrides if parse_zip(word)]
-    check(not pairs, "".join(pairs[:1]).partition("=")[0], ABSENT, "only a sweep has pairs of values", "add -m")
-    job = composer.run([arguments.quoted(word, sweep=False) for word in overrides])
+    for word in overrides:
+        of_sweep = is_sweep_option(word) or word.partition("=")[2].startswith("zip(")
+        check(not of_sweep, override_key(word), ABSENT, "only a sweep has this option", "add -m, or leave it out")
+    job = composer.run(overrides)
     source = job.config.get("resume", "never")
     why = "an option file sets it, where the defaults would replace the options of that run"
-    is_typed = source in ("auto", "never") or arguments.override_value(overrides, "resume") is not None
+    is_typed = source in ("auto", "never") or override_value(overrides, "resume") is not None
     check(is_typed, "resume", source, why, f"type it: {text_override('resume', source)}")
     return job
 
@@ -120,26 +121,26 @@ def composer_of(overrides: Sequence[str], config_dir: str | None) -> Composer:
     Raises:
         ConfigError: if `config_dir`, or the run at PATH, does not exist or cannot be used.
     """
-    source = arguments.resumed(overrides)
+    source = resumed(overrides)
     if source is None:
         return Composer(config_dir)
-    from runner.cli.saved_defaults import register_saved  # imported here: it needs the components
+    from runner.api.saved_defaults import saved_root  # imported here: it needs the components
 
-    return Composer(config_dir, register_saved(source, overrides))
+    return Composer(config_dir, saved_root(source, overrides))
 
 
 @contextmanager
-def _hydra_of_our_own() -> Iterator[None]:
-    """A context in which Hydra has new global objects. At its end, the caller's objects are restored."""
-    instances, resolvers, sets_hydra = Singleton._instances, BaseContainer._resolvers, OptionFiles.sets_hydra
-    own: Any = {ConfigStore: deepcopy(ConfigStore.instance())}  # the options of Hydra itself are in it
-    Singleton._instances = own
+def _separate_hydra() -> Iterator[None]:
+    """A context in which composing does not change Hydra's global objects."""
+    Plugins.instance()  # whose import registers options, only once
+    instances, resolvers = Singleton._instances, BaseContainer._resolvers
+    separate: Any = {cls: each for cls, each in instances.items() if cls not in (HydraConfig, JobRuntime, VersionBase)}
+    Singleton._instances = separate | {ConfigStore: deepcopy(ConfigStore.instance())}
     BaseContainer._resolvers = dict(resolvers)
     try:
         yield
     finally:
         Singleton._instances, BaseContainer._resolvers = instances, resolvers
-        OptionFiles.sets_hydra = sets_hydra
 
 
 @contextmanager
@@ -148,6 +149,5 @@ def _config_errors() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        translated = config_error(error)
         remedy = "python -m runner --help lists the options"
-        raise translated or ConfigError("overrides", ABSENT, explain(error), remedy) from None
+        raise config_error(error) or ConfigError("overrides", ABSENT, explain(error), remedy) from None

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.api.composing import check_list_of_texts, compose
-from runner.cli.arguments import override_value
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.config.overrides import override_key
+from runner.config.overrides import override_key, override_value
 from runner.parallel.collectives import Collectives
 from runner.run import Run, build_run, check_used
 from runner.session import Session
@@ -92,7 +91,6 @@ def _session(
 def _evaluate_rank(
     config: dict[str, Any], checkpoint: Path, split: str | None, collectives: Collectives
 ) -> dict[str, float]:
-    """Evaluate `checkpoint` in a process that a launcher has started, and return the metrics."""
     run = build_run(config)
     return _evaluate(run, _session(run, collectives, checkpoint, split), checkpoint)
 

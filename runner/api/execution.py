@@ -7,9 +7,9 @@ from copy import deepcopy
 
 from runner.api.caller_settings import settings_kept
 from runner.api.composing import Config, compose
+from runner.api.run_job import run_one
 from runner.cli.auto_options import with_accumulation
-from runner.cli.composition import Job
-from runner.cli.run_job import run_one
+from runner.config.composition import Job
 from runner.result import CrashedError, Result
 from runner.run import build_run
 

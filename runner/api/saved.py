@@ -40,11 +40,7 @@ def load(directory: str | os.PathLike[str]) -> SavedRun:
 class SavedRun:
     """The run in a run directory. Nothing is written to it.
 
-    Args:
-        directory: the run directory.
-
-    Raises:
-        ConfigError: if there is no run whose config can be read, or `directory` is a checkpoint.
+    `choice` is a checkpoint: `best` (best evaluation), `last` (newest intact), or the step at which it was saved.
     """
 
     def __init__(self, directory: Path):
@@ -79,26 +75,17 @@ class SavedRun:
     def checkpoint(self, choice: str | int = "best") -> Path:
         """Return the path of a checkpoint.
 
-        Args:
-            choice: `best` (best evaluation), `last` (newest intact), or the step at which it was saved.
-
         Raises:
             ConfigError: if there is no such checkpoint.
         """
         return chosen_checkpoint(self.directory, choice)
 
     def curves(self) -> dict[str, dict[int, float]]:
-        """Return the scalars that the run logged to TensorBoard: for each tag, a dict from steps to values.
-
-        The result is empty if there are no event files.
-        """
+        """Return the scalars that the run logged to TensorBoard: for each tag, a dict from steps to values."""
         return scalars(self.directory)
 
     def metrics(self) -> list[dict[str, float]]:
-        """Return the curves as a table with one row for each step at which anything was logged.
-
-        A row is a dict with the key `step`, and a value for each tag that was logged at that step.
-        """
+        """Return the curves as rows, one for each logged step: `{"step": 50, "train/loss": 0.3, …}`."""
         rows: dict[int, dict[str, float]] = {}
         for tag, values in self.curves().items():
             for step, value in values.items():
@@ -109,9 +96,6 @@ class SavedRun:
         """Return the tensors of the model by name, on the CPU.
 
         If the run averages its weights, these are the averaged weights, which the run evaluated.
-
-        Args:
-            choice: as in `checkpoint`.
 
         Raises:
             ConfigError: if there is no such checkpoint, or it is damaged.
@@ -124,9 +108,6 @@ class SavedRun:
     def signature(self, choice: str | int = "best") -> dict[str, Any]:
         """Return a description of the model's inputs and outputs (see `Workload.signature`); empty if there is none.
 
-        Args:
-            choice: as in `checkpoint`.
-
         Raises:
             ConfigError: if there is no such checkpoint, or it is damaged.
         """
@@ -138,11 +119,7 @@ class SavedRun:
         """Return the model of a checkpoint as a plain module, on the CPU and in evaluation mode.
 
         With `precision=64`, the parameters are float64. For an ensemble, the first member is returned. The data is
-        needed only for checkpoints of earlier versions, and for workloads without a signature.
-
-        Args:
-            choice: as in `checkpoint`.
-            overrides: changes of the run's config, such as `["env.id=my_package:Own-v0"]`.
+        needed only for workloads without a signature. `overrides` change the config of the run.
 
         Raises:
             ConfigError: if there is no such checkpoint, if it is damaged, if the config is refused, or if the network
@@ -164,24 +141,13 @@ class SavedRun:
 
         The run is not yet prepared: its method `prepare` has not been called.
 
-        Args:
-            choice: as in `checkpoint`.
-            overrides: changes of the run's config.
-
         Raises:
             ConfigError: if there is no such checkpoint, the config is refused, or an override has no effect.
         """
         initial = ("weights", "reset_head") if (self.config.get("model") or {}).get("weights") is not None else ()
         without = [f"model.{key}={'null' if key == 'weights' else 'false'}" for key in initial]
-        words = [
-            f"resume={self.checkpoint(choice)}",
-            "parallel=single",
-            "device=cpu",
-            "tracking=none",
-            *without,
-            *overrides,
-        ]
-        run = build_run(dict(compose(words)))
+        plain = ["parallel=single", "device=cpu", "tracking=none", *without]
+        run = build_run(dict(compose([f"resume={self.checkpoint(choice)}", *plain, *overrides])))
         check_used(run, overrides)
         return run
 
@@ -203,7 +169,7 @@ class SavedRun:
         at the step of the checkpoint.
 
         Args:
-            choice: as in `checkpoint`.
+            choice: the checkpoint.
             overrides: changes of the run's config, such as `["parallel=single", "data.root=…"]`.
             split: `train`, `val`, `test` or `all`; None for the held-out samples, or all of other data in `overrides`
                 (see `evaluate_checkpoint`).
@@ -224,7 +190,7 @@ class SavedRun:
 
         Args:
             files: paths of images, and of directories with images at any depth.
-            choice: as in `checkpoint`.
+            choice: the checkpoint.
 
         Raises:
             ConfigError: if a path does not exist, there are no images, there is no such checkpoint, or the run does not
@@ -238,9 +204,6 @@ class SavedRun:
     def image_input(self, choice: str | int = "best") -> ImageInput:
         """Return the transform that turns images into inputs of the model, as in the evaluation of the run.
 
-        Args:
-            choice: as in `checkpoint`.
-
         Raises:
             ConfigError: if there is no such checkpoint, if it is damaged, or if it does not say how images are read.
         """
@@ -251,12 +214,7 @@ class SavedRun:
         return ImageInput.from_dict(signature["image"])
 
     def _step(self, choice: str | int) -> int:
-        """Return the step of the checkpoint that `choice` selects now.
-
-        While the run writes new checkpoints, `best` and `last` may come to mean other checkpoints, but the step always
-        identifies the same one. Finding a checkpoint by its step is also faster, because the newest checkpoint has to
-        be read for `best` and `last`.
-        """
+        """Return the step of the checkpoint that `choice` selects now: `best` and `last` change during a run."""
         return int(self.checkpoint(choice).name.removeprefix("step_"))
 
 

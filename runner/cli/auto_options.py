@@ -10,7 +10,7 @@ from pathlib import Path
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.cli.composition import Job
+from runner.config.composition import Job
 from runner.config.errors import ConfigError
 from runner.config.overrides import override_key
 from runner.parallel.launch.cluster import external_world_size

@@ -10,13 +10,15 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from runner.cli.arguments import DETACHED
 from runner.config.errors import check
 from runner.config.overrides import typed_path
 from runner.sweep.console import message
 from runner.sweep.ledger import CONSOLE
 from runner.system.exit_codes import CRASHED, DONE
 from runner.system.import_path import python_path
+
+DETACHED = "--detached"
+"""The flag whose value is the file descriptor of a pipe to the command that started this sweep in the background."""
 
 OUTPUT = "sweep.txt"
 """The file in the folder `console` to which a detached sweep prints."""

@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.cli.arguments import override_value
-from runner.cli.hydra_errors import explain
-from runner.cli.messages import wrapped
 from runner.cli.sweep_jobs import SweepJobs
-from runner.config.errors import ConfigError, errors_under
+from runner.config.errors import ConfigError, errors_under, wrapped
+from runner.config.hydra_errors import explain
 from runner.config.options import groups_in_defaults
-from runner.config.overrides import override_key
+from runner.config.overrides import override_key, override_value
 from runner.config.schema import load_class
 from runner.run import Run, build_run, config_hash
 from runner.storage.run_directory import job_name

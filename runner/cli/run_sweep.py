@@ -9,11 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.cli.detached import Background
-from runner.cli.experiment_file import experiment_command, experiment_file
-from runner.cli.messages import WIDTH
 from runner.cli.plan_jobs import GridJobs, Planner
 from runner.cli.sweep_jobs import SweepJobs
-from runner.config.errors import ABSENT, check
+from runner.config.errors import ABSENT, WIDTH, check
+from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
 from runner.config.overrides import typed_path
 from runner.config.schema import build

@@ -11,11 +11,11 @@ from typing import Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import OmegaConf
 
-from runner.cli.arguments import is_sweep_option, quoted
-from runner.cli.composition import Composer, Job, composition_errors
 from runner.cli.zipped import parse_zip
+from runner.config.composition import Composer, Job, composition_errors
 from runner.config.errors import ABSENT, check
 from runner.config.options import groups_in_defaults, root_keys
+from runner.config.overrides import is_sweep_option, quoted
 from runner.config.schema import build
 from runner.sweep.engines.base import Engine
 from runner.sweep.space import Dimension, Interval

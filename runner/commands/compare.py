@@ -7,7 +7,6 @@ not done follow in a second table, which says why.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ from rich.console import Console
 
 from runner.analysis.compare_formats import as_csv, as_json, markdown, terminal
 from runner.analysis.compare_rows import Comparison
-from runner.config.errors import ABSENT, ConfigError, check
+from runner.commands.arguments import Parser
+from runner.config.errors import ConfigError, check
 from runner.storage.regular_file import check_readable
 
 
@@ -30,9 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: for `--help`, or if argparse refuses the command line.
     """
-    options, unknown = _parser().parse_known_args(arguments)
     try:
-        check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")
+        options = _parser().parsed(arguments)
         paths = [Path(os.path.expanduser(path)) for path in options.paths]
         for path in paths:
             remedy = "name a run directory, a sweep, or a directory with some below it"
@@ -50,12 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m runner compare",
-        description="Compare runs: the options that differ, and what came of them.",
-        allow_abbrev=False,
-    )
+def _parser() -> Parser:
+    parser = Parser("compare", "Compare runs: the options that differ, and what came of them.")
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a directory with runs at any depth below it")
     parser.add_argument(
         "--metric", metavar="NAME", help="a metric by its TensorBoard tag (default: the one that selects the best)"

@@ -8,7 +8,6 @@ exported as a program instead.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import stat
@@ -22,11 +21,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from runner.commands.arguments import Parser
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import text_override
 from runner.model.weights import read_weights
 from runner.storage.checkpoint import EMA
-from runner.storage.checkpoint_selection import NoBestError, best_checkpoint, last_checkpoint
+from runner.storage.checkpoint_selection import chosen_checkpoint
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.manifest import SIGNATURE, DamagedError, untrusted, verified_manifest
 from runner.storage.regular_file import check_readable
@@ -73,14 +73,14 @@ class Weights(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
-    options = _parser().parse_args(arguments)
-    destination = Path(os.path.expanduser(options.destination))
     try:
+        options = _parser().parsed(arguments)
+        source, destination = (Path(os.path.expanduser(path)) for path in (options.source, options.destination))
         check_destination(destination, options.force)
         if destination.suffix in PROGRAMS:
-            print(exported(Path(os.path.expanduser(options.source)), destination, options.best, options.module_prefix))
+            print(exported(source, destination, options.checkpoint, options.module_prefix))
             return 0
-        weights = read(Path(os.path.expanduser(options.source)), options.best)
+        weights = read(source, options.checkpoint)
         write(weights.tensors, destination, PREFIX if options.module_prefix else "", weights.signature)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -91,20 +91,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def exported(source: Path, destination: Path, best: bool, module_prefix: bool) -> str:
+def exported(source: Path, destination: Path, choice: str | None, module_prefix: bool) -> str:
     """Export the model of a run as a program for torch.export or ONNX, and return the message to print.
 
     Args:
         source: a run directory, or a checkpoint in one.
         destination: a .pt2 or .onnx file; replaced if it exists.
-        best: whether to export the best checkpoint of the run instead of the newest. This is not allowed if `source` is
-            a checkpoint.
+        choice: the checkpoint of the run: `best`, `last` or a step; None for the best one. It must be None if `source`
+            is a checkpoint.
         module_prefix: whether --module-prefix was typed. This flag is not allowed, because a program has no names of
             parameters.
 
     Raises:
-        ConfigError: if `best` or `module_prefix` is True but not allowed, a package is missing, there is no such
-            checkpoint, it cannot be read, or its model cannot be exported.
+        ConfigError: if `choice` or `module_prefix` is not allowed, a package is missing, there is no such checkpoint,
+            it cannot be read, or its model cannot be exported.
     """
     from runner.commands.export_program import (  # imported here: they need a run's modules
         check_exporter,
@@ -113,24 +113,22 @@ def exported(source: Path, destination: Path, best: bool, module_prefix: bool) -
 
     check(not module_prefix, "--module-prefix", True, "a program has no names of parameters", "leave it out")
     check_readable("SOURCE", source / "checkpoints")
-    named = best and step_of(source) is not None
-    check(not named, "--best", True, f"{source} is not a run directory", "name the run directory as SOURCE")
+    if step_of(source) is not None:
+        _check_not_chosen(source, choice)
     check_exporter(destination)
-    checkpoint = export_program(source, "best" if best else "last", destination)
+    checkpoint = export_program(source, choice or "best", destination)
     return f"{destination}: the model of {checkpoint}; its outputs were compared"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m runner convert", description="Extract the weights of a run, or convert a file of weights."
-    )
+def _parser() -> Parser:
+    parser = Parser("convert", "Extract the weights of a run, or convert a file of weights.")
     parser.add_argument("source", metavar="SOURCE", help="a run directory, a checkpoint in it, or a file of weights")
     parser.add_argument(
         "destination",
         metavar="DESTINATION",
         help="weights: a .safetensors file, or a state dict as .pt or .pth; the model as a program: .pt2 or .onnx",
     )
-    parser.add_argument("--best", action="store_true", help="take the best checkpoint of the run, not the newest")
+    parser.add_checkpoint(None)  # the default is told from what is typed, which a checkpoint or a file refuses
     parser.add_argument(
         "--module-prefix", action="store_true", help=f"prefix each name with {PREFIX}, as DataParallel does"
     )
@@ -160,17 +158,17 @@ def check_destination(path: Path, force: bool) -> None:
     check(force or not path.exists(), "DESTINATION", str(path), "it already exists", "--force replaces it")
 
 
-def read(source: Path, best: bool = False) -> Weights:
+def read(source: Path, choice: str | None = None) -> Weights:
     """Read weights from a run directory, from a checkpoint or from a file.
 
     Args:
         source: a run directory, a checkpoint in a run directory, or a file of weights.
-        best: if `source` is a run directory, whether to read the checkpoint with the best evaluation instead of the
-            newest intact checkpoint.
+        choice: if `source` is a run directory, which of its checkpoints is read: `best`, `last` or a step; None for the
+            best one. It must be None if `source` is anything else.
 
     Raises:
         ConfigError: if `source` does not exist, cannot be read, contains no weights, or contains damaged weights. Also
-            if `best` is True, but `source` is not a run directory, or is a run directory without a best checkpoint.
+            if there is no such checkpoint, or `choice` is not allowed.
     """
     others = "name a run directory, a checkpoint in one, or a file of weights"
     check_readable("SOURCE", source / "checkpoints")
@@ -179,8 +177,8 @@ def read(source: Path, best: bool = False) -> Weights:
     if source.name in (_CHECKPOINT_WEIGHTS, EMA) and (source.parent / MANIFEST).is_file():
         source, named = source.parent, source.name  # read as a checkpoint, which verifies the hash
     if (source / "checkpoints").is_dir():
-        return _read_checkpoint(_chosen(source, best))
-    check(not best, "--best", True, f"{source} is not a run directory", "name the run directory as SOURCE")
+        return _read_checkpoint(_chosen(source, choice or "best"))
+    _check_not_chosen(source, choice)
     if source.is_file():
         return Weights(_read_file(source), str(source))
     is_checkpoint = (source / MANIFEST).exists() or step_of(source) is not None
@@ -188,19 +186,23 @@ def read(source: Path, best: bool = False) -> Weights:
     return _read_checkpoint(source, named)
 
 
-def _chosen(run: Path, best: bool) -> Path:
-    """Return the path of the best checkpoint of `run` if `best` is True, otherwise of its newest intact checkpoint.
+def _check_not_chosen(source: Path, choice: str | None) -> None:
+    """Raise a `ConfigError` if a checkpoint was chosen with a flag, although `source` is not a run directory."""
+    why = f"{source} is not a run directory"
+    check(choice is None, "--checkpoint", choice, why, "leave it out, or name the run directory as SOURCE")
+
+
+def _chosen(run: Path, choice: str) -> Path:
+    """Return the path of the checkpoint of `run` that `choice` names.
 
     Raises:
-        ConfigError: with the key --best if `run` has no best checkpoint; with the key SOURCE for other errors.
+        ConfigError: with the key --checkpoint if there is no such checkpoint; with the key SOURCE for other errors.
     """
     try:
-        return best_checkpoint(run) if best else last_checkpoint(run)
-    except NoBestError as error:
-        remedy = "leave out --best to take the newest checkpoint, or name another one as SOURCE"
-        raise ConfigError("--best", True, error.why, remedy) from None
+        return chosen_checkpoint(run, choice)
     except ConfigError as error:
-        raise ConfigError("SOURCE", error.got, error.why, error.remedy) from None
+        key = "--checkpoint" if error.got == choice else "SOURCE"
+        raise ConfigError(key, error.got, error.why, error.remedy) from None
 
 
 def _read_checkpoint(path: Path, named: str = "") -> Weights:

@@ -5,7 +5,6 @@ Which parallel mode is the fastest here depends on the config: `python -m runner
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -14,19 +13,26 @@ from typing import Any
 
 import torch
 
+from runner.commands.arguments import Parser
+from runner.config.errors import ConfigError
 from runner.config.options import description, option_files
 from runner.system.cpu import usable_cores
+from runner.system.exit_codes import DONE, REFUSED
 from runner.system.gpu import lacks_kernels
 from runner.system.provenance import collect_findings, environment
 
 PRECISIONS = ("32", "tf32", "64", "bf16", "16")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a report on this machine as tables, or with `--json` as one JSON object."""
-    parser = argparse.ArgumentParser("python -m runner doctor", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a report on this machine as tables, or with `--json` as one JSON object; return the exit code."""
+    parser = Parser("doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    options = parser.parse_args(arguments)
+    try:
+        options = parser.parsed(arguments)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
     report = gather()
     if options.json:
         print(json.dumps(report, indent=2))
@@ -36,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from runner.commands.doctor_tables import render
 
         Console(width=None if sys.stdout.isatty() else 130).print(render(report))
+    return DONE
 
 
 def gather() -> dict[str, Any]:

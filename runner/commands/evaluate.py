@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.cli.messages import report_error
-from runner.commands.run_arguments import check_no_flags, run_parser
+from runner.commands.arguments import Parser
+from runner.commands.messages import report_error
 from runner.parallel.launch.supervisor import RankError
 from runner.system.exit_codes import CRASHED, DONE
 from runner.tracking.log_file import LogFile
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate the checkpoint that the command line names, print its metrics, and return the exit code."""
-    parser = run_parser("evaluate", __doc__)
+    parser = Parser("evaluate", __doc__, overrides=True, config_dir=False)
+    parser.add_run()
     splits = "val: the held-out samples; test: those in test/ (default: val, and all of other data)"
     parser.add_argument("--split", metavar="train|val|test|all", help=splits)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options, overrides = parser.parse_known_args(arguments)
     try:
-        check_no_flags(overrides)
+        options = parser.parsed(arguments)
         from runner.api.evaluation import evaluate_checkpoint  # imported here: it imports torch, which is slow
         from runner.api.saved import load
 
         checkpoint = load(options.run).checkpoint(options.checkpoint)
         with LogFile(None):  # on the console: which files are ignored, for example
-            evaluation = evaluate_checkpoint(checkpoint, overrides, options.split)
+            evaluation = evaluate_checkpoint(checkpoint, options.overrides, options.split)
     except Exception as error:
         if isinstance(error, RankError):
             print(f"{error.trace}{error}", file=sys.stderr)

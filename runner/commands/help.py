@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runner.commands import COMMANDS
 from runner.config.options import CONF, description, option_files
+from runner.config.overrides import override_key
+
+_KEY = re.compile(r" *[\w.]+: .*#")
 
 
-def help_text(config_dir: str | None = None) -> str:
-    """Return the help text: every config group with its options and their descriptions, and every root key.
+def help_text(config_dir: str | None = None, words: Sequence[str] = ()) -> str:
+    """Return the help text: the subcommands, every config group with its options, and every root key.
 
     Args:
         config_dir: the directory of `--config-dir`, whose options are also listed; None if the flag was not typed.
+        words: the command line. The keys of the options that it chooses are also listed.
     """
+    files = option_files(*([Path(os.path.expanduser(config_dir))] if config_dir else []))
     lines = [
         "python -m runner [GROUP=OPTION …] [KEY=VALUE …]     train one run",
         "python -m runner -m [GROUP=OPTION,OPTION …]         sweep: one run for each combination",
@@ -25,18 +31,36 @@ def help_text(config_dir: str | None = None) -> str:
         "The config changes how the work is done, never what is computed.",
         "",
     ]
-    more = [Path(os.path.expanduser(config_dir))] if config_dir else []
-    for group, files in option_files(*more).items():
+    for word in words:
+        group, option = override_key(word), word.partition("=")[2]
+        if path := files.get(group, {}).get(option):
+            lines += [f"{group}={option}: {description(path)}", *(f"  {line}" for line in _keys(path)), ""]
+    for group, options in files.items():
         lines.append(f"{group}=")
-        lines += [f"  {option:<14} {description(file)}" for option, file in files.items()]
-    lines += ["", "keys:"]
-    root = (CONF / "config.yaml").read_text(encoding="utf-8").splitlines()
-    lines += [f"  {line.rstrip()}" for line in root if re.match(r"[a-z_]+: .*#", line)]
-    lines += [
-        "",
-        "--summary prints a table of the network, and trains nothing",
-        "--run-directory DIR trains in DIR, not in a new directory in output_root",
-        "--cfg job prints the composed config · --config-dir DIR adds your own options · --version",
-        "--hydra-help describes --info, --multirun and all other flags",
-    ]
-    return "\n".join(lines)
+        lines += [f"  {option:<14} {description(path)}" for option, path in options.items()]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "keys:",
+            *(f"  {line}" for line in _keys(CONF / "config.yaml")),
+            "",
+            "GROUP=OPTION --help also lists the keys of the option",
+            "--summary prints a table of the network, and trains nothing",
+            "--run-directory DIR trains in DIR, not in a new directory in output_root",
+            "--cfg job prints the composed config, -p KEY a part of it, --resolve without references",
+            "--config-dir DIR adds your own options · --version",
+            "-sc install=SHELL prints what completes the command in bash, zsh or fish",
+        ]
+    )
+
+
+def _keys(path: Path) -> Iterator[str]:
+    """Yield the lines of an option file with a key and its comment, after those of the files that it inherits."""
+    text = path.read_text(encoding="utf-8")
+    defaults = re.search(r"^defaults:(?: \[.*\]|(?:\n  - .*)+)", text, re.MULTILINE)
+    for name in re.findall(r"(?<=[-,\[]) ?(\w+)(?:@\w+)?(?=[],\n]|$)", defaults[0] if defaults else ""):
+        inherited = path.with_name(f"{name}.yaml")
+        if name != "_self_" and inherited.exists():
+            yield from _keys(inherited)
+    yield from (line.rstrip() for line in text.splitlines() if _KEY.match(line))

@@ -27,8 +27,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.cli.messages import report_error
-from runner.commands.composed_run import overrides_of
+from runner.commands.arguments import Parser, check_not_resumed
+from runner.commands.messages import report_error
 from runner.config.errors import ABSENT, ConfigError, check
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -67,24 +67,17 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
         ConfigError: for an unknown flag, a word that is not a valid override, a value that is out of range, or flags
             that do not go together.
     """
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m runner plan", None, __doc__, None, [], form, allow_abbrev=False)
+    parser = Parser("plan", __doc__, overrides=True)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--measure", action="store_true", help="predict the time of a step from measured parts")
-    parser.add_argument("--config-dir", "-cd", help="a folder with options of your own, as for the command")
     parser.add_argument("--devices", help="number of devices of the machine (default: those of this machine)")
     parser.add_argument("--memory", help="memory of each device, such as 80GB")
     parser.add_argument("--flops", help="floating-point operations per second of each device, such as 300e12")
     parser.add_argument("--bandwidth", help="memory bandwidth of each device in bytes per second, such as 2e12")
     parser.add_argument("--link", help="bytes per second that a device sends to another one, such as 200e9")
-    options, rest = parser.parse_known_args(arguments)
-    named = next(filter(_is_run, rest), None)
-    options.run = None if named is None else Path(rest.pop(rest.index(named)))
-    for word in rest if named is None else []:
-        is_path = "/" in word.partition("=")[0] and not word.startswith(("-", "hydra/", "+hydra/"))
-        check(not is_path, "RUN", word, "there is no such run directory", "name a directory with config.yaml")
-    flags = "--devices, --memory, --measure, --json and others (see --help)"
-    overrides = overrides_of(rest, flags, "name the run directory itself: python -m runner plan RUN")
+    options = parser.parsed(arguments, _is_run)
+    options.run, overrides = (Path(options.paths[0]) if options.paths else None), options.overrides
+    check_not_resumed(overrides, "name the run directory itself: python -m runner plan RUN")
     if options.devices is not None:
         known = options.devices[:5].isdecimal() and 1 <= int(options.devices[:5]) <= 4096
         check(known, "--devices", options.devices, "it is not a number of devices", "--devices 8")

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from runner.analysis.output import check_writable, write_or_refuse
-from runner.cli.messages import report_error
-from runner.commands.run_arguments import check_no_flags, run_parser
+from runner.commands.arguments import Parser
+from runner.commands.messages import report_error
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.seeds import derive
 from runner.system.exit_codes import DONE, INTERRUPTED
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from runner.env.base import Env
     from runner.env.vector import Vector
 
-_MOST_FRAMES = 2_000
+_MAX_FRAMES = 2_000
 """The maximum number of frames in a film. All frames are kept in memory; a frame of CartPole takes 0.7 MB."""
 
 _FRAMES_PER_SECOND = 25
@@ -38,19 +38,22 @@ _FRAMES_PER_SECOND = 25
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play as the command line says, and return the exit code."""
-    parser = run_parser("play", __doc__, "the run directory of an agent")
+    parser = Parser("play", __doc__, overrides=True, config_dir=False)
+    parser.add_run("the run directory of an agent")
     parser.add_argument("--episodes", metavar="N", type=int, default=1, help="number of episodes (default: 1)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the initial states (default: 0)")
     parser.add_argument("--film", metavar="FILE.gif", help="write a film instead of showing a window")
-    options, overrides = parser.parse_known_args(arguments)
     try:
-        check_no_flags(overrides)
+        options = parser.parsed(arguments)
         check(options.episodes >= 1, "--episodes", options.episodes, "nothing would be played", "use --episodes 1")
         check_writable("--film", options.film, ".gif")
         from runner.api.saved import load  # imported here: flags are checked before torch is imported
 
         run = load(options.run)
-        env, model = _environment(run, options.checkpoint, overrides), run.model(options.checkpoint, overrides)
+        env, model = (
+            _environment(run, options.checkpoint, options.overrides),
+            run.model(options.checkpoint, options.overrides),
+        )
         _play(env, model, options.seed, options.episodes, options.film)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -97,8 +100,8 @@ def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: 
 
     def keep(vector: Vector, step: int) -> None:
         if film is not None and step % every == 0:
-            why = f"a film has at most {_MOST_FRAMES} frames, and episode {episode} would exceed them"
-            check(len(frames) < _MOST_FRAMES, "--episodes", num_episodes, why, "play fewer, or shorter ones")
+            why = f"a film has at most {_MAX_FRAMES} frames, and episode {episode} would exceed them"
+            check(len(frames) < _MAX_FRAMES, "--episodes", num_episodes, why, "play fewer, or shorter ones")
             frames.append(frame(vector))
 
     whole: list[torch.Tensor] = []

@@ -6,7 +6,6 @@ repeats of one measurement; error bars show the standard deviation over the repe
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from rich.console import Console
 from runner.analysis.plot_runs import Study
 from runner.analysis.plot_tables import render, write_points, write_runs
 from runner.analysis.saved_runs import find_runs
+from runner.commands.arguments import Parser
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import typed_path
 from runner.storage.regular_file import check_no_link, check_readable
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
-    parser = argparse.ArgumentParser("python -m runner plot", description="Figures and tables of a sweep.")
+    parser = Parser("plot", "Figures and tables of a sweep.")
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a directory with runs at any depth below it")
     parser.add_argument(
         "--out", metavar="DIR", help="output directory (default: `plots` in the common parent of all PATHs)"
     )
-    options = parser.parse_args(arguments)
     try:
+        options = parser.parsed(arguments)
         paths = [Path(os.path.expanduser(path)) for path in options.paths]
         plot(paths, Path(os.path.expanduser(options.out)) if options.out else _common(paths) / "plots")
     except ConfigError as error:

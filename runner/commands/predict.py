@@ -6,7 +6,6 @@ that cannot be read, the reason is printed. Neither the data of the run nor its 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import os
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.analysis.output import check_writable, csv_row, one_line, write_or_refuse
-from runner.cli.messages import report_error
-from runner.commands.run_arguments import run_parser
+from runner.commands.arguments import Parser
+from runner.commands.messages import report_error
 from runner.config.errors import check, escaped
 from runner.storage.durable_write import write_json, write_text
 from runner.system.exit_codes import DONE
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
     from runner.api.prediction import Prediction
     from runner.api.saved import SavedRun
 
-_MOST_IMAGES = 36
+_MAX_IMAGES = 36
 """The maximum number of images in a grid."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0, 2 after a config error, or 1 after any other error."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parsed(arguments)
         for flag, suffix in (("csv", ""), ("json", ""), ("grid", ".png")):
             check_writable(f"--{flag}", getattr(options, flag), suffix)
         from runner.api.saved import load  # imported here: flags are checked before torch is imported
@@ -57,12 +56,13 @@ def _check_no_input(flag: str, value: str | None, predictions: Sequence[Predicti
     check(real not in inputs, flag, value, "it is one of the files to predict", "name another file")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = run_parser("predict", __doc__)
+def _parser() -> Parser:
+    parser = Parser("predict", __doc__)
+    parser.add_run()
     parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, or directories of images")
     parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
     parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
-    parser.add_argument("--grid", metavar="FILE.png", help=f"also draw the first {_MOST_IMAGES} images")
+    parser.add_argument("--grid", metavar="FILE.png", help=f"also draw the first {_MAX_IMAGES} images")
     return parser
 
 
@@ -98,7 +98,7 @@ def _as_table(predictions: list[Prediction]) -> str:
 
 
 def _write_grid(path: Path, run: SavedRun, checkpoint: str, predictions: list[Prediction]) -> None:
-    """Write a PNG file with the first `_MOST_IMAGES` images that could be read.
+    """Write a PNG file with the first `_MAX_IMAGES` images that could be read.
 
     Each image is cropped and resized as in an evaluation, and shown with its predicted class and the probability.
 
@@ -110,7 +110,7 @@ def _write_grid(path: Path, run: SavedRun, checkpoint: str, predictions: list[Pr
 
     from runner.tracking.image_grids import grid
 
-    shown = [each for each in predictions if not each.error][:_MOST_IMAGES]
+    shown = [each for each in predictions if not each.error][:_MAX_IMAGES]
     check(bool(shown), "--grid", str(path), "none of the images could be read", "leave it out")
     inputs = run.image_input(checkpoint)
     captions = [f"{each.label} {each.probability:.0%}" for each in shown]

@@ -30,6 +30,7 @@ from runner.analysis.runs_list import (
     listed_sweeps,
     states,
 )
+from runner.commands.arguments import Parser
 from runner.config.errors import ABSENT, ConfigError, check, escaped
 from runner.storage.regular_file import check_readable
 from runner.system.utf8 import printable
@@ -43,10 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The exit code is 0; 1 if something could not be removed; or 2 if the command line is invalid, after an error message
     has been printed to standard error.
     """
-    options, unknown = _parser().parse_known_args(arguments)
-    root = Path(os.path.expanduser(options.path))
     try:
-        check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")
+        options = _parser().parsed(arguments)
+        root = Path(os.path.expanduser(options.path))
         check_readable("PATH", root)
         check(root.is_dir(), "PATH", str(root), "there is no such directory", "name a directory with runs below it")
         wanted = _filter(options)
@@ -66,10 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return clean(root, entries, options.yes) if options.clean and entries else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m runner runs", description="List runs and sweeps, and remove them.", allow_abbrev=False
-    )
+def _parser() -> Parser:
+    parser = Parser("runs", "List runs and sweeps, and remove them.")
     parser.add_argument("path", metavar="PATH", nargs="?", default="outputs", help="a directory (default: outputs)")
     parser.add_argument("--sweeps", action="store_true", help="list sweeps, and not runs")
     parser.add_argument(

@@ -6,7 +6,6 @@ errors of failed jobs.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import signal
@@ -21,7 +20,8 @@ from typing import Any
 
 from runner.analysis.output import one_line
 from runner.analysis.run_states import is_locked
-from runner.config.errors import ABSENT, ConfigError, check, escaped
+from runner.commands.arguments import Parser
+from runner.config.errors import ConfigError, check, escaped
 from runner.config.overrides import hydra_quoted, override_key
 from runner.storage.regular_file import check_readable
 from runner.sweep.console import is_open_in, last_line
@@ -42,10 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The exit code is 0, or 2 after printing an error message to standard error. With `--follow`, the exit code is 1 if a
     job has failed (see `follow`). With `--resume`, it is the exit code of the sweep.
     """
-    options, unknown = _parser().parse_known_args(arguments)
-    path = Path(os.path.expanduser(options.path))
     try:
-        check(not unknown, " ".join(unknown), ABSENT, "there is no such option", "--help lists the options")
+        options = _parser().parsed(arguments)
+        path = Path(os.path.expanduser(options.path))
         check_readable("PATH", path / LEDGER)
         check((path / LEDGER).is_file(), "PATH", str(path), f"it has no {LEDGER}", "name the directory of a sweep")
         if options.resume:
@@ -62,10 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m runner sweep", description="Show, follow, stop or resume a sweep.", allow_abbrev=False
-    )
+def _parser() -> Parser:
+    parser = Parser("sweep", "Show, follow, stop or resume a sweep.")
     parser.add_argument("path", metavar="PATH", help="the directory of the sweep: outputs/sweeps/NAME/DATE…")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--follow", action="store_true", help="print what happens until the sweep ends")

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.system.lazy_import import import_lazily
 
 import_lazily("torch", "torchvision")
 
-from runner.cli import arguments as command_line  # noqa: E402
-from runner.cli.messages import report_error  # noqa: E402
+from runner.commands import COMMANDS  # noqa: E402
+from runner.commands.arguments import Parser  # noqa: E402
 from runner.commands.help import help_text  # noqa: E402
-from runner.config.errors import ABSENT, check  # noqa: E402
+from runner.commands.messages import report_error  # noqa: E402
+from runner.config.errors import ABSENT, check, did_you_mean  # noqa: E402
+from runner.config.options import groups  # noqa: E402
+from runner.config.overrides import checked_path, quoted, resumed  # noqa: E402
 from runner.system.console import output_code  # noqa: E402
 from runner.system.exit_codes import DONE, INTERRUPTED, REFUSED, STOPPED  # noqa: E402
 from runner.system.signals import CommandSignals  # noqa: E402
 from runner.system.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from runner.config.composition import Job
+    from runner.run import Run
 
-    from runner.cli.composition import Job
+RUN_DIRECTORY = "--run-directory"
+"""The flag that sets the run directory. The scheduler of a sweep passes this flag to the jobs."""
 
 
 def main() -> int:
@@ -35,14 +42,8 @@ def main() -> int:
 
 def run_command(arguments: list[str]) -> int:
     """Run the command with `arguments`, and return the exit code."""
-    if {"--help", "-h"} & set(arguments):
-        print(help_text(command_line.flag_value(arguments, "--config-dir", "-cd")))
-        return output_code()
-    if "--version" in arguments:
-        print(f"runner {__version__}")
-        return output_code()
     try:
-        codes = compose_and_run(arguments)
+        codes = _run(arguments)
         printed = output_code()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -54,7 +55,22 @@ def run_command(arguments: list[str]) -> int:
     return next((code for code in codes if code != DONE), DONE) if codes else printed
 
 
-def compose_and_run(arguments: list[str]) -> list[int]:
+def parser() -> Parser:
+    """Return the parser of the command that trains."""
+    parser = Parser("", None, overrides=True, add_help=False)
+    for flag in (["--help", "-h"], ["--version"], ["--resolve"]):
+        parser.add_argument(*flag, action="store_true")
+    parser.add_argument("--package", "-p", metavar="KEY")
+    parser.add_argument(RUN_DIRECTORY, metavar="DIR")
+    parser.add_argument("--detached", help=SUPPRESS)  # the pipe to the command that started this sweep
+    what = parser.add_mutually_exclusive_group()
+    for flag in (["--multirun", "-m"], ["--summary"], ["--shell-completion", "-sc"]):
+        what.add_argument(*flag, action="store_true")
+    what.add_argument("--cfg", "-c", choices=["job"])
+    return parser
+
+
+def _run(arguments: list[str]) -> list[int]:
     """Compose the config, run a single run or a sweep, and return the exit code of each run.
 
     If a flag only asks for information, print this information and return an empty list.
@@ -64,91 +80,75 @@ def compose_and_run(arguments: list[str]) -> list[int]:
         SystemExit: with code 75, if a signal stopped a sweep.
         StorageError: if the ledger of a sweep cannot be written.
     """
-    typed, is_sweep = arguments, bool({"-m", "--multirun"} & set(arguments))
-    directory = command_line.run_directory(arguments, is_sweep)
-    pipe = command_line.flag_value(arguments, command_line.DETACHED)
-    for flag in (command_line.RUN_DIRECTORY, command_line.DETACHED):
-        arguments = command_line.without_flag(arguments, flag)
-    arguments = command_line.overrides_first(arguments)
-    shows_model = command_line.SUMMARY in arguments
-    arguments = [word for word in arguments if word != command_line.SUMMARY]
-    from hydra._internal.utils import get_args_parser  # imported here: --help needs no Hydra
+    for word in arguments[:1]:
+        is_override = word[:1] in ("-", "~") or "=" in word or word in groups() or not word.isidentifier()
+        check(is_override, word, ABSENT, "there is no such subcommand;", did_you_mean(word, COMMANDS))
+    if {"--help", "-h"} & set(arguments):
+        asked = parser().parse_known_args(arguments)[0]
+        print(help_text(asked.config_dir, arguments))
+        return []
+    options = parser().parsed(arguments)
+    if options.version:
+        print(f"runner {__version__}")
+        return []
+    for flag in ("package", "resolve"):
+        needless = getattr(options, flag) and not options.cfg
+        check(not needless, f"--{flag}", ABSENT, "it has an effect only with --cfg", "add --cfg job")
+    directory = _run_directory(options)
+    from runner.api.composing import compose_run, composer_of  # imported here: --help needs no Hydra
+    from runner.config.composition import Composer
 
-    from runner.api.composing import compose_run, composer_of
-    from runner.cli.composition import Composer
-
-    parser = get_args_parser()
-    parser.error = command_line.refuse_usage  # type: ignore[method-assign]
-    flags = parser.parse_args(arguments)
-    check_flags(flags, shows_model)
-    overrides = [command_line.quoted(word, is_sweep) for word in flags.overrides]
-    composer = Composer(flags.config_dir) if is_sweep else composer_of(flags.overrides, flags.config_dir)
-    if flags.cfg is not None:
-        composer.show(overrides, flags)
-    elif flags.hydra_help or flags.shell_completion or flags.info is not None:
-        composer.answer(overrides, flags)
-    elif is_sweep:
+    if options.multirun:
         from runner.cli.run_sweep import run_sweep  # imported here: a single run has no ledger
         from runner.cli.sweep_jobs import SweepJobs
 
-        jobs = SweepJobs(composer, overrides)
-        if jobs.engine.detach and pipe is None:
+        jobs = SweepJobs(Composer(options.config_dir), [quoted(word, sweep=True) for word in options.overrides])
+        if jobs.engine.detach and options.detached is None:
             from runner.cli.detached import start_detached
 
-            return [start_detached(typed)]
-        return run_sweep(jobs, flags.overrides, flags.config_dir, pipe)
+            return [start_detached(arguments)]
+        return run_sweep(jobs, options.overrides, options.config_dir, options.detached)
+    composer = composer_of(options.overrides, options.config_dir)
+    if options.shell_completion:
+        composer.complete(options.overrides)
+    elif options.cfg:
+        print(composer.show(options.overrides, options.package, options.resolve), end="")
     else:
         compose = partial(compose_run, composer)
-        if shows_model:
-            from runner.cli.model_table import print_model_table
-            from runner.run import build_run
-
-            print_model_table(build_run(compose(flags.overrides).config))
-            return []
-        return [run_single(compose(flags.overrides), compose, directory)]
+        return _run_single(compose(options.overrides), compose, directory, options)
     return []
 
 
-def check_flags(flags: Namespace, shows_model: bool) -> None:
-    """Check that the flags can be used together.
-
-    Args:
-        flags: Hydra's flags.
-        shows_model: whether `--summary` was typed.
+def _run_directory(options: Namespace) -> Path | None:
+    """Return the absolute path of `--run-directory`; None if the flag was not typed.
 
     Raises:
-        ConfigError: if two flags ask for different things, or a flag has no effect without another flag.
+        ConfigError: if the flag has no value or an invalid path, or if `-m` or `resume=PATH` already determines the
+            directory.
     """
-    what = {
-        "--summary": shows_model,
-        "--run": flags.run,
-        "--multirun": flags.multirun,
-        "--cfg": flags.cfg is not None,
-        "--info": flags.info is not None,
-        "--hydra-help": flags.hydra_help,
-        "--shell-completion": flags.shell_completion,
-    }
-    given = [flag for flag, is_given in what.items() if is_given]
-    check(len(given) <= 1, " ".join(given), ABSENT, "they ask for different things", "keep only one of them")
-    for flag, is_given in {"--package": flags.package is not None, "--resolve": flags.resolve}.items():
-        why = "it has an effect only with --cfg"
-        check(not is_given or flags.cfg is not None, flag, ABSENT, why, "add --cfg job")
+    value = options.run_directory
+    if value is None:
+        return None
+    check(value != "", RUN_DIRECTORY, ABSENT, "it has no value", f"{RUN_DIRECTORY}=DIR")
+    why, remedy = "a sweep chooses the directories of its jobs", "output_root=DIR says where the sweep is written"
+    check(not options.multirun, RUN_DIRECTORY, value, why, remedy)
+    why, remedy = (
+        "resume=RUN continues in the directory of the run",
+        f"{RUN_DIRECTORY}=RUN resume=auto, or leave one out",
+    )
+    check(resumed(options.overrides) is None, RUN_DIRECTORY, value, why, remedy)
+    return Path(os.path.abspath(checked_path(RUN_DIRECTORY, value)))
 
 
-def run_single(job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None) -> int:
-    """Run `job` as a single run, and return its exit code.
-
-    Args:
-        job: the composed config and its overrides.
-        compose: function that composes a config from overrides.
-        directory: the run directory; None: a new directory in `output_root`, or the directory that `resume` determines.
-
-    Raises:
-        ConfigError: if the config cannot run.
-    """
-    from runner.run import build_run  # imported here: --help and Hydra's own flags need no components
+def _run_single(
+    job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None, options: Namespace
+) -> list[int]:
+    from runner.run import build_run  # imported here: --help needs no components
 
     run = build_run(job.config)
+    if options.summary:
+        _print_model(run)
+        return []
     if run.accumulation.steps == "auto":
         from runner.cli.auto_options import with_accumulation
 
@@ -159,6 +159,24 @@ def run_single(job: Job, compose: Callable[[Sequence[str]], Job], directory: Pat
 
         start_rank_server()
     # Imported here: config errors are reported before torch is imported.
-    from runner.cli.run_job import print_summary, run_one
+    from runner.api.run_job import print_summary, run_one
 
-    return run_one(run, job.overrides, directory, print_summary).exit_code
+    return [run_one(run, job.overrides, directory, print_summary).exit_code]
+
+
+def _print_model(run: Run) -> None:
+    """Print a table of the network that `run` would train.
+
+    Raises:
+        ConfigError: if the data or the network is refused, or if the workload does not say what the inputs are.
+    """
+    from runner.model.base import without_memory
+    from runner.model.table import formatted, rows_of
+
+    run.workload.prepare()
+    shape = run.workload.input_shape()
+    why = f"{type(run.workload).__name__} does not say of what shape the inputs of its network are"
+    check(shape is not None, "--summary", ABSENT, why, "leave it out, or define input_shape()")
+    assert shape is not None
+    print(formatted(rows_of(without_memory(run.workload.build_model), shape)))
+    print(f"for one input of {'×'.join(map(str, shape))}; FLOPs are those of a forward pass")

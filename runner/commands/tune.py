@@ -29,8 +29,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from runner.cli.messages import report_error
-from runner.commands.composed_run import compose_run, overrides_of
+from runner.commands.arguments import Parser, check_not_resumed
+from runner.commands.composed_run import compose_run
+from runner.commands.messages import report_error
 from runner.config.errors import ConfigError, check
 from runner.system.exit_codes import CRASHED, DONE, REFUSED
 
@@ -72,14 +73,12 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     Raises:
         ConfigError: for an unknown flag, a word that is not a valid override, or a value that is out of range.
     """
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m runner tune", None, __doc__, None, [], form, allow_abbrev=False)
+    parser = Parser("tune", __doc__, overrides=True)
     parser.add_argument("--budget", default=str(_SECONDS), help="seconds that the command may take (default: 60)")
     parser.add_argument("--allow", default="", help="rounding, 16bit, statistics, asynchronous; several with commas")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--config-dir", "-cd", help="a folder with options of your own, as for the command")
-    options, rest = parser.parse_known_args(arguments)
-    overrides = overrides_of(rest, "--budget, --allow, --json, --config-dir")
+    options = parser.parsed(arguments)
+    check_not_resumed(options.overrides)
     try:
         seconds = float(options.budget)
     except ValueError:
@@ -93,7 +92,7 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     for name in names:
         check(name in PERMISSIONS, "--allow", name, "it is not a kind of results", ", ".join(PERMISSIONS))
     options.budget, options.allow = seconds, [PERMISSIONS[name] for name in names]
-    return options, overrides
+    return options, options.overrides
 
 
 def tuned(overrides: Sequence[str], options: argparse.Namespace, began: float) -> dict[str, Any]:

@@ -24,12 +24,12 @@ judged, which includes a config that crashes and a reference that diverges.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from runner.cli.messages import report_error
-from runner.commands.composed_run import compose_run, overrides_of, replaced
+from runner.commands.arguments import Parser, check_not_resumed
+from runner.commands.composed_run import compose_run, replaced
+from runner.commands.messages import report_error
 from runner.config.errors import check
 from runner.parallel.launch.supervisor import RankError
 from runner.precision import Double
@@ -74,14 +74,12 @@ def parsed(arguments: Sequence[str] | None) -> tuple[list[str], int, str | None]
         ConfigError: for an unknown flag, a word that is not a valid override, a number of steps below 1, or a value of
             `resume` other than `auto` and `never`.
     """
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m runner verify", None, __doc__, None, [], form, allow_abbrev=False)
+    parser = Parser("verify", __doc__, overrides=True)
     parser.add_argument("--steps", type=int, default=3, help="number of optimizer steps (default: 3)")
-    parser.add_argument("--config-dir", "-cd", help="a folder with options of your own, as for the command")
-    options, rest = parser.parse_known_args(arguments)
+    options = parser.parsed(arguments)
     check(options.steps > 0, "--steps", options.steps, "there is nothing to compare", "--steps 3")
-    words = overrides_of(rest, "--steps, --config-dir")
-    return words, options.steps, options.config_dir
+    check_not_resumed(options.overrides)
+    return options.overrides, options.steps, options.config_dir
 
 
 def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = None) -> Outcome:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import difflib
 import enum
 import math
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from runner.config.options import option_file
+from runner.system.secrets import redacted
+
+WIDTH = 200
+"""The maximum length of a line of a message, in characters."""
 
 
 class ConfigError(Exception):
@@ -30,7 +35,7 @@ class ConfigError(Exception):
 
     def __str__(self) -> str:
         got = "" if self.got is ABSENT else f" got {_shortened(self.got)}:"
-        key = self.key if len(self.key) <= _LONGEST else self.key[: _LONGEST - 1] + "…"
+        key = self.key if len(self.key) <= _MAX_SHOWN else self.key[: _MAX_SHOWN - 1] + "…"
         one_line = key.replace("\n", "\\n")
         return escaped(f"{one_line}:{got} {self.why}\n  {self.remedy}")
 
@@ -38,6 +43,18 @@ class ConfigError(Exception):
 def escaped(text: str) -> str:
     """Return `text` with control characters as escape sequences, because a terminal would execute them if printed."""
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+
+
+def wrapped(message: str) -> str:
+    """Return `message` wrapped at `WIDTH` characters and cut to ten lines, without control characters or secrets."""
+    # Paths are not cut.
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    lines = [
+        part
+        for line in escaped(redacted(message)).splitlines()
+        for part in (wrapper.wrap(line) if len(line) > WIDTH else [line])
+    ]
+    return "\n".join(lines[:10])
 
 
 class _Absent(enum.Enum):  # an enum member stays a singleton when it is pickled and sent to another process
@@ -62,15 +79,9 @@ def check_range(
     most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Check that an attribute is None, or a finite number inside the given bounds.
+    """Check that the attribute `key` of `component` is None, or a finite number inside the given bounds.
 
-    Args:
-        component: the object that has the attribute.
-        key: the name of the attribute.
-        above: the number must be greater than this.
-        least: the number must be greater than or equal to this.
-        most: the number must be less than or equal to this.
-        below: the number must be less than this.
+    `least` and `most` are themselves allowed, `above` and `below` are not.
 
     Raises:
         ConfigError: if the number is not finite or out of bounds.
@@ -100,19 +111,13 @@ def check_choice(component: object, key: str, choices: Iterable[str]) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
-    """Return a hint that suggests the names in `known` that are similar to `word`, or all names if none is similar.
-
-    Args:
-        word: the name that was typed.
-        known: the valid names.
-        before: a prefix for each suggested name.
-    """
+    """Return a hint with the names in `known` that are similar to `word`, or all of them, each after `before`."""
     spelled = {name.lower(): before + name for name in sorted(known)}
     near = difflib.get_close_matches(word.lower(), spelled, n=3, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(spelled[name] for name in near)}?"
     names = [*spelled.values()]
-    shown = ", ".join(names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], "…"])
+    shown = ", ".join(names if len(names) <= _MAX_NAMES else [*names[:_MAX_NAMES], "…"])
     return f"choose from: {shown}" if spelled else "it has none"
 
 
@@ -131,8 +136,8 @@ def see_comments(component: object) -> str:
     return f"see the comments in {option_file(cls)}"
 
 
-_LONGEST = 80  # characters of a key or a value that a message shows
-_MOST_NAMES = 1000  # names that a message shows; a table can have 100,000 columns
+_MAX_SHOWN = 80  # characters of a key or a value that a message shows
+_MAX_NAMES = 1000  # names that a message shows; a table can have 100,000 columns
 
 
 def _shortened(value: object) -> str:
@@ -140,4 +145,4 @@ def _shortened(value: object) -> str:
         text = "null" if value is None else repr(value)
     except ValueError:  # Python writes integers of at most 4300 digits
         text = "a number of thousands of digits"
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "…"
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "…"

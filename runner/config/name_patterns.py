@@ -48,23 +48,21 @@ def matching(
     Args:
         key: the config key of the pattern, for the error message.
         pattern: the pattern.
-        names: the parameters that `pattern` may match, for example the trained parameters: the result of
-            `names_to_match`, or some of its items.
-        others: the other items of the result of `names_to_match`, for example the frozen parameters. They are used only
-            for the error message.
-        why_not: if `pattern` matches only parameters in `others`, the reason that the error message gives.
+        names: the parameters that `pattern` may match: the result of `names_to_match`, or some of its items.
+        others: its other items, such as the frozen parameters.
+        why_not: the reason that the error gives if `pattern` matches only parameters in `others`.
 
     Raises:
         ConfigError: if the pattern matches no parameter in `names`; the error suggests similar names.
     """
     found = _found(pattern, names)
     if not found:  # only then are the suggestions computed, which takes time
-        near = difflib.get_close_matches(pattern, {each for own in names.values() for each in own}, n=3)
+        near = difflib.get_close_matches(pattern, {each for several in names.values() for each in several}, n=3)
         unknown = "no parameter has this name, or is in a module or block of this name"
         why = f"{why_not if _found(pattern, others) else unknown};"
-        check(False, key, pattern, why, did_you_mean(pattern, near or {own[0] for own in names.values()}))
+        check(False, key, pattern, why, did_you_mean(pattern, near or {first for first, *_ in names.values()}))
     return found
 
 
 def _found(pattern: str, names: Mapping[str, Sequence[str]]) -> list[str]:
-    return [name for name, own in names.items() if any(fnmatchcase(each, pattern) for each in own)]
+    return [name for name, paths in names.items() if any(fnmatchcase(each, pattern) for each in paths)]

@@ -81,12 +81,11 @@ def option_file(cls: type) -> str:
 def _keys(file: Path, group: str = "") -> list[str]:
     content: Any = OmegaConf.load(file)
     names = [entry for entry in content.get("defaults", []) if isinstance(entry, str) and entry != "_self_"]
-    inherited = [name.partition("@")[0] for name in names]  # `classifier@workload` inherits classifier.yaml
     content = content.get(group, content)  # a file of `@package _global_` nests the keys under the group's name
-    own = [str(name) for name in content if name not in ("_target_", "defaults", "hydra")]
-    if not group:
-        return own
-    return own + [key for name in inherited for key in _keys(file.with_name(f"{name}.yaml"), group)]
+    keys = [str(name) for name in content if name not in ("_target_", "defaults", "hydra")]
+    for name in names if group else []:
+        keys += _keys(file.with_name(f"{name.partition('@')[0]}.yaml"), group)  # `classifier@workload` inherits it
+    return keys
 
 
 def _numbers_first(name: str) -> tuple[int, str]:

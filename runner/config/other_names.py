@@ -5,81 +5,68 @@ from __future__ import annotations
 from functools import cache
 
 NAMES = {
-    # Optimization
-    "optimizer.lr=…": "lr learning_rate base_lr blr init_lr initial_lr max_lr lr_max lr0",
-    "optimizer=…": "opt optim optimizer_name optim_name",
+    "optimizer.lr=…": "lr learning_rate base_lr init_lr initial_lr max_lr lr0",
+    "optimizer=…": "opt optim optimizer_name",
     "optimizer.weight_decay=…": "weight_decay wd l2",
     "optimizer.momentum=…": "momentum",
     "optimizer.layer_decay=…": "layer_decay llrd",
     "schedule=…": "sched scheduler lr_scheduler lr_scheduler_type lr_schedule lr_policy",
-    "schedule.warmup=…, a fraction of the run": (
-        "warmup warmup_steps warmup_epochs warmup_ratio num_warmup_steps lr_warmup_steps"
-    ),
-    "max_grad_norm=…": "gradient_clip_val clip_grad clip_grad_norm grad_clip grad_norm gradient_clipping clip max_norm",
+    "schedule.warmup=…, a fraction of the run": "warmup warmup_steps warmup_epochs warmup_ratio num_warmup_steps",
+    "max_grad_norm=…": "gradient_clip_val clip_grad clip_grad_norm grad_clip grad_norm gradient_clipping max_norm",
     "ema.decay=…": "model_ema model_ema_decay ema_decay use_ema",
     "workload.label_smoothing=…": "smoothing label_smoothing label_smoothing_factor",
     "workload.mixup=…": "mixup mixup_alpha",
     "workload.cutmix=…": "cutmix cutmix_alpha",
-    # Length, batches
-    "epochs=…": "max_epochs num_epochs num_train_epochs n_epochs nb_epochs total_epochs max_epoch epoch train_epochs",
+    "epochs=…": "max_epochs num_epochs num_train_epochs n_epochs total_epochs max_epoch epoch",
     "steps=…": "max_steps num_steps num_training_steps train_steps total_steps max_iters iterations num_iterations",
     "batch_size=…, the number of samples of one optimizer step in all processes together": (
-        "per_device_train_batch_size per_gpu_train_batch_size per_device_batch_size train_batch_size train_batch bs "
-        "batch batchsize global_batch_size samples_per_gpu micro_batch_size"
+        "per_device_train_batch_size train_batch_size bs batch global_batch_size samples_per_gpu micro_batch_size"
     ),
-    "workload.eval_batch_size=…": (
-        "per_device_eval_batch_size eval_batch_size val_batch_size validation_batch_size test_batch_size"
-    ),
+    "workload.eval_batch_size=…": "per_device_eval_batch_size eval_batch_size val_batch_size test_batch_size",
     "accumulation.steps=…": (
-        "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps grad_accumulation_steps grad_accum "
-        "accum_steps accumulation_steps update_freq gradient_accumulation"
+        "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accum_steps accumulation_steps"
     ),
-    # Devices, precision
     "parallel=ddp parallel.processes=…": (
-        "devices gpus num_gpus n_gpus n_gpu num_devices nproc_per_node num_processes nprocs world_size"
+        "devices gpus num_gpus n_gpu num_devices nproc_per_node num_processes nprocs world_size"
     ),
     "torchrun --nnodes=… -m runner parallel=ddp, on each machine": "num_nodes nodes nnodes num_machines machine_rank",
     "device=cuda, device=mps or device=cpu": "accelerator use_cuda cuda use_gpu",
     "device=cpu": "cpu no_cuda use_cpu",
-    "device.index=…": "gpu gpu_id gpu_ids device_id local_rank cuda_device",
-    "parallel=ddp, parallel=fsdp or another mode": "strategy distributed_type distributed_backend distributed backend",
+    "device.index=…": "gpu gpu_id gpu_ids device_id local_rank",
+    "parallel=ddp, parallel=fsdp or another mode": "strategy distributed_type distributed backend",
     "parallel=ddp": "ddp multi_gpu data_parallel",
-    "parallel=fsdp": "fsdp fsdp_config deepspeed zero_stage",
+    "parallel=fsdp": "fsdp deepspeed zero_stage",
     "parallel.sync_batch_norm=true, with parallel=ddp": "sync_batchnorm sync_bn",
     "precision=bf16": "bf16 bfloat16 amp_dtype",
-    "precision=16 or precision=bf16": "fp16 half amp native_amp use_amp mixed_precision apex_amp float16 autocast",
+    "precision=16 or precision=bf16": "fp16 half amp use_amp mixed_precision float16 autocast",
     "precision=…": "dtype torch_dtype",
     "precision=tf32": "tf32",
-    "compile=true": "torch_compile torchcompile compile_model torch_compile_mode",
+    "compile=true": "torch_compile torchcompile compile_model",
     "model.checkpoint_activations=true": "gradient_checkpointing grad_checkpointing activation_checkpointing",
     "device.threads=…": "num_threads n_threads omp_num_threads",
-    "seed=…": "seed_everything random_seed manual_seed global_seed",
-    # Data, models
-    "data.workers=…": "num_workers workers dataloader_num_workers n_workers num_data_workers",
+    "seed=…": "seed_everything random_seed manual_seed",
+    "data.workers=…": "num_workers workers dataloader_num_workers",
     "data.pin_memory=…": "pin_memory pin_mem dataloader_pin_memory",
     "data=…": "dataset dataset_name datamodule",
-    "data.root=…": "data_dir data_path dataset_path data_root train_dir root",
+    "data.root=…": "data_dir data_path dataset_path train_dir root",
     "data.size=…": "img_size image_size input_size resolution imgsz",
-    "model=…; any network of timm: model=timm model.name=…": "arch network net backbone model_name model_name_or_path",
-    "model.weights=FILE": "pretrained pretrained_path initial_checkpoint init_from weights_path",
-    # Output
+    "model=…; any network of timm: model=timm model.name=…": "arch network net backbone model_name",
+    "model.weights=FILE": "pretrained pretrained_path initial_checkpoint weights_path",
     "resume=RUN": "ckpt_path resume_from_checkpoint resume_from ckpt checkpoint load_checkpoint checkpoint_path",
-    "output_root=…": "output_dir default_root_dir log_dir logdir save_dir work_dir out_dir output",
+    "output_root=…": "output_dir default_root_dir log_dir logdir save_dir work_dir output",
     "name=…": "run_name exp_name experiment_name task_name project_name",
     "tracking=…": "logger loggers report_to wandb log_with use_wandb tensorboard_log tracker",
-    "log_every=…": "log_interval log_every_n_steps logging_steps print_freq log_freq log_steps",
+    "log_every=…": "log_interval log_every_n_steps logging_steps print_freq",
     "eval_every=…, in steps": (
-        "val_check_interval check_val_every_n_epoch eval_steps eval_interval eval_freq evaluation_strategy "
-        "eval_strategy val_every"
+        "val_check_interval check_val_every_n_epoch eval_steps eval_interval eval_freq eval_strategy"
     ),
-    "save_every=…, in steps": "save_steps save_interval checkpoint_interval save_freq checkpointing_steps",
-    "keep=…": "save_total_limit save_top_k checkpoint_hist total_limit",
+    "save_every=…, in steps": "save_steps save_interval checkpoint_interval save_freq",
+    "keep=…": "save_total_limit save_top_k checkpoint_hist",
     "stop.patience=…": "patience early_stopping early_stopping_patience",
     "stop.max_time=…": "max_time time_limit",
     "debug=smoke": "fast_dev_run dry_run",
     "workload.overfit_batches=…": "overfit_batches",
     "profiler=simple": "profile",
-    # Agents
     "env.id=…": "env_id env_name",
     "env.num_envs=…": "n_envs num_envs",
     "workload.env_steps=…": "total_timesteps n_timesteps timesteps env_steps",
@@ -89,8 +76,7 @@ NAMES = {
     "workload.target_tau=…": "tau polyak",
     "workload.target_every=…": "target_update_interval target_network_frequency",
     "workload.epsilon_fraction=…": "exploration_fraction",
-    "workload.epsilon_final=…": "exploration_final_eps end_e eps_end",
-    # Sweeps
+    "workload.epsilon_final=…": "exploration_final_eps end_e",
     "sweep.search=tpe": "hydra/sweeper sweeper",
     "sweep.trials=…": "hydra.sweeper.n_trials n_trials num_trials",
     "sweep.slots=…": "hydra.launcher.n_jobs hydra.sweeper.n_jobs n_jobs",

@@ -1,13 +1,34 @@
-"""The key and the value of an override, which is typed on the command line as `KEY=VALUE`."""
+"""Overrides, which are typed on the command line as `KEY=VALUE`: their checks, and their form for Hydra's grammar."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
+from runner.config.options import groups, groups_in_defaults
+from runner.config.other_names import type_instead
+
+HYDRA_KEYS = ("verbose", "searchpath", "sweeper.params")
+"""The keys of Hydra that have an effect here, where Hydra only composes configs."""
+
+_OVERRIDE = re.compile(r"(?P<key>[~+]{0,2}[\w./@-]+)=(?P<value>.*)", re.DOTALL)
+_DELETION = re.compile(r"~[\w./@-]+")
+_NUMBER = re.compile(r"[+-]?\d[\w.]*")
+_FUNCTION = re.compile(r"(zip|choice|range|interval|glob|tag|sort|shuffle|int|float|str|bool)\(")
+"""A pattern for the functions of Hydra that give several values, or convert values."""
+_PATHS = ("output_root", "resume", "data.root", "data.file", "model.weights")
+_TEXTS = (*_PATHS, "name")
+_LISTS_OF_TEXTS = ("data.inputs", "data.targets", "model.freeze", "model.unfreeze")
+_LIST_ITEM = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^][,'"\s](?:[^][,'"]*[^][,'"\s])?""")
 _QUOTED = re.compile(r"""(['"])([\w.+-]+)\1""")
+_ALLOWED_HYDRA_KEY = re.compile(r"hydra\.(verbose|searchpath|sweeper\.params(\.[\w./@-]+)?)")
+_MAX_NESTED, _MAX_CHARACTERS = 20, 100_000
+"""Limits of a value: Hydra's parser would hang or crash beyond them."""
 
 
 def override_key(override: str) -> str:
@@ -16,6 +37,138 @@ def override_key(override: str) -> str:
     The package of a config group is kept: `optimizer@other=sgd` has the key `optimizer@other`.
     """
     return override.lstrip("+~").partition("=")[0]
+
+
+def override_value(arguments: Iterable[str], key: str) -> str | None:
+    """Return the value of the last override of `key` in `arguments`, without quotes; None if there is no override.
+
+    `key=value`, `+key=value` and `++key=value` are the same here; `~key=value` deletes the key, and sets no value.
+    """
+    matches = filter(None, map(_OVERRIDE.fullmatch, arguments))
+    values = [match["value"] for match in matches if match["key"].lstrip("+") == key]
+    value = values[-1] if values else None
+    return value[1:-1] if value and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+
+
+def is_sweep_option(override: str) -> bool:
+    """Return whether an override sets an option of the sweep itself, such as `sweep=local` or `sweep.slots=2`."""
+    return override_key(override).partition(".")[0] == "sweep"
+
+
+def resumed(overrides: Iterable[str]) -> Path | None:
+    """Return PATH from the override `resume=PATH`, where PATH is a run directory or a checkpoint.
+
+    Return None for `resume=auto`, for `resume=never`, and if there is no such override.
+
+    Raises:
+        ConfigError: if the directory does not exist.
+    """
+    source = override_value(overrides, "resume")
+    if source in (None, "auto", "never"):
+        return None
+    path = checked_path("resume", source)
+    remedy = "choose auto, never, or a run directory (or a checkpoint in one)"
+    check(os.path.isdir(path), "resume", source, "there is no such directory", remedy)
+    return Path(path)
+
+
+def checked_override(word: str) -> str:
+    """Return `word`, which Hydra may then parse.
+
+    Raises:
+        ConfigError: if it is not of the form KEY=VALUE, sets a key of Hydra that has no effect here, names an option
+            outside its group, or is so long or so deeply nested that Hydra's parser would hang.
+    """
+    match = _OVERRIDE.fullmatch(word)
+    if not match and not _DELETION.fullmatch(word):
+        examples = ", ".join(f"{word}={option}" for option in groups().get(word, [])) or "seed=1"
+        why = "it is not of the form KEY=VALUE, without spaces around the ="
+        raise ConfigError(word, ABSENT, why, f"for example {examples}")
+    key, value = (match["key"], match["value"]) if match else (word, "")
+    name = key.lstrip("~+")
+    allowed = key[0] != "~" and _ALLOWED_HYDRA_KEY.fullmatch(name)
+    if re.match(r"hydra(?:[./@]|$)", name) and not allowed:
+        remedy = type_instead(name) or f"only {', '.join(f'hydra.{each}' for each in HYDRA_KEYS)} can be set"
+        raise ConfigError(key, value or ABSENT, "Hydra only composes the config: this would have no effect", remedy)
+    depths = itertools.accumulate((char in "[{(") - (char in "]})") for char in value)
+    is_deep = max(depths, default=0) > _MAX_NESTED
+    check(not is_deep, key, value, f"it is nested more than {_MAX_NESTED} deep", "use fewer levels")
+    is_long = len(value) > _MAX_CHARACTERS
+    check(not is_long, key, value, f"it has more than {_MAX_CHARACTERS:,} characters", "put it into an option file")
+    if key.lstrip("+") in groups_in_defaults() and (value.startswith("/") or ".." in value.split("/")):
+        raise ConfigError(key, value, "an option is a file in its group", did_you_mean(value, groups().get(name, [])))
+    return word
+
+
+def quoted(word: str, sweep: bool) -> str:
+    """Return an override in the form that Hydra's parser needs: its value is quoted where it would be misread.
+
+    For example, Hydra would read the 16 in `precision=16` as a number, but it is the name of an option. A path may
+    contain characters that Hydra would reject; a `~` at its beginning is expanded. `GROUP=null` becomes `~GROUP`.
+
+    Args:
+        word: the override; a word that is not of the form `KEY=VALUE` is returned unchanged.
+        sweep: whether the override belongs to a sweep, where commas separate several values.
+
+    Raises:
+        ConfigError: if the user after a `~` does not exist, or a path is too long.
+    """
+    match = _OVERRIDE.fullmatch(word)
+    if match is None:
+        return word
+    key, value = match["key"], match["value"]
+    name = key.lstrip("+")
+    if name in groups_in_defaults():
+        if value == "null":
+            return f"~{name}"  # Hydra's syntax for a group without an option
+        parts = value.split(",")
+        return f"{key}={','.join(hydra_quoted(part) if _is_number(part) else part for part in parts)}"
+    if name in _LISTS_OF_TEXTS and value.startswith("["):  # the column 1_0 is not the column 10
+        return f"{key}={_LIST_ITEM.sub(_quoted_item, value)}"
+    if value[:1] in "'\"[{" or (sweep and _FUNCTION.match(value)):
+        return word
+    parts = value.split(",") if sweep else [value]
+    return f"{key}={','.join(_quoted_text(name, part) for part in parts)}"
+
+
+def _is_number(option: str) -> bool:
+    return bool(_NUMBER.fullmatch(option)) or _is_literal(option)
+
+
+def _quoted_item(item: re.Match[str]) -> str:
+    return hydra_quoted(item[0]) if _is_literal(item[0]) or item[0] == "null" else item[0]
+
+
+def _quoted_text(key: str, value: str) -> str:
+    """Return `value`, quoted if Hydra's grammar would misread or reject it. `key` must not be a config group."""
+    if key in _PATHS:
+        value = checked_path(key, value)
+    is_text = key in _TEXTS and (_is_literal(value) or not re.fullmatch(r"[\w./${}:-]*", value))
+    return hydra_quoted(value) if is_text or not value.isascii() else value
+
+
+def _is_literal(value: str) -> bool:
+    """Return whether Hydra would convert the text `value` to a number or a boolean."""
+    try:
+        float(value)
+    except ValueError:
+        return value.lower() in ("true", "false")
+    return True
+
+
+def checked_path(key: str, value: str) -> str:
+    """Return the path `value` with `~` replaced by the home directory, because a shell does not replace `~` after `=`.
+
+    Raises:
+        ConfigError: if the user after the `~` does not exist, or the path or one of its parts is too long.
+    """
+    path = os.path.expanduser(value)
+    user = value.partition("/")[0]
+    unknown = path.startswith("~")
+    check(not unknown, key, value, f"there is no user {user[1:]}", f"for a file of this name: {key}=./{value}")
+    fits = all(len(os.fsencode(part)) <= 255 for part in path.split("/")) and len(os.fsencode(path)) < 4096
+    check(fits, key, value, "a path has at most 4096 bytes, and each name in it at most 255", "shorten it")
+    return path
 
 
 def canonical_override(override: str) -> str:

@@ -34,15 +34,13 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     if "oc.env" not in str(raw):
         return OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportReturnType]
     raw = {key: value if key in _NEEDED else _mapped(_marked, value) for key, value in raw.items()}
-    return _mapped(_unmarked, OmegaConf.to_container(OmegaConf.create(raw), resolve=True))
+    return _mapped(lambda text: text.replace(_MARK, "$"), OmegaConf.to_container(OmegaConf.create(raw), resolve=True))
 
 
 def _marked(text: str) -> str:
-    """Return `text` with a mark in each reference to an environment variable, unless the reference must be resolved.
+    """Return `text` with a mark in each reference to an environment variable.
 
-    A reference must be resolved if it is inside an interpolation other than `oc.env`, such as
-    `${oc.decode:${oc.env:NAME}}`. A reference that is the default of another reference is marked: in
-    `${oc.env:A,${oc.env:B}}`, both references are marked.
+    Those inside an interpolation other than `oc.env`, such as `${oc.decode:${oc.env:NAME}}`, get no mark.
     """
     kept: list[bool] = []
     """An item per open brace: False if it begins an interpolation that is resolved, otherwise True."""
@@ -60,12 +58,7 @@ def _marked(text: str) -> str:
     return _BRACES.sub(mark, text)
 
 
-def _unmarked(text: str) -> str:
-    return text.replace(_MARK, "$")
-
-
 def _mapped(function: Callable[[str], str], value: Any) -> Any:
-    """Return `value` with `function` applied to each text in it."""
     if isinstance(value, dict):
         return {key: _mapped(function, inner) for key, inner in value.items()}
     if isinstance(value, list):

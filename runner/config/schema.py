@@ -55,19 +55,7 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
 
 
 def _constructed(cls: type[Component], values: dict[str, Any], parts: dict[str, object]) -> Component:
-    """Create a component of the class `cls`.
-
-    The `__post_init__` of the class may access the files and directories that its options name.
-
-    Args:
-        cls: the class.
-        values: the values of the options, by field name.
-        parts: the components that the new component holds, by field name.
-
-    Raises:
-        ConfigError: if `__post_init__` rejects an option or raises an `OSError`, for example because a path is too
-            long.
-    """
+    """Create a component, whose `__post_init__` may access the files that its options name, and raise an `OSError`."""
     try:
         return cls(**values, **parts)
     except OSError as error:
@@ -91,11 +79,8 @@ def option_fields(cls: type) -> list[str]:
 
 @cache
 def field_types(cls: type) -> Mapping[str, Any]:
-    """Return the type of each field of the component class `cls`, by field name.
-
-    `typing.get_type_hints` is not used, because it would evaluate all annotations, including annotations that only a
-    type checker can resolve.
-    """
+    """Return the type of each field of the component class `cls`, by field name."""
+    # `typing.get_type_hints` would evaluate all annotations, including those that only a type checker can resolve.
     names = {field.name for field in _init_fields(cls)}
     types = {}
     for base in reversed(cls.__mro__):
@@ -106,7 +91,7 @@ def field_types(cls: type) -> Mapping[str, Any]:
     return types
 
 
-_MOST_PARTS = 20
+_MAX_PARTS = 20
 """The largest number of dots in the name of a class."""
 
 
@@ -125,7 +110,7 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
             package that is not trusted.
     """
     where = "_target_"
-    named = isinstance(target, str) and 1 <= target.count(".") <= _MOST_PARTS
+    named = isinstance(target, str) and 1 <= target.count(".") <= _MAX_PARTS
     named = named and "__main__" not in cast(str, target)  # importing that would run a program
     check(named, where, target, "it must name a class", "as package.module.Class")
     module_name, _, name = cast(str, target).rpartition(".")
@@ -187,7 +172,7 @@ def checked_schema(cls: type, node: Mapping[str, Any]) -> DictConfig:
         try:
             if not _is_meant(value, hints[name]):
                 raise ValidationError("OmegaConf would convert it to another value")
-            schema[name] = value
+            OmegaConf.update(schema, name, value, merge=False)  # assigning warns of conversions that are meant
         except (OmegaConfBaseException, ValueError, OverflowError):
             raise ConfigError(name, value, f"it must be {_in_words(hints[name])}", see_comments(cls)) from None
     return schema
@@ -195,7 +180,6 @@ def checked_schema(cls: type, node: Mapping[str, Any]) -> DictConfig:
 
 @cache
 def _empty_schema(cls: type) -> DictConfig:
-    """Return an OmegaConf schema of the options of `cls`, with their defaults; cached, because making one is slow."""
     hints, options = field_types(cls), option_fields(cls)
     fields = [
         (name, hints[name], _schema_default(field)) for field in _init_fields(cls) if (name := field.name) in options
@@ -212,10 +196,7 @@ _TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 def _is_meant(value: Any, hint: Any) -> bool:
-    """Return whether `value`, from YAML or the command line, is clearly intended as a value of the type `hint`.
-
-    OmegaConf alone is less strict: for an option of type str, it would convert the number 1.10 to the text 1.1.
-    """
+    """Return whether `value` is clearly intended as a value of the type `hint`: OmegaConf alone converts too much."""
     if value in (None, "???") or (isinstance(value, str) and "${" in value):  # missing, or OmegaConf resolves it
         return True
     if isinstance(value, list | tuple):
@@ -250,11 +231,6 @@ def _in_words(hint: Any) -> str:
 
 
 def _resolved(schema: Any, name: str, hint: Any) -> Any:
-    """Return the plain value of the field `name`. References to environment variables (`${oc.env:NAME}`) are resolved.
-
-    Raises:
-        ConfigError: if there is no such variable, or its value has a wrong type.
-    """
     try:
         return _plain(schema[name], hint)
     except OmegaConfBaseException as error:

@@ -1,16 +1,15 @@
-"""Reads the YAML files of a config.
+"""Reads and writes YAML that holds plain values only: option files, and the config in a run directory.
 
-These files may contain only plain values. A number that the command line would read differently is an error: for
-example 010, which is 8 in YAML.
+A number that the command line would read differently is an error: for example 010, which is 8 in YAML.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from omegaconf import OmegaConf
@@ -18,14 +17,45 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.errors import ABSENT, ConfigError, check
 
-_PLAIN_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
-_INTEGER, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-_KEYS = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
-_parsed: dict[str, bytes] = {}
-"""A cache of pickled nodes by the text of their file: unpickling takes a tenth of the time of parsing."""
-_MAX_PARSED = 256
-
+_TAG = "tag:yaml.org,2002:"
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")
+_PLAIN_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
+_MAX_DEPTH = 20
+"""The number of collections that may be inside each other; reading is recursive."""
+
+
+def _as_omegaconf(base: Any) -> Any:
+    """Return a class of PyYAML that reads and writes as OmegaConf does: 1e3 is a number, and 2020-01-01 a text."""
+
+    class Class(base):
+        def ignore_aliases(self, data: Any) -> bool:  # only when it writes
+            return True
+
+        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+            first: [(tag, pattern) for tag, pattern in found if tag != f"{_TAG}timestamp"]
+            for first, found in base.yaml_implicit_resolvers.items()
+        }
+
+    number = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+    Class.add_implicit_resolver(f"{_TAG}float", number, list("-+.0123456789"))
+    return Class
+
+
+_PythonLoader = _as_omegaconf(yaml.SafeLoader)  # reads lone surrogates, of the names of files, but is slow
+_Loader = _as_omegaconf(getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # libyaml is fast, but not everywhere
+_Dumper = _as_omegaconf(getattr(yaml, "CSafeDumper", yaml.SafeDumper))
+_MAX_SLOW = 100_000
+
+
+def yaml_text(values: Any) -> str:
+    """Return plain values as YAML, from which `plain_values` reads the same values."""
+    try:
+        text = yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+        if all(line.isprintable() for line in text.split("\n")):
+            return text
+    except UnicodeEncodeError:  # a lone surrogate, of a file name
+        pass
+    return json.dumps(values, indent=2) + "\n"  # JSON is YAML, too, and escapes what YAML would change
 
 
 def read_config(path: Path) -> Any:
@@ -37,77 +67,81 @@ def read_config(path: Path) -> Any:
     """
     name = os.path.relpath(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        if text not in _parsed:
-            root = yaml.compose(text, Loader=_Loader)
-            if root is not None:
-                is_mapping = isinstance(root, yaml.MappingNode)
-                check(is_mapping, name, ABSENT, "it is not a mapping", "write KEY: VALUE on a line")
-                _check(root, "", name, ())
-            content = pickle.dumps(OmegaConf.create(text))
-            while len(_parsed) >= _MAX_PARSED:
-                del _parsed[next(iter(_parsed))]
-            _parsed[text] = content
-        return pickle.loads(_parsed[text])
+        values = plain_values(path.read_text(encoding="utf-8"), name)
+        check(values is None or isinstance(values, dict), name, ABSENT, "it is not a mapping", "write KEY: VALUE")
+        return OmegaConf.create(values or {})
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not text in UTF-8"
         raise ConfigError(name, ABSENT, f"it cannot be read: {why}", "correct or remove the file") from None
+    except OmegaConfBaseException as error:
+        why = f"it is not valid: {str(error).splitlines()[0]}"
+        raise ConfigError(name, ABSENT, why, "correct the file") from None
+
+
+def plain_values(text: str, name: str, *, anchors: bool = True) -> Any:
+    """Return the values in a YAML text; None if it is empty. References (`${…}`) are not resolved.
+
+    Args:
+        text: the YAML text.
+        name: what an error calls the text: the path of the file.
+        anchors: whether `*NAME` may repeat a value. It can make a small text enormous: not in untrusted texts.
+
+    Raises:
+        ConfigError: if the text cannot be parsed, or holds anything but plain values.
+    """
+    try:
+        loader_class = _PythonLoader if "\\ud" in text and len(text) < _MAX_SLOW else _Loader
+        depth = 0
+        for event in yaml.parse(text, loader_class):  # before libyaml composes it, which would overflow the stack
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            check(depth <= _MAX_DEPTH, name, ABSENT, "it is nested too deeply", "values are at most lists of lists")
+            named = isinstance(event, yaml.AliasEvent) and not anchors
+            check(not named, name, ABSENT, "it has an alias (*NAME)", "write out the value")
+        loader = loader_class(text)
+        try:
+            if (root := loader.get_single_node()) is None:
+                return None
+            _check(root, "", name, ())
+            return loader.construct_document(root)
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(name, ABSENT, f"it is not valid YAML{line}: {error.problem}", "correct that line") from None
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         why = f"it is not valid YAML: {str(error).splitlines()[0]}"
         raise ConfigError(name, ABSENT, why, "correct the file") from None
-    except RecursionError:
-        raise ConfigError(name, ABSENT, "it is nested too deeply", "values are at most lists of lists") from None
-
-
-_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is fast, but not everywhere
-
-
-class _Loader(_Parser):
-    """A loader that reads unquoted values as OmegaConf does: `1e3` is a float, not a string as in PyYAML."""
-
-
-_Loader.add_implicit_resolver(_FLOAT, re.compile(r"[-+]?[0-9_]+[eE][-+]?[0-9]+"), None)
 
 
 def _check(node: yaml.Node, key: str, file: str, above: tuple[yaml.Node, ...]) -> None:
-    """Check that `node` and all nodes below it are plain values.
-
-    Args:
-        node: the node.
-        key: the key of the node; empty for the root.
-        file: the path of the file, for error messages.
-        above: the nodes that contain `node`. An alias to one of these nodes is an error.
+    """Check that `node`, which is at `key` of `file` and inside the nodes `above`, and all below it are plain values.
 
     Raises:
         ConfigError: if a node is not a plain value.
     """
     place = f"({file}, line {node.start_mark.line + 1})"
-    short = node.tag.removeprefix("tag:yaml.org,2002:")
+    short = node.tag.removeprefix(_TAG)
     if node in above:
         raise ConfigError(key or file, ABSENT, f"it contains itself {place}", "write out the value")
-    if short not in (*_PLAIN, "timestamp"):  # OmegaConf reads a date as a text
+    if short not in _PLAIN:
         remedy = "write a number, a text, true, false, null, a list or a mapping"
         raise ConfigError(key or file, ABSENT, f"the YAML type !!{short} is not allowed {place}", remedy)
     if isinstance(node, yaml.ScalarNode):
-        _check_number(node, key, place)
+        number = node.value if node.tag in (f"{_TAG}int", f"{_TAG}float") else "0"
+        differs = (node.tag == f"{_TAG}int" and not _PLAIN_INTEGER.fullmatch(number)) or ":" in number
+        differs |= bool(re.match(r"[-+]?0[0-9_]", number))
+        why = f"YAML and the command line read this number differently {place}"
+        check(not differs, key, node.value, why, "write a decimal number without leading zeros, or a text in quotes")
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
             _check(item, key, file, (*above, node))
     elif isinstance(node, yaml.MappingNode):
+        names: set[str] = set()
         for name, value in node.value:
-            is_text = isinstance(name, yaml.ScalarNode) and name.tag in _KEYS and name.value != ""
-            check(is_text, key or file, ABSENT, f"a key must be a text {place}", "write KEY: VALUE")
+            is_text = isinstance(name, yaml.ScalarNode) and name.tag in (f"{_TAG}str", f"{_TAG}merge") and name.value
+            check(bool(is_text), key or file, ABSENT, f"a key must be a text {place}", "write KEY: VALUE")
+            check(
+                name.value not in names, file, ABSENT, f"{name.value} is in it twice {place}", "leave one of them out"
+            )
+            names.add(name.value)
             _check(value, f"{key}.{name.value}".lstrip("."), file, (*above, node))
-
-
-def _check_number(node: yaml.ScalarNode, key: str, place: str) -> None:
-    text = node.value
-    if node.tag == _INTEGER and not _PLAIN_INTEGER.fullmatch(text):
-        differs = True  # octal, hexadecimal, binary and sexagesimal numbers
-    else:
-        differs = node.tag == _FLOAT and (":" in text or bool(re.match(r"[-+]?0[0-9_]", text)))
-    why = f"YAML and the command line read this number differently {place}"
-    check(not differs, key, text, why, "write a decimal number without leading zeros, or a text in quotes")

@@ -6,12 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from runner.config.errors import ConfigError
 from runner.storage.regular_file import check_no_link, read_regular
 from runner.storage.run_directory import CONFIG, LIMIT_BYTES, OVERRIDES, entries, step_of
-from runner.storage.saved_config import UnreadableConfigError, is_sealed, parse_config, plain_values
+from runner.storage.saved_config import UnreadableConfigError, is_sealed, parse_config, parse_list
 
 
 class SavedConfig(NamedTuple):
@@ -43,29 +41,19 @@ def saved_config(source: Path) -> SavedConfig:
     - for a run directory: its own config, then the copies in its checkpoints, from the newest to the oldest.
     - for a checkpoint: its copy, then the config of the run directory.
 
-    Configs without a SHA-256, which earlier versions of this project wrote, are used only if none of these files is
-    an intact config with a SHA-256.
-
     Raises:
         UnreadableConfigError: if no config can be read.
     """
     files, unlisted = _config_files(source)
-    unreadable, unsealed = [], None
+    unreadable = []
     for file in files:
         try:
             check_no_link(file.parent)
             check_no_link(file.parent.parent)
-            content = read_regular(file, LIMIT_BYTES)
-            values = parse_config(content)
-            if is_sealed(content):
-                return SavedConfig(values, file, unreadable)
-            unsealed = unsealed or SavedConfig(values, file, [*unreadable])
-            reason: object = "it has no SHA-256"
+            return SavedConfig(parse_config(read_regular(file, LIMIT_BYTES)), file, unreadable)
         except (OSError, ValueError, UnreadableConfigError) as error:  # ValueError: a path with a null character
-            reason = error.strerror if isinstance(error, OSError) else error
+            reason: object = error.strerror if isinstance(error, OSError) else error
         unreadable.append(f"{file.relative_to(directory_of(source))}: {reason}")
-    if unsealed is not None:  # written by an earlier version; by this one, it may be the first half of a file
-        return unsealed
     raise UnreadableConfigError("; ".join([*unreadable, *unlisted][:3]))
 
 
@@ -112,7 +100,7 @@ def checkpoints(path: Path) -> list[Path]:
 def saved_overrides(path: Path) -> list[str]:
     """Return the overrides with which the run at `path` was started, for display; empty if they cannot be read."""
     try:
-        overrides = plain_values(read_regular(path / OVERRIDES, LIMIT_BYTES).decode(), yaml.SequenceStartEvent)
-    except (OSError, UnicodeDecodeError, UnreadableConfigError):
+        overrides = parse_list(read_regular(path / OVERRIDES, LIMIT_BYTES))
+    except (OSError, UnreadableConfigError):
         return []
     return [str(text) for text in overrides]

@@ -253,7 +253,7 @@ def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(
             ["sweep", "--sort", "optimiser.lr"],
             "--sort: got 'optimiser.lr': there is no such column\n  did you mean opt",
         ),
-        (["sweep", "--best"], "--best: there is no such option\n  --help lists"),
+        (["sweep", "--best"], "--best: there is no such flag;"),
     ],
 )
 def test_invalid_paths_and_options_are_refused(

@@ -162,7 +162,7 @@ def test_config_directories_and_symbolic_links_are_not_listed_as_runs(
         (["--best", "", "--clean", "--yes"], "--best: got '': it is not a comparison with a number\n"),
         (["x" * 300], "PATH: got 'xxx"),
         (["--yes"], "--yes: it answers the question of --clean\n"),
-        (["--clear"], "--clear: there is no such option\n"),
+        (["--clear"], "--clear: there is no such flag;"),
         (["--clean"], "--clean: there is no terminal on which to ask"),
     ],
 )

@@ -11,7 +11,7 @@ from helpers.compose import TINY_CPU, compose_config
 from helpers.permissions import enforced_permissions
 
 from runner.cli import auto_options
-from runner.cli.composition import Job
+from runner.config.composition import Job
 from runner.config.errors import ConfigError
 from runner.planning.trial import TrialError
 from runner.storage import run_directory

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.cli.composition import Composer
 from runner.cli.plan_jobs import Planner
 from runner.cli.sweep_jobs import SweepJobs
 from runner.cli.zipped import parse_zip
+from runner.config.composition import Composer
 from runner.config.errors import ConfigError
 from runner.sweep.engines.base import Demand
 from runner.sweep.space import Interval

@@ -74,7 +74,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_output_file_permissions_follow_the_umask(run: TrainedRun, tmp_path: Path, suffix: str) -> None:
     before = os.umask(0o027)
     try:
-        assert converted(run.directory, tmp_path / f"out{suffix}") == 0
+        assert converted(run.directory, tmp_path / f"out{suffix}", "--checkpoint=last") == 0
     finally:
         os.umask(before)
     assert (tmp_path / f"out{suffix}").stat().st_mode & 0o777 == 0o640
@@ -84,9 +84,10 @@ def test_output_file_permissions_follow_the_umask(run: TrainedRun, tmp_path: Pat
 # Sources
 
 
-def test_a_run_directory_means_its_newest_checkpoint(run: TrainedRun, tmp_path: Path) -> None:
-    assert converted(run.directory, tmp_path / "out.safetensors") == 0
-    assert same(read(tmp_path / "out.safetensors"), saved(run, 4))
+def test_the_newest_checkpoint_or_that_of_a_step_can_be_chosen(run: TrainedRun, tmp_path: Path) -> None:
+    for choice, step in {"last": 4, "3": 3}.items():
+        assert converted(run.directory, tmp_path / f"{choice}.safetensors", "--checkpoint", choice) == 0
+        assert same(read(tmp_path / f"{choice}.safetensors"), saved(run, step))
     assert not same(saved(run, 4), saved(run, 3)), "or the test would see nothing"
 
 
@@ -95,7 +96,7 @@ def test_best_means_the_checkpoint_with_the_best_evaluation(
     run: TrainedRun, tmp_path: Path, best: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call_best(best, monkeypatch)
-    assert converted(run.directory, tmp_path / "out.pt", "--best") == 0
+    assert converted(run.directory, tmp_path / "out.pt") == 0
     assert same(read(tmp_path / "out.pt"), saved(run, best))
 
 
@@ -117,7 +118,7 @@ def test_averaged_weights_are_exported_unless_another_file_is_named(
 
 
 def test_best_means_the_best_step_in_the_result_of_the_run(run: TrainedRun, tmp_path: Path) -> None:
-    assert converted(run.directory, tmp_path / "out.pt", "--best") == 0
+    assert converted(run.directory, tmp_path / "out.pt") == 0
     assert same(read(tmp_path / "out.pt"), saved(run, run.result.best["step"]))
 
 
@@ -169,7 +170,7 @@ def test_conversion_to_another_format_and_back_is_byte_identical(run: TrainedRun
 
 
 def test_class_names_are_in_the_metadata_of_the_file(run: TrainedRun, tmp_path: Path) -> None:
-    assert converted(run.directory, tmp_path / "a.safetensors") == 0
+    assert converted(run.directory, tmp_path / "a.safetensors", "--checkpoint=last") == 0
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
         signature = json.loads(file.metadata()["model.json"])
     assert signature["classes"] == [str(digit) for digit in range(10)]
@@ -184,13 +185,13 @@ def test_class_names_are_in_the_metadata_of_the_file(run: TrainedRun, tmp_path: 
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_module_prefix_is_added_only_with_its_flag(run: TrainedRun, tmp_path: Path, suffix: str, prefix: str) -> None:
     path = tmp_path / f"out{suffix}"
-    assert converted(run.directory, path, *(["--module-prefix"] if prefix else [])) == 0
+    assert converted(run.directory, path, "--checkpoint=last", *(["--module-prefix"] if prefix else [])) == 0
     assert same(read(path), {prefix + name: tensor for name, tensor in saved(run, 4).items()})
 
 
 def test_exported_weights_load_into_the_model_and_into_data_parallel(run: TrainedRun, tmp_path: Path) -> None:
-    converted(run.directory, tmp_path / "plain.pt")
-    converted(run.directory, tmp_path / "wrapped.pt", "--module-prefix")
+    converted(run.directory, tmp_path / "plain.pt", "--checkpoint=last")
+    converted(run.directory, tmp_path / "wrapped.pt", "--checkpoint=last", "--module-prefix")
     model = run.run.workload.build_model()
     model.load_state_dict(read(tmp_path / "plain.pt"), strict=True)
     torch.nn.DataParallel(model).load_state_dict(read(tmp_path / "wrapped.pt"), strict=True)
@@ -210,7 +211,7 @@ def test_views_and_tied_tensors_are_written_without_their_shared_storage(tmp_pat
 def test_the_output_describes_the_file_and_how_to_use_it(
     run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    converted(run.directory, tmp_path / "out.pt")
+    converted(run.directory, tmp_path / "out.pt", "--checkpoint=last")
     captured = capsys.readouterr()
     parameters = 16 * 10 + 32 * 145 + 64 * 129 + 10 * 65
     assert f"8 tensors, {parameters:,} values, from {checkpoints(run)[-1]}, after step 4\n" in captured.out
@@ -226,15 +227,15 @@ def test_the_output_describes_the_file_and_how_to_use_it(
 def test_a_run_starts_from_exactly_the_converted_weights(
     run: TrainedRun, tmp_path: Path, name: str, flags: list[str]
 ) -> None:
-    converted(run.directory, tmp_path / name, *flags)
+    converted(run.directory, tmp_path / name, "--checkpoint=last", *flags)
     other = build_composed_run(*TINY_CPU, f"model.weights={tmp_path / name}", "seed=7")
     other.workload.prepare()
     assert same(other.workload.build_model().state_dict(), saved(run, 4))
 
 
 def test_training_from_plain_or_prefixed_weights_is_bitwise_equal(run: TrainedRun, trained, tmp_path: Path) -> None:
-    converted(run.directory, tmp_path / "plain.safetensors")
-    converted(run.directory, tmp_path / "wrapped.pt", "--module-prefix")
+    converted(run.directory, tmp_path / "plain.safetensors", "--checkpoint=last")
+    converted(run.directory, tmp_path / "wrapped.pt", "--checkpoint=last", "--module-prefix")
     options = ("steps=3", "seed=7", "schedule=constant")
     plain = trained(*options, f"model.weights={tmp_path / 'plain.safetensors'}", directory="plain")
     wrapped = trained(*options, f"model.weights={tmp_path / 'wrapped.pt'}", directory="wrapped")
@@ -244,7 +245,7 @@ def test_training_from_plain_or_prefixed_weights_is_bitwise_equal(run: TrainedRu
 
 
 def test_the_command_trains_from_a_converted_file(run: TrainedRun, tmp_path: Path) -> None:
-    converted(run.directory, tmp_path / "weights of mine.pt", "--module-prefix")
+    converted(run.directory, tmp_path / "weights of mine.pt", "--checkpoint=last", "--module-prefix")
     code, output = run_command(*TINY_CPU, "steps=1", "model.weights=../weights of mine.pt", cwd=tmp_path / "work")
     assert code == 0, output
 
@@ -255,7 +256,7 @@ def test_the_command_trains_from_a_converted_file(run: TrainedRun, tmp_path: Pat
 
 def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(run: TrainedRun, tmp_path: Path) -> None:
     damage(checkpoints(run)[-1] / "model.safetensors")
-    program = [sys.executable, "-m", "runner", "convert", run.directory, "out.pt"]
+    program = [sys.executable, "-m", "runner", "convert", run.directory, "out.pt", "--checkpoint=last"]
     ran = subprocess.run(program, cwd=tmp_path, env=child_environment(), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert same(read(tmp_path / "out.pt"), saved(run, 3))
@@ -279,11 +280,9 @@ def test_a_damaged_or_missing_best_checkpoint_is_refused(
 ) -> None:
     call_best(2, monkeypatch)
     damage(checkpoints(run)[1] / "state.pt")
-    assert "step_00000002/state.pt is damaged" in refusal(capsys, run.directory, tmp_path / "out.pt", "--best")
+    assert "step_00000002/state.pt is damaged" in refusal(capsys, run.directory, tmp_path / "out.pt")
     shutil.rmtree(checkpoints(run)[1])
-    assert "step_00000002 does not exist\n  leave out --best" in refusal(
-        capsys, run.directory, tmp_path / "out.pt", "--best"
-    )
+    assert "step_00000002 does not exist\n  take last" in refusal(capsys, run.directory, tmp_path / "out.pt")
 
 
 def damage(path: Path) -> None:
@@ -292,7 +291,7 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("flags", [[], ["--best"]])
+@pytest.mark.parametrize("flags", [[], ["--checkpoint=last"]])
 def test_a_symbolic_link_instead_of_the_checkpoints_directory_is_refused(
     run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
@@ -332,7 +331,7 @@ def test_an_invalid_best_evaluation_in_a_checkpoint_is_refused(
 ) -> None:
     file = checkpoints(run)[-1] / "state.pt"
     write_checkpoint_file(file, with_value_changed(torch.load(file, weights_only=True), ("best",), lambda _: best))
-    output = refusal(capsys, run.directory, tmp_path / "out.safetensors", "--best")
+    output = refusal(capsys, run.directory, tmp_path / "out.safetensors")
     assert output.startswith("SOURCE: ")
     assert "the best evaluation" in output
 
@@ -397,16 +396,14 @@ def test_paths_without_permission_are_refused_by_key(
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoints", "in.safetensors", "run"]
 
 
-def test_best_requires_a_run_directory_with_an_evaluation(
+def test_the_best_checkpoint_is_that_of_a_run_with_an_evaluation(
     run: TrainedRun, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = refusal(capsys, checkpoints(run)[0], tmp_path / "out.pt", "--best")
-    assert "is not a run directory\n  name the run directory" in output
+    output = refusal(capsys, checkpoints(run)[0], tmp_path / "out.pt", "--checkpoint=best")
+    assert "is not a run directory\n  leave it out" in output
     early = trained("steps=2", "save_every=1", "eval_every=0", "keep=2", directory="early")
     shutil.rmtree(checkpoints(early)[-1])
-    assert "has not been evaluated\n  leave out --best" in refusal(
-        capsys, early.directory, tmp_path / "out.pt", "--best"
-    )
+    assert "has not been evaluated\n  take last" in refusal(capsys, early.directory, tmp_path / "out.pt")
 
 
 def test_invalid_destinations_are_refused(run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -428,7 +425,7 @@ def test_an_existing_file_is_replaced_only_with_force(
     out.write_text("precious")
     assert "it already exists\n  --force replaces it" in refusal(capsys, run.directory, out)
     assert out.read_text() == "precious"
-    assert converted(run.directory, out, "--force") == 0
+    assert converted(run.directory, out, "--force", "--checkpoint=last") == 0
     assert same(read(out), saved(run, 4))
 
 

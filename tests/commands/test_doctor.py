@@ -285,10 +285,8 @@ def test_tables_are_the_default(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_unknown_flag_is_refused_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        doctor.main(["--jsn"])
-    assert exit_.value.code == 2
-    assert "--jsn" in capsys.readouterr().err
+    assert doctor.main(["--jsn"]) == 2
+    assert "did you mean --json?" in capsys.readouterr().err
 
 
 def test_it_runs_as_a_module() -> None:

@@ -33,7 +33,7 @@ def test_an_exported_torch_program_has_the_outputs_of_the_model(run: runner.Save
     assert json.loads(files["model.json"])["classes"] == run.classes
     for count in (1, 5):
         inputs = torch.randn(count, 1, 8, 8)
-        assert_close(program(inputs), run.model("last")(inputs))
+        assert_close(program(inputs), run.model()(inputs))
 
 
 def test_an_exported_onnx_model_has_the_outputs_of_the_model(run: runner.SavedRun) -> None:
@@ -65,7 +65,7 @@ def test_invalid_exports_are_refused_with_the_key(
     monkeypatch.setattr(export_program, "is_installed", lambda name: False)
     for words, key in {
         ("weights.pt", "model.pt2"): "SOURCE",
-        (str(run.checkpoint(2)), "model.pt2", "--best"): "--best",
+        (str(run.checkpoint(2)), "model.pt2", "--checkpoint=best"): "--checkpoint",
         (str(run.directory), "model.pt2", "--module-prefix"): "--module-prefix",
         (str(run.directory), "model.onnx"): "DESTINATION",
         (str(run.directory / "checkpoints" / "step_00000099"), "model.pt2"): "checkpoint",

@@ -8,7 +8,6 @@ import pytest
 from helpers.command import run_command
 
 from runner import __version__
-from runner.cli.arguments import RUN_DIRECTORY, SUMMARY
 from runner.commands.help import help_text
 from runner.config.options import description, option_files
 
@@ -46,8 +45,15 @@ def test_help_lists_the_options_of_a_config_dir(flag: list[str], more: Path, tmp
     assert "mine" not in help_text()
 
 
+def test_help_lists_the_keys_of_the_chosen_options_with_those_that_they_inherit() -> None:
+    text = help_text(words=["parallel=ddp", "seed=1"])
+    assert "\n  processes: auto " in text
+    assert "\n  bucket_mb: 25.0 " in text
+    assert "bucket_mb" not in help_text()
+
+
 def test_help_lists_the_flags() -> None:
-    for flag in (SUMMARY, RUN_DIRECTORY, "--cfg", "--config-dir", "--version", "--hydra-help"):
+    for flag in ("--summary", "--run-directory", "--cfg", "--config-dir", "--version", "-sc"):
         assert f"{flag} " in help_text() or f"{flag}\n" in help_text(), flag
 
 

@@ -128,7 +128,7 @@ def test_a_film_beyond_the_frame_limit_keeps_the_episodes_that_fit(
     *_, places = by_hand(agent, derive(0, "play", 0))
     first = [40 * place for place in places[::2]]
     for most in (len(first) - 1, len(first)):
-        monkeypatch.setattr(play, "_MOST_FRAMES", most)
+        monkeypatch.setattr(play, "_MAX_FRAMES", most)
         assert play.main([str(agent.directory), "--film", "agent.gif", "--episodes", "4"]) == 2
         assert f"at most {most} frames" in capsys.readouterr().err
         assert Path("agent.gif").exists() == (most == len(first)), "the episodes that fit are kept"

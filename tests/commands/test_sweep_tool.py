@@ -130,7 +130,7 @@ def test_resuming_types_the_command_again(
         (["--resume"], {}, "you have not started this sweep in this place"),
         (["--cancel"], {}, "no process runs this sweep"),
         (["--kill"], {}, "no process runs this sweep"),
-        (["--folow"], {}, "there is no such option"),
+        (["--folow"], {}, "there is no such flag"),
     ],
 )
 def test_invalid_requests_are_refused(

@@ -1,10 +1,29 @@
-"""Tests of `runner.config.overrides`."""
+"""Tests of `runner.config.overrides`, which checks and quotes overrides before Hydra parses them."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from runner.config.overrides import override_key
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from runner.config.errors import ConfigError
+from runner.config.options import CONF, groups
+from runner.config.overrides import checked_override, override_key, override_value, quoted, resumed
+
+REFUSED_HYDRA_KEYS = [
+    *("hydra.run.dir=x", "hydra.sweep.dir=x", "hydra.sweep.subdir=x", "hydra.output_subdir=x", "hydra.mode=MULTIRUN"),
+    *("hydra.job.chdir=true", "hydra.job.name=x", "hydra.job.env_copy=[NOPE]", "hydra.sweeper.max_batch_size=0"),
+    *(
+        "hydra.launcher._target_=os.system",
+        "hydra.runtime.cwd=x",
+        "hydra.hydra_logging.root=1",
+        "hydra.help.app_name=x",
+    ),
+    *("hydra/launcher=joblib", "hydra/sweeper=basic", "hydra/job_logging=default", "hydra/output=default", "hydra=x"),
+    *("hydra/hydra_logging@hydra.job_logging=default", "hydra.=1", "hydra.verbose.x=1", "hydra.searchpaths=[x]"),
+]
+ADDED = ["hydra.job.env_set.X=1", "hydra.callbacks.x._target_=os.system", "hydra.foo=3", "hydra/callbacks=x"]
 
 
 @pytest.mark.parametrize(
@@ -21,3 +40,163 @@ from runner.config.overrides import override_key
 )
 def test_the_key_of_an_override_has_no_prefix(override: str, key: str) -> None:
     assert override_key(override) == key
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
+@pytest.mark.parametrize("word", [*REFUSED_HYDRA_KEYS, *ADDED])
+def test_a_hydra_key_is_refused_with_any_prefix(word: str, prefix: str) -> None:
+    key, _, value = f"{prefix}{word}".partition("=")
+    with pytest.raises(ConfigError) as refusal:
+        checked_override(f"{prefix}{word}")
+    assert (refusal.value.key, refusal.value.got) == (key, value)
+
+
+@pytest.mark.parametrize("word", ["~hydra/launcher", "~hydra", "~hydra.callbacks", "~hydra.verbose"])
+def test_a_hydra_key_cannot_be_deleted(word: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        checked_override(word)
+    assert refusal.value.key == word
+
+
+def test_the_value_of_an_override_is_that_of_the_last_one_without_quotes() -> None:
+    assert override_value(["resume=a", "seed=1", "resume='b c'"], "resume") == "b c"
+    assert override_value(["seed=1"], "resume") is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("precision=16", "precision='16'"),
+        ("tracking=-5.0e+16", "tracking='-5.0e+16'"),
+        ("tracking=true,.5", "tracking='true','.5'"),
+        ("precision=bf16", "precision=bf16"),
+        ("precision=16,32,bf16", "precision='16','32',bf16"),
+        ("+accumulation=4", "+accumulation='4'"),
+        ("accumulation.steps=4", "accumulation.steps=4"),
+        ("debug=null", "~debug"),
+        ("seed=1", "seed=1"),
+        ("name=a b", "name='a b'"),
+        ("name=it's", r"name='it\'s'"),
+        ("name=${seed}-x", "name=${seed}-x"),
+        ("name='a,b'", "name='a,b'"),
+        ("output_root=/a b/ü=,c", "output_root='/a b/ü=,c'"),
+        ("resume=outputs/a/000-seed=1,lr=2", "resume='outputs/a/000-seed=1,lr=2'"),
+        ("schedule.milestones=[0.5,0.7]", "schedule.milestones=[0.5,0.7]"),
+        ("data.inputs=[1_0, 1.10 ,on,null,'007',a b]", "data.inputs=['1_0', '1.10' ,on,'null','007',a b]"),
+        ("data.file=my table (1).csv", "data.file='my table (1).csv'"),
+        ("~seed", "~seed"),
+        ("-m", "-m"),
+    ],
+)
+def test_values_are_quoted_for_hydra(typed: str, wanted: str) -> None:
+    assert quoted(typed, sweep=False) == wanted
+
+
+def test_a_comma_separates_values_in_a_sweep_and_is_text_in_a_single_run() -> None:
+    assert quoted("name=a b,c", sweep=True) == "name='a b',c"
+    assert quoted("model.weights=ü.pt,null", sweep=True) == "model.weights='ü.pt',null"
+    assert quoted("optimizer.lr=0.1,0.2", sweep=True) == "optimizer.lr=0.1,0.2"
+    assert quoted("data.inputs=[1_0],[10]", sweep=True) == "data.inputs=['1_0'],['10']"
+    assert quoted("name=a b,c", sweep=False) == "name='a b,c'"
+
+
+@pytest.mark.parametrize(
+    ("typed", "values"),
+    [
+        ("model.weights=choice(a.pt,b.pt)", ["a.pt", "b.pt"]),
+        ("data.root=sort(y,x)", ["x", "y"]),
+        ("output_root=sort(choice(b,a),reverse=true)", ["b", "a"]),
+        ("name=range(1,3)", ["1", "2"]),
+    ],
+)
+def test_hydra_functions_expand_to_the_values_of_a_sweep(typed: str, values: list[str]) -> None:
+    [override] = OverridesParser.create().parse_overrides([quoted(typed, sweep=True)])
+    assert list(override.sweep_string_iterator()) == values
+
+
+def test_a_hydra_function_is_quoted_as_text_in_a_single_run() -> None:
+    assert quoted("data.root=sort(y,x)", sweep=False) == "data.root='sort(y,x)'"
+
+
+def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/me")
+    assert quoted("output_root=~/runs", sweep=False) == "output_root=/me/runs"
+    assert quoted("name=~", sweep=False) == "name='~'"
+
+
+@pytest.mark.parametrize("value", ["1.10", "1e-3", "016", "1_000", "0x10", "true", "False", "inf", "nan", "-0", ".5"])
+def test_text_options_keep_exactly_what_was_typed(value: str) -> None:
+    for key in ("name", "output_root", "data.root"):
+        [override] = OverridesParser.create().parse_overrides([quoted(f"{key}={value}", sweep=False)])
+        assert (override.value(), type(override.value())) == (value, str)
+    [override] = OverridesParser.create().parse_overrides([quoted(f"name={value},x", sweep=True)])
+    assert list(override.sweep_string_iterator()) == [f"'{value}'", "x"] or value in ("016", "0x10")
+
+
+def test_null_and_interpolations_are_not_quoted() -> None:
+    assert quoted("model.weights=null", sweep=False) == "model.weights=null"
+    assert quoted("name=${seed}", sweep=False) == "name=${seed}"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model.weights=~nobody-of-this-name/x.pt",
+        "output_root=~nobody-of-this-name",
+        "model.weights=" + "x" * 300 + ".pt",
+        "data.root=/a/" + "ü" * 128,
+        "output_root=" + "a/" * 2100,
+    ],
+)
+def test_an_invalid_path_is_refused_with_its_key(word: str) -> None:
+    key, _, value = word.partition("=")
+    with pytest.raises(ConfigError) as refusal:
+        quoted(word, sweep=False)
+    assert (refusal.value.key, refusal.value.got) == (key, value)
+
+
+@pytest.mark.parametrize("value", ["~nobody-of-this-name", "x" * 300, "a\0b"])
+def test_an_invalid_path_to_resume_is_refused_with_its_key(value: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        resumed([f"resume={value}"])
+    assert (refusal.value.key, refusal.value.got) == ("resume", value)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model.channels=" + "[" * 21 + "]" * 21,
+        "foo=" + "x" * 100_001,
+        "model=../x",
+        "model=/etc/passwd",
+        "workload=a/../b",
+    ],
+)
+def test_oversized_values_and_paths_as_option_names_are_refused_with_their_key(word: str) -> None:
+    key, _, value = word.partition("=")
+    with pytest.raises(ConfigError) as refusal:
+        checked_override(word)
+    assert (refusal.value.key, refusal.value.got) == (key, value)
+    assert max(map(len, str(refusal.value).splitlines())) <= 200
+
+
+def test_values_just_within_the_limits_are_accepted() -> None:
+    for word in ("model.channels=" + "[" * 20 + "]" * 20, "seed=" + "9" * 300, "name=" + "9" * 500, "model=sub/mine"):
+        assert checked_override(word) == word
+
+
+def test_groups_are_the_folders_of_conf_with_numeric_options_in_order() -> None:
+    assert groups()["accumulation"] == ["1", "2", "4", "8", "16", "auto"]
+    assert set(groups()) == {path.parent.name for path in CONF.glob("*/*.yaml")}
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_resumed_returns_the_directory_that_resume_names(prefix: str, tmp_path: Path) -> None:
+    assert resumed(["seed=1"]) is None
+    assert resumed([f"{prefix}resume=auto"]) is None
+    assert resumed([f"{prefix}resume={tmp_path}"]) == tmp_path
+    assert resumed(["resume=auto", f"{prefix}resume={tmp_path}"]) == tmp_path, "the last one counts"
+    assert resumed([f"~resume={tmp_path}"]) is None, "it deletes the key"
+    with pytest.raises(ConfigError) as refusal:
+        resumed([f"resume={tmp_path}/absent"])
+    assert (refusal.value.key, refusal.value.got) == ("resume", f"{tmp_path}/absent")

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from runner.config.errors import ABSENT, ConfigError
 from runner.config.options import CONF
-from runner.config.yaml_file import read_config
+from runner.config.yaml_file import plain_values, read_config, yaml_text
 
 
 def read(directory: Path, content: str | bytes) -> dict:
@@ -109,3 +109,17 @@ def test_an_empty_file_and_all_of_conf_are_read(tmp_path: Path) -> None:
     assert read(tmp_path, "# nothing\n") == {}
     for path in CONF.rglob("*.yaml"):
         assert read_config(path) == OmegaConf.load(path), path
+
+
+def test_a_value_may_be_repeated_by_its_name_only_where_the_text_is_trusted(tmp_path: Path) -> None:
+    text = "a: &x [1, 2]\nb: *x\n"
+    assert read(tmp_path, text) == {"a": [1, 2], "b": [1, 2]}
+    with pytest.raises(ConfigError):
+        plain_values(text, "theirs", anchors=False)
+
+
+@pytest.mark.parametrize("text", ["1e-3", "016", "on", "null", "12:30", "1_0", "2020-01-01", "a: b", "#a", "'", "${a}"])
+def test_a_text_is_read_as_it_was_written(text: str) -> None:
+    values = {"key": text, "list": [text, [1, 2.5e-7, None, True]]}
+    assert plain_values(yaml_text(values), "file") == values
+    assert OmegaConf.to_container(OmegaConf.create(yaml_text(values))) == values

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from helpers.compose import compose_config
 
-from runner.cli.arguments import quoted
-from runner.cli.composition import Composer
 from runner.cli.sweep_jobs import SweepJobs
+from runner.commands import COMMANDS as SUBCOMMANDS
+from runner.config.composition import Composer
+from runner.config.overrides import quoted
 from runner.run import build_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,7 +39,8 @@ def commands(text: str) -> list[list[str]]:
     words = [shlex.split(line, comments=True)[3:] for line in lines]
     # Commands that need files or directories of the user, and commands that are not runs.
     left_out = ("resume=o", "model.weights=", "--config-dir", "--help", "--version", "--summary", "[")
-    return [line for line in words if not any(word.startswith(left_out) for word in line)]
+    runs = [line for line in words if line[:1] not in [[name] for name in SUBCOMMANDS]]
+    return [line for line in runs if not any(word.startswith(left_out) for word in line)]
 
 
 COMMANDS = sorted({" ".join(line) for text in TEXTS.values() for line in commands(text)})

@@ -123,7 +123,7 @@ def test_commands_at_the_end_of_a_run_work(tmp_path):
     assert "stopped after step 2/4" in accepted(tmp_path, resume)
     [run] = (tmp_path / AWKWARD).glob("*/*/")
     weights = tmp_path / AWKWARD / "-w.safetensors"
-    console = accepted(tmp_path, ["python", "-m", "runner", "convert", str(run), str(weights)])
+    console = accepted(tmp_path, ["python", "-m", "runner", "convert", str(run), str(weights), "--checkpoint=last"])
     [override] = words_of(console.partition("start from it: ")[2])
     run_here(tmp_path, override, *SMALL, "--cfg", "job")
 

@@ -109,7 +109,7 @@ MUTATIONS = [
     ),
     Mutation(
         "keep=0 deletes the checkpoints before the result is written",
-        "runner/cli/run_job.py",
+        "runner/api/run_job.py",
         "    try:\n        write_json(directory / run_directory.RESULT",
         "    if run.keep == 0:\n        delete_all(directory)\n"
         "    try:\n        write_json(directory / run_directory.RESULT",
@@ -167,15 +167,8 @@ MUTATIONS = [
     Mutation(
         "the hash of a saved config is not verified",
         "runner/storage/saved_config.py",
-        "if seal and sha256.strip() != _sha256(text):",
-        "if seal and not sha256:",
-        (CORRUPTION,),
-    ),
-    Mutation(
-        "a config without a hash is taken for one of an earlier version",
-        "runner/storage/saved_run.py",
-        "            if is_sealed(content):\n",
-        "            if True:\n",
+        "if not seal or sha256.strip() != _sha256(text):",
+        "if not seal or not sha256:",
         (CORRUPTION,),
     ),
     Mutation(
@@ -217,24 +210,24 @@ MUTATIONS = [
     ),
     Mutation(
         "references in a saved config are resolved",
-        "runner/cli/saved_defaults.py",
+        "runner/api/saved_defaults.py",
         'reference = "${" in value or value == "???"',
         "reference = False",
         (HOSTILE,),
     ),
     Mutation(
         "references in a saved config are looked for in no list",
-        "runner/cli/saved_defaults.py",
-        "            _plain(element, key, set())\n",
-        "            pass\n",
-        ("tests/cli/test_saved_defaults.py",),
+        "runner/api/saved_defaults.py",
+        "        return [_plain(element, key, set()) for element in value]\n",
+        "        return value\n",
+        ("tests/api/test_saved_defaults.py",),
     ),
     Mutation(
         "a saved config decides where the run is sent",
         "runner/tracking/remote.py",
         "            check(value == defaults[key], key, value, why, remedy)\n",
         "            pass\n",
-        ("tests/cli/test_saved_defaults.py",),
+        ("tests/api/test_saved_defaults.py",),
     ),
     Mutation(
         "the command in somebody else's sweep.json is run",
@@ -245,9 +238,9 @@ MUTATIONS = [
     ),
     Mutation(
         "tags in a saved config are accepted",
-        "runner/storage/saved_config.py",
-        '        raise UnreadableConfigError(f"it has the tag {tag}")\n',
-        "        pass\n",
+        "runner/config/yaml_file.py",
+        "    if short not in _PLAIN:\n",
+        "    if False:\n",
         (HOSTILE, "tests/storage/test_saved_config.py"),
     ),
     Mutation(

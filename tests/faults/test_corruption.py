@@ -24,7 +24,7 @@ from helpers.faults import FaultCounter
 from helpers.runs import assert_bitwise_equal, run_outcome
 
 from runner.analysis.saved_runs import find_runs
-from runner.cli.run_job import run_one
+from runner.api.run_job import run_one
 from runner.config.errors import ConfigError
 from runner.run import build_run
 from runner.storage.checkpoint import Checkpoint, load

@@ -26,9 +26,8 @@ from hydra.core.hydra_config import HydraConfig
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from runner.cli.messages import WIDTH
 from runner.commands.train import run_command
-from runner.config.errors import escaped
+from runner.config.errors import WIDTH, escaped
 from runner.config.options import groups, groups_in_defaults, option_keys, root_keys
 from runner.result import Result
 from runner.sweep.engines.base import Ended, Job, Pool, Started
@@ -95,7 +94,7 @@ def outcome(words: list[str], files: dict[str, bytes] | None = None) -> Outcome:
             (directory / name).mkdir() if name.endswith("/") else (directory / name).write_bytes(content)
         before = {str(path) for path in directory.rglob("*")}
         with (
-            mock.patch("runner.cli.run_job.run_one", train),
+            mock.patch("runner.api.run_job.run_one", train),
             mock.patch("runner.sweep.engines.local.Local.connect", return_value=nullcontext(InThisProcess())),
             mock.patch.object(sys, "argv", ["runner"]),
         ):

@@ -36,7 +36,7 @@ from helpers.faults import FaultCounter
 from omegaconf import OmegaConf
 from PIL import Image
 
-from runner.cli.run_job import run_one
+from runner.api.run_job import run_one
 from runner.storage.saved_config import config_text
 from runner.system.exit_codes import STOPPED
 

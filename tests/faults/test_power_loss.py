@@ -23,7 +23,7 @@ from helpers.faults import FaultCounter
 from helpers.power_loss import DiskRecorder, DiskState, minimal_states, possible_states, write_state
 from helpers.runs import assert_bitwise_equal, run_outcome
 
-from runner.cli.run_job import run_one
+from runner.api.run_job import run_one
 from runner.config.errors import ConfigError
 from runner.resume.claimed_directory import claimed_directory, finished
 from runner.run import Run, build_run, config_hash

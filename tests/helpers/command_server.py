@@ -25,7 +25,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
@@ -33,7 +33,7 @@ from unittest import mock
 from runner.system.garbage_collection import collection_postponed
 
 FAULT_POINTS, STEP_GATE = "helpers.fault_points_installed", "helpers.step_gate"
-PRELOAD_AND_FREEZE, WARM_OPTION_CACHE = "helpers.preload_and_freeze", "helpers.warm_option_cache"
+PRELOAD_AND_FREEZE, PRELOAD_COMMAND = "helpers.preload_and_freeze", "helpers.preload_command"
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     kind = sys.argv[1]
     if kind == "no-torch":
         sys.modules |= dict.fromkeys(("torch._C", "numpy"))  # type: ignore[arg-type]  # importing them fails
-        importlib.import_module(WARM_OPTION_CACHE)
+        importlib.import_module(PRELOAD_COMMAND)
     else:
         with collection_postponed():
             import_everything()
@@ -68,7 +68,6 @@ def serve(answer_fd: int) -> None:
             if not (line := sys.stdin.readline()):
                 return
             cwd, variables, *arguments = json.loads(line)
-            compose_options(arguments)
             if (child := os.fork()) == 0:
                 run(cwd, variables, arguments)
             selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, cwd))
@@ -81,28 +80,6 @@ def import_everything() -> None:
     torch.use_deterministic_algorithms(False)  # imports torch's compiler, as every optimizer does; takes two seconds
     importlib.import_module(STEP_GATE)
     importlib.import_module(PRELOAD_AND_FREEZE)
-
-
-def compose_options(arguments: list[str]) -> None:
-    """Compose the options that a command chooses, before this process forks a child for the command.
-
-    Composing options is the slowest part of a command. The children for this command and for later ones find the
-    composed options in a cache.
-    """
-    from runner.config.options import CONF
-
-    files = {word: CONF / f"{word.replace('=', '/', 1)}.yaml" for word in arguments}
-    _compose("-m" in arguments, *(word for word, file in files.items() if os.path.exists(file)))
-
-
-@cache
-def _compose(is_sweep: bool, *options: str) -> None:
-    from runner.cli.arguments import quoted
-    from runner.cli.composition import Composer
-
-    compose = Composer().sweep if is_sweep else Composer().run
-    with suppress(Exception):  # the command raises the same error
-        compose([quoted(option, is_sweep) for option in options])
 
 
 def share_fork_server(*modules: str) -> None:

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from runner.cli.arguments import quoted
-from runner.cli.composition import Composer
+from runner.config.composition import Composer
 from runner.config.options import CONF
 from runner.parallel.collectives import Collectives
 from runner.result import Result
@@ -31,7 +30,7 @@ def compose_config(*overrides: str) -> dict[str, Any]:
 
 @functools.cache
 def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
-    return Composer().run([quoted(text, sweep=False) for text in ("name=test", *overrides)]).config
+    return Composer().run(("name=test", *overrides)).config
 
 
 def build_composed_run(*overrides: str) -> Run:

@@ -17,7 +17,7 @@ from unittest import mock
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from runner.cli.run_job import trained
+from runner.api.run_job import trained
 from runner.commands.train import run_command
 from runner.result import Result
 from runner.resume.claimed_directory import finished
@@ -71,7 +71,7 @@ def run_up_to_training(*arguments: str, cwd: Path, train_one_step: bool = False)
             seen["checkpoint"] = Checkpoints(directory, keep=2).latest()
         return Result("stopped")
 
-    with mock.patch("runner.cli.run_job.finished", looked_up):
+    with mock.patch("runner.api.run_job.finished", looked_up):
         code, console = run_in_this_process(list(arguments), cwd, instead)
     found = (seen.get(key) for key in ("directory", "checkpoint", "result", "state"))
     return CommandOutcome(code, console, *found)
@@ -86,7 +86,7 @@ def run_in_this_process(arguments: list[str], cwd: Path, trained: Callable[..., 
         contextlib.redirect_stdout(console),
         contextlib.redirect_stderr(console),
     ):
-        with mock.patch("runner.cli.run_job.trained", trained), mock.patch.object(sys, "argv", ["runner"]):
+        with mock.patch("runner.api.run_job.trained", trained), mock.patch.object(sys, "argv", ["runner"]):
             code = run_command(arguments)
     return code, console.getvalue()
 

@@ -12,8 +12,8 @@ import PIL.ImageDraw
 import PIL.ImageFont
 import psutil  # noqa: F401
 
-import helpers.warm_option_cache  # noqa: F401
-import runner.cli.run_job
+import helpers.preload_command  # noqa: F401
+import runner.api.run_job
 import runner.tracking.event_file
 import runner.tracking.image_grids  # noqa: F401
 from helpers.compose import TINY_CPU, build_composed_run

@@ -12,7 +12,7 @@ from helpers.dry_run import run_in_this_process
 from helpers.events import load_events
 from helpers.runs import only_run
 
-from runner.cli import run_job
+from runner.api import run_job
 from runner.planning import logged_plan
 from runner.planning.formatting import milliseconds, significant, size
 

@@ -549,10 +549,6 @@ def test_a_config_of_megabytes_is_not_read_from_a_checkpoint(tmp_path: Path) -> 
         saved_text(path, CONFIG)
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_config(two: Checkpoints) -> None:
-    assert saved_text(two.root / "step_00000001", CONFIG) is None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What other programs see
 

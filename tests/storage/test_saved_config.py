@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from typing import Any
 
@@ -47,18 +48,15 @@ def test_any_change_is_found(change: tuple[str, str]) -> None:
         parse_config(text.replace(*change).encode())
 
 
-def test_a_file_that_is_truncated_within_its_sha256_is_refused() -> None:
-    """Only cuts within the digits of the SHA-256 are tested.
-
-    A file that is cut before the digits looks like a file of an earlier version, which did not write a SHA-256.
-    """
+def test_a_truncated_file_is_refused() -> None:
     text = config_text({"optimizer": {"lr": 0.2}, "steps": 60})
-    body = text.index("# sha256")
-    for length in range(body + 1, len(text) - 1):
-        if text[:length].endswith(("# sha256 of the lines above: ", "above:")) or length < text.index(": ", body) + 2:
-            continue
+    for length in range(len(text) - 1):
         with pytest.raises(UnreadableConfigError):
             parse_config(text[:length].encode())
+
+
+def sealed(content: bytes) -> bytes:
+    return content + b"\n# sha256 of the lines above: " + hashlib.sha256(content + b"\n").hexdigest().encode()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,6 @@ def test_a_file_that_is_truncated_within_its_sha256_is_refused() -> None:
         b"1: 2",
         b"a: {2: 3}",
         b"\xff\xfe",
-        b"a: ${",
         b"a: !!python/object/apply:os.system [true]",
         b"a: !!set {b}",
         b"a: !!binary aGVsbG8=",
@@ -86,30 +83,26 @@ def test_a_file_that_is_truncated_within_its_sha256_is_refused() -> None:
         b"a: " + b"[" * 30 + b"]" * 30,
         b"[" * 100_000,
         b"a: " + b"{b: " * 5_000,
-        b"a: " + b"9" * 2_000,
+        b"a: " + b"9" * 5_000,
         b"a: 0x" + b"f" * 5_000,
-        b"a: " + b"${b:" * 500 + b"c" + b"}" * 500,
         b"a: " + b"59:" * 300 + b"59.5",
-        b"a: '" + b"${" * 40_000 + b"'",
-        b"".join(b"a%d: '${b:[1,1]}'\n" % number for number in range(400)),
-        b"a: [" + b"1, " * 10_000 + b"1]",
     ],
     ids=lambda content: content[:20].decode(errors="replace"),
 )
 def test_anything_but_plain_values_is_refused(content: bytes) -> None:
     with pytest.raises(UnreadableConfigError):
-        parse_config(content)
+        parse_config(content if content == b"\xff\xfe" else sealed(content))
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"a: " + b"59:" * 330_000 + b"59", b"a: [" + b"a, " * 330_000 + b"a]", b"a: " + b"{b: 1, " * 140_000],
-    ids=["sexagesimal", "many values", "deep"],
+    [b"a: " + b"59:" * 330_000 + b"59", b"a: " + b"{b: 1, " * 140_000, b"a: &x [1]\nb: [" + b"*x, " * 200_000 + b"]"],
+    ids=["sexagesimal", "deep", "repeated"],
 )
 def test_a_file_of_a_megabyte_is_refused_in_seconds(content: bytes) -> None:
     begun = time.process_time()
     with pytest.raises(UnreadableConfigError):
-        parse_config(content)
+        parse_config(sealed(content))
     assert time.process_time() - begun < 5  # the first two took a minute
 
 
@@ -120,5 +113,5 @@ def test_a_config_may_have_long_texts_and_lists() -> None:
 
 def test_an_error_has_no_escape_codes_of_the_file() -> None:
     with pytest.raises(UnreadableConfigError) as error:
-        parse_config(b"a: !<tag:%1b]0;title%07> b")
-    assert str(error.value) == "it has the tag tag:\\x1b]0;title\\x07"
+        parse_config(sealed(b"a: !<tag:%1b]0;title%07> b"))
+    assert "!!tag:\\x1b]0;title\\x07" in str(error.value)

@@ -56,7 +56,7 @@ def test_checkpoints_are_in_the_order_of_their_steps_and_not_of_their_names(run:
     assert saved_config(run).values == {"lr": 100_000_000}
 
 
-def test_a_checkpoint_of_an_earlier_version_has_the_config_of_its_run(run: Path) -> None:
+def test_a_checkpoint_without_a_config_has_that_of_its_run(run: Path) -> None:
     checkpoint = checkpoints(run)[0]
     (checkpoint / "config.yaml").unlink()
     assert saved_config(checkpoint).values == {"lr": 30}

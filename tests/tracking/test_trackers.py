@@ -21,7 +21,7 @@ from helpers.events import scalar_curves
 from helpers.extras import require
 from helpers.rank_functions import sigterm_at
 
-from runner.cli.composition import Composer
+from runner.config.composition import Composer
 from runner.config.errors import ConfigError
 from runner.run import build_run
 from runner.storage.run_directory import check_regular

@@ -276,7 +276,7 @@ def test_a_config_that_crashes_is_not_judged(capfd: pytest.CaptureFixture[str]) 
         (["env=acrobot"], "env: got 'acrobot':"),
         (["--steps", "0"], "--steps: got 0"),
         (["--step=4"], "--step:"),
-        (["-m"], "-m: there is no such flag of this tool"),
+        (["-m"], "-m: there is no such flag;"),
         (["optimizer.lr"], "optimizer.lr: it is not of the form KEY=VALUE"),
         (["--config-dir=nowhere"], "--config-dir: got 'nowhere':"),
         (["resume=outputs/run"], "resume: got 'outputs/run':"),

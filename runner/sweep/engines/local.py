@@ -9,7 +9,6 @@ taken over from an earlier command are known only on Linux.
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import runpy
@@ -39,13 +38,9 @@ log = logging.getLogger(__name__)
 
 PRELOADED = (
     *("torch", "torch.utils.flop_counter", "PIL.ImageDraw"),
-    *("runner.cli.run_job", "runner.commands.train", "runner.tracking.event_file", "runner.tracking.hparams", "psutil"),
-    "runner.cli.preload_options",
+    *("runner.api.run_job", "runner.commands.train", "runner.tracking.event_file", "runner.tracking.hparams", "psutil"),
 )
 """Modules that the server imports once for all jobs, including some that a run imports only when it needs them."""
-
-FIRST_JOB = "RUNNER_FIRST_JOB"
-"""The environment variable from which the server reads the overrides and the `--config-dir` of the first job."""
 
 _SERVER_DIED = 255
 """The exit code that multiprocessing reports for all children of a fork server that has died, also if they run on."""
@@ -77,11 +72,7 @@ class Local(Engine):
                 check_range(self, key, least=1, most=1024)
 
     def prepare(self, overrides: Sequence[str] = (), config_dir: str | None = None) -> None:
-        os.environ[FIRST_JOB] = json.dumps([list(overrides), config_dir])
-        try:
-            start_server(*PRELOADED)
-        finally:
-            del os.environ[FIRST_JOB]
+        start_server(*PRELOADED)
 
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:

@@ -43,7 +43,7 @@ from helpers.runs import (
     write_images,
 )
 
-from runner.cli import run_job
+from runner.api import run_job
 from runner.config.errors import ConfigError
 from runner.result import Result
 from runner.run import Run

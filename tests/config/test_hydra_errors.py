@@ -1,12 +1,12 @@
-"""Tests of the translation of Hydra's errors; test_main.py has an example of each kind of error."""
+"""Tests of the translation of Hydra's errors; tests/commands/test_train.py has an example of each kind of error."""
 
 from __future__ import annotations
 
 import pytest
 from hydra.errors import HydraException
 
-from runner.cli.composition import Composer
-from runner.cli.hydra_errors import config_error, explain
+from runner.config.composition import Composer
+from runner.config.hydra_errors import config_error, explain
 from runner.config.options import option_keys
 
 

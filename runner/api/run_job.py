@@ -65,7 +65,12 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
         known = run_directory.identity(directory)
         log_file.open(directory)
         done = collectives.from_rank_0(partial(finished, directory))
-        result = trained(run, session, launcher, directory) if done is None else nothing_left(Result(**done))
+        if done is None:
+            result = trained(run, session, launcher, directory)
+        else:
+            result = Result(**done)
+            why = result.stopped_by or "nothing is left to do (more: epochs=N or steps=N)"
+            log.info("all %d steps are done: %s", result.steps, why)
         is_there = run_directory.identity(directory) == known  # otherwise, another run may be in its place
         result.directory = directory if is_there else None
         if session.rank == 0:
@@ -79,19 +84,11 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     return result
 
 
-def nothing_left(result: Result) -> Result:
-    """Log that a run had already ended with `result`, and return this result."""
-    why = result.stopped_by or "nothing is left to do (more: epochs=N or steps=N)"
-    log.info("all %d steps are done: %s", result.steps, why)
-    return result
-
-
 def is_worth_planning(directory: Path, result: Result) -> bool:
-    """Return whether to log a plan, which describes the memory and the costs of a run, at the end of the run.
+    """Return whether to log a plan at the end of a run: if it is done, took a minute, and logged to TensorBoard.
 
-    A plan is logged only if the run is done, took at least a minute, and logged to TensorBoard. For a shorter run, the
-    2 s that planning takes are too long. Under torchrun or SLURM, no plan is logged: planning needs its own default
-    process group, but the default process group of the run still exists.
+    Under torchrun or SLURM, no plan is logged: planning needs its own default process group, but that of the run still
+    exists.
     """
     is_tracked = any(directory.glob("events.out.tfevents.*"))
     return is_tracked and result.status == "done" and result.seconds >= _PLANNED_SECONDS and not is_initialized()
@@ -149,14 +146,7 @@ def write_result(run: Run, directory: Path, result: Result) -> None:
 
 
 def print_summary(run: Run, session: Session, directory: Path, result: Result) -> None:
-    """Print the summary of a run. This function can be passed to `run_one` as `report`."""
-    text = summary(run, session, directory, result)
-    log.debug("%s", text)  # it may be impossible to print
-    print(text, flush=True)
-
-
-def summary(run: Run, session: Session, directory: Path, result: Result) -> str:
-    """Return the text that is printed at the end of a run: its status, time and results, and what to type next."""
+    """Print the summary of a run: its status, time and results, and what to type next."""
     steps = f"{result.steps}/{max(result.steps, session.num_steps)}"
     lines = [f"{result.status} after step {steps}" + (f", {result.seconds:.1f} s" if result.seconds else "")]
     lines[0] += f": {result.error}" if result.error and result.status != "crashed" else ""  # already printed
@@ -165,7 +155,9 @@ def summary(run: Run, session: Session, directory: Path, result: Result) -> str:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     if result.directory is not None:
         lines += _where(run, directory, result)
-    return redacted(escaped("\n".join(lines)))
+    text = redacted(escaped("\n".join(lines)))
+    log.debug("%s", text)  # it may be impossible to print
+    print(text, flush=True)
 
 
 def _where(run: Run, directory: Path, result: Result) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tests of `runner.cli.experiment_file`: the experiment written for a list of overrides composes to the same config."""
+"""Tests of `runner.config.experiment_file`: the experiment written for some overrides composes to the same config."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from runner.cli.arguments import quoted
-from runner.cli.composition import Composer
-from runner.cli.experiment_file import experiment_file
+from runner.config.composition import Composer
+from runner.config.experiment_file import experiment_file
 
 
 def written(overrides: list[str], directory: Path, config_dir: str | None = None) -> str:
@@ -62,7 +61,7 @@ def test_overrides_are_written_as_a_defaults_list_and_values() -> None:
 )
 def test_a_written_experiment_composes_to_the_config_of_its_overrides(overrides: list[str], tmp_path: Path) -> None:
     written(overrides, tmp_path)
-    typed = Composer().run([quoted(text, sweep=False) for text in overrides]).config
+    typed = Composer().run(overrides).config
     assert Composer(str(tmp_path)).run(["experiment=best"]).config == typed
 
 

@@ -16,11 +16,7 @@ from runner.config.overrides import override_key
 
 
 def explain(error: Exception) -> str:
-    """Return the text that is shown to the user for `error`.
-
-    If `config_error` can translate `error`, this is the message of the config error. Otherwise, it is the first eight
-    lines of the message of `error`.
-    """
+    """Return the text that is shown to the user for `error`: at most eight lines if it cannot be translated."""
     translated = config_error(error)
     return "\n".join(_lines(error)[:8]) if translated is None else str(translated)
 
@@ -53,12 +49,11 @@ def _no_such_option(error: Exception) -> ConfigError | None:
     group, _, option = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
     if group not in root_keys():
         return None
-    remedies = (
-        remedy.format(*found.groups())
-        for pattern, remedy in _BY_KEY.items()
-        if (found := re.fullmatch(pattern, f"{group}={option}"))
-    )
-    remedy = next(remedies, did_you_mean(option, groups().get(group, [])))
+    remedy = did_you_mean(option, groups().get(group, []))
+    for pattern, instead in _BY_KEY.items():
+        if found := re.fullmatch(pattern, f"{group}={option}"):
+            remedy = instead.format(*found.groups())
+            break
     if groups().get(group) == ["default"]:  # there is nothing to choose in this group
         remedy = f"set its keys: {', '.join(f'{group}.{key}=…' for key in sorted(option_keys(group, 'default')))}"
     return ConfigError(group, option, "there is no such option;", remedy)
@@ -83,22 +78,18 @@ def _no_such_key(error: Exception) -> ConfigError | None:
 def _other_key(key: str, chosen: Collection[str]) -> str:
     """Return a remedy for an unknown key: similar keys, other options that have the key, or all valid keys.
 
-    For a key of Hydra, the remedy is the command that shows all of Hydra's keys.
-
     Args:
         key: the unknown key, such as `optimizer.lrr`.
-        chosen: the keys of the option that is selected in the config group of `key`, such as `lr` and `momentum` for
-            the group `optimizer`; empty if they are not known.
+        chosen: the keys of the option that is chosen in its config group; empty if they are not known.
     """
     group, _, name = key.partition(".")
-    if group == "hydra":
-        return "python -m runner --cfg hydra shows all of Hydra's keys"
     keys = {option: option_keys(group, option) for option in groups().get(group, [])}
     other = type_instead(key)
     if not keys:
-        near = difflib.get_close_matches(group.lower(), groups(), n=1)
-        own = {each for option in groups()[near[0]] for each in option_keys(near[0], option)} if near else set()
-        return f"did you mean {near[0]}.{name}?" if name in own else other or did_you_mean(group, root_keys())
+        for near in difflib.get_close_matches(group.lower(), groups(), n=1):
+            if any(name in option_keys(near, option) for option in groups()[near]):
+                return f"did you mean {near}.{name}?"
+        return other or did_you_mean(group, root_keys())
     if not name:
         return did_you_mean(group, root_keys())
     if owners := [f"{group}={option}" for option, names in keys.items() if name in names]:

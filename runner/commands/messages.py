@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 import traceback
 
-from runner.config.errors import ConfigError, escaped
+from runner.config.errors import ConfigError, wrapped
 from runner.system.exit_codes import CRASHED, REFUSED
 from runner.system.secrets import redacted
 from runner.system.utf8 import printable
-
-WIDTH = 200
-"""The maximum length of a line of a message, in characters."""
 
 
 def report_error(error: Exception) -> int:
@@ -23,7 +19,7 @@ def report_error(error: Exception) -> int:
     from hydra.errors import HydraException  # imported here: --help needs no Hydra
     from omegaconf.errors import OmegaConfBaseException
 
-    from runner.cli.hydra_errors import explain
+    from runner.config.hydra_errors import explain
     from runner.data.base import DataError
 
     if isinstance(error, DataError):
@@ -35,15 +31,3 @@ def report_error(error: Exception) -> int:
         print(printable(redacted("".join(traceback.format_exception(error)))), end="", file=sys.stderr)
         return CRASHED
     return REFUSED
-
-
-def wrapped(message: str) -> str:
-    """Return `message` wrapped at `WIDTH` characters and cut to ten lines, without control characters or secrets."""
-    # Paths are not cut.
-    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    lines = [
-        part
-        for line in escaped(redacted(message)).splitlines()
-        for part in (wrapper.wrap(line) if len(line) > WIDTH else [line])
-    ]
-    return "\n".join(lines[:10])

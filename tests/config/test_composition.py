@@ -1,4 +1,4 @@
-"""Tests of `runner.cli.composition`: Hydra only composes configs, and must not run code or write files."""
+"""Tests of `runner.config.composition`: Hydra only composes configs, and must not run code or write files."""
 
 from __future__ import annotations
 
@@ -7,28 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.command import run_command
+from helpers.command import ROOT, run_command
 from hydra.core.hydra_config import HydraConfig
 
-from runner.cli.arguments import overrides_first
-from runner.cli.composition import Composer
 from runner.cli.sweep_jobs import MOST_JOBS, SweepJobs
+from runner.config.composition import Composer
 from runner.config.errors import ConfigError
 from runner.config.options import groups
-
-REFUSED_HYDRA_KEYS = [
-    *("hydra.run.dir=x", "hydra.sweep.dir=x", "hydra.sweep.subdir=x", "hydra.output_subdir=x", "hydra.mode=MULTIRUN"),
-    *("hydra.job.chdir=true", "hydra.job.name=x", "hydra.job.env_copy=[NOPE]", "hydra.sweeper.max_batch_size=0"),
-    *(
-        "hydra.launcher._target_=os.system",
-        "hydra.runtime.cwd=x",
-        "hydra.hydra_logging.root=1",
-        "hydra.help.app_name=x",
-    ),
-    *("hydra/launcher=joblib", "hydra/sweeper=basic", "hydra/job_logging=default", "hydra/output=default", "hydra=x"),
-    *("hydra/hydra_logging@hydra.job_logging=default", "hydra.=1", "hydra.verbose.x=1", "hydra.searchpaths=[x]"),
-]
-ADDED = ["hydra.job.env_set.X=1", "hydra.callbacks.x._target_=os.system", "hydra.foo=3", "hydra/callbacks=x"]
 
 
 def test_shared_files_with_an_underscore_are_not_listed_as_options() -> None:
@@ -36,31 +21,6 @@ def test_shared_files_with_an_underscore_are_not_listed_as_options() -> None:
     assert {"ddp", "pipeline"} <= {*loader.get_group_options("parallel")}
     found = [name for group in groups() for name in loader.get_group_options(group)]
     assert [name for name in found if name.startswith("_")] == []
-
-
-@pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
-@pytest.mark.parametrize("word", [*REFUSED_HYDRA_KEYS, *ADDED])
-def test_a_hydra_key_is_refused_with_any_prefix(word: str, prefix: str) -> None:
-    key, _, value = f"{prefix}{word}".partition("=")
-    for words in ([f"{prefix}{word}"], ["-m", "seed=1", f"{prefix}{word}"]):
-        with pytest.raises(ConfigError) as refusal:
-            overrides_first(words)
-        assert (refusal.value.key, refusal.value.got) == (key, value)
-
-
-@pytest.mark.parametrize("word", ["~hydra/launcher", "~hydra", "~hydra.callbacks"])
-def test_a_hydra_key_cannot_be_deleted(word: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        overrides_first([word])
-    assert refusal.value.key == word
-
-
-@pytest.mark.parametrize("flag", ["--experimental-rerun", "--config-name", "-cn", "--config-path", "-cp"])
-def test_a_flag_that_would_run_or_compose_something_else_is_refused(flag: str) -> None:
-    for words in ([flag, "x"], [f"{flag}=x"]):
-        with pytest.raises(ConfigError) as refusal:
-            overrides_first(words)
-        assert refusal.value.key == flag
 
 
 @pytest.mark.parametrize(
@@ -84,17 +44,17 @@ def options(directory: Path, name: str, text: str) -> Composer:
 
 SECTIONS = {
     "hydra: {launcher: {_target_: helpers.plugin_component.PluginSGD}}": "hydra.launcher._target_",
-    "hydra: {callbacks: {x: {_target_: helpers.plugin_component.PluginSGD}}}": "hydra.callbacks.x._target_",
+    "hydra: {callbacks: {x: {_target_: helpers.plugin_component.PluginSGD}}}": "hydra.callbacks.x",
     "hydra: {run: {dir: x}}": "hydra.run.dir",
     "hydra: {sweep: {subdir: x}}": "hydra.sweep.subdir",
     "hydra: {output_subdir: x}": "hydra.output_subdir",
     "hydra: {job: {chdir: true}}": "hydra.job.chdir",
-    "hydra: {job: {env_set: {X: y}}}": "hydra.job.env_set.X",
+    "hydra: {job: {env_set: {X: y}}}": "hydra.job.env_set",
     "hydra: {sweeper: {max_batch_size: 1}}": "hydra.sweeper.max_batch_size",
     "hydra: {mode: MULTIRUN}": "hydra.mode",
-    "hydra: {job_logging: {root: {level: DEBUG}}}": "hydra.job_logging.root.level",
-    "defaults:\n  - override /hydra/job_logging: stdout\n  - _self_": "hydra.job_logging.",
-    "defaults:\n  - override /hydra/hydra_logging: none\n  - _self_": "hydra.hydra_logging.",
+    "hydra: {job_logging: {root: {level: DEBUG}}}": "hydra.job_logging.root",
+    "defaults:\n  - override /hydra/job_logging: stdout\n  - _self_": "hydra.job_logging",
+    "defaults:\n  - override /hydra/hydra_logging: none\n  - _self_": "hydra.hydra_logging",
 }
 
 
@@ -126,6 +86,54 @@ def test_interpolations_are_resolved_by_each_job_and_not_by_the_sweep() -> None:
     words = ["seed=1,2", "name=job-${hydra:job.num}-${seed}"]
     jobs = SweepJobs(Composer(), words)
     assert [jobs.compose(i, job).config["name"] for i, job in enumerate(jobs)] == ["job-0-1", "job-1-2"]
+
+
+def test_a_list_of_trackers_is_expanded_to_tracking_several() -> None:
+    short, full = Composer().run(["seed=1", "tracking=[csv,tensorboard]"]), ["tracking.names=[csv,tensorboard]"]
+    assert short == Composer().run(["seed=1", "tracking=several", *full])
+    assert [*short.config["tracking"]["trackers"]] == ["csv", "tensorboard"]
+    sweep = Composer().sweep(["seed=1,2"])
+    assert Composer().job(sweep, 0, ["seed=1", "tracking=[csv]"]).config["tracking"]["names"] == ["csv"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "steps", "epochs"),
+    [
+        ([], 10, 20),
+        (["epochs=2"], None, 2),
+        (["++epochs=2"], None, 2),
+        (["epochs=2", "steps=7"], 7, 2),
+        (["workload.env_steps=500", "workload=dqn"], None, None),
+    ],
+)
+def test_typed_epochs_go_before_the_steps_of_an_option_file(
+    typed: list[str], steps: int | None, epochs: int | None, tmp_path: Path
+) -> None:
+    composer, words = options(tmp_path, "experiment/short", "steps: 10"), ["experiment=short", *typed]
+    config = composer.run(words).config
+    assert (config["steps"], config["epochs"]) == (steps, epochs)
+    assert composer.job(composer.sweep(["experiment=short"]), 0, words).config["steps"] == steps
+
+
+def test_an_option_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
+    assert options(tmp_path, "local/default", "seed: 3").run([]).config["seed"] == 3
+    (tmp_path / "local" / "default.yaml").write_text("# @package _global_\nseed: 4\n")
+    assert Composer(str(tmp_path)).run([]).config["seed"] == 4
+
+
+def test_the_keys_of_an_option_override_those_that_it_inherits(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "other.yaml").write_text("# @package _global_\nbatch_size: 7\nseed: 6\n")
+    (tmp_path / "local" / "default.yaml").write_text("# @package _global_\ndefaults: [/local/other]\nseed: 5\n")
+    config = Composer(str(tmp_path)).run([]).config
+    assert (config["seed"], config["batch_size"]) == (5, 7)
+
+
+def test_a_reference_in_a_defaults_list_chooses_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    composer = options(tmp_path, "local/default", "defaults: [/optimizer@extra: '${oc.env:MINE}']")
+    for name, target in (("adam", "Adam"), ("sgd", "SGD")):
+        monkeypatch.setenv("MINE", name)
+        assert composer.run([]).config["extra"]["_target_"] == f"runner.optimizer.{target}"
 
 
 def test_of_several_errors_that_hydra_reports_without_a_key_one_is_named() -> None:
@@ -188,3 +196,9 @@ def test_composing_writes_no_files_and_imports_no_hydra_launcher(
     Composer().run(["seed=1"])
     assert list(tmp_path.iterdir()) == []
     assert "hydra_plugins.hydra_joblib_launcher" not in set(sys.modules) - before
+
+
+def test_one_module_imports_two_names_from_inside_hydra() -> None:
+    files = {path: path.read_text(encoding="utf-8") for path in (ROOT / "runner").rglob("*.py")}
+    found = {path.name: text.count("hydra._internal.") for path, text in files.items() if "hydra._internal." in text}
+    assert found == {"composition.py": 2}

@@ -12,10 +12,9 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from runner.cli.arguments import quoted
-from runner.cli.config_loader import with_several_trackers
+from runner.config.composition import with_several_trackers
 from runner.config.options import groups_in_defaults, option_files
-from runner.config.overrides import override_key
+from runner.config.overrides import override_key, quoted
 
 _INHERITED = ("experiment", "debug")
 """Config groups whose options set keys of the whole config. An experiment can inherit them, but not override them."""

@@ -1,0 +1,99 @@
+"""The command lines of the command and its subcommands, which are all parsed in one way."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
+from runner.config.options import root_keys
+from runner.config.other_names import type_instead
+from runner.config.overrides import checked_override, override_value
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a subcommand, which raises a `ConfigError` where argparse would exit.
+
+    Args:
+        subcommand: the name of the subcommand; empty for the command that trains.
+        description: the text of `--help` above the list of flags.
+        overrides: whether the subcommand takes overrides of a config.
+        config_dir: whether it takes `--config-dir` with them.
+        options: further arguments of `argparse.ArgumentParser`.
+    """
+
+    def __init__(
+        self,
+        subcommand: str,
+        description: str | None,
+        *,
+        overrides: bool = False,
+        config_dir: bool | None = None,
+        **options: Any,
+    ):
+        form = argparse.RawDescriptionHelpFormatter
+        name = f"python -m runner {subcommand}".rstrip()
+        super().__init__(name, description=description, formatter_class=form, allow_abbrev=False, **options)
+        self._takes_overrides = overrides
+        if overrides if config_dir is None else config_dir:
+            self.add_argument("--config-dir", "-cd", metavar="DIR", help="a directory of options of your own")
+
+    def add_run(self, help: str = "a run directory") -> None:
+        """Add the arguments RUN and `--checkpoint`."""
+        self.add_argument("run", metavar="RUN", help=help)
+        self.add_checkpoint()
+
+    def add_checkpoint(self, default: str | None = "best") -> None:
+        """Add `--checkpoint`, which chooses a checkpoint of a run."""
+        self.add_argument("--checkpoint", metavar="best|last|STEP", default=default, help="which one (default: best)")
+
+    def parsed(
+        self, arguments: Sequence[str] | None = None, is_path: Callable[[str], bool] = lambda word: False
+    ) -> argparse.Namespace:
+        """Return the flags and, if the subcommand takes them, the list `overrides`.
+
+        Args:
+            arguments: the words of the command line; None: those of `sys.argv`.
+            is_path: whether a word among the overrides is a path. Such words become the list `paths` instead.
+
+        Raises:
+            ConfigError: for an unknown flag, a flag with an invalid value, or a word that is not a valid override.
+        """
+        if self._takes_overrides:
+            self.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="KEY=VALUE or GROUP=OPTION")
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        for word in words:  # before argparse misses another argument
+            flag = word.partition("=")[0]
+            if re.match(r"-(?![\d.]|$)", word) and flag not in self._option_string_actions:
+                raise self._unknown(flag, word.lstrip("-"))
+        options, surplus = self.parse_known_intermixed_args(words)
+        for word in surplus:
+            raise ConfigError(word, ABSENT, "it is one word too many;", f"{self.prog} --help explains all words")
+        if self._takes_overrides:
+            options.paths = [word for word in options.overrides if is_path(word)]
+            options.overrides = [checked_override(word) for word in options.overrides if not is_path(word)]
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a `ConfigError` for an error message of argparse, which has the form `argument --flag/-f: reason`."""
+        flag, _, why = message.removeprefix("argument ").partition(": ")
+        names = [name for name in flag.split("/") if name.startswith("--")] or [flag]
+        raise ConfigError(names[0], ABSENT, why or "it is not complete", f"{self.prog} --help explains it")
+
+    def _unknown(self, flag: str, bare: str) -> ConfigError:
+        key = re.split(r"[=.]", bare)[0]
+        dashed = f"without dashes: {bare if '=' in bare else f'{bare}=…'}" if key in root_keys() else ""
+        actions = self._option_string_actions.items()
+        known = [name for name, action in actions if name.startswith("--") and action.help != argparse.SUPPRESS]
+        remedy = (dashed or type_instead(flag.lstrip("-"))) if self._takes_overrides else ""
+        return ConfigError(flag, ABSENT, "there is no such flag;", remedy or did_you_mean(flag, known))
+
+
+def check_not_resumed(overrides: Sequence[str], instead: str = "leave it out, and repeat the run's overrides") -> None:
+    """Check that `overrides` do not continue a run, for a subcommand that composes a config."""
+    value = override_value(overrides, "resume")
+    why = "this subcommand composes a config, and does not resume a run"
+    check(value in (None, "auto", "never"), "resume", value, why, instead)

@@ -1,0 +1,302 @@
+"""Composes configs with Hydra. Hydra's launchers, sweepers, callbacks, logging and run directories are not used.
+
+No other module imports from `hydra._internal`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import hydra
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobRuntime, setup_globals
+from hydra.errors import HydraException
+from hydra.plugins.completion_plugin import CompletionPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
+from runner.config.hydra_errors import blamed, config_error
+from runner.config.option_source import OptionFiles
+from runner.config.options import CONF
+from runner.config.overrides import override_key, quoted
+from runner.config.plain_values import resolved
+
+_GLOBAL_GROUPS = ("debug", "experiment", "local")
+"""Config groups whose files set keys of the whole config, instead of the options of a component."""
+_LENGTHS = {"epochs", "workload.env_steps"}
+"""Keys that say how long a run is if `steps` is null."""
+_TRACKERS = re.compile(r"tracking=(\[.*\])")
+_SEVERAL = "runner.tracking.several.Several"
+_SAVED = "saved"
+
+
+class Job(NamedTuple):
+    """A composed config as plain values, and the overrides from which it was composed."""
+
+    config: dict[str, Any]
+    overrides: list[str]
+
+
+class Composer:
+    """Composes configs from conf/ and the directory of `--config-dir`.
+
+    The override `tracking=[tensorboard,csv]` is short for `tracking=several tracking.names=[tensorboard,csv]`. Hydra
+    itself would use only the last option in the list. The options that `tracking.names` names are composed into
+    `tracking.trackers`, because the processes of a run do not know the directory of `--config-dir`.
+
+    An override of `epochs` also sets `steps=null`, because the `steps` of an option file or a saved run would hide it.
+
+    Args:
+        config_dir: a directory with the structure of conf/; None to compose from conf/ only.
+        root: the name of the root config: that of conf/, or the one that `register_saved` returns.
+
+    Raises:
+        ConfigError: if `config_dir` does not exist.
+        ConfigError, HydraException, OmegaConfBaseException: by the methods, if a config cannot be composed.
+    """
+
+    def __init__(self, config_dir: str | None = None, root: str = "config"):
+        self._root = root
+        if hydra.__version__.startswith("1.3."):  # later versions have no other defaults
+            version.setbase("1.3")
+        setup_globals()
+        JobRuntime.instance().set("name", "runner")
+        Plugins.instance().register(OptionFiles)
+        search_path = create_config_search_path(f"{OptionFiles.scheme()}://{CONF}")
+        if config_dir is not None:
+            path = os.path.abspath(os.path.expanduser(config_dir))
+            remedy = "name a directory with the structure of conf/"
+            is_there = config_dir != "" and os.path.isdir(path)
+            check(is_there, "--config-dir", config_dir, "there is no such directory", remedy)
+            can_be_read = os.access(path, os.R_OK | os.X_OK)
+            check(can_be_read, "--config-dir", config_dir, "it cannot be read", "make it readable")
+            own = SearchPathQuery(provider="schema")
+            search_path.prepend("command-line", f"{OptionFiles.scheme()}://{path}", anchor=own)
+        self._loader = ConfigLoaderImpl(search_path)
+
+    def run(self, overrides: Iterable[str]) -> Job:
+        """Compose the config of a single run from overrides as they are typed."""
+        with composition_errors():
+            config = self._load([quoted(word, sweep=False) for word in overrides], RunMode.RUN)
+            _set_log_level(config)
+            if swept := ", ".join(map(str, config.hydra.sweeper.params or {})):
+                print(f"one run of a study over {swept}: add -m for all", file=sys.stderr)
+            return _job(config)
+
+    def sweep(self, overrides: list[str]) -> DictConfig:
+        """Compose the config that all jobs of a sweep have in common, including the config node `hydra`."""
+        with composition_errors():
+            config = self._load(overrides, RunMode.MULTIRUN)
+            _set_log_level(config)
+            return config
+
+    def job(self, sweep: DictConfig, number: int, overrides: list[str]) -> Job:
+        """Compose the config of a job of a sweep.
+
+        Args:
+            sweep: the config of the sweep, as the method `sweep` returns it.
+            number: the number of the job, from 0.
+            overrides: the overrides of the job.
+        """
+        with composition_errors():
+            config = self._load([*sweep.hydra.overrides.hydra, *overrides], RunMode.RUN)
+            OmegaConf.copy_cache(sweep, config)  # `${now:…}` is the same in all jobs
+            with open_dict(config):
+                config.hydra.job.id = config.hydra.job.num = number
+            return _job(config)
+
+    def show(self, overrides: Iterable[str], package: str | None = None, resolve: bool = False) -> str:
+        """Return the composed config as YAML.
+
+        Args:
+            overrides: overrides as they are typed.
+            package: the key of the part to return; None to return the whole.
+            resolve: whether to replace references (`${…}`) by what they refer to.
+        """
+        with composition_errors():
+            config = self._load([quoted(word, sweep=False) for word in overrides], RunMode.RUN)
+            HydraConfig.instance().set_config(config)
+            with read_write(config), open_dict(config):
+                del config["hydra"]
+            shown = OmegaConf.select(config, package) if package else config
+            if shown is None:
+                nearest = did_you_mean(str(package), (str(key) for key in config))
+                raise ConfigError("--package", package, "the config has no such key;", nearest)
+            if not OmegaConf.is_config(shown):
+                return f"{shown}\n"
+            if resolve:
+                OmegaConf.resolve(shown)
+            return (f"# @package {package}\n" if package else "") + OmegaConf.to_yaml(shown)
+
+    def complete(self, words: list[str]) -> None:
+        """Install, remove or answer the tab completion of a shell, as in `--shell-completion install=bash`.
+
+        Raises:
+            ConfigError: if `words` ask for anything else, or no shell asks.
+        """
+        found = (plugin(self._loader) for plugin in Plugins.instance().discover(CompletionPlugin))
+        shells = {plugin.provides(): plugin for plugin in found}
+        action, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
+        flag, remedy = "--shell-completion", 'eval "$(runner -sc install=bash)" first'
+        known = action in ("install", "uninstall", "query") and shell in shells
+        why = f"it takes install=SHELL or uninstall=SHELL, with SHELL one of {', '.join(sorted(shells))}"
+        check(known, flag, " ".join(words), why, "for example runner -sc install=bash")
+        if action != "query":
+            getattr(shells[shell], action)()
+            return
+        why = "only the shell asks for completions; it sets COMP_LINE"
+        check("COMP_LINE" in os.environ, flag, words[0], why, remedy)
+        with composition_errors():
+            shells[shell].query(config_name=self._root)
+
+    def parse(self, overrides: list[str]) -> list[Override]:
+        """Parse overrides with Hydra's grammar."""
+        with composition_errors():
+            return OverridesParser.create(self._loader).parse_overrides(overrides)
+
+    def _load(self, overrides: list[str], mode: RunMode) -> DictConfig:
+        words = list(with_several_trackers(overrides))
+        try:
+            config = self._loader.load_configuration(self._root, words, mode)
+            if named := self._named_trackers(config):
+                more = [f"+tracking@tracking.trackers.{name}={name}" for name in named]
+                config.tracking.trackers = self._loader.load_configuration(
+                    self._root, [*words, *more], mode
+                ).tracking.trackers
+        except Exception as error:
+            raise self._explained(error, words, mode) from error
+        typed = set(map(override_key, words))
+        if typed & _LENGTHS and "steps" not in typed:
+            OmegaConf.update(config, "steps", None)
+        return config
+
+    def _explained(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
+        """Return a config error that names the first override with which composing fails in the same way.
+
+        Return `error` itself if `config_error` can translate it, or if there is no such override.
+        """
+        if config_error(error) is None:
+            for count, override in enumerate(overrides, start=1):
+                try:
+                    self._loader.load_configuration(self._root, overrides[:count], mode)
+                except Exception as first:
+                    if str(first) == str(error):
+                        return blamed(error, override)
+        return error
+
+    def _named_trackers(self, config: DictConfig) -> list[str]:
+        """Return the trackers that `tracking=several` combines, or nothing if `Several` will refuse their names.
+
+        Raises:
+            ConfigError: if one of them does not exist.
+        """
+        node: Any = OmegaConf.to_container(config, resolve=False).get("tracking")  # pyright: ignore
+        if not isinstance(node, dict) or node.get("_target_") != _SEVERAL:
+            return []
+        why, remedy = "they are the options in tracking.names", "an option file in --config-dir sets other values"
+        check(not node.get("trackers"), "tracking.trackers", ABSENT, why, remedy)
+        names = node.get("names")
+        if not isinstance(names, list) or len({*map(str, names)}) < len(names):
+            return []
+        known = [name for name in self._loader.get_group_options("tracking") if name not in ("several", _SAVED)]
+        for name in map(str, names):
+            check(name in known, "tracking.names", name, "there is no such tracker;", did_you_mean(name, known))
+        return [*map(str, names)]
+
+
+def with_several_trackers(overrides: Iterable[str]) -> Iterator[str]:
+    for text in overrides:
+        if trackers := _TRACKERS.fullmatch(text):
+            yield "tracking=several"
+            yield f"tracking.names={trackers[1]}"
+        else:
+            yield text
+
+
+def register_saved(config: Mapping[str, Any], groups: Collection[str], absent: Collection[str]) -> str:
+    """Register the config of a saved run with Hydra as a root config, and return the name of this root config.
+
+    Each component becomes an option of its group. An optional group, such as `local`, gets no option: the saved config
+    already contains the values that the option has set.
+
+    Args:
+        config: the config, which Hydra must not resolve: without references (`${…}`).
+        groups: the config groups of components.
+        absent: those of the groups for which no option is chosen if `config` has none; others get their default.
+    """
+    root: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"), resolve=False)
+    chosen: dict[str, str | None] = {group: _SAVED for group in groups if config.get(group) is not None}
+    chosen = dict.fromkeys(absent) | chosen
+    defaults = [
+        entry
+        if isinstance(entry, str)
+        else {
+            group: None if group.startswith("optional ") else chosen.get(group, option)
+            for group, option in entry.items()
+        }
+        for entry in root.pop("defaults")
+    ]
+    store = ConfigStore.instance()
+    for group, option in chosen.items():
+        if option is not None:
+            store.store(group=group, name=_SAVED, node=config[group])
+    values = {key: value for key, value in config.items() if key not in groups}
+    store.store(name=_SAVED, node={"defaults": defaults, **root, **values})
+    return _SAVED
+
+
+def _set_log_level(config: DictConfig) -> None:
+    """Show the debug messages of the loggers that `hydra.verbose` names, or of all loggers if it is true."""
+    verbose = config.hydra.verbose
+    names = list(verbose) if OmegaConf.is_list(verbose) else [verbose]
+    is_known = isinstance(verbose, bool) or all(isinstance(name, str) and name for name in names)
+    check(is_known, "hydra.verbose", verbose, "it must be true, false or names of loggers", "hydra.verbose=true")
+    for name in names if verbose is not False else []:
+        logging.getLogger(None if name is True else name).setLevel(logging.DEBUG)
+
+
+def _job(config: DictConfig) -> Job:
+    HydraConfig.instance().set_config(config)  # interpolations may refer to it
+    overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)["task"]  # pyright: ignore
+    with read_write(config), open_dict(config):
+        del config["hydra"]
+        config.pop("sweep", None)  # how a sweep is run does not change what its jobs compute
+    for group in _GLOBAL_GROUPS:
+        # Hydra puts the keys of such a file under the group's name
+        why = "the file of this option does not begin with `# @package _global_`"
+        remedy = "make this its first line, as in the files of conf/experiment"
+        check(group not in config, group, ABSENT, why, remedy)
+    return Job(resolved(config), overrides)
+
+
+@contextmanager
+def composition_errors() -> Iterator[None]:
+    """Convert an unexpected error raised inside the context into a `ConfigError` or a `HydraException`.
+
+    The context only composes a config. Any error is therefore caused by the config, and is shown without a traceback.
+    """
+    try:
+        yield
+    except (ConfigError, HydraException, OmegaConfBaseException):
+        raise
+    except RecursionError:
+        remedy = "values are at most lists of lists"
+        raise ConfigError("config", ABSENT, "a value is nested too deeply, or refers to itself", remedy) from None
+    except Exception as error:  # errors that Hydra does not wrap
+        raise HydraException(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,87 @@
+"""The folders from which Hydra reads option files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from omegaconf import OmegaConf
+
+from runner.config.errors import ABSENT, ConfigError, check
+from runner.config.overrides import HYDRA_KEYS
+from runner.config.yaml_file import read_config
+
+
+class OptionFiles(ConfigSource):
+    """A folder of option files, such as conf/. The files are checked when they are read (see `read_config`)."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "conf"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return the content of an option file.
+
+        Raises:
+            ConfigError: if the file cannot be read, is not plain YAML, or sets a key of Hydra that has no effect.
+            ConfigLoadError: if the file does not exist.
+        """
+        path = self._path(config_path)
+        if not os.path.exists(path):
+            raise ConfigLoadError(f"Config not found : {path}")
+        content = read_config(path)
+        header = self._get_header_dict(path.read_text(encoding="utf-8")[:512])
+        _check_hydra(OmegaConf.to_container(content), header, os.path.relpath(path))
+        return ConfigResult(self.provider, self.full_path(), content, header)
+
+    def available(self) -> bool:
+        return self.is_group("")
+
+    def is_group(self, config_path: str) -> bool:
+        return os.path.isdir(Path(self.path, config_path))
+
+    def is_config(self, config_path: str) -> bool:
+        """Return whether the option file exists.
+
+        Raises:
+            ConfigError: if the path is a directory, which Hydra would ignore silently.
+        """
+        path = self._path(config_path)
+        remedy = "remove it, or give it another name"
+        check(
+            not os.path.isdir(path), os.path.relpath(path), ABSENT, "an option is a file, this is a directory", remedy
+        )
+        return os.path.isfile(path)  # False for a name that is too long
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Return the names of options for shell completion, without those that several options inherit (`_NAME`)."""
+        found: list[str] = []
+        for path in Path(self.path, config_path).iterdir():
+            self._list_add_result(found, str(Path(config_path, path.name)), path.name, results_filter)
+        return sorted({name for name in found if not name.startswith("_")})
+
+    def _path(self, config_path: str) -> Path:
+        return Path(self.path, self._normalize_file_name(config_path))
+
+
+def _check_hydra(content: Any, header: Mapping[str, str | None], file: str) -> None:
+    """Check that an option file sets no key of Hydra other than `HYDRA_KEYS`: Hydra only composes the config here."""
+    node = content.get("hydra", {})
+    keys = [f"hydra.{key}" for key in _dotted(node)] if isinstance(node, dict) else ["hydra"]
+    entries = [entry for entry in content.get("defaults") or [] if isinstance(entry, dict)]
+    chosen = [str(group).split()[-1].lstrip("/").replace("/", ".") for entry in entries for group in entry]
+    for key in (*keys, *chosen, header.get("package") or ""):
+        if re.match(r"hydra\b", key) and key.removeprefix("hydra.") not in HYDRA_KEYS:
+            why = f"{file} sets this key of Hydra, which only composes the config here"
+            raise ConfigError(key, ABSENT, why, f"only {', '.join(HYDRA_KEYS)} have an effect")
+
+
+def _dotted(node: Mapping[str, Any]) -> list[str]:
+    """Return the keys of the Hydra section of a file, two levels deep: `verbose`, `sweeper.params`, `run.dir`."""
+    inner = {key: value if isinstance(value, dict) and value else {"": None} for key, value in node.items()}
+    return [f"{key}.{name}".rstrip(".") for key, value in inner.items() for name in value]

@@ -1,0 +1,70 @@
+"""Tests of `runner.commands.arguments`: the command and its subcommands parse their flags in the same way."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from runner.commands import COMMANDS
+from runner.commands.arguments import Parser
+from runner.config.errors import ABSENT, ConfigError
+
+
+def parser() -> Parser:
+    made = Parser("evaluate", "Evaluates.", overrides=True)
+    made.add_run()
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["out/a", "seed=1", "~debug", "--json", "--checkpoint", "7"],
+        ["--json", "out/a", "--checkpoint=7", "seed=1", "~debug"],
+        ["--checkpoint", "7", "out/a", "seed=1", "--json", "~debug"],
+    ],
+)
+def test_flags_may_stand_anywhere(words: list[str]) -> None:
+    options = parser().parsed(words)
+    assert (options.run, options.overrides) == ("out/a", ["seed=1", "~debug"])
+    assert (options.json, options.checkpoint, options.config_dir) == (True, "7", None)
+
+
+def test_the_best_checkpoint_is_the_default() -> None:
+    assert parser().parsed(["out/a"]).checkpoint == "best"
+
+
+def test_paths_are_told_from_overrides() -> None:
+    made = Parser("plan", None, overrides=True)
+    options = made.parsed(["a/b", "seed=1"], lambda word: "=" not in word)
+    assert (options.paths, options.overrides) == (["a/b"], ["seed=1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "remedy"),
+    [
+        (["out/a", "--jsn"], "--jsn", "did you mean --json?"),
+        (["out/a", "--nope=3"], "--nope", "choose from: --checkpoint, --config-dir, --help, --json"),
+        (["out/a", "--seed=1"], "--seed", "without dashes: seed=1"),
+        (["out/a", "--lr", "1"], "--lr", "type optimizer.lr=…"),
+        (["out/a", "smoke"], "smoke", "for example seed=1"),
+        ([], "the following arguments are required", "python -m runner evaluate --help explains it"),
+        (["out/a", "--checkpoint"], "--checkpoint", "python -m runner evaluate --help explains it"),
+    ],
+)
+def test_a_mistake_is_refused_with_a_suggestion(words: list[str], key: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parser().parsed(words)
+    assert (refusal.value.key, refusal.value.got, refusal.value.remedy) == (key, ABSENT, remedy)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_subcommand_refuses_an_unknown_flag_and_has_a_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module(f"runner.commands.{name}").main
+    assert main(["--sumary", "x"]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == "--sumary: there is no such flag;"
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert (end.value.code, capsys.readouterr().out.startswith(f"usage: python -m runner {name}")) == (0, True)
