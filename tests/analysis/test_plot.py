@@ -41,6 +41,7 @@ from runner.analysis.plot_split import best_pipelines, split_curves
 from runner.analysis.plot_tables import plus_minus, render, write_points, write_runs
 from runner.analysis.saved_runs import find_runs, labels_of
 from runner.commands import plot
+from runner.storage.saved_config import config_text
 from runner.sweep.ledger_reader import LEDGER
 from runner.tracking import charts
 from runner.tracking.event_file import EventFile, points
@@ -58,8 +59,8 @@ MACHINE = {
 
 @functools.cache
 def as_yaml(config: str) -> str:
-    """Convert JSON to YAML. Results are cached, because a conversion takes OmegaConf about 10 ms."""
-    return OmegaConf.to_yaml(OmegaConf.create(json.loads(config)))
+    """Return the config of a run as its file has it."""
+    return config_text(json.loads(config))
 
 
 class Sweep:

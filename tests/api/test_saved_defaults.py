@@ -101,10 +101,9 @@ def test_overrides_change_the_saved_values(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_group_that_the_saved_config_lacks_has_its_default(run: Path, tmp_path: Path) -> None:
-    """A config saved by an earlier version may lack groups that were added later."""
     config = saved(run)
     del config["tracking"]
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "config.yaml").write_text(config_text(config))
     assert show(tmp_path, f"resume={run}")["tracking"] == compose_config()["tracking"]
 
 

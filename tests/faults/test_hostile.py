@@ -1,7 +1,7 @@
 """Tests with malicious run directories, checkpoints, weights, images and data sets.
 
 Each is refused with an error message, or does no harm: no code is executed, no other file is written or read, and no
-secret of this machine is shown. Saved configs are also tested in tests/cli/test_saved_defaults.py, and forged
+secret of this machine is shown. Saved configs are also tested in tests/api/test_saved_defaults.py, and forged
 checkpoints in tests/storage/test_forged.py.
 """
 
