@@ -31,12 +31,12 @@ from typing import Any
 
 from benchmarks.measure import write
 from runner.config.errors import WIDTH
+from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import read_result
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Ended, Job, Pool, Started
 from runner.sweep.engines.local import Local
 from runner.sweep.ledger import Ledger
-from runner.sweep.ledger_reader import read_ledger
 from runner.sweep.scheduler import JobSource, PlannedJob, Scheduler
 from runner.system.exit_codes import DIVERGED, DONE
 from runner.system.signals import StopRequest

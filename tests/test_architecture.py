@@ -32,9 +32,9 @@ LAYERS = [
     [("runner.parallel", "runner.session")],
     ["runner.run"],
     ["runner.state", "runner.resume"],
-    ["runner.training"],
+    ["runner.training", "runner.analysis"],
     ["runner.sweep", "runner.planning", "runner.verification"],
-    [("runner.api", "runner.cli"), "runner.analysis"],
+    [("runner.api", "runner.cli")],
     [("runner.commands", "runner.__main__"), "runner"],
 ]
 

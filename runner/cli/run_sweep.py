@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from runner.analysis.sweep_summary import find_best, write_summary
 from runner.cli.detached import Background
 from runner.cli.plan_jobs import GridJobs, Planner
 from runner.cli.sweep_jobs import SweepJobs
@@ -24,7 +25,6 @@ from runner.sweep.ledger import OPTIONS, Ledger
 from runner.sweep.objective import Objective
 from runner.sweep.scheduler import Scheduler
 from runner.sweep.search import Search, SearchJobs, Space
-from runner.sweep.summary import find_best, write_summary
 from runner.system.exit_codes import CRASHED, DIVERGED, DONE, REFUSED, STOPPED
 from runner.system.forkserver import run_in_child
 from runner.system.installed import is_installed
@@ -100,7 +100,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
             run_in_child(write_summary, ledger.path)  # it needs torch, which the server of the jobs has imported
             where = typed_path(ledger.path)
             print(f"look: tensorboard --logdir {where}\ncompare: python -m runner compare {where}")
-            if is_installed("matplotlib"):
+            if is_installed("seaborn"):
                 print(f"plot: python -m runner plot {where}")
     if stop.received:
         raise SystemExit(STOPPED)

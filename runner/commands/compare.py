@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from runner.analysis.compare_formats import as_csv, as_json, markdown, terminal
-from runner.analysis.compare_rows import Comparison
+from runner.analysis.comparison import Comparison
+from runner.analysis.tables import as_csv, as_json, markdown, terminal
 from runner.commands.arguments import Parser
 from runner.config.errors import ConfigError, check
 from runner.storage.regular_file import check_readable
@@ -32,12 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         options = _parser().parsed(arguments)
-        paths = [Path(os.path.expanduser(path)) for path in options.paths]
-        for path in paths:
-            remedy = "name a run directory, a sweep, or a directory with some below it"
-            check_readable("PATH", path)
-            check(path.is_dir(), "PATH", str(path), "there is no such directory", remedy)
-        comparison = Comparison(paths, options.metric, options.sort)
+        comparison = Comparison(existing(options.paths), options.metric, options.sort)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -47,6 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         sys.stdout.write(options.format(comparison))
     return 0
+
+
+def existing(texts: Iterable[str]) -> list[Path]:
+    """Return the paths of directories that were typed.
+
+    Raises:
+        ConfigError: if one of them is not a directory that can be read.
+    """
+    paths = [Path(os.path.expanduser(text)) for text in texts]
+    for path in paths:
+        check_readable("PATH", path)
+        remedy = "name a run directory, a sweep, or a directory with some below it"
+        check(path.is_dir(), "PATH", str(path), "there is no such directory", remedy)
+    return paths
 
 
 def _parser() -> Parser:

@@ -1,7 +1,7 @@
-"""`python -m runner plot PATH…` summarizes the runs of a sweep as figures, tables and CSV files.
+"""`python -m runner plot PATH…` draws the runs of a sweep, and writes the numbers as CSV files.
 
-It reads `config.yaml` and `result.json` of every run directory below each PATH. Runs that differ only in their seed are
-repeats of one measurement; error bars show the standard deviation over the repeats.
+It reads the runs below each PATH as `runner compare` does. Runs that differ only in their seed are repeats of one
+measurement; error bars show the standard deviation over the repeats.
 """
 
 from __future__ import annotations
@@ -10,72 +10,76 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Console
 
-from runner.analysis.plot_runs import Study
-from runner.analysis.plot_tables import render, write_points, write_runs
-from runner.analysis.saved_runs import find_runs
+from runner.analysis.comparison import MEASURES, Comparison
+from runner.analysis.swept_keys import REPEATS
+from runner.analysis.tables import PLOTTED, as_csv, csv_text, terminal
 from runner.commands.arguments import Parser
+from runner.commands.compare import existing
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.config.overrides import typed_path
-from runner.storage.regular_file import check_no_link, check_readable
+from runner.config.overrides import as_typed, typed_path
+from runner.storage.durable_write import write_text
+from runner.storage.regular_file import check_no_link
 from runner.storage.run_directory import StorageError
 from runner.system.installed import is_installed
 from runner.system.utf8 import printable
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+_MARK = ".runner-plot"
+"""A file that marks a directory that this command has written."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
-    parser = Parser("plot", "Figures and tables of a sweep.")
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="a directory with runs at any depth below it")
-    parser.add_argument(
-        "--out", metavar="DIR", help="output directory (default: `plots` in the common parent of all PATHs)"
-    )
     try:
-        options = parser.parsed(arguments)
-        paths = [Path(os.path.expanduser(path)) for path in options.paths]
-        plot(paths, Path(os.path.expanduser(options.out)) if options.out else _common(paths) / "plots")
+        options = _parser().parsed(arguments)
+        paths = existing(options.paths)
+        common = paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
+        plot(paths, Path(os.path.expanduser(options.out)) if options.out else common / "plots", options.metric)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def _common(paths: list[Path]) -> Path:
-    """Return the deepest directory that contains all of `paths`."""
-    return paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
+def _parser() -> Parser:
+    parser = Parser("plot", "Figures and tables of a sweep.")
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a directory with runs at any depth below it")
+    parser.add_argument(
+        "--out", metavar="DIR", help="output directory (default: `plots` in the common parent of all PATHs)"
+    )
+    parser.add_argument(
+        "--metric", metavar="NAME", help="a metric by its TensorBoard tag (default: the one that selects the best)"
+    )
+    return parser
 
 
-def plot(paths: list[Path], out: Path) -> None:
+def plot(paths: list[Path], out: Path, metric: str | None = None) -> None:
     """Write figures, CSV files and TensorBoard events to `out`, and print a table.
+
+    What an earlier call has written there is removed first.
 
     Args:
         paths: directories that contain runs at any depth.
         out: the output directory.
+        metric: as in `Comparison`.
 
     Raises:
-        ConfigError: if one of `paths` is not a directory, there is nothing to plot, matplotlib is not installed, or
-            `out` cannot be written to; files that have been written remain.
+        ConfigError: if there is nothing to plot, seaborn is not installed, or `out` cannot be written to or contains
+            files of the same names that this command has not written.
     """
-    remedy = "name the directory of a sweep, outputs/sweeps/NAME/…"
-    for path in paths:
-        check_readable("PATH", path)
-        check(path.is_dir(), "PATH", str(path), "there is no such directory", remedy)
-    installed = is_installed("matplotlib")
-    why = "it is not installed, and draws the figures"
-    check(installed, "matplotlib", ABSENT, why, "pip install matplotlib")
-    study = Study(list(find_runs(paths)))
-    names = " ".join(map(str, paths))
-    check(bool(study.runs), "PATH", names, "it contains no run", "a run is a directory with a config.yaml")
-    Console(width=None if sys.stdout.isatty() else 160).print(render(study))
-    check(bool(study.points), "PATH", names, "none of its runs is done", "see the log.txt of each run")
+    check(
+        is_installed("seaborn"), "seaborn", ABSENT, "it is not installed, and draws the figures", "pip install seaborn"
+    )
+    compared = Comparison(paths, metric)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(terminal(compared, console.width, PLOTTED))
+    remedy = "see the log.txt of each run"
+    check(bool(compared.rows), "PATH", " ".join(map(str, paths)), "none of its runs is done", remedy)
     try:
-        written = _write(study, out)
+        written = _write(compared, out)
     except (OSError, StorageError) as error:
         why = error.why if isinstance(error, StorageError) else error.strerror
         raise ConfigError("--out", str(out), f"nothing can be written there ({why})", "--out=DIR") from None
@@ -83,31 +87,39 @@ def plot(paths: list[Path], out: Path) -> None:
     print(f"look: tensorboard --logdir {printable(typed_path(out.parent))}")
 
 
-def _write(study: Study, out: Path) -> list[Path]:
-    from runner.analysis.plot_pictures import pictures  # imported here, because it needs matplotlib
+def _write(compared: Comparison, out: Path) -> list[Path]:
+    from runner.analysis.figures import NAMES, pictures, png  # imported here, because it needs seaborn
+    from runner.tracking.event_file import EventFile, picture
 
     check_no_link(out)
     out.mkdir(parents=True, exist_ok=True)
-    written = [out / "runs.csv", out / "points.csv"]
-    write_runs(study, written[0])
-    write_points(study, written[1])
-    figures = pictures(study)
-    for name, figure in figures.items():
-        written.append(out / f"{name}.png")
-        written[-1].unlink(missing_ok=True)  # it may be a link, through which another file would be written
-        figure.savefig(written[-1])
-        figure.set_layout_engine("none")  # keeps the layout for TensorBoard: computing it again is slow
+    names = ["runs.csv", "points.csv", *(f"{name}.png" for name in NAMES)]
+    old = [out / name for name in names if os.path.lexists(out / name)]
+    mine = (out / _MARK).is_file()
+    why = f"{', '.join(path.name for path in old)} in it would be replaced, and this command did not write it"
+    check(mine or not old, "--out", str(out), why, "name another directory: --out=DIR")
+    for path in [*old, *(out.glob("events.out.tfevents.*") if mine else [])]:
+        path.unlink()  # if it is a link, the link itself
+    (out / _MARK).touch()
+    write_text(out / "runs.csv", csv_text(_runs(compared)))
+    write_text(out / "points.csv", as_csv(compared, PLOTTED))
+    figures = {name: png(figure) for name, figure in pictures(compared).items()}
+    for name, (content, *_) in figures.items():
+        (out / f"{name}.png").write_bytes(content)
     if figures:
-        _show(figures, out)
-    return written
+        events = EventFile(out, first_step=0)
+        for name, image in figures.items():
+            events.add(picture(f"study/{name}", *image))
+        events.close()
+    return [out / name for name in names if (out / name).exists()]
 
 
-def _show(figures: dict[str, Figure], out: Path) -> None:
-    """Write the figures to the directory `out` as TensorBoard images, which replace the images of an earlier call."""
-    from runner.tracking.charts import image_summary  # imported here, because they need matplotlib and torch
-    from runner.tracking.event_file import EventFile
-
-    events = EventFile(out, first_step=0)
-    for name, figure in figures.items():
-        events.add(image_summary(f"study/{name}", figure))
-    events.close()
+def _runs(compared: Comparison) -> list[list[Any]]:
+    """Return the lines of a table with all runs, done or not."""
+    keys = [*compared.keys, *(key for key in REPEATS if any(key in run.labels for run in compared.runs))]
+    lines: list[list[Any]] = [[*keys, "state", *map(compared.title, MEASURES), "directory"]]
+    for run in compared.runs:
+        values = [as_typed(run.labels[key]) if key in run.labels else "" for key in keys]
+        numbers = compared.measured(run) if run.state == "done" else {}
+        lines.append([*values, run.state, *(numbers.get(name, "") for name in MEASURES), str(run.directory)])
+    return lines

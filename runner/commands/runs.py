@@ -1,199 +1,205 @@
-"""`python -m runner runs [PATH]` lists the runs below PATH, and can remove them.
+"""`python -m runner runs [PATH]` lists the runs below PATH, the newest last; `--sweeps` lists sweeps instead.
 
-Each run is a line with its status, age, size on disk, steps, best evaluation and directory; the newest run comes last.
-`--sweeps` lists sweeps instead of runs. `--clean` asks for confirmation, and then removes what is listed.
+Each is a line with its status, age, size on disk, steps, best evaluation and directory. `--paths` prints only the
+directories, for other commands such as `rm -r`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from runner.analysis.metric_direction import direction
 from runner.analysis.output import one_line
-from runner.analysis.run_states import STATES
-from runner.analysis.runs_clean import KeptError, remove_run, remove_sweep
-from runner.analysis.runs_list import (
-    REMAINS,
-    SWEEP_STATES,
-    Entry,
-    Filter,
-    age,
-    changed,
-    comparison,
-    duration,
-    listed_runs,
-    listed_sweeps,
-    states,
-)
+from runner.analysis.saved_runs import STATES, MeasuredRun, find_runs, find_sweeps, is_locked
 from runner.commands.arguments import Parser
-from runner.config.errors import ABSENT, ConfigError, check, escaped
-from runner.storage.regular_file import check_readable
+from runner.config.errors import ConfigError, check, did_you_mean, escaped
+from runner.planning.formatting import size
+from runner.storage.ledger_file import LEDGER, num_jobs, read_ledger
+from runner.storage.regular_file import check_readable, walk
 from runner.system.utf8 import printable
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
+_SWEEP_STATES = ("done", "running", "unfinished")
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "w": 7 * 86400.0}
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code.
-
-    The exit code is 0; 1 if something could not be removed; or 2 if the command line is invalid, after an error message
-    has been printed to standard error.
-    """
+    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
     try:
         options = _parser().parsed(arguments)
         root = Path(os.path.expanduser(options.path))
         check_readable("PATH", root)
         check(root.is_dir(), "PATH", str(root), "there is no such directory", "name a directory with runs below it")
-        wanted = _filter(options)
-        answered = options.yes or sys.stdin.isatty()
-        why = "there is no terminal on which to ask whether to remove what is listed"
-        check(not options.clean or answered, "--clean", ABSENT, why, "--clean --yes removes them without a question")
+        accepts = _filter(options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    now = time.time()
-    found = listed_sweeps(root) if options.sweeps else listed_runs(root)
-    entries = [entry for entry in found if wanted.accepts(entry, now)]
+    now, found = time.time(), []
+    read, paths = (_sweep, find_sweeps([root])) if options.sweeps else (_run, (r.directory for r in find_runs([root])))
+    for path in paths:
+        with suppress(OSError):  # another process has just removed it
+            found += [entry for entry in [read(path)] if entry and accepts(entry, now)]
+    found.sort(key=lambda entry: (entry["changed"], str(entry["directory"])))
     if options.json:
-        print(json.dumps([_as_dict(entry, now) for entry in entries], indent=2))
+        print(json.dumps([_as_dict(entry, now) for entry in found], indent=2))
+    elif options.paths:
+        print("".join(f"{_shown(entry['directory'])}\n" for entry in found), end="")
     else:
-        print("\n".join(_lines(entries, now)) or f"nothing of this kind is in {_shown(root)}")
-    return clean(root, entries, options.yes) if options.clean and entries else 0
+        print("\n".join(_lines(found, now)) or f"nothing of this kind is in {_shown(root)}")
+    return 0
 
 
 def _parser() -> Parser:
-    parser = Parser("runs", "List runs and sweeps, and remove them.")
+    parser = Parser("runs", "List runs and sweeps.")
     parser.add_argument("path", metavar="PATH", nargs="?", default="outputs", help="a directory (default: outputs)")
     parser.add_argument("--sweeps", action="store_true", help="list sweeps, and not runs")
-    parser.add_argument(
-        "--status",
-        metavar="A,B",
-        help=f"only these: {', '.join((*STATES, REMAINS))}; with --sweeps: {', '.join(SWEEP_STATES)}",
-    )
+    states = f"only these: {', '.join(STATES)}; with --sweeps: {', '.join(_SWEEP_STATES)}"
+    parser.add_argument("--status", metavar="A,B", help=states)
     parser.add_argument("--older", metavar="AGE", help="only those last written to at least this long ago: 12h, 7d, 4w")
     parser.add_argument("--newer", metavar="AGE", help="only those last written to at most this long ago")
     parser.add_argument("--name", metavar="TEXT", default="", help="only those whose path contains TEXT")
     parser.add_argument("--best", metavar="'>X'", help="only those whose best evaluation is >, >=, < or <= X")
-    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
-    parser.add_argument("--clean", action="store_true", help="remove what is listed, after a question")
-    parser.add_argument("--yes", action="store_true", help="with --clean: do not ask")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--json", action="store_true", help="print JSON, not a table")
+    forms.add_argument("--paths", action="store_true", help="print only the directories, one a line")
     return parser
 
 
-def _filter(options: argparse.Namespace) -> Filter:
-    """Return the filter that the options describe.
+# ---------------------------------------------------------------------------------------------------------------------
+# Filters
+
+
+def _filter(options: argparse.Namespace) -> Callable[[dict[str, Any], float], bool]:
+    """Return a function that tells whether an entry is to be listed at a time in seconds since the epoch.
 
     Raises:
         ConfigError: if an option has an invalid value.
     """
-    known = SWEEP_STATES if options.sweeps else (*STATES, REMAINS)
-    if options.best is not None:
-        comparison("--best", options.best)
-    check(options.clean or not options.yes, "--yes", ABSENT, "it answers the question of --clean", "add --clean")
-    return Filter(
-        states("--status", options.status, known) if options.status is not None else (),
-        None if options.older is None else duration("--older", options.older),
-        None if options.newer is None else duration("--newer", options.newer),
-        options.name,
-        options.best or "",
-    )
+    known = _SWEEP_STATES if options.sweeps else STATES
+    states = [name.strip() for name in options.status.split(",")] if options.status is not None else known
+    for name in states:
+        check(name in known, "--status", name, "there is no such status", did_you_mean(name, known))
+    older = _duration("--older", options.older) if options.older is not None else 0.0
+    newer = _duration("--newer", options.newer) if options.newer is not None else float("inf")
+    is_good = _comparison("--best", options.best) if options.best is not None else None
+
+    def accepts(entry: dict[str, Any], now: float) -> bool:
+        aged = older <= max(0.0, now - entry["changed"]) <= newer
+        best = is_good is None or (entry["best"] is not None and is_good(entry["best"]))
+        return aged and best and entry["status"] in states and options.name in str(entry["directory"])
+
+    return accepts
 
 
-def clean(root: Path, entries: list[Entry], yes: bool) -> int:
-    """Remove the directories of `entries`, and then their parent directories that have become empty.
-
-    Args:
-        root: the directory in which the entries were found. It is removed only if it is itself one of the entries.
-        entries: the runs or sweeps to remove. Entries that are running are kept.
-        yes: whether to remove the entries without asking the user.
-
-    Returns:
-        The exit code: 0, or 1 if something could not be removed.
-    """
-    chosen = [entry for entry in entries if entry.state != "running"]
-    if len(chosen) < len(entries):
-        print(f"{_count(len(entries) - len(chosen), entries[0])} kept, because still running", file=sys.stderr)
-    if not chosen:
-        return 0
-    if not yes and not _confirmed(f"remove {_count(len(chosen), chosen[0])}, {_total(chosen)}? [y/N] "):
-        print("nothing was removed", file=sys.stderr)
-        return 0
-    removed: list[Entry] = []
-    for entry in chosen:
-        path = entry.path.absolute()
-        end = path.parent if entry.path == root else root.absolute()
-        try:
-            if entry.jobs is None and changed(entry.path) != entry.changed:  # while the question was asked
-                raise KeptError("it has changed since it was listed")
-            (remove_run if entry.jobs is None else remove_sweep)(path, end)
-            removed.append(entry)
-        except (KeptError, OSError) as error:
-            why = error if isinstance(error, KeptError) else error.strerror
-            print(f"{_shown(entry.path)} was not removed: {why}", file=sys.stderr)
-    print(f"{_count(len(removed), chosen[0])} removed, {_total(removed)}", file=sys.stderr)
-    return 0 if len(removed) == len(chosen) else 1
+def _duration(key: str, text: str) -> float:
+    """Return the number of seconds in a duration such as `7d` or `1.5h`."""
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text)
+    if not found:
+        raise ConfigError(key, text, "it is not a duration", "a number and s, m, h, d or w: 7d is a week")
+    return float(found[1]) * _UNITS[found[2]]
 
 
-def _confirmed(question: str) -> bool:
-    """Return whether the user answers `question` with yes."""
-    print(question, end="", file=sys.stderr, flush=True)
-    try:
-        return sys.stdin.readline().strip().lower() in ("y", "yes")
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return False
+def _comparison(key: str, text: str) -> Callable[[float], bool]:
+    """Return a function that tells whether a number meets a condition such as `>0.9`."""
+    found = re.fullmatch(r"\s*(>=|<=|>|<)\s*([-+]?[0-9]*\.?[0-9]+(?:e[-+]?[0-9]{1,3})?)\s*", text, re.IGNORECASE)
+    if not found:
+        remedy = f"{key} '>0.9', in quotes; or >=, <, <="
+        raise ConfigError(key, text, "it is not a comparison with a number", remedy)
+    compare, number = _COMPARISONS[found[1]], float(found[2])
+    return lambda value: compare(value, number)
 
 
-def _count(number: int, entry: Entry) -> str:
-    return f"{number} {'run' if entry.jobs is None else 'sweep'}{'' if number == 1 else 's'}"
+# ---------------------------------------------------------------------------------------------------------------------
+# Entries
 
 
-def _total(entries: list[Entry]) -> str:
-    return file_size(sum(entry.size for entry in entries))
+def _run(path: Path) -> dict[str, Any]:
+    run = MeasuredRun(path)
+    metric, best = run.best or ("", None)
+    entry = {"directory": path, "status": run.state, "changed": _changed(path), "size": _size(path)}
+    return entry | {"steps": run.steps, "metric": metric, "best": best}
 
 
-def file_size(number: float) -> str:
-    """Return a number of bytes with three digits and its unit, such as `1.23 MB`."""
-    power = 0
-    while number >= 999.5 and power + 1 < len(_UNITS):
-        number, power = number / 1000, power + 1
-    return f"{number:.3g} {_UNITS[power]}"
+def _sweep(path: Path) -> dict[str, Any] | None:
+    """Return the entry of the sweep at `path`; None if its ledger cannot be read."""
+    ledger = read_ledger(path)
+    if not ledger:
+        return None
+    state = "running" if is_locked(path) else "done" if ledger["complete"] else "unfinished"
+    done = sum(job.get("state") == "done" for job in ledger["jobs"].values())
+    runs = list(find_runs([path]))
+    bests = [run.best for run in runs if run.best]
+    metric = bests[0][0] if bests else ""
+    pick = max if direction(metric, runs) == "max" else min
+    best = pick((value for name, value in bests if name == metric), default=None)
+    newest = max([os.lstat(path / LEDGER).st_mtime, *(_changed(run.directory) for run in runs)])
+    entry = {"directory": path, "status": state, "changed": newest, "size": _size(path)}
+    return entry | {"jobs_done": done, "jobs": num_jobs(ledger), "metric": metric, "best": best}
 
 
-def _lines(entries: list[Entry], now: float) -> list[str]:
+def _changed(path: Path) -> float:
+    """Return the time of the last change to a file or folder directly in `path`, in seconds since the epoch."""
+    times = []
+    for name in os.listdir(path):
+        with suppress(FileNotFoundError):  # a running run has removed or renamed it
+            times.append(os.lstat(path / name).st_mtime)
+    return max(times, default=os.lstat(path).st_mtime)
+
+
+def _size(path: Path) -> int:
+    """Return the size on disk of a directory with all of its content, in bytes. Links are not followed."""
+    blocks = os.lstat(path).st_blocks
+    for folder, subfolders, files in walk(path):
+        for name in (*subfolders, *files):
+            with suppress(OSError):  # a running run has removed it
+                blocks += os.lstat(os.path.join(folder, name)).st_blocks
+    return 512 * blocks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output
+
+
+def _lines(entries: list[dict[str, Any]], now: float) -> list[str]:
     """Return the lines of the table. The directory is the last column, because it may be long."""
-    if not entries:
-        return []
-    steps = "steps" if entries[0].jobs is None else "jobs done"
-    rows = [("status", "age", "size", steps, "best", "directory"), *(_row(entry, now) for entry in entries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
+    rows = [_row(entry, now) for entry in entries]
+    if rows:
+        rows.insert(0, ["status", "age", "size", "steps" if "steps" in entries[0] else "jobs done", "best"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    directories = ["directory", *(_shown(entry["directory"]) for entry in entries)]
+    cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join([*row, directory]) for row, directory in zip(cells, directories, strict=False)]
 
 
-def _row(entry: Entry, now: float) -> tuple[str, ...]:
-    steps = "" if entry.steps is None else f"{entry.steps}"
-    steps += "" if entry.jobs is None else f" of {entry.jobs}"
-    best = "" if entry.best is None else f"{one_line(entry.metric)} {entry.best:.4g}"
-    return entry.state, age(now - entry.changed), file_size(entry.size), steps, best, _shown(entry.path)
+def _row(entry: dict[str, Any], now: float) -> list[str]:
+    steps = f"{entry['jobs_done']} of {entry['jobs']}" if "jobs" in entry else str(entry["steps"] or "")
+    best = "" if entry["best"] is None else f"{one_line(entry['metric'])} {entry['best']:.4g}"
+    return [entry["status"], _age(now - entry["changed"]), size(entry["size"]), steps, best]
 
 
-def _as_dict(entry: Entry, now: float) -> dict[str, object]:
-    steps = {"steps": entry.steps} if entry.jobs is None else {"jobs_done": entry.steps, "jobs": entry.jobs}
-    best = {"metric": printable(entry.metric), "best": entry.best}
-    times = {"changed": entry.changed, "age_seconds": now - entry.changed}
-    return {
-        "directory": printable(str(entry.path)),
-        "status": entry.state,
-        **times,
-        "size": entry.size,
-        **steps,
-        **best,
-    }
+def _age(seconds: float) -> str:
+    unit, name = next(((u, n) for u, n in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= u), (1, "s"))
+    return f"{max(0.0, seconds / unit):.0f} {name}"
+
+
+def _as_dict(entry: dict[str, Any], now: float) -> dict[str, Any]:
+    texts = {"directory": printable(str(entry["directory"])), "metric": printable(entry["metric"])}
+    return entry | texts | {"age_seconds": now - entry["changed"]}
 
 
 def _shown(path: Path) -> str:

@@ -15,9 +15,9 @@ from runner.config.errors import ConfigError, check
 from runner.config.overrides import canonical_override, override_key
 from runner.storage import run_directory
 from runner.storage.durable_write import write_text
+from runner.storage.ledger_file import LEDGER, read_ledger
 from runner.storage.regular_file import UnsafeFileError
 from runner.storage.run_directory import StorageError
-from runner.sweep.ledger_reader import LEDGER, read_ledger
 from runner.sweep.unfinished_commands import forget_command, remember_command
 from runner.system.secrets import redacted, redacted_values
 from runner.system.utf8 import printable
@@ -63,7 +63,7 @@ class Ledger:
         typed: the overrides that identify the sweep, sorted and canonical. Overrides that may change when the sweep is
             resumed, such as `resume=auto`, are left out.
         jobs: a dictionary from job number to entry. It contains the jobs that were started, and the jobs that were
-            refused before they could start. An entry is a dictionary; see `runner.sweep.ledger_reader` for its keys.
+            refused before they could start. An entry is a dictionary; see `runner.storage.ledger_file` for its keys.
         num_jobs: the number of all jobs; 0 until the caller sets it.
 
     Raises:

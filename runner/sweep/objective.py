@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError, did_you_mean
-from runner.storage.regular_file import open_regular
+from runner.tracking.event_reader import EventReader
 
 
 class Objective(NamedTuple):
@@ -63,31 +61,8 @@ class Curve:
     """
 
     def __init__(self, directory: Path, tag: str):
-        self._directory, self._tag = directory, tag
-        self._values: dict[int, float] = {}
-        self._files: dict[Path, Any] = {}
+        self._events, self._tag = EventReader(directory, [tag]), tag
 
     def read(self) -> list[float]:
         """Return the values of all evaluations so far, in the order of their steps."""
-        # Imported here, because only searches that prune need it.
-        from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-
-        for path in sorted(self._directory.glob("events.out.tfevents.*")):
-            for event in self._new_events(path):
-                if event.session_log.status == SessionLog.START:  # this session computes the later steps again
-                    self._values = {step: value for step, value in self._values.items() if step < event.step}
-                for each in event.summary.value:
-                    if each.tag == self._tag and each.tensor.float_val:
-                        self._values[event.step] = float(each.tensor.float_val[0])
-        return [self._values[step] for step in sorted(self._values)]
-
-    def _new_events(self, path: Path) -> Iterator[Any]:
-        """Yield the events that were written to `path` since the last call, up to the first one that cannot be read."""
-        from google.protobuf.message import DecodeError
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-        with suppress(OSError, DecodeError):  # a link, a directory, or a damaged file
-            if path not in self._files:
-                with open_regular(path):
-                    self._files[path] = EventFileLoader(str(path))
-            yield from self._files[path].Load()
+        return [value for _, value in sorted(self._events.read().get(self._tag, {}).items())]

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError
+from runner.storage.ledger_file import is_plain_name
 from runner.storage.run_directory import StorageError, read_result
 from runner.sweep.console import message
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
 from runner.sweep.ledger import Ledger
-from runner.sweep.ledger_reader import is_plain_name
 from runner.system.exit_codes import CRASHED, DIVERGED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.system.signals import StopRequest
 from runner.system.utf8 import printable

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner.config.errors import ConfigError, check
 from runner.storage.durable_write import write_bytes
+from runner.storage.ledger_file import num_jobs
 from runner.storage.regular_file import read_regular
 from runner.sweep.engines.base import MOST_TRIALS, Engine
 from runner.sweep.ledger import STUDY, Ledger
-from runner.sweep.ledger_reader import num_jobs
 from runner.sweep.objective import Curve, Objective
 from runner.sweep.pruning import PRUNERS, mean_curve
 from runner.sweep.scheduler import JobSource, PlannedJob

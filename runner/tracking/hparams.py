@@ -22,14 +22,9 @@ from torch.utils.tensorboard.summary import Summary
 
 
 def row_start(values: dict[str, float | str | bool]) -> Summary:
-    """Return the summary that starts a run's row in TensorBoard's HPARAMS tab.
+    """Return the summary that starts a run's row in TensorBoard's HPARAMS tab, with its hyperparameters by name.
 
-    The columns of the tab can be set by an `Experiment` message (see `columns`). TensorBoard applies the first
-    `Experiment` message that it finds to all runs, so a single run does not write one. Without an `Experiment` message,
-    TensorBoard infers the columns from all runs, and shows columns with differing values first.
-
-    Args:
-        values: the hyperparameters of the run, by name.
+    TensorBoard infers the columns from all runs, unless the summary of a sweep sets them (see `columns`).
     """
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for name, value in values.items():

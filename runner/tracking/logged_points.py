@@ -1,9 +1,8 @@
 """The points that a remote tracker has already logged, so that a resumed run does not log them again.
 
-A run that is resumed repeats the steps after its last checkpoint, with the same results. TensorBoard ignores the
-earlier points of these steps, and a CSV file is written again without them; but points in a remote database cannot be
-removed. Therefore, a file in the run directory lists the points that were logged since the second-last checkpoint. If
-the last checkpoint is damaged or incomplete, the run is resumed from the second-last one.
+A run that is resumed repeats the steps after its last checkpoint, with the same results. Points in a remote database
+cannot be removed. Therefore, a file in the run directory lists the points that were logged since the second-last
+checkpoint, from which a run is resumed if the last one is damaged or incomplete.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _MEASURED = ("time/", "memory/")
 
 
 class LoggedPoints:
-    """A text file with a line `step tag value` for each point.
-
-    It holds the points since the second-last checkpoint, because a run that is killed while the newest checkpoint is
-    being written is resumed from the one before.
+    """A text file with a line `step tag value` for each point since the second-last checkpoint.
 
     Args:
         path: the file. An incomplete last line is ignored; a run that was killed may have left one.
@@ -59,9 +55,6 @@ class LoggedPoints:
         An entry is left out if, according to the file, an earlier session logged the same tag and value at the same
         step. For measurements such as times (see `_MEASURED`), the values are not compared.
 
-        The file contains only points after the second-last checkpoint. If a run is resumed from an older checkpoint,
-        the points between the older and the second-last checkpoint are therefore logged again.
-
         Args:
             values: scalars or images by tag.
             step: the number of completed optimizer steps. `begin_interval` assumes that the next checkpoint is saved
@@ -82,10 +75,8 @@ class LoggedPoints:
     def begin_interval(self) -> None:
         """Remove old points from the file. This must be called before each checkpoint is saved.
 
-        The checkpoint that was saved after the previous call is complete by now. No resumed run repeats the steps up to
-        that checkpoint, so their points are removed. The points of all later steps are kept. Earlier sessions may have
-        logged points for steps that this session has not reached yet. These points are kept too, because this session
-        may be killed before it reaches those steps.
+        The checkpoint that was saved after the previous call is complete by now, so no resumed run repeats the steps up
+        to it. Points of later steps are kept, also those of earlier sessions.
         """
         self._earlier = [line for line in self._earlier if _step_of(line) > self._boundary]
         write_text(self._path, "".join([*self._earlier, *self._added]))

@@ -60,7 +60,7 @@ class Recorder:
         """
         config = redacted_values(config)  # an override may be `${oc.env:TOKEN}`, but the config has the token itself
         typed = typed_values(saved_overrides(self._directory), config)
-        self._tracker.hyperparameters(_shown(flatten(config)), _shown(typed))
+        self._tracker.hyperparameters(shown_values(flatten(config)), shown_values(typed))
 
     def finish(self) -> None:
         """Mark the run as done. This must be called after the last step of the run."""
@@ -98,7 +98,7 @@ def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, 
     return values
 
 
-def _shown(values: dict[str, Any]) -> dict[str, float | str | bool]:
+def shown_values(values: dict[str, Any]) -> dict[str, float | str | bool]:
     """Return `values` in the types that a tracker accepts: lists become text, and values that are None are left out."""
     plain = {key: v if isinstance(v, int | float | str) else as_typed(v) for key, v in values.items() if v is not None}
     return {printable(key): printable(value) if isinstance(value, str) else value for key, value in plain.items()}

@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.compose import compose_config
 from helpers.handmade_runs import evaluation_entries, save_ledger, write_run_directory
 from rich.table import Table
 
-from runner.analysis.compare_formats import terminal
-from runner.analysis.compare_rows import Comparison
+from runner.analysis.comparison import LAST, STEPS, Comparison
+from runner.analysis.metric_direction import direction
+from runner.analysis.saved_runs import MeasuredRun, find_runs
+from runner.analysis.spread import Spread
+from runner.analysis.swept_keys import labels_of
+from runner.analysis.tables import terminal
 from runner.commands import compare
 from runner.storage.run_directory import lock
-from runner.sweep.metric_direction import direction
 
 
 def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -169,16 +173,20 @@ def test_rows_are_sorted_by_ascending_loss(tmp_path: Path) -> None:
     for name in ("eval/loss", "loss"):
         comparison = Comparison([tmp_path], metric=name)
         assert [row.values["optimizer.lr"] for row in comparison.rows] == [2, 3, 1]
-        assert (comparison.metric, comparison.measures) == ("eval/loss", ["last", "steps"])
+        assert (comparison.metric, comparison.measures) == ("eval/loss", [LAST, STEPS])
 
 
 def test_metric_direction_is_inferred_from_results_workload_or_name(tmp_path: Path) -> None:
-    run = write_run_directory(tmp_path / "run")
-    assert direction("eval/mystery", {run: evaluation_entries(1.0, 2.0, "eval/mystery")}) == "min"
-    assert direction("eval/mystery", {run: evaluation_entries(2.0, 1.0, "eval/mystery")}) == "max"
-    assert direction("eval/accuracy", {run: evaluation_entries(1.0, 1.0)}) == "max"
-    assert direction("eval/loss", {run: {}}) == "min"
-    assert direction("eval/error_rate", {tmp_path / "absent": evaluation_entries(1.0, 1.0, "eval/error_rate")}) == "min"
+    def of(name: str, best: float, last: float, metric: str) -> str:
+        return direction(
+            metric, [MeasuredRun(write_run_directory(tmp_path / name, **evaluation_entries(best, last, metric)))]
+        )
+
+    assert of("a", 1.0, 2.0, "eval/mystery") == "min"
+    assert of("b", 2.0, 1.0, "eval/mystery") == "max"
+    assert of("c", 1.0, 1.0, "eval/accuracy") == "max"
+    assert of("d", 1.0, 1.0, "eval/error_rate") == "min"
+    assert direction("eval/loss", []) == "min"
 
 
 def test_options_are_shown_by_the_names_that_were_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,7 +241,7 @@ def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(
         assert out.encode()
         assert not {"\x1b", "\x9b"} & set(out)
         assert "0.73519" not in out
-    (failure,) = (f for f in Comparison([sweep]).failures if f.name == "009-linked")
+    (failure,) = (f for f in Comparison([sweep]).failures if f.run == "009-linked")
     assert failure.state == "damaged"
     assert "\\|" in compared(capsys, sweep, "--markdown")
 
@@ -272,3 +280,49 @@ def test_a_sweep_with_only_refused_jobs_is_a_table_of_failures(
 ) -> None:
     save_ledger(tmp_path, {"overrides": ["steps=x"], "directory": "000-steps=x", "state": "refused", "error": "steps"})
     assert "| 000-steps=x | refused |  | steps |" in compared(capsys, tmp_path, "--markdown").splitlines()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs, keys and numbers
+
+
+def test_each_run_is_found_once_at_any_depth(tmp_path: Path) -> None:
+    run = write_run_directory(tmp_path / "a" / "b")
+    write_run_directory(tmp_path / "c")
+    assert [each.directory.name for each in find_runs([tmp_path, tmp_path / "a", run])] == ["b", "c"]
+
+
+def test_seed_repeat_name_output_root_and_resume_do_not_separate_rows(tmp_path: Path) -> None:
+    for i in range(3):
+        write_run_directory(
+            tmp_path / f"{i}", f"seed={i}", f"name=n{i}", f"output_root=o{i}", **evaluation_entries(1, 1)
+        )
+    [row] = Comparison([tmp_path]).rows
+    assert (len(row.runs), row.seeds, row.values) == (3, 3, {})
+
+
+def test_options_are_labeled_by_file_name_without_the_keys_they_set(tmp_path: Path) -> None:
+    for i, (model, lr) in enumerate([("convnet", 0.1), ("tiny", 0.1), ("tiny", 0.2)]):
+        write_run_directory(tmp_path / f"{i}", f"model={model}", f"optimizer.lr={lr}", **evaluation_entries(1, 1))
+    comparison = Comparison([tmp_path])
+    assert sorted(comparison.keys) == ["model", "optimizer.lr"]
+    assert comparison.rows[0].values == {"model": "convnet", "optimizer.lr": 0.1}
+    labels = labels_of(compose_config("optimizer=adamw", "optimizer.lr=0.5", "model=tiny", "model.hidden=7"))
+    assert (labels["optimizer"], labels["optimizer.lr"], labels["model"]) == ("adamw", 0.5, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "text"),
+    [
+        (5.3171, 0.0523, "5.317 ± 0.052"),
+        (5.3171, 5.23, "5.3 ± 5.2"),
+        (123.4, 52.3, "123 ± 52"),
+        (0.001234, 0.0000523, "0.001234 ± 0.000052"),
+        (5.0, 0.0, "5.0000 ± 0.0000"),
+        (0.0, 0.0, "0.0 ± 0.0"),
+        (5.31789, math.nan, "5.318"),
+    ],
+)
+def test_mean_and_spread_are_rounded_to_two_digits_of_the_spread(mean: float, deviation: float, text: str) -> None:
+    assert str(Spread(mean, deviation)) == text
+    assert Spread.of([2.0, 3.0]) == (2.5, pytest.approx(math.sqrt(0.5)))

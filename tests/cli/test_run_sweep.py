@@ -11,9 +11,9 @@ from helpers.command import Command, glob, names_left_in, run_command, wait_unti
 from helpers.compose import TINY_CPU
 
 from runner.commands import sweep as sweep_tool
+from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import read_result
 from runner.sweep.console import is_running
-from runner.sweep.ledger_reader import read_ledger
 
 pytest.importorskip("optuna")
 
@@ -55,7 +55,7 @@ def test_a_search_prints_a_command_that_reproduces_the_best_trial(tmp_path: Path
     entries = read_ledger(path)["jobs"].values()
     values = {entry["directory"]: read_result(path / entry["directory"])["best"]["value"] for entry in entries}
     assert len(values) == 3
-    assert f"best eval/accuracy {max(values.values()):.4f}: " in output
+    assert f"best eval/accuracy {max(values.values()):.4g}: " in output
     [line] = [line for line in output.splitlines() if line.startswith("run: python -m runner ")]
     code, again = run_command(*line.removeprefix("run: python -m runner ").split(), cwd=tmp_path)
     assert code == 0, again

@@ -14,9 +14,9 @@ from helpers.command import names_left_in, run_command, run_in_new_interpreter, 
 from helpers.compose import TINY_CPU
 from helpers.permissions import enforced_permissions
 
-from runner.analysis.run_states import is_locked
+from runner.analysis.saved_runs import is_locked
 from runner.commands.sweep import lines, main
-from runner.sweep.ledger_reader import read_ledger
+from runner.storage.ledger_file import read_ledger
 from runner.sweep.unfinished_commands import remember_command
 
 

@@ -47,7 +47,7 @@ def test_pip_installs_packages_that_are_extras_of_this_one():
         for word in re.split(r", or |; | to | installs", hint)[0].split()
     }
     assert named - known == {"gymnasium[{extra}]", "{self.package}"}  # the packages of environments and of trackers
-    assert {"optuna", "submitit", "ray", "timm", "matplotlib"} <= named
+    assert {"optuna", "submitit", "ray", "timm", "seaborn"} <= named
 
 
 def test_messages_name_keys_and_options_that_exist():

@@ -23,13 +23,13 @@ from helpers.events import scalar_curves
 from helpers.faults import FaultCounter
 from helpers.runs import assert_bitwise_equal, run_outcome
 
-from runner.analysis.saved_runs import find_runs
+from runner.analysis.comparison import Comparison
 from runner.api.run_job import run_one
 from runner.config.errors import ConfigError
 from runner.run import build_run
 from runner.storage.checkpoint import Checkpoint, load
+from runner.storage.ledger_file import read_ledger
 from runner.storage.saved_run import saved_config
-from runner.sweep.ledger_reader import read_ledger
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
 OPTIONS = (*TINY_CPU, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=4")
@@ -139,7 +139,7 @@ def test_damage_to_one_file_changes_no_value(
             damaged = file_of(path, file)
             data = damaged.read_bytes() or b"1\n"  # .lock is empty
             damaged.write_bytes(DAMAGE[kind](data, random.Random(number)))
-            list(find_runs([cwd]))  # the tools must be able to read damaged runs
+            assert len(Comparison([cwd]).runs) == 1, "runner compare reads damaged runs"
             ended = assert_resumed_or_refused(path, cwd, wanted, auto=number % 2 == 0)
             if "step_00000004" in file:
                 assert ended == "from step 2", (kind, ended)

@@ -25,9 +25,8 @@ from helpers.faults import FaultCounter
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome, write_images
 
 import runner.training
-from runner.analysis.plot_runs import Study
-from runner.analysis.plot_tables import render, write_points, write_runs
-from runner.analysis.saved_runs import find_runs
+from runner.analysis.comparison import Comparison
+from runner.analysis.tables import as_csv, terminal
 from runner.commands import plot
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
@@ -128,11 +127,10 @@ def assert_plots(path: Path) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             assert plot.main([str(path.absolute())]) == 0
         return
-    study = Study(list(find_runs([path])))
-    assert len(study.points) == 1
-    assert render(study)
-    write_runs(study, path / "runs.csv")
-    write_points(study, path / "points.csv")
+    compared = Comparison([path])
+    assert len(compared.rows) == 1
+    assert terminal(compared, 160)
+    assert as_csv(compared).encode()
 
 
 def assert_refused(code: int, console: str, key: str, then: str = ": got ") -> None:

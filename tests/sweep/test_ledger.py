@@ -19,10 +19,10 @@ from helpers.permissions import enforced_permissions
 
 from runner.cli.sweep_jobs import MOST_JOBS
 from runner.config.errors import ConfigError
+from runner.storage import ledger_file
+from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import StorageError
-from runner.sweep import ledger_reader
 from runner.sweep.ledger import Ledger
-from runner.sweep.ledger_reader import read_ledger
 
 OpenLedger = Callable[..., Ledger]
 
@@ -382,7 +382,7 @@ def test_the_ledger_of_the_largest_sweep_takes_at_most_a_quarter_of_the_limit(op
     times = {"started": 1.7e9 + 1 / 3, "seconds": 100 / 3, "tries": 1, "pid": 10**6, "slot": "cuda:0"}
     ledger.update(1000, state="done", code=0, error="", **known, **times)
     entry_bytes = (ledger.path / "sweep.json").stat().st_size - head_bytes
-    assert MOST_JOBS * entry_bytes <= ledger_reader._LIMIT_BYTES / 4 < 2 * MOST_JOBS * entry_bytes
+    assert MOST_JOBS * entry_bytes <= ledger_file._LIMIT_BYTES / 4 < 2 * MOST_JOBS * entry_bytes
 
 
 def test_a_valid_ledger_is_read_and_a_missing_ledger_is_an_empty_dict(

@@ -57,4 +57,5 @@ def test_event_files_that_cannot_be_read_are_ignored(kind: str, tmp_path: Path) 
             EventRecords(file).write(b"\xff\xff\xff")
     curve = Curve(tmp_path, TAG)
     assert curve.read() == [0.5, 0.25]
-    assert curve.read() == [0.5, 0.25]
+    write_curve(tmp_path, {3: 0.125})
+    assert curve.read() == [0.125], "a session from step 1 replaces the values of the earlier one"

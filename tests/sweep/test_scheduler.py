@@ -16,12 +16,12 @@ from helpers.fake_pool import FakePool
 
 from runner.config.errors import check
 from runner.result import EXIT_CODES
+from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import StorageError
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Ended, Engine, Job, Started
 from runner.sweep.engines.local import Local
 from runner.sweep.ledger import Ledger
-from runner.sweep.ledger_reader import read_ledger
 from runner.sweep.scheduler import (
     STATES,
     JobSource,

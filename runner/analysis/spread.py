@@ -20,7 +20,14 @@ class Spread(NamedTuple):
         values = list(values)
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
 
-    @property
-    def bar(self) -> float:
-        """Half the length of an error bar, that is, the standard deviation; 0 for a single value."""
-        return 0.0 if math.isnan(self.deviation) else self.deviation
+    def __str__(self) -> str:
+        """Return `mean ± deviation`, both with the same number of decimals.
+
+        The number of decimals is the largest for which the deviation has at most two significant digits, and the mean
+        at most five. A single value has at most four significant digits.
+        """
+        if math.isnan(self.deviation):
+            return f"{self.mean:.4g}"
+        largest = max(self.deviation, abs(self.mean) / 1000)
+        digits = max(0, 1 - math.floor(math.log10(largest))) if largest else 1
+        return f"{self.mean:.{digits}f} ± {self.deviation:.{digits}f}"

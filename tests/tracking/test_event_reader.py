@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -11,9 +12,9 @@ import pytest
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from runner.tracking import scalar_reader
+from runner.tracking import event_reader
 from runner.tracking.event_file import points
-from runner.tracking.scalar_reader import scalars
+from runner.tracking.event_reader import EventReader, scalars
 
 NAME = "events.out.tfevents.0000000001"
 
@@ -50,69 +51,47 @@ def test_many_sessions_take_linear_time(tmp_path: Path) -> None:
 
 
 def test_long_events_are_skipped(tmp_path: Path) -> None:
-    write(tmp_path, [scalar(1), scalar(2, count=10_000), scalar(3)])
+    write(tmp_path, [scalar(1), scalar(2, count=100_000), scalar(3)])
     assert scalars(tmp_path, ["a"]) == {"a": {1: 1.0, 3: 3.0}}
+
+
+def test_what_is_written_later_is_read_later(tmp_path: Path) -> None:
+    """A reader sees a part of an event if the run is just writing it."""
+    whole = write(tmp_path, [start(1), *map(scalar, (1, 2, 3))]).read_bytes()
+    reader = EventReader(tmp_path, ["a"])
+    for length, wanted in ((0, 0), (len(whole) - 30, 2), (len(whole) - 3, 2), (len(whole), 3)):
+        (tmp_path / NAME).write_bytes(whole[:length])
+        assert list(reader.read().get("a", {})) == [1, 2, 3][:wanted]
 
 
 def many(steps: range, *tags: str) -> list[bytes]:
     return [Event(step=step, summary=points(dict.fromkeys(tags, float(step)))).SerializeToString() for step in steps]
 
 
-def test_the_longest_curves_are_thinned_out_if_there_are_too_many_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    events = [*many(range(1000), "a", "b"), *many(range(0, 1000, 100), "eval/a")]
-    write(tmp_path, events)
-    whole = scalars(tmp_path)
-    assert {tag: len(values) for tag, values in whole.items()} == {"a": 1000, "b": 1000, "eval/a": 10}
-    assert caplog.messages == []
-    monkeypatch.setattr(scalar_reader, "_MOST_POINTS", 600)
-    thinned = scalars(tmp_path)
-    for tag in ("a", "b"):
-        assert thinned[tag] == {step: whole[tag][step] for step in range(0, 1000, 4)}, "evenly"
-    assert thinned["eval/a"] == whole["eval/a"]
-    assert caplog.messages == [f"{tmp_path}: it has more than 600 points; some of the longest curves are left out"]
-    assert scalars(tmp_path, ["eval/a"]) == {"eval/a": whole["eval/a"]}
-    assert len(caplog.messages) == 1, "tags that are not wanted take no space"
+def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    events = [Event(step=i, summary=points({"a": value})) for i, value in enumerate((1.0, math.nan, math.inf, 2.0))]
+    write(tmp_path, [event.SerializeToString() for event in events])
+    assert scalars(tmp_path) == {"a": {0: 1.0, 3: 2.0}}
 
 
-def test_curves_that_are_replaced_are_not_counted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scalar_reader, "_MOST_POINTS", 600)
-    write(tmp_path, [*many(range(500), "a"), start(0), *many(range(500), "a"), *many(range(500), "a")])
-    assert scalars(tmp_path) == {"a": {step: float(step) for step in range(500)}}
-
-
-def test_curves_and_events_beyond_the_limits_are_reported(
+def test_curves_beyond_the_limit_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, [*many(range(100), "a", "b"), *many(range(100, 110), "c", "d")])
-    monkeypatch.setattr(scalar_reader, "_MOST_TAGS", 3)
-    assert {tag: len(values) for tag, values in scalars(tmp_path).items()} == {"a": 100, "b": 100, "c": 10}
-    assert caplog.messages.pop() == f"{tmp_path}: it has more than 3 curves; the others are left out"
-    event_bytes = len(many(range(10, 11), "a", "b")[0])
-    for name, limit in (("_MOST_EVENTS", 50), ("_LIMIT_BYTES", 50 * event_bytes)):
-        with monkeypatch.context() as patch:
-            patch.setattr(scalar_reader, name, limit)
-            assert set(map(len, scalars(tmp_path).values())) <= {50, 51}  # the event of step 0 is shorter
-        assert "it has more events than are read: its curves end at step " in caplog.messages.pop()
+    assert {tag: len(values) for tag, values in scalars(tmp_path).items()} == {"a": 100, "b": 100, "c": 10, "d": 10}
+    assert caplog.messages == []
+    monkeypatch.setattr(event_reader, "MAX_POINTS", 3 * 50)
+    assert {tag: len(values) for tag, values in scalars(tmp_path).items()} == {"a": 51, "b": 51}
+    assert caplog.messages == [f"{tmp_path} has more events than are read: its curves end at step 50"]
 
 
-def test_the_start_of_a_session_counts_as_one_event_per_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_of_a_session_counts_as_one_point_per_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader examines every curve at the start of a session, so the time is bounded only if each curve counts."""
-    monkeypatch.setattr(scalar_reader, "_MOST_EVENTS", 500)
-    write(
-        tmp_path,
-        [
-            *many(range(1), *map(str, range(100))),
-            *[start(9)] * 3,
-            *many(range(1, 3), "0"),
-            start(9),
-            *many(range(3, 5), "0"),
-        ],
-    )
-    assert list(scalars(tmp_path)["0"]) == [0, 1, 2, 3, 4]
-    write(tmp_path, [*many(range(1), *map(str, range(100))), *[start(9)] * 5, *many(range(1, 3), "0")])
-    assert list(scalars(tmp_path)["0"]) == [0]
+    monkeypatch.setattr(event_reader, "MAX_POINTS", 500)
+    tags = list(map(str, range(100)))
+    for starts, steps in ((3, [0, 1]), (5, [0])):
+        write(tmp_path, [*many(range(1), *tags), *[start(9)] * starts, *many(range(1, 2), "0")])
+        assert list(scalars(tmp_path)["0"]) == steps
 
 
 def test_large_images_are_skipped_without_being_read(tmp_path: Path) -> None:

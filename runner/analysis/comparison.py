@@ -1,0 +1,242 @@
+"""A comparison of saved runs: a row for each combination of options, and a failure for each run that is not done."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runner.analysis.metric_direction import direction
+from runner.analysis.output import one_line
+from runner.analysis.saved_runs import MeasuredRun, find_runs, find_sweeps, is_locked, is_number
+from runner.analysis.spread import Spread
+from runner.analysis.swept_keys import REPEATS, swept_keys
+from runner.config.errors import ConfigError, did_you_mean
+from runner.config.overrides import override_key
+from runner.storage.ledger_file import read_ledger
+from runner.system.secrets import redacted
+from runner.system.utf8 import printable
+
+BEST, LAST, STEPS, SECONDS, STEP_SECONDS, RATE = MEASURES = (
+    *("best", "last"),  # the best and the last value of the metric
+    *("steps", "seconds", "step_seconds", "samples_per_second"),
+)
+
+_REASONS = {"killed": "it was killed: it has no result", "damaged": "its result.json is damaged"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs that are done and differ only in their seed.
+
+    Args:
+        values: the values of the config keys in which the compared runs differ (see `Comparison`), by dotted key. Keys
+            that the runs of this row lack are left out.
+        runs: the runs of this row.
+        measures: the spread over the runs of each measure that any of them has, by the names in `MEASURES`.
+    """
+
+    values: dict[str, Any]
+    runs: list[MeasuredRun]
+    measures: dict[str, Spread]
+
+    @property
+    def seeds(self) -> int:
+        """The number of different seeds; smaller than the number of runs if some of the runs have the same seed."""
+        return len({tuple(repr(run.labels.get(key)) for key in REPEATS) for run in self.runs})
+
+    @property
+    def other_values(self) -> str:
+        """The values of the keys that have nothing to do with the parallel mode, as text."""
+        return repr({key: value for key, value in self.values.items() if key.partition(".")[0] != "parallel"})
+
+
+class Failure(NamedTuple):
+    """A run that is not done, or a job that is not done and has no run directory.
+
+    Args:
+        values: the values of the config keys in which the runs differ, by key; keys that this run lacks are left out.
+        run: the path of the run directory, relative to the directory that contains all runs; for a job without a run
+            directory, the path that the directory would have had.
+        state: a state of a run that is not `done`; a job may also be `refused`, `queued` or `pruned`.
+        step: the number of completed steps; None if it is not known.
+        reason: why the run or the job is not done; empty if the reason is not known, or follows from the state.
+    """
+
+    values: dict[str, Any]
+    run: str
+    state: str
+    step: int | None
+    reason: str
+
+
+class Comparison:
+    """The rows of a table that compares all runs below `paths`.
+
+    Args:
+        paths: run directories, directories of sweeps, or directories that contain such directories at any depth.
+        metric: the TensorBoard tag of the metric to compare, with or without `eval/`; None for the metric by which most
+            runs choose the best checkpoint, or else any.
+        sort: the column to sort by: `best`, `last`, `steps`, `seconds`, `samples/s`, `runs` or a config key; None for
+            `best` or, if no run has a best value of the metric, `last`.
+
+    Attributes:
+        runs: all runs, whether they are done or not.
+        keys: the config keys in which any of the runs differ (see `swept_keys`), in the order of their columns.
+        metric: the tag of the metric; empty if no run that is done has any metric.
+        direction: `max` if larger values of the metric are better, otherwise `min`.
+        measures: the measures that at least one row has, in the order of their columns.
+        rows: the rows of the runs that are done, sorted.
+        failures: a `Failure` for each run that is not done, and for each job that is not done and has no run directory,
+            sorted by name.
+        ledgers: the ledgers of the sweeps, by directory.
+
+    Raises:
+        ConfigError: if there are no runs, no run that is done has `metric`, or there is no column `sort`.
+    """
+
+    def __init__(self, paths: list[Path], metric: str | None = None, sort: str | None = None):
+        self.runs = runs = list(find_runs(paths))
+        self.ledgers = {path: ledger for path in find_sweeps(paths) if (ledger := read_ledger(path))}
+        parents = {*(run.directory.absolute().parent for run in runs), *(path.absolute() for path in self.ledgers)}
+        self._base = Path(os.path.commonpath(parents or {Path.cwd()}))
+        self.keys = _swept_first(swept_keys([run.labels for run in runs]), self.ledgers.values())
+        done = [run for run in runs if run.state == "done" and run.labels]
+        failed = [self._failure(run) for run in runs if run.state != "done" or not run.labels]
+        failed += [job for path, ledger in self.ledgers.items() for job in self._jobs_without_run(path, ledger)]
+        if not runs and not failed:
+            remedy = "name a run directory, a sweep, or a directory with some below it"
+            raise ConfigError("PATH", " ".join(map(str, paths)), "it contains no run", remedy)
+        self.failures = sorted(failed, key=lambda failure: failure.run)
+        self.metric = _chosen_metric(done, metric)
+        self.direction = direction(self.metric, done)
+        groups: dict[str, list[MeasuredRun]] = {}
+        for run in done:
+            groups.setdefault(repr([run.labels.get(key) for key in self.keys]), []).append(run)
+        rows = [self._row(group) for group in groups.values()]
+        self.measures = [name for name in MEASURES if any(name in row.measures for row in rows)]
+        self.rows = self._sorted(rows, sort)
+        self._single: dict[str, list[Row]] = {}
+        for row in rows:
+            if row.runs[0].mode == "single":
+                self._single.setdefault(row.other_values, []).append(row)
+
+    @property
+    def quality(self) -> str:
+        """The measure by which settings are ranked: `best` or, if no run has it, `last` or `step_seconds`."""
+        return next((name for name in (BEST, LAST) if name in self.measures), STEP_SECONDS)
+
+    def measured(self, run: MeasuredRun) -> dict[str, float]:
+        """Return the measures of a run by name, as far as they are known."""
+        best = run.best
+        numbers = {BEST: best[1]} if best and best[0] == self.metric else {}
+        if self.metric in run.result["metrics"]:
+            numbers[LAST] = float(run.result["metrics"][self.metric])
+        return numbers | run.measures
+
+    def title(self, measure: str) -> str:
+        """Return the title of the column of a measure."""
+        metric = {BEST: f"best {self.metric}", LAST: f"last {self.metric}"}
+        return one_line((metric | {RATE: "samples/s", STEP_SECONDS: "seconds per step"}).get(measure, measure))
+
+    def speed_up(self, row: Row) -> float | None:
+        """Return how many times as fast the steps of `row` are as those of the same runs with `parallel=single`.
+
+        The options of the parallel mode are not compared. The result is None unless there is exactly one such row.
+        """
+        single = self._single.get(row.other_values, [])
+        if len(single) != 1 or not all(STEP_SECONDS in each.measures for each in (*single, row)):
+            return None
+        return single[0].measures[STEP_SECONDS].mean / row.measures[STEP_SECONDS].mean
+
+    def _row(self, runs: list[MeasuredRun]) -> Row:
+        measured = [self.measured(run) for run in runs]
+        names = [name for name in MEASURES if any(name in each for each in measured)]
+        spreads = {name: Spread.of(each[name] for each in measured if name in each) for name in names}
+        return Row(self._values(runs[0].labels), runs, spreads)
+
+    def _values(self, labels: dict[str, Any]) -> dict[str, Any]:
+        return {key: labels[key] for key in self.keys if key in labels}
+
+    def _sorted(self, rows: list[Row], sort: str | None) -> list[Row]:
+        """Return the rows sorted by a column: the best and the fastest first, all other columns ascending.
+
+        Rows that have no value in the column come last.
+        """
+        titles = {name: "samples/s" if name == RATE else name for name in self.measures if name != STEP_SECONDS}
+        known = [*titles.values(), "runs", *self.keys]
+        if sort is not None and sort not in known:
+            raise ConfigError("--sort", sort, "there is no such column", did_you_mean(sort, known))
+        if sort in self.keys:
+            return sorted(rows, key=lambda row: _ordered(row.values.get(sort)))
+        by = self.quality if sort is None else RATE if sort == "samples/s" else sort
+        sign = -1 if by in (RATE, "runs") or (by in (BEST, LAST) and self.direction == "max") else 1
+
+        def place(row: Row) -> tuple[bool, float]:
+            number = len(row.runs) if by == "runs" else row.measures[by].mean if by in row.measures else None
+            return number is None, sign * (number or 0.0)
+
+        return sorted(rows, key=place)
+
+    def _failure(self, run: MeasuredRun) -> Failure:
+        reason: str = _REASONS.get(run.state) or run.result.get("error", "")
+        if not run.labels:
+            reason = "its config.yaml cannot be read"
+        state = "damaged" if run.state == "done" else run.state
+        return Failure(self._values(run.labels), self._name(run.directory), state, run.steps, _shown(reason))
+
+    def _jobs_without_run(self, sweep: Path, ledger: dict[str, Any]) -> Iterator[Failure]:
+        """Yield a failure for each job that is not done and has no run directory, such as a refused job."""
+        runs = {entry.name for entry in os.scandir(sweep) if entry.is_dir(follow_symlinks=False)}
+        for entry in ledger["jobs"].values():
+            name, state = entry.get("directory", ""), one_line(entry.get("state", "killed"))
+            if name in runs or state == "done":  # the user has removed the directory of a job that is done
+                continue
+            if state in ("running", "queued") and not is_locked(sweep):
+                state = "killed"
+            values = self._values(_typed(entry))
+            yield Failure(values, self._name(sweep / name), state, None, _shown(entry.get("error", "")))
+
+    def _name(self, path: Path) -> str:
+        return one_line(redacted(os.path.relpath(path.absolute(), self._base)))
+
+
+def _chosen_metric(runs: list[MeasuredRun], name: str | None) -> str:
+    """Return the tag of the metric `name`, which may be without `eval/`; see `Comparison` for None."""
+    best = Counter(run.best[0] for run in runs if run.best)
+    tags = sorted({*best, *(tag for run in runs for tag in run.result["metrics"])})
+    if name is None:
+        tags.sort(key=lambda tag: (-best[tag], tag[:5] != "eval/"))
+        return next(iter(tags), "")
+    if found := [tag for tag in (name, f"eval/{name}") if tag in tags]:
+        return found[0]
+    raise ConfigError("--metric", name, "no run that is done has this metric;", did_you_mean(name, tags))
+
+
+def _swept_first(keys: list[str], ledgers: Iterable[dict[str, Any]]) -> list[str]:
+    """Return `keys` reordered: first the keys that a sweep varies, in the order of its overrides, then all others."""
+    swept: dict[str, set[str]] = {}
+    for ledger in ledgers:
+        for entry in ledger["jobs"].values():
+            for key, value in _typed(entry).items():
+                swept.setdefault(key, set()).add(value)
+    order = [key for key, values in swept.items() if len(values) > 1]
+    return sorted(keys, key=lambda key: order.index(key) if key in order else len(order))
+
+
+def _typed(entry: dict[str, Any]) -> dict[str, str]:
+    texts = [text for text in entry.get("overrides", []) if isinstance(text, str)]
+    return {override_key(text): text.partition("=")[2].strip("'\"") for text in texts}
+
+
+def _ordered(value: Any) -> tuple[bool, bool, float, str]:
+    """Return a sort key that puts numbers first, in ascending order, then text, and None last."""
+    number = is_number(value)
+    return value is None, not number, float(value) if number else 0.0, "" if number else str(value)
+
+
+def _shown(reason: str) -> str:
+    return one_line(redacted(printable(reason)))

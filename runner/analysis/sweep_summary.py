@@ -1,0 +1,115 @@
+"""The summary of a sweep: its best combination; and, for TensorBoard, the columns of the HPARAMS tab and tables."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections import Counter
+from pathlib import Path
+
+from runner.analysis.comparison import Comparison
+from runner.analysis.saved_runs import MeasuredRun
+from runner.analysis.spread import Spread
+from runner.analysis.tables import COMPARED, TextTable, format_value, text_tables
+from runner.config.errors import ConfigError
+from runner.system.utf8 import printable
+
+log = logging.getLogger(__name__)
+
+_MAX_KEYS, _MAX_ROWS = 9, 50
+
+
+def find_best(path: Path) -> str | None:
+    """Return a line with the best combination of the sweep at `path`; None if no finished job has been evaluated.
+
+    Jobs that differ only in their seed are one combination, which is ranked by their mean. A combination with fewer
+    finished seeds than another one does not count.
+    """
+    compared = _compared(path)
+    rows = [row for row in compared.rows if compared.quality in row.measures] if compared and compared.metric else []
+    if not compared or not rows:
+        return None
+    most = max(len(row.runs) for row in rows)
+    best = next(row for row in rows if len(row.runs) == most)
+    line = f"{compared.metric} {best.measures[compared.quality]}" + (f", the mean of {most} seeds" if most > 1 else "")
+    words = shlex.join(f"{key}={format_value(value)}" for key, value in best.values.items())
+    name = words if most > 1 else best.runs[0].directory.name
+    return printable(f"best {line}: {name}" if name else line)
+
+
+def write_summary(path: Path) -> None:
+    """Write the summary of a sweep as a TensorBoard event file in the sweep's directory, replacing any older summary.
+
+    The summary consists of the columns of the HPARAMS tab, and of tables as text. If no key has several values or no
+    job is done, nothing is written. If writing fails, a warning is logged.
+    """
+    try:
+        _write(path)
+    except Exception as error:  # the jobs are done, and their results are saved: nothing here may fail the sweep
+        log.warning("the summary of the sweep cannot be written: %s", printable(f"{type(error).__name__}: {error}"))
+
+
+def _write(path: Path) -> None:
+    compared = _compared(path)
+    if compared is None or not compared.rows:
+        return
+    from torch.utils.tensorboard.summary import text  # imported here, because a sweep without jobs needs none of it
+
+    from runner.tracking.event_file import EventFile
+    from runner.tracking.hparams import columns
+    from runner.tracking.recorder import shown_values, typed_values
+
+    typed = [typed_values(run.overrides, run.config) for run in compared.runs]
+    known = dict.fromkeys(key for values in typed for key in values)
+    found = {key: {repr(values[key]): {key: values[key]} for values in typed if key in values} for key in known}
+    swept = {key: list(values.values()) for key, values in found.items() if len(values) > 1}
+    if not swept:
+        return
+    shown = {key: [value for each in values for value in shown_values(each).values()] for key, values in swept.items()}
+    for old in path.glob(f"events.out.tfevents.{10 * '[0-9]'}"):  # TensorBoard would keep the columns of the first file
+        old.unlink()
+    file = EventFile(path, first_step=0)
+    try:
+        metrics = [*filter(None, [compared.metric]), *_metrics(compared.runs), "time/samples_per_second"]
+        file.add(columns({printable(key): each for key, each in shown.items() if each}, dict.fromkeys(metrics)))
+        file.add(text("sweep/summary", _tables(compared, path)))
+    finally:
+        file.close()
+
+
+def _compared(path: Path) -> Comparison | None:
+    try:
+        return Comparison([path])
+    except ConfigError:  # it contains no run
+        return None
+
+
+def _metrics(runs: list[MeasuredRun]) -> list[str]:
+    """Return the tags of all metrics that a finished job has: those of evaluations first."""
+    tags = dict.fromkeys(printable(tag) for run in runs if run.state == "done" for tag in run.result["metrics"])
+    return [tag for start in ("eval/", "train/") for tag in tags if tag.startswith(start)]
+
+
+def _by_value(compared: Comparison, key: str) -> dict[str, list[float]]:
+    """Return the measured qualities of all runs that have `key`, by its value as text."""
+    groups: dict[str, list[float]] = {}
+    for run in sorted((run for row in compared.rows for run in row.runs), key=lambda run: run.directory):
+        if key in run.labels and (quality := compared.measured(run).get(compared.quality)) is not None:
+            groups.setdefault(format_value(run.labels[key]), []).append(quality)
+    return groups
+
+
+def _tables(compared: Comparison, path: Path) -> str:
+    """Return Markdown: the number of jobs in each state, the table of `compare`, and a table for each swept key.
+
+    The table of a key has the mean of the metric over all jobs with the same value of this key.
+    """
+    jobs = compared.ledgers[path]["jobs"].values() if path in compared.ledgers else []
+    states = Counter(str(entry.get("state", "unknown")) for entry in jobs)
+    tables = text_tables(compared, COMPARED)
+    for key in compared.keys[:_MAX_KEYS]:
+        rows = [[value, str(len(each)), str(Spread.of(each))] for value, each in _by_value(compared, key).items()]
+        tables.append(TextTable([key, "jobs", compared.title(compared.quality)], rows))
+    counts = f"{len(jobs)} jobs: {', '.join(f'{count} {state}' for state, count in states.most_common())}"
+    shown = [table._replace(rows=table.rows[:_MAX_ROWS]).markdown() for table in tables if table.rows]
+    return printable("\n\n".join([counts, *shown]))

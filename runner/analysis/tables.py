@@ -1,0 +1,186 @@
+"""A comparison of runs as tables for a terminal, as Markdown, as CSV and as JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from runner.analysis.comparison import BEST, LAST, RATE, SECONDS, STEP_SECONDS, STEPS, Comparison, Failure, Row
+from runner.analysis.output import csv_row
+from runner.config.errors import escaped
+from runner.config.overrides import as_typed
+from runner.system.utf8 import printable
+
+COMPARED = (BEST, LAST, STEPS, SECONDS, RATE)
+"""The measures that `runner compare` shows."""
+
+PLOTTED = (BEST, LAST, STEP_SECONDS, RATE)
+"""The measures that `runner plot` shows. If the parallel mode differs, it also shows the speed-up over one device."""
+
+
+class TextTable(NamedTuple):
+    """A table of texts."""
+
+    titles: list[str]
+    rows: list[list[str]]
+    caption: str = ""
+
+    def rich(self) -> Table:
+        """Return the table for a terminal."""
+        table = Table(box=SIMPLE_HEAD, title=self.caption, title_justify="left", title_style="bold red")
+        for title in self.titles:
+            table.add_column(Text(title), overflow="fold")  # Text, so that brackets are not markup
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
+
+    def markdown(self) -> str:
+        """Return the table as Markdown."""
+        lines = [self.titles, ["---"] * len(self.titles), *self.rows]
+        escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+        return "\n".join(([f"{self.caption}:", ""] if self.caption else []) + [f"| {' | '.join(c)} |" for c in escaped])
+
+    def readable_width(self) -> int:
+        """Return the smallest width, in characters, at which no word of up to 40 characters is broken."""
+        columns = zip(self.titles, *self.rows, strict=True)
+        words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+        return sum(min(word, 40) + 3 for word in words)  # 3: the space between two columns
+
+
+def terminal(comparison: Comparison, width: int, measures: Sequence[str] = COMPARED) -> Group:
+    """Return, for a terminal, a table of the runs that are done and a table of the runs that are not done.
+
+    A table without rows is left out. If the terminal is too narrow for a column per config key, a single column
+    `options` lists the keys and values of a row below one another.
+
+    Args:
+        comparison: the comparison.
+        width: the number of characters that a line of the terminal has.
+        measures: the measures to show, as far as any run has them.
+    """
+    tables, count = text_tables(comparison, measures), len(comparison.keys)
+    if comparison.rows and count and tables[0].readable_width() > width:
+        titles, rows, caption = tables[0]
+        pairs = [zip(titles[:count], row, strict=False) for row in rows]
+        options = ["\n".join(f"{key}={value}" for key, value in each if value) for each in pairs]
+        shorter = [[listed, *row[count:]] for listed, row in zip(options, rows, strict=True)]
+        tables[0] = TextTable(["options", *titles[count:]], shorter, caption)
+    return Group(*(table.rich() for table in tables))
+
+
+def markdown(comparison: Comparison) -> str:
+    """Return the tables of `terminal` as Markdown, always with one column per config key."""
+    return "\n\n".join(table.markdown() for table in text_tables(comparison, COMPARED)) + "\n"
+
+
+def text_tables(comparison: Comparison, measures: Sequence[str]) -> list[TextTable]:
+    """Return a table of the rows and a table of the failures, each only if it is not empty."""
+    measures = [name for name in measures if name in comparison.measures]
+    speeds = STEP_SECONDS in measures and "parallel" in comparison.keys
+    titles = [*map(format_value, comparison.keys), "runs", *map(comparison.title, measures), *["× single"] * speeds]
+    rows = []
+    for row in comparison.rows:
+        speed = comparison.speed_up(row) if speeds else None
+        cells = [_cell(row, name) for name in measures] + [f"{speed:.2f}" if speed else ""] * speeds
+        rows.append([*_values(comparison, row), _count(row), *cells])
+    failed = [[f.run, f.state, "" if f.step is None else str(f.step), f.reason] for f in comparison.failures]
+    caption = f"{len(failed)} {'run is' if len(failed) == 1 else 'runs are'} not done"
+    tables = TextTable(titles, rows), TextTable(["run", "state", "step", "reason"], failed, caption)
+    return [table for table in tables if table.rows]
+
+
+def format_value(value: object) -> str:
+    """Return a config value as the user types it."""
+    return escaped(printable(as_typed(value)))
+
+
+def _values(comparison: Comparison, row: Row | Failure) -> list[str]:
+    return [format_value(row.values[key]) if key in row.values else "" for key in comparison.keys]
+
+
+def _count(row: Row) -> str:
+    """Return the number of runs and, if some of them have the same seed, the number of seeds, such as `3 (2 seeds)`."""
+    runs, seeds = len(row.runs), row.seeds
+    return str(runs) if seeds == runs else f"{runs} ({seeds} {'seed' if seeds == 1 else 'seeds'})"
+
+
+def _cell(row: Row, measure: str) -> str:
+    spread = row.measures.get(measure)
+    if spread is None:
+        return ""
+    return f"{spread.mean:.0f}" if measure == STEPS and not spread.deviation > 0 else str(spread)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For programs
+
+
+def as_csv(comparison: Comparison, measures: Sequence[str] = COMPARED) -> str:
+    """Return one CSV table, which has a line for each row of the comparison and a line for each failure.
+
+    The standard deviation of each measure has its own column, with the suffix `_std`.
+    """
+    measures = [name for name in measures if name in comparison.measures]
+    titles = [comparison.title(name) if name in (BEST, LAST) else name for name in measures]
+    pairs = [title + end for title in titles for end in ("", "_std")]
+    lines: list[list[Any]] = [[*map(format_value, comparison.keys), "runs", *pairs, "run", "state", "step", "reason"]]
+    for row in comparison.rows:
+        spreads = [row.measures.get(name, (math.nan, math.nan)) for name in measures]
+        numbers = ["" if math.isnan(number) else number for spread in spreads for number in spread]
+        lines.append([*_values(comparison, row), len(row.runs), *numbers, "", "done", "", ""])
+    for f in comparison.failures:
+        step = "" if f.step is None else f.step
+        lines.append([*_values(comparison, f), "", *[""] * len(pairs), f.run, f.state, step, f.reason])
+    return csv_text(lines)
+
+
+def csv_text(lines: list[list[Any]]) -> str:
+    """Return a CSV table with these lines."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(map(csv_row, lines))
+    return printable(file.getvalue())
+
+
+def as_json(comparison: Comparison) -> str:
+    """Return the comparison as JSON text, with all numbers unrounded.
+
+    Returns:
+        The text of a JSON object, in which numbers that are not finite are null. It has these keys:
+
+        - `keys`, `metric` and `direction`: the attributes of `Comparison` with these names.
+        - `rows`: a list with an object for each row. Its keys are `values`, `runs` (the number of runs), `seeds` (the
+          number of different seeds), `directories` (the run directories), and the name of each measure. The value of a
+          measure is an object with the keys `mean` and `std`, or null if the row does not have this measure.
+        - `failures`: a list with an object for each failure, whose keys are the fields of `Failure`.
+    """
+    measures = [name for name in COMPARED if name in comparison.measures]
+    rows = []
+    for row in comparison.rows:
+        spreads = {name: row.measures.get(name) for name in measures}
+        numbers = {name: spread and {"mean": spread.mean, "std": spread.deviation} for name, spread in spreads.items()}
+        directories = {"directories": [str(run.directory) for run in row.runs]}
+        rows.append({"values": row.values, "runs": len(row.runs), "seeds": row.seeds, **numbers, **directories})
+    head = {"keys": comparison.keys, "metric": comparison.metric, "direction": comparison.direction}
+    content = head | {"rows": rows, "failures": [failure._asdict() for failure in comparison.failures]}
+    return json.dumps(_plain(content), indent=2) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` in types that JSON supports: numbers that are not finite become None, and dates become text."""
+    if isinstance(value, dict):
+        return {printable(str(key)): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, int) else printable(str(value))

@@ -1,0 +1,413 @@
+"""Tests of `runner plot` and its figures, on runs whose results are written by the tests."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from helpers.command import child_environment
+from helpers.events import load_events
+from helpers.handmade_runs import evaluation_entries, write_run_directory
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from PIL import Image
+
+from runner.analysis.comparison import STEP_SECONDS, Comparison
+from runner.analysis.figures import distinct, is_geometric, pictures
+from runner.analysis.split_curves import fastest_pipelines, split_curves
+from runner.commands import plot
+from runner.storage.saved_config import config_text
+from runner.tracking.event_file import EventFile, points
+
+
+class Sweep:
+    """A sweep directory whose runs are written without training."""
+
+    def __init__(self, path: Path):
+        self.path, self.count = path, 0
+
+    def add(self, seconds: float, *overrides: str, **result: Any) -> Path:
+        """Write a run with this median step time, and a tenth of it as its accuracy."""
+        entries = evaluation_entries(seconds / 10, 0.0, step_seconds={"median": seconds}, world_size=2) | result
+        self.count += 1
+        return write_run_directory(self.path / f"{self.count:03d}-job", *overrides, **entries)
+
+    def compare(self) -> Comparison:
+        return Comparison([self.path])
+
+    def pictures(self) -> dict[str, Figure]:
+        return pictures(self.compare())
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    return Sweep(tmp_path / "sweep")
+
+
+def add_modes(sweep: Sweep) -> Sweep:
+    """For each of three seeds, add one run of `single`, one of `model`, and three of `pipeline`, by split size."""
+    for seed in range(3):
+        base = ("workload=resnet50", f"seed={seed}")
+        sweep.add(6.0 + 0.1 * seed, *base)
+        sweep.add(6.6 + 0.1 * seed, *base, "parallel=model")
+        for size, seconds in ((3, 5.0), (12, 4.0), (60, 4.8)):
+            pipeline = ("parallel=pipeline", f"parallel.split_size={size}", "parallel.stages=2")
+            sweep.add(seconds + 0.3 * seed, *base, *pipeline)
+    return sweep
+
+
+def log_curve(directory: Path, values: dict[int, float], first_step: int = 1, tag: str = "eval/accuracy") -> None:
+    file = EventFile(directory, first_step)
+    for step, value in values.items():
+        file.add(points({tag: value}), step)
+    file.close()
+
+
+def lines(axes: Any) -> list[list[tuple[float, float]]]:
+    """The points of each line that has any."""
+    return [[tuple(map(float, xy)) for xy in line.get_xydata()] for line in axes.lines if len(line.get_xydata())]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parallel modes
+
+
+def test_modes_are_drawn_as_bars_with_error_bars_and_the_fastest_pipeline(sweep: Sweep) -> None:
+    figures = add_modes(sweep).pictures()
+    assert list(figures) == ["modes", "modes_and_pipeline", "split_size"]
+    [axes] = figures["modes_and_pipeline"].axes
+    assert [bar.get_width() for bar in axes.patches] == [pytest.approx(x) for x in (6.1, 6.7, 4.3)]  # pyright: ignore
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["single", "model", "pipeline, split_size=12"]
+    bars = [segment for each in axes.collections for segment in each.get_segments()]  # pyright: ignore
+    assert [(bar[0][0], bar[1][0]) for bar in bars][2] == (pytest.approx(4.0), pytest.approx(4.6))
+    texts = [text.get_text() for text in axes.texts]
+    assert texts == ["19.7 samples/s", f"17.9 samples/s, {6.1 / 6.7:.2f} ×", f"28 samples/s, {6.1 / 4.3:.2f} ×"]
+    assert [row.runs[0].mode for row in fastest_pipelines(sweep.compare().rows)] == ["pipeline"]
+
+
+def test_the_theoretical_curve_touches_the_measurements_from_below(sweep: Sweep) -> None:
+    (curve,) = split_curves(add_modes(sweep).compare().rows)
+    assert [size for size, _ in curve.points] == [3, 12, 60]
+    assert (curve.batch_size, curve.stages, curve.best[0]) == (120, 2, 12)
+    # m = 40, 10, 2: (m+1)/m = 1.025, 1.1, 1.5; measured 5.3, 4.3, 5.1 on average
+    assert [curve.slowdown(size) for size in (3, 12, 60)] == [pytest.approx(x) for x in (1.025, 1.1, 1.5)]
+    assert curve.seconds_without_bubble == pytest.approx(5.1 / 1.5)
+    [axes] = sweep.pictures()["split_size"].axes
+    labels = [line.get_label() for line in axes.lines]
+    assert "GPipe's bubble alone: 3.4 s · (m+1)/m" in labels
+    assert "best: 12, 4.3 s" in labels
+    assert "single: 6.1 s" in labels
+
+
+def test_the_batch_size_of_a_curve_is_that_of_an_accumulation_step(sweep: Sweep) -> None:
+    for number, schedule in itertools.product((2, 5), ("gpipe", "1f1b")):
+        pipeline = ("parallel=pipeline", "parallel.split_size=null", f"parallel.num_micro_batches={number}")
+        sweep.add(1.0, "batch_size=120", *pipeline, f"parallel.schedule={schedule}", "accumulation=2")
+    curves = split_curves(sweep.compare().rows)
+    assert {curve.label: [size for size, _ in curve.points] for curve in curves} == {
+        "schedule=gpipe": [12, 30],
+        "schedule=1f1b": [12, 30],
+    }
+    assert {(curve.batch_size, curve.stages) for curve in curves} == {(60, 2)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Over keys
+
+
+def test_a_sweep_over_numbers_is_drawn_as_lines_with_bands(sweep: Sweep) -> None:
+    for lr, seconds in ((0.3, 3.0), (0.01, 1.0), (0.1, 2.0)):
+        for seed in (0, 1):
+            sweep.add(seconds + 0.2 * seed, f"optimizer.lr={lr}", f"seed={seed}")
+    quality, time = sweep.pictures()["sweep"].axes
+    assert lines(quality) == [[(0.01, pytest.approx(0.11)), (0.1, pytest.approx(0.21)), (0.3, pytest.approx(0.31))]]
+    band = {float(x): float(y) for x, y in quality.collections[0].get_paths()[0].vertices}  # pyright: ignore
+    assert abs(band[0.1] - 0.21) == pytest.approx(0.02 / math.sqrt(2))
+    assert [y for _, y in lines(time)[0]] == [pytest.approx(y) for y in (1.1, 2.1, 3.1)]
+    assert (quality.get_xlabel(), quality.get_ylabel()) == ("optimizer.lr", "best eval/accuracy")
+    assert (quality.get_xscale(), time.get_ylim()[0]) == ("log", 0)
+    assert [label.get_text() for label in quality.get_xticklabels()] == ["0.01", "0.1", "0.3"]
+
+
+def test_a_sweep_over_two_options_is_drawn_as_bars_and_as_a_heat_map(sweep: Sweep) -> None:
+    for precision, lr in itertools.product(("'32'", "bf16", "'64'"), (0.1, 0.2)):
+        if (precision, lr) != ("'64'", 0.2):
+            sweep.add(10 * lr, f"optimizer.lr={lr}", f"precision={precision}")
+    figures = sweep.pictures()
+    quality, time = figures["sweep"].axes
+    assert [label.get_text() for label in time.get_xticklabels()] == ["32", "bf16", "64"]
+    heights = [patch.get_height() for patch in quality.patches if patch.get_height()]  # pyright: ignore
+    assert heights == [pytest.approx(0.1)] * 3 + [pytest.approx(0.2)] * 2
+    legend = [text.get_text() for text in figures["sweep"].legends[0].get_texts()]
+    assert legend == ["optimizer.lr=0.1", "optimizer.lr=0.2"]
+    cells = [text.get_text() for text in figures["heat_map"].axes[0].texts]
+    assert cells == ["0.1", "0.1", "0.1", "0.2", "0.2"]
+
+
+def test_more_than_two_keys_are_drawn_as_a_ranking_and_over_each_key(sweep: Sweep) -> None:
+    for batch_size, lr, epochs in itertools.product((30, 60), (0.1, 0.2), (1, 2)):
+        keys = (f"batch_size={batch_size}", f"optimizer.lr={lr}", f"epochs={epochs}")
+        sweep.add(batch_size / 10 + lr + epochs / 20, *keys)
+    figures = sweep.pictures()
+    assert sorted(figures) == ["ranking", "sweep"]
+    [axes] = figures["ranking"].axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert (labels[0], labels[-1]) == ("epochs=2, batch_size=60, lr=0.2", "epochs=1, batch_size=30, lr=0.1")
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "the best is at the top"
+    assert [text.get_text() for text in axes.texts][:2] == ["0.63", "0.625"]
+    panels = {axes.get_xlabel(): axes for axes in figures["sweep"].axes}
+    assert set(panels) == {"epochs", "batch_size", "optimizer.lr"}
+    assert lines(panels["batch_size"]) == [[(30, pytest.approx(0.3225)), (60, pytest.approx(0.6225))]]
+
+
+def test_learning_curves_are_averaged_over_seeds_and_sessions(sweep: Sweep) -> None:
+    for lr, seed in itertools.product((0.1, 0.2, 0.3), (0, 1)):
+        directory = sweep.add(1.0 - lr, f"optimizer.lr={lr}", f"seed={seed}")
+        log_curve(directory, {5: lr + seed, 10: 0.5, 15: 99.0})
+        log_curve(directory, {15: 2 * lr, 20: 0.75}, first_step=11)  # it was resumed from step 10
+    figure = sweep.pictures()["curves"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["lr=0.1", "lr=0.2", "lr=0.3"]
+    [axes] = figure.axes
+    assert lines(axes)[1] == [(5, pytest.approx(0.7)), (10, 0.5), (15, pytest.approx(0.4)), (20, 0.75)]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("optimizer steps", "eval/accuracy")
+
+
+def test_the_training_metric_is_drawn_if_the_metric_was_evaluated_only_once(sweep: Sweep) -> None:
+    for seed in (0, 1):
+        directory = sweep.add(1.0, f"seed={seed}")
+        log_curve(directory, {9: 0.5})
+        log_curve(directory, {3: 0.1, 6: 0.2, 9: 0.4}, tag="train/accuracy")
+    figures = sweep.pictures()
+    assert list(figures) == ["curves"]
+    assert figures["curves"].axes[0].get_ylabel() == "train/accuracy"
+
+
+@pytest.mark.parametrize(
+    ("values", "geometric"),
+    [
+        ((1, 2, 4, 8), True), ((0.01, 0.02, 0.05, 0.1), True), ((0.0, 1e-4, 1e-3), True), ((32, 64, 128), True),
+        ((1, 2, 3, 4), False), ((0.1, 0.2), False), ((1, 10), True), ((-1, 1, 10), False), ((5,), False),
+        ((0, 1), False), ((10, 20, 30), False), ((10**16, 10**16 + 2, 10**16 + 4), False), ((0.8, 0.9, 0.99), False),
+    ],
+)  # fmt: skip
+def test_values_with_similar_ratios_are_drawn_on_a_logarithmic_axis(values: tuple[float, ...], geometric: bool) -> None:
+    assert is_geometric(values) == geometric
+
+
+def test_values_with_equal_shortened_labels_are_told_apart() -> None:
+    assert distinct(["a", "b", "a"]) == ["a", "b", "a (2)"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_csv_has_every_run_and_every_point(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    add_modes(sweep).add(9.0, "workload=resnet50", "seed=7", status="crashed", error="OutOfMemoryError")
+    assert plot.main([str(sweep.path)]) == 0
+    out = capsys.readouterr().out
+    runs, settings = rows(sweep.path / "plots" / "runs.csv"), rows(sweep.path / "plots" / "points.csv")
+    assert (len(runs), runs[-1]["state"], runs[-1]["seconds per step"]) == (16, "crashed", "")
+    assert (runs[3]["parallel.split_size"], runs[3]["seed"], runs[3]["seconds per step"]) == ("12", "0", "4.0")
+    pipeline = next(row for row in settings if row["parallel.split_size"] == "12")
+    assert (float(pipeline["step_seconds"]), pipeline["runs"]) == (pytest.approx(4.3), "3")
+    assert float(pipeline["step_seconds_std"]) == pytest.approx(0.3)
+    line = next(line for line in out.splitlines() if line.split()[:2] == ["pipeline", "12"])
+    assert "4.30 ± 0.30" in line
+    assert line.split()[-1] == f"{6.1 / 4.3:.2f}"
+    assert "1 run is not done" in out
+
+
+def test_png_and_tensorboard_show_the_same_pictures(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    add_modes(sweep)
+    for _ in range(2):
+        assert plot.main([str(sweep.path)]) == 0
+    printed, out = capsys.readouterr().out, sweep.path / "plots"
+    for name in ("modes", "modes_and_pipeline", "split_size"):
+        (shown,) = load_events(out).Images(f"study/{name}")  # the images of the first call are replaced
+        assert shown.encoded_image_string == (out / f"{name}.png").read_bytes()
+        picture = Image.open(out / f"{name}.png")
+        assert (shown.width, shown.height) == picture.size
+        assert numpy.asarray(picture).std() > 10, "not a blank sheet"
+        assert f"{name}.png\n" in printed
+    assert "look: tensorboard --logdir" in printed
+
+
+def test_figures_of_an_earlier_call_are_removed_and_files_of_the_user_are_kept(sweep: Sweep, tmp_path: Path) -> None:
+    add_modes(sweep)
+    assert plot.main([str(sweep.path), "--out", str(tmp_path / "out")]) == 0
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    sweep.path = tmp_path / "other"
+    for lr in (0.1, 0.2):
+        sweep.add(1.0, f"optimizer.lr={lr}")
+    assert plot.main([str(sweep.path), "--out", str(tmp_path / "out")]) == 0
+    left = {path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith((".", "events"))}
+    assert left == {"runs.csv", "points.csv", "sweep.png", "notes.txt"}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "sweep.png").write_text("mine")
+    assert plot.main([str(sweep.path), "--out", str(tmp_path / "mine")]) == 2
+    assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ["mine"]
+
+
+def test_plots_are_not_written_through_symbolic_links(sweep: Sweep, tmp_path: Path) -> None:
+    add_modes(sweep)
+    canary, out = tmp_path / "canary", sweep.path / "plots"
+    canary.write_text("as it was")
+    assert plot.main([str(sweep.path)]) == 0
+    for path in [path for path in out.iterdir() if path.suffix in (".csv", ".png")]:
+        path.unlink()
+        path.symlink_to(canary)
+    assert plot.main([str(sweep.path)]) == 0
+    assert not any(path.is_symlink() for path in out.iterdir())
+    out.rename(tmp_path / "elsewhere")
+    out.symlink_to(tmp_path / "elsewhere")
+    assert plot.main([str(sweep.path)]) == 2
+    assert canary.read_text() == "as it was"
+
+
+def test_several_sweeps_are_plotted_together_in_their_common_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, mode in (("first", "single"), ("second", "model")):
+        Sweep(tmp_path / "name" / name).add(1.0, f"parallel={mode}")
+    monkeypatch.chdir(tmp_path)
+    assert plot.main(["name/first", str(tmp_path / "name" / "second")]) == 0
+    assert len(rows(tmp_path / "name" / "plots" / "points.csv")) == 2
+    assert (tmp_path / "name" / "plots" / "modes.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["absent"], "PATH: got 'absent': there is no such directory\n"),
+        (["empty"], "PATH: got 'empty': it contains no run\n"),
+        (["crashed"], "PATH: got 'crashed': none of its runs is done\n"),
+        (["sweep", "--out", "file"], "--out: got 'file': nothing can be written there (it is not a directory)\n"),
+        (["sweep", "--metric", "eval/acuracy"], "--metric: got 'eval/acuracy': no run that is done has this metric;\n"),
+    ],
+)
+def test_what_cannot_be_plotted_is_refused(
+    arguments: list[str], why: str, sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(sweep.path.parent)
+    sweep.add(1.0)
+    Path("empty").mkdir()
+    Path("file").write_text("")
+    Sweep(Path("crashed")).add(1.0, status="crashed")
+    assert plot.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(why)
+    assert not (sweep.path / "plots").exists()
+
+
+def test_without_seaborn_the_error_says_how_to_install_it(sweep: Sweep) -> None:
+    sweep.add(1.0)
+    words = [sys.executable, "-m", "helpers.plot_without_seaborn", str(sweep.path)]
+    ran = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (
+        2,
+        "seaborn: it is not installed, and draws the figures\n  pip install seaborn\n",
+    )
+    assert not (sweep.path / "plots").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files that are damaged, or written by somebody else
+
+
+def write(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "bytes": write(bytes(range(256))),
+    "a list": write(b"[1, 2]"),
+    "YAML of a class": write(b"!!python/object/apply:os.system [exit]"),
+    "nested deeply": write(b"[" * 100_000),
+    "numbers": write(b'{"status": "done", "steps": 1, "step_seconds": {"median": 1e999}, "metrics": {"a": "0.5"}}'),
+    "a pipe": os.mkfifo,
+    "a directory": Path.mkdir,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "large": lambda path: (path.touch(), os.truncate(path, 10**10)),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_damaged_files_do_not_stop_plotting(kind: str, sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    for lr in (0.1, 0.2):
+        log_curve(sweep.add(2.0, f"optimizer.lr={lr}"), {1: 0.1, 2: 0.2, 3: 0.3})
+    for name in ("config.yaml", "result.json", "environment.json", "events.out.tfevents.0000000001", "../sweep.json"):
+        broken = sweep.add(9.0, "batch_size=240")
+        (broken / name).unlink(missing_ok=True)
+        BROKEN[kind](broken / name)
+    assert plot.main([str(sweep.path)]) == 0
+    good = [row for row in rows(sweep.path / "plots" / "points.csv") if row["optimizer.lr"] in ("0.1", "0.2")]
+    assert {"0.2"} == {row["best eval/accuracy"] for row in good if row["batch_size"] != "240"}
+    assert len(lines(sweep.pictures()["curves"].axes[0])) >= 2
+
+
+HOSTILE = {
+    "a formula": ("$\\frac{$", "\\$\\frac{\\$"),
+    "many formulas": ("$" * 60, "\\$\\$"),
+    "markup": ("[/red]", "[/red]"),
+    "an escape code": ("\x1b[31mred", "\\x1b[31mred"),
+    "half a surrogate": ("\ud800", "\\ud800"),
+}
+"""Texts in the files of a run, and how they are drawn: what matplotlib and rich would interpret is escaped."""
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_special_characters_in_values_keys_metrics_and_machines_are_escaped(
+    sweep: Sweep, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, drawn = HOSTILE[kind]
+    for value in (text, "b", 10**400):
+        directory = sweep.add(1.0, **evaluation_entries(0.5, 0.5, text, step_seconds={"median": 1.0}))
+        config = {"batch_size": 1, "model": {"_target_": "a.b", text: value}}
+        (directory / "config.yaml").write_text(config_text(config), errors="surrogatepass")
+        machine = {"cpu": {"model": text, "allowed_cores": 2}, "devices": [], "versions": {"torch": "2"}}
+        (directory / "environment.json").write_text(json.dumps(machine))
+    assert plot.main([str(sweep.path)]) == 0
+    assert not {"\x1b", "\ud800"} & set(capsys.readouterr().out)
+    for figure in sweep.pictures().values():
+        figure.savefig(io.BytesIO())
+        texts = [each.get_text() for each in figure.findobj(Text)]  # pyright: ignore[reportAttributeAccessIssue]
+        assert all(each.count("$") == each.count("\\$") for each in texts)
+        assert not {"\x1b", "\ud800"} & set("".join(texts))
+        assert any(drawn[:10] in each for each in texts)
+
+
+@pytest.mark.parametrize("name", [b"a b=c%d", b"a\nb", b"a\xffb", b"x" * 200])
+def test_runs_in_a_directory_of_any_name_are_plotted(
+    name: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = Sweep(tmp_path / os.fsdecode(name))
+    for lr in (0.1, 0.2):
+        sweep.add(2.0, f"optimizer.lr={lr}")
+    assert plot.main([str(sweep.path)]) == 0
+    assert capsys.readouterr().out.encode()
+    assert (sweep.path / "plots" / "sweep.png").is_file()
+
+
+def test_a_config_that_no_run_can_have_does_not_stop_plotting(sweep: Sweep) -> None:
+    for size, value in itertools.product((3, 7), ("many", -3, 10**20, None)):
+        directory = sweep.add(1.0, "parallel=pipeline", f"parallel.split_size={size}")
+        config = {"batch_size": value, "parallel": {"_target_": "a.b", "split_size": size, "stages": value}}
+        (directory / "config.yaml").write_text(config_text(config))
+    assert "split_size" in sweep.pictures()
+    assert all(STEP_SECONDS in row.measures for row in sweep.compare().rows)

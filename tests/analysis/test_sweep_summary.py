@@ -1,0 +1,168 @@
+"""Tests of the choice of the best job, and of the sweep summary: its columns and tables in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.compose import compose_config
+from helpers.events import hparams_columns, hparams_table, hparams_values, load_events
+from helpers.handmade_runs import evaluation_entries, save_ledger, write_run_directory
+
+from runner.analysis.sweep_summary import find_best, write_summary
+from runner.tracking.recorder import Recorder
+from runner.tracking.tensorboard import TensorBoard
+
+Job = tuple[list[str], float | None]
+"""The overrides of a job, and its best accuracy; None if the job crashed."""
+
+
+def save_sweep(path: Path, *jobs: Job, metric: str = "eval/accuracy") -> Path:
+    """Save a complete sweep with these jobs; the last value of `metric` of each job is 0.01 below its best value."""
+    entries: list[dict[str, Any]] = []
+    for number, (overrides, best) in enumerate(jobs):
+        result: dict[str, Any] = {"status": "crashed"}
+        if best is not None:
+            result = evaluation_entries(best, best - 0.01, metric)
+            result["metrics"] |= {"train/loss": 0.5, "eval/loss": 1.0}
+        run = write_run_directory(path / f"{number:03d}-job", *overrides, **result)
+        with Recorder(TensorBoard(), run, 0) as recorder:
+            recorder.hyperparameters(compose_config(*overrides))
+            recorder.scalars({metric: (best or 0) - 0.01, "eval/loss": 1.0, "lr": 0.1, "memory/peak": 2.0}, 7)
+            if best is not None:
+                recorder.finish()
+        entries.append({"state": result.get("status", "done"), "overrides": overrides, "directory": run.name})
+    return save_ledger(path, *entries, complete=True)
+
+
+GRID: list[Job] = [
+    (["schedule=cosine", "optimizer.lr=0.01", "seed=0", "epochs=3"], 0.80),
+    (["schedule=cosine", "optimizer.lr=0.1", "seed=0", "epochs=3"], 0.90),
+    (["schedule=onecycle", "optimizer.lr=0.01", "seed=0", "epochs=3"], 0.84),
+    (["schedule=onecycle", "optimizer.lr=0.1", "seed=0", "epochs=3"], None),
+]
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Path:
+    return save_sweep(tmp_path / "sweep", *GRID)
+
+
+def test_the_columns_are_the_swept_keys_and_the_metrics_of_the_workload(grid: Path) -> None:
+    write_summary(grid)
+    types, metrics = hparams_columns(grid)
+    assert types == {"optimizer.lr": "DATA_TYPE_FLOAT64", "schedule": "DATA_TYPE_STRING"}
+    assert metrics == ["eval/accuracy", "eval/loss", "train/loss", "time/samples_per_second"]
+    rows, _ = hparams_table(grid)
+    assert [row["hparams"]["schedule"] for row in rows] == ["cosine", "cosine", "onecycle", "onecycle"]
+    assert [row["metrics"].get("eval/accuracy", (0, 0))[1] for row in rows[:3]] == pytest.approx([0.79, 0.89, 0.83])
+    assert [row["status"] for row in rows] == [["STATUS_SUCCESS"]] * 3 + [["STATUS_UNKNOWN"]]
+
+
+def test_numbers_stay_numbers_in_a_column_with_null_or_strings(tmp_path: Path) -> None:
+    values = [("null", "auto", "'16'", "true"), ("1.5", "4", "bf16", "false")]
+    jobs: list[Job] = [
+        (["parallel=pipeline", f"max_grad_norm={a}", f"parallel.stages={b}", f"precision={c}", f"compile={d}"], 0.5)
+        for a, b, c, d in values
+    ]
+    write_summary(save_sweep(tmp_path, *jobs))
+    types, _ = hparams_columns(tmp_path)
+    assert types == {
+        "compile": "DATA_TYPE_BOOL",
+        "max_grad_norm": "DATA_TYPE_FLOAT64",
+        "parallel.stages": "DATA_TYPE_STRING",
+        "precision": "DATA_TYPE_STRING",
+    }
+    rows, _ = hparams_table(tmp_path)
+    assert [row["hparams"] for row in rows] == [
+        {"parallel": "pipeline", "parallel.stages": "auto", "precision": "16", "compile": True},
+        {"parallel": "pipeline", "max_grad_norm": 1.5, "parallel.stages": 4.0, "precision": "bf16", "compile": False},
+    ]
+
+
+def test_a_list_is_spelled_alike_in_the_rows_and_in_the_column(tmp_path: Path) -> None:
+    """TensorBoard finds the rows of a value only if it equals the value of the column."""
+    path = save_sweep(tmp_path, *(([f"model.hidden={text}"], 0.5) for text in ("[8]", "[4,4]", "[4, 4]")))
+    write_summary(path)
+    assert [row["hparams"]["model.hidden"] for row in hparams_table(path)[0]] == ["[8]", "[4,4]", "[4,4]"]
+    assert hparams_values(path)["model.hidden"] == ["[8]", "[4,4]"]
+
+
+def told(path: Path) -> str:
+    [text] = load_events(path).Tensors("sweep/summary/text_summary")
+    return text.tensor_proto.string_val[0].decode()
+
+
+def test_the_tables_have_the_best_jobs_and_the_mean_over_each_key(grid: Path) -> None:
+    write_summary(grid)
+    lines = told(grid).splitlines()
+    assert lines[0] == "4 jobs: 3 done, 1 crashed"
+    assert lines[2].startswith("| schedule | optimizer.lr | runs | best eval/accuracy |")
+    assert lines[4].startswith("| cosine | 0.1 | 1 | 0.9 |")
+    assert "| 003-job | crashed | 7 |  |" in lines
+    for line in ("| cosine | 2 | 0.850 ± 0.071 |", "| onecycle | 1 | 0.84 |", "| 0.01 | 2 | 0.820 ± 0.028 |"):
+        assert line in lines
+    assert not any("epochs" in line for line in lines)
+
+
+def test_a_second_summary_replaces_the_first(grid: Path) -> None:
+    write_summary(grid)
+    shutil.rmtree(grid / "002-job")
+    shutil.rmtree(grid / "003-job")
+    write_summary(grid)
+    assert list(hparams_columns(grid)[0]) == ["optimizer.lr"]
+    assert len(list(grid.glob("events*"))) == 1
+
+
+@pytest.mark.parametrize("metric", ["eval/accuracy", "eval/loss"])
+def test_the_best_job(metric: str, tmp_path: Path) -> None:
+    path = save_sweep(tmp_path, *(([f"optimizer.lr={lr}"], None) for lr in range(1, 5)))
+    for run, (best, last) in {"000-job": (0.7, 0.75), "001-job": (0.9, 0.95), "003-job": (0.8, 0.85)}.items():
+        flip = -1 if metric == "eval/accuracy" else 1  # the last value is worse than the best one
+        entries = evaluation_entries(best, best + flip * (last - best), metric)
+        (path / run / "result.json").write_text(json.dumps({"status": "done", "steps": 7, **entries}))
+    number, value = (1, 0.9) if metric == "eval/accuracy" else (0, 0.7)
+    assert find_best(path) == f"best {metric} {value}: {number:03d}-job"
+
+
+def test_jobs_that_differ_only_in_their_seed_are_compared_by_their_mean(tmp_path: Path) -> None:
+    """The highest value is one of the learning rate 2, whose mean is lower; of the rate 3, one seed has crashed."""
+    values = {("1", 0): 0.75, ("1", 1): 0.85, ("2", 0): 0.95, ("2", 1): 0.25, ("3", 0): 0.9, ("3", 1): None}
+    jobs: list[Job] = [([f"optimizer.lr={rate}", f"seed={seed}"], value) for (rate, seed), value in values.items()]
+    found = find_best(save_sweep(tmp_path / "both", *jobs))
+    assert found == "best eval/accuracy 0.800 ± 0.071, the mean of 2 seeds: optimizer.lr=1"
+    write_summary(tmp_path / "both")
+    assert "| 1 | 2 | 0.800 ± 0.071 |" in told(tmp_path / "both")
+    assert "| 2 | 2 | 0.60 ± 0.49 |" in told(tmp_path / "both")
+    seeds = save_sweep(tmp_path / "seeds", *((words[1:], value) for words, value in jobs[:2]))
+    assert find_best(seeds) == "best eval/accuracy 0.800 ± 0.071, the mean of 2 seeds"
+
+
+def test_a_sweep_without_results_has_no_best_job_and_no_summary(tmp_path: Path) -> None:
+    path = save_sweep(tmp_path / "sweep", (["seed=0"], None), (["seed=1"], None))
+    for each in (path, tmp_path / "absent"):
+        write_summary(each)
+        assert find_best(each) is None
+    assert not list(path.glob("events*"))
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_summary_that_cannot_be_written_is_a_warning(grid: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (grid / "events.out.tfevents.1700000000").mkdir()
+    with caplog.at_level(logging.WARNING):
+        write_summary(grid)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the summary of the sweep cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc", "..", ".", "a\0b"])
+def test_directories_outside_the_sweep_that_the_ledger_names_are_not_read(name: str, grid: Path) -> None:
+    write_run_directory(grid.parent / "elsewhere", **evaluation_entries(1.0, 1.0))
+    ledger = json.loads((grid / "sweep.json").read_text())
+    ledger["jobs"]["1"]["directory"] = name
+    (grid / "sweep.json").write_text(json.dumps(ledger))
+    assert find_best(grid) == "best eval/accuracy 0.9: 001-job"
