@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from torch.utils.tensorboard.summary import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary
 
 from runner.storage.run_directory import StorageError
-from runner.tracking.event_records import EventRecords
 
 _NAME = re.compile(r"events\.out\.tfevents\.([0-9]{1,18})(?![0-9])")
 """A pattern for the name of an event file, which contains the number of its session.
@@ -50,12 +51,11 @@ class EventFile:
     def __init__(self, directory: Path, first_step: int):
         earlier = [int(match[1]) for path in directory.iterdir() if (match := _NAME.match(path.name))]
         number = max([int(time.time()), *(number + 1 for number in earlier)])
-        path = directory / f"events.out.tfevents.{number:010d}"
-        with storage_errors(path):
-            self._file = path.open("xb")
-        self._path, self._records = path, EventRecords(self._file)
+        self._path = directory / f"events.out.tfevents.{number:010d}"
+        with storage_errors(self._path):
+            self._file = self._path.open("xb")
         try:
-            with storage_errors(path):
+            with storage_errors(self._path):
                 self._write(file_version="brain.Event:2")
                 self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
         except StorageError:
@@ -79,7 +79,19 @@ class EventFile:
             self._file.close()
 
     def _write(self, **fields: Any) -> None:
-        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.write(record(Event(wall_time=time.time(), **fields).SerializeToString()))
+
+
+def record(data: bytes) -> bytes:
+    """Return `data` as a record of an event file. TensorBoard's own writer takes 8 ms for an image of 20 kB."""
+    length = struct.pack("<Q", len(data))
+    return length + masked_crc32c(length) + data + masked_crc32c(data)
+
+
+def masked_crc32c(data: bytes) -> bytes:
+    """Return the CRC-32C checksum of `data`, rotated and shifted as in event files, in 4 bytes."""
+    checksum = google_crc32c.value(data)
+    return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 @contextmanager

@@ -139,7 +139,7 @@ def test_jobs_that_differ_only_in_their_seed_are_compared_by_their_mean(tmp_path
     assert "| 1 | 2 | 0.800 ± 0.071 |" in told(tmp_path / "both")
     assert "| 2 | 2 | 0.60 ± 0.49 |" in told(tmp_path / "both")
     seeds = save_sweep(tmp_path / "seeds", *((words[1:], value) for words, value in jobs[:2]))
-    assert find_best(seeds) == "best eval/accuracy 0.800 ± 0.071, the mean of 2 seeds"
+    assert find_best(seeds) == "eval/accuracy 0.800 ± 0.071, the mean of 2 seeds"
 
 
 def test_a_sweep_without_results_has_no_best_job_and_no_summary(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from runner.config.errors import ConfigError
 from runner.sweep.objective import Curve, Objective
-from runner.tracking.event_file import EventFile, points
-from runner.tracking.event_records import EventRecords
+from runner.tracking.event_file import EventFile, points, record
 
 TAG = "eval/loss"
 
@@ -53,8 +52,7 @@ def test_event_files_that_cannot_be_read_are_ignored(kind: str, tmp_path: Path) 
     elif kind == "no record":
         bad.write_bytes(b"x" * 100)
     else:
-        with bad.open("wb") as file:
-            EventRecords(file).write(b"\xff\xff\xff")
+        bad.write_bytes(record(b"\xff\xff\xff"))
     curve = Curve(tmp_path, TAG)
     assert curve.read() == [0.5, 0.25]
     write_curve(tmp_path, {3: 0.125})
