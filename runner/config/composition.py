@@ -150,8 +150,8 @@ class Composer:
         Raises:
             ConfigError: if `words` ask for anything else, or no shell asks.
         """
-        found = (plugin(self._loader) for plugin in Plugins.instance().discover(CompletionPlugin))
-        shells = {plugin.provides(): plugin for plugin in found}
+        plugins: Any = Plugins.instance().discover(CompletionPlugin)
+        shells = {plugin.provides(): plugin(self._loader) for plugin in plugins}
         action, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
         flag, remedy = "--shell-completion", 'eval "$(runner -sc install=bash)" first'
         known = action in ("install", "uninstall", "query") and shell in shells

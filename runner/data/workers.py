@@ -187,7 +187,7 @@ class Loader:
             if not worker.is_alive():
                 code = worker.exitcode or 0
                 end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-                cause, remedy = _CAUSES.get(-code, ("", ""))
+                cause, remedy = _CAUSES.get(signal.Signals(-code), ("", "")) if code < 0 else ("", "")
                 return DataError(f"data worker {worker.pid}", f"it {end}{cause}", f"{remedy}{_IN_MAIN_PROCESS}")
         return None
 

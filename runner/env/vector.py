@@ -59,7 +59,8 @@ def shape_and_actions(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], i
     why = f"its observation space is {_description(observations)}, which cannot be flattened to a vector"
     check(observations.is_np_flattenable, "id", name, why, "choose another environment, such as env=cartpole")
     flattened = _needs_flattening(observations)
-    return (gymnasium.spaces.flatdim(observations),) if flattened else tuple(observations.shape), int(actions.n)
+    shape = (gymnasium.spaces.flatdim(observations),) if flattened else tuple(observations.shape or ())
+    return shape, int(actions.n)
 
 
 def _needs_flattening(space: gymnasium.Space) -> bool:

@@ -63,13 +63,14 @@ def rows_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> list[Row]:
         _call(model, parts, shape, outputs, flops)
     rows = []
     for name, part in [*parts, ("total", model)]:
-        counts = [p.numel() for p in part.parameters()], [p.numel() for p in part.parameters() if p.requires_grad]
+        counts = [(p.numel(), p.numel() * p.requires_grad) for p in part.parameters()]
+        num_parameters, num_trained = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
         output = tuple(outputs[name].shape[1:]) if isinstance(outputs.get(name), torch.Tensor) else None
         kinds = [type(layer).__name__ for layer in part.children()]
         kind = type(part).__name__
         if kind == "Block":
             kind = " ".join(kinds if len(kinds) <= 4 else [*kinds[:3], "…"])
-        rows.append(Row(name, kind, output, *map(sum, counts), flops.get(name)))
+        rows.append(Row(name, kind, output, num_parameters, num_trained, flops.get(name)))
     return rows
 
 
@@ -122,7 +123,7 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
 
 def formatted(rows: Iterable[Row]) -> str:
     """Return `rows` as aligned text, one line per row, below a line of headings. Empty columns are left out."""
-    lines = [("block", "type", "output", "parameters", "trained", "FLOPs")]
+    lines: list[tuple[str, ...]] = [("block", "type", "output", "parameters", "trained", "FLOPs")]
     for row in rows:
         shape = "" if row.output is None else "×".join(map(str, row.output))
         lines.append((row.name, row.kind, shape, *("" if count is None else f"{count:,}" for count in row[3:])))
