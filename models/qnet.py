@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from models.recompute import recomputable
 
@@ -126,10 +127,7 @@ class WithTarget(nn.Module):
     def update_target(self, tau: float) -> None:
         """Move the target parameters towards the online parameters by the fraction `tau`; `tau=1` copies them."""
         target, online = (list(map(_local, net.parameters())) for net in (self.target, self.online))
-        if tau == 1:
-            torch._foreach_copy_(target, online)  # pyright: ignore[reportPrivateImportUsage]
-        else:
-            torch._foreach_lerp_(target, online, tau)  # pyright: ignore[reportPrivateImportUsage]
+        get_ema_multi_avg_fn(1 - tau)(target, online, None)
 
 
 def online_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

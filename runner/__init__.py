@@ -43,7 +43,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> "Any":
-    import importlib  # imported here, for the same reason
+    import importlib
 
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

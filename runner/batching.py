@@ -9,7 +9,7 @@ or data workers, and a resumed run needs only the number of the step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -212,15 +212,6 @@ class SampleOrder:
             parts.append(self._permutation(epoch)[offset : offset + length])
             start, epoch, offset = start + len(parts[-1]), epoch + 1, 0
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def indices_of(self, micros: Sequence[MicroBatch]) -> torch.Tensor:
-        """Return the sample indices of `micros`, one micro-batch after another: int64 [number of samples]."""
-        parts = [self.indices(micro.start, micro.stop) for micro in micros]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def epochs_of(self, micros: Sequence[MicroBatch]) -> torch.Tensor:
-        """Return the epoch of each sample of `micros`, counted from 0: int64 [number of samples], on the device."""
-        return torch.cat([self.epochs(micro.start, micro.stop) for micro in micros])
 
     def epochs(self, start: int, stop: int) -> torch.Tensor:
         """Return the epoch, counted from 0, of each position in [start, stop): int64 [stop − start], on the device."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from runner.config.errors import check, check_choice, check_range
+from runner.config.errors import ConfigError, check, check_choice, check_range
 from runner.system.cpu import cores_per_process, cpu_model, local_world_size, seconds_without_core, usable_core_numbers
 from runner.system.freed_memory import freed_memory_kept
 from runner.system.gpu import lacks_kernels
@@ -19,20 +19,7 @@ from runner.system.gpu import lacks_kernels
 
 @dataclass
 class Device:
-    """The requested device; `resolve` checks that it is available, and returns it as a `torch.device`.
-
-    Args:
-        kind: `cpu`, `cuda`, `mps`, or `auto` for the first available device of `cuda`, `mps` and `cpu`.
-        index: use only the CUDA device with this index, counted among the visible devices (CUDA_VISIBLE_DEVICES). If
-            `index` is null, a parallel mode with several devices uses the devices in `indices`, and any other mode uses
-            the first of them.
-        indices: the indices of the CUDA devices that the run may use; empty for all visible devices.
-        threads: the number of CPU threads that each process uses for an operation (`torch.set_num_threads`). In a run
-            with one process, null chooses torch's default; in a run with several processes, it chooses an equal share
-            of the cores for each process. If the device is the CPU, null also reserves one core for each data worker,
-            but at most half of the process's cores (rounded up); at least one thread remains. If the environment
-            variable OMP_NUM_THREADS is set, null always chooses torch's default and reserves no cores.
-    """
+    """The requested device; `resolve` checks that it is available. The options are documented in conf/device/."""
 
     kind: str = "auto"
     index: int | None = None
@@ -43,23 +30,15 @@ class Device:
         check_choice(self, "kind", ("auto", "cpu", "cuda", "mps"))
         check_range(self, "index", least=0)
         check_range(self, "threads", least=1, most=1024)
-        check(
-            self.index is None or self.kind in ("auto", "cuda"),
-            "index",
-            self.index,
-            f"device={self.kind} has no numbered devices",
-            "leave device.index=null, or choose device=cuda",
-        )
-        both = self.index is not None and self.indices not in ([], [self.index])
-        why = f"device.indices={self.indices} names other devices"
-        check(not both, "index", self.index, why, "leave one of the two out")
-        check(
-            len(set(self.indices)) == len(self.indices) and all(index >= 0 for index in self.indices),
-            "indices",
-            self.indices,
-            "they must be distinct and not negative",
-            "for example device.indices=[0,1]",
-        )
+        if self.index is not None and self.kind not in ("auto", "cuda"):
+            why = f"device={self.kind} has no numbered devices"
+            raise ConfigError("index", self.index, why, "leave device.index=null, or choose device=cuda")
+        if self.index is not None and self.indices not in ([], [self.index]):
+            why = f"device.indices={self.indices} names other devices"
+            raise ConfigError("index", self.index, why, "leave one of the two out")
+        if len(set(self.indices)) < len(self.indices) or any(index < 0 for index in self.indices):
+            why = "they must be distinct and not negative"
+            raise ConfigError("indices", self.indices, why, "for example device.indices=[0,1]")
 
     def resolve(self) -> torch.device:
         """Return the device to compute on.
@@ -67,10 +46,10 @@ class Device:
         Raises:
             ConfigError: if the requested device is not available.
         """
-        kind = self.kind if self.kind != "auto" else _best()
+        kind = self.kind
+        if kind == "auto":
+            kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
         if kind == "cuda":
-            why = f"torch finds no CUDA device{_visible_devices()}"
-            check(torch.cuda.is_available(), "kind", kind, why, _AVAILABLE)
             return self._cuda_devices(only_first=True)[0]
         self.check_unnumbered(kind)
         if kind == "mps":
@@ -78,11 +57,7 @@ class Device:
         return torch.device(kind)
 
     def check_unnumbered(self, kind: str) -> None:
-        """Check that no CUDA device is requested by index; called if the run uses a device of kind `cpu` or `mps`.
-
-        Raises:
-            ConfigError: if `index` or `indices` is set.
-        """
+        """Raise a `ConfigError` if a CUDA device is requested by index, for a run on the device `cpu` or `mps`."""
         why = f"the device is the {kind}"
         check(self.index is None, "index", self.index, why, "leave device.index=null")
         check(not self.indices, "indices", self.indices, why, "leave device.indices=[]")
@@ -93,36 +68,29 @@ class Device:
         Raises:
             ConfigError: if a requested device is not available.
         """
-        why = f"torch finds no CUDA device{_visible_devices()}"
-        check(torch.cuda.is_available(), "kind", "cuda", why, _AVAILABLE)
         return self._cuda_devices()
 
     def _cuda_devices(self, only_first: bool = False) -> list[torch.device]:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        of_visible = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        check(torch.cuda.is_available(), "kind", "cuda", f"torch finds no CUDA device{of_visible}", _AVAILABLE)
         count = torch.cuda.device_count()
         key, chosen = ("index", [self.index]) if self.index is not None else ("indices", self.indices or range(count))
-        why = f"{count} CUDA devices are visible{_visible_devices()}"
-        remedy = f"choose from 0 to {count - 1}"
-        check(all(index < count for index in chosen), key, getattr(self, key), why, remedy)
+        why = f"{count} CUDA devices are visible{of_visible}"
+        check(all(index < count for index in chosen), key, getattr(self, key), why, f"choose from 0 to {count - 1}")
         devices = [torch.device("cuda", index) for index in chosen[: 1 if only_first else None]]
         for device in devices:
-            why, remedy = (
-                lacks_kernels(device.index),
-                "install a torch for this GPU, or choose device=cpu or another GPU",
-            )
-            check(not why, "kind", str(device), why, remedy)
+            if why := lacks_kernels(device.index):
+                remedy = "install a torch for this GPU, or choose device=cpu or another GPU"
+                raise ConfigError("kind", str(device), why, remedy)
         return devices
 
     @contextmanager
     def settings(self, device: torch.device, deterministic: bool, num_data_workers: int = 0) -> Iterator[None]:
-        """Set torch's global flags for one run, and restore them afterwards, because a process may train several runs.
+        """Set torch's global flags for one run, the current CUDA device among them, and restore them afterwards.
 
-        The current CUDA device is one of them. The environment variable CUBLAS_WORKSPACE_CONFIG is set, and stays set.
-        On a CPU, freed memory is kept in the process during the run (see `runner.system.freed_memory`).
-
-        Args:
-            device: the device of this process.
-            deterministic: whether to allow only deterministic algorithms (`torch.use_deterministic_algorithms`).
-            num_data_workers: number of data worker processes of this process.
+        The environment variable CUBLAS_WORKSPACE_CONFIG is set, and stays set. On a CPU, freed memory is kept in the
+        process during the run (see `runner.system.freed_memory`).
         """
         before = torch.get_num_threads(), torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
         if deterministic:
@@ -149,15 +117,7 @@ def default_threads(device: torch.device, num_data_workers: int) -> int:
     """Return the number of CPU threads that a process uses for an operation if the option `device.threads` is null.
 
     If `device` is the CPU, one core is reserved for each data worker, but at most half of the process's cores (rounded
-    up); at least one thread remains. If the environment variable OMP_NUM_THREADS is set, no core is reserved.
-
-    Cores are reserved because a thread that has to wait for a core delays the other threads of its operation. For
-    example, if a data worker keeps one of two cores busy, an operation can take several times as long with two threads
-    as with one thread.
-
-    Args:
-        device: the device of this process.
-        num_data_workers: number of data worker processes of this process.
+    up), unless OMP_NUM_THREADS is set: a thread that has to wait for a core delays the other threads of its operation.
     """
     threads = torch.get_num_threads()
     if device.type != "cpu" or not num_data_workers or "OMP_NUM_THREADS" in os.environ:
@@ -169,9 +129,7 @@ def default_threads(device: torch.device, num_data_workers: int) -> int:
 def oversubscription(device: torch.device, num_data_workers: int) -> str:
     """Return a warning if the run has more busy threads on this machine than there are cores; otherwise, return "".
 
-    Args:
-        device: the device of this process. If it is an accelerator, only one compute thread per process counts.
-        num_data_workers: number of data worker processes of each process.
+    With an accelerator, one compute thread per process counts.
     """
     processes, cores = local_world_size(), len(usable_core_numbers())
     threads = torch.get_num_threads() if device.type == "cpu" else 1
@@ -196,10 +154,6 @@ class Competition:
 
     If a thread of an operation has no core, the other threads wait for it: on two cores that other programs keep busy,
     the steps of a small network took 35 times as long with two threads as with one.
-
-    Args:
-        device: the device of this process.
-        num_data_workers: number of data worker processes of each process.
     """
 
     def __init__(self, device: torch.device, num_data_workers: int):
@@ -209,11 +163,7 @@ class Competition:
         self._since, self._waited = time.perf_counter(), seconds_without_core()
 
     def warning(self) -> str:
-        """Return a warning, once for the whole run; otherwise, return "".
-
-        If there are more threads than cores, this is said in the first call. Otherwise, a call looks at the time since
-        the last one, if this is at least 5 s: on average, at least half a thread must have been without a core.
-        """
+        """Return a warning, once for a whole run, if half a thread was without a core since the last call; else ""."""
         if self._at_start:
             why, self._at_start, self._done = self._at_start, "", True
             return why
@@ -234,19 +184,8 @@ _LEAST_SECONDS, _LEAST_WAITING = 5.0, 0.5
 
 
 def _use_deterministic(wanted: bool) -> None:
-    if wanted != torch.are_deterministic_algorithms_enabled():  # the call imports torch._inductor, which takes 1 s
+    if wanted != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler, which takes 1 s
         torch.use_deterministic_algorithms(wanted)
-
-
-def _best() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def _visible_devices() -> str:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
 
 
 def device_name(device: torch.device) -> str:
@@ -257,10 +196,7 @@ def device_name(device: torch.device) -> str:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the floating-point type in which sums over many samples are computed on `device`.
-
-    This is float64 on CPUs and CUDA devices, and float32 elsewhere: Metal has no float64.
-    """
+    """Return the type of sums over many samples on `device`: float64, or float32 on Metal, which has no float64."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 

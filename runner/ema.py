@@ -160,7 +160,8 @@ def _averages_class() -> Any:
                     if not self.state[parameter]:
                         self.state[parameter]["average"] = parameter.detach().clone()
                 averages = [_local(self.state[parameter]["average"]) for parameter in parameters]
-                torch._foreach_lerp_(averages, [*map(_local, parameters)], 1 - group["decay"])  # pyright: ignore
+                update = torch.optim.swa_utils.get_ema_multi_avg_fn(group["decay"])
+                update(averages, [*map(_local, parameters)], None)
 
     return Averages
 

@@ -12,12 +12,9 @@ import torch
 
 from runner.config.errors import check, check_range
 from runner.storage.content_checks import check_count, check_like
-from runner.system import fused_update
-from runner.system.torch_private import found_inf_flags, has_fast_bfloat16
+from runner.system.torch_private import found_inf_flags
 
 log = logging.getLogger(__name__)
-
-_NO_AUTOCAST = nullcontext()
 
 
 @dataclass
@@ -32,26 +29,18 @@ class Precision:
     tolerance: ClassVar[float] = 1e-6
     """The largest expected relative difference of weights and gradients between a parallel mode and a single device.
 
-    The difference is measured after a few steps. It is caused by rounding, because parallel modes add numbers in a
-    different order.
+    Parallel modes add numbers in a different order; the difference is measured after a few steps.
     """
 
     def check_device(self, device: torch.device) -> None:
-        """Check that `device` supports this precision.
-
-        Raises:
-            ConfigError: if `device` does not support it.
-        """
+        """Raise a `ConfigError` if `device` does not support this precision."""
 
     def prepare(self, device: torch.device) -> None:
         """Set torch's global flags for `device`; called once per run."""
         _allow_tf32(False)
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Convert the parameters of `model`, in place, to the dtype of parameters in this precision; return `model`.
-
-        With autocast, forward passes use another dtype (see `compute_dtype`).
-        """
+        """Convert the parameters of `model`, in place, to their dtype in this precision, and return `model`."""
         return model
 
     def compute_dtype(self, device: torch.device) -> torch.dtype | None:
@@ -59,8 +48,8 @@ class Precision:
         return None
 
     def autocast(self) -> AbstractContextManager:
-        """Return a context manager for forward passes; it has no effect if the precision does not use autocast."""
-        return _NO_AUTOCAST
+        """Return a context manager for forward passes."""
+        return nullcontext()
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` multiplied by the loss scale, by which `step` later divides the gradients."""
@@ -89,7 +78,7 @@ class Precision:
             precision uses no loss scaling.
         """
         norm = clip() if clip is not None else None
-        fused_update.step(optimizer)
+        optimizer.step()
         _drop_gradients(optimizer)
         return norm
 
@@ -106,11 +95,7 @@ class Precision:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of the loss scaling, which `state_dict` of this precision or another precision returned.
-
-        Raises:
-            UnexpectedContentError: if `state` does not have the form of any precision's state.
-        """
+        """Load the state of the loss scaling, which `state_dict` of this or another precision returned."""
 
 
 @dataclass
@@ -156,7 +141,8 @@ class BFloat16(Precision):
         _allow_tf32(False)
         self._device_type = device.type
         self._dtype = self.compute_dtype(device)
-        if device.type == "cpu" and not has_fast_bfloat16():
+        instructions = torch.backends.cpu.get_cpu_capability()
+        if device.type == "cpu" and not instructions.startswith(("AVX512", "SVE")):  # oneDNN needs them
             log.warning("bfloat16 is many times slower than float32 on this CPU, which has no instructions for it")
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
@@ -273,7 +259,6 @@ def _inputs_to_double(_: torch.nn.Module, inputs: tuple) -> tuple:
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event on the current stream of `device`, and return it; None if `device` is not a CUDA device."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -282,10 +267,7 @@ def _record_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Set the gradients to None.
-
-    The bookkeeping of `zero_grad`, which this function avoids, takes 2 % of the time of a small network's step.
-    """
+    """Set the gradients to None. The bookkeeping of `zero_grad` takes 2 % of the time of a small network's step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
 import io
 import logging
 import os
+import pstats
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Profiler:
-    """The base class of profilers; this class itself profiles nothing.
-
-    The training loop runs inside `profile` and calls `after_step` after each optimizer step.
-    """
+    """The base class of profilers, which profiles nothing. The options are documented in conf/profiler/."""
 
     @contextmanager
     def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
@@ -39,7 +38,7 @@ class Profiler:
         yield
 
     def after_step(self, step: int) -> None:
-        """Tell the profiler that optimizer step `step` has ended; called by the training loop."""
+        """Tell the profiler that optimizer step `step` has ended; called by the training loop inside `profile`."""
 
 
 @dataclass
@@ -49,9 +48,6 @@ class Simple(Profiler):
     On an accelerator, the host waits for the device at every switch to another section, so that the device's time is
     attributed to the section that queued the work. This makes the run slower.
     """
-
-    def __post_init__(self) -> None:
-        self._num_steps = 0
 
     @contextmanager
     def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
@@ -82,12 +78,11 @@ def section_table(seconds: dict[str, float], calls: dict[str, int], num_steps: i
     """
     total = sum(seconds.values())
     lines = [f"{'section':<12}{'calls':>9}{'seconds':>12}{'share':>9}{'ms/call':>12}"]
-    for name, spent in sorted(seconds.items(), key=lambda item: -item[1]):
-        count = calls.get(name, 0)
+    rows = [(name, spent, calls.get(name, 0)) for name, spent in sorted(seconds.items(), key=lambda item: -item[1])]
+    for name, spent, count in [*rows, ("total", total, num_steps)]:
+        label = f"{count} steps" if name == "total" else count or "–"
         per_call = f"{1000 * spent / count:.3f}" if count else "–"
-        lines.append(f"{name:<12}{count or '–':>9}{spent:>12.3f}{spent / total:>9.1%}{per_call:>12}")
-    per_step = f"{1000 * total / num_steps:.3f}" if num_steps else "–"
-    lines.append(f"{'total':<12}{f'{num_steps} steps':>9}{total:>12.3f}{1:>9.1%}{per_step:>12}")
+        lines.append(f"{name:<12}{label:>9}{spent:>12.3f}{spent / total:>9.1%}{per_call:>12}")
     return "\n".join(lines) + "\n"
 
 
@@ -95,11 +90,8 @@ def section_table(seconds: dict[str, float], calls: dict[str, int], num_steps: i
 class Advanced(Profiler):
     """Python's profiler (`cProfile`): time by function, in the main thread.
 
-    The profiler slows down Python code, but not native code. The times therefore show which functions are slow, but not
-    how long these functions take without the profiler.
-
-    Args:
-        top: number of functions in each of the two tables: by cumulative time, and by time without callees.
+    The profiler slows down Python code, but not native code: the times show which functions are slow, but not how long
+    they take without the profiler.
     """
 
     top: int = 30
@@ -109,8 +101,6 @@ class Advanced(Profiler):
 
     @contextmanager
     def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
-        import cProfile  # imported here, because most runs do not use it
-
         profile = cProfile.Profile()
         profile.enable()
         try:
@@ -120,37 +110,20 @@ class Advanced(Profiler):
             with _failures_logged():
                 folder = _folder(directory)
                 profile.dump_stats(folder / "advanced.prof")
-                tables = function_tables(folder / "advanced.prof", self.top)
-                (folder / "advanced.txt").write_text(tables, encoding="utf-8")
+                text = io.StringIO()
+                stats = pstats.Stats(str(folder / "advanced.prof"), stream=text)
+                for order in ("cumulative", "tottime"):
+                    stats.sort_stats(order).print_stats(self.top)
+                (folder / "advanced.txt").write_text(text.getvalue(), encoding="utf-8")
                 log.info("time by function: %s (advanced.prof is for viewers like snakeviz)", folder / "advanced.txt")
-
-
-def function_tables(path: Path, top: int) -> str:
-    """Return two tables of the `top` functions in a `.prof` file: by cumulative time, and by time without callees."""
-    import pstats
-
-    text = io.StringIO()
-    stats = pstats.Stats(str(path), stream=text)
-    for order in ("cumulative", "tottime"):
-        stats.sort_stats(order).print_stats(top)
-    return text.getvalue()
 
 
 @dataclass
 class Trace(Profiler):
     """A profiler that writes a trace of all operations on the CPU and the CUDA device, for https://ui.perfetto.dev.
 
-    The profiler uses `torch.profiler`. A cycle has `wait` + `warmup` + `active` steps, of which only the last `active`
-    steps are recorded. A table of the 100 operations that take the most time is written beside each trace.
-
-    Args:
-        wait: number of steps to skip first, because a run reaches its full speed only after some steps.
-        warmup: number of steps to profile but discard, because the start of the profiler distorts them.
-        active: number of steps to record; each takes a few megabytes for a large network.
-        repeat: number of cycles; the trace of each cycle is written to separate files.
-        record_shapes: whether to record the shapes of operator inputs, and group the operations in the table by shape.
-        profile_memory: whether to record the memory that each operation allocates and frees.
-        with_stack: whether to record the Python source lines of each operation, which is slow.
+    A cycle of `torch.profiler` has `wait` + `warmup` + `active` steps, of which only the last `active` steps are
+    recorded. A table of the 100 operations that take the most time is written beside each trace.
     """
 
     wait: int = 5
@@ -166,17 +139,16 @@ class Trace(Profiler):
         check_range(self, "warmup", least=0)
         check_range(self, "active", least=1, most=1000)
         check_range(self, "repeat", least=1, most=100)
-        self._profile: torch.profiler.profile | None = None
-        self._num_written = 0
 
     @contextmanager
     def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
-        if devices[0].type != "cuda":
+        on_cuda = devices[0].type == "cuda"
+        if not on_cuda:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # suppresses a warning that there is no GPU
         kinds = torch.profiler.ProfilerActivity
         self._num_written = 0
         self._profile = torch.profiler.profile(
-            activities=[kinds.CPU, kinds.CUDA] if devices[0].type == "cuda" else [kinds.CPU],
+            activities=[kinds.CPU, kinds.CUDA] if on_cuda else [kinds.CPU],
             schedule=torch.profiler.schedule(
                 wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat
             ),
@@ -186,17 +158,13 @@ class Trace(Profiler):
             with_stack=self.with_stack,
             acc_events=False,  # each cycle is written to separate files
         )
-        try:
-            with self._profile:
-                yield
-        finally:
-            self._profile = None
-            if not self._num_written:
-                first = self.wait + self.warmup
-                log.warning("no trace: it begins after profiler.wait + profiler.warmup = %d steps", first)
+        with self._profile:
+            yield
+        if not self._num_written:
+            first = self.wait + self.warmup
+            log.warning("no trace: it begins after profiler.wait + profiler.warmup = %d steps", first)
 
     def after_step(self, step: int) -> None:
-        assert self._profile is not None, "after_step is called inside profile()"
         with warnings.catch_warnings():  # the events that torch clears have already been written
             warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
             self._profile.step()
@@ -215,11 +183,7 @@ class Trace(Profiler):
 
 @contextmanager
 def _failures_logged() -> Iterator[None]:
-    """Log each `OSError` that is raised inside the context, such as that of a full disk, instead of propagating it.
-
-    A run therefore continues if its profile cannot be written. If the run has already failed, the error that made it
-    fail is not replaced by the `OSError`.
-    """
+    """Log an `OSError` inside the context, such as that of a full disk: the run goes on, or keeps its first error."""
     try:
         yield
     except OSError as error:

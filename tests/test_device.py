@@ -46,14 +46,6 @@ def test_auto_takes_cuda_then_metal_then_the_cpu(machine, num_cuda: int, mps: bo
     assert Device().resolve() == torch.device(expected)
 
 
-def test_a_named_device_is_used_whatever_else_is_available(machine) -> None:
-    machine(2, mps=True)
-    assert Device(kind="cpu").resolve() == torch.device("cpu")
-    assert Device(kind="mps").resolve() == torch.device("mps")
-    assert Device(kind="cuda", index=1).resolve() == torch.device("cuda:1")
-    assert Device(kind="auto", index=1).resolve() == torch.device("cuda:1")
-
-
 def test_an_absent_device_is_refused_by_key(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(0)
     assert refusal(Device(kind="cuda")).key == "kind"
@@ -260,15 +252,6 @@ def test_a_busy_machine_is_noticed_while_training(busy: Callable[[int, float, fl
     assert busy(2, 10, 1) == ""  # a quiet machine
     assert busy(1, 10, 9) == ""  # there is nothing to type
     assert busy(2, 4, 4) == ""  # too short to know
-
-
-def test_a_process_that_has_more_threads_than_cores_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "get_num_threads", lambda: 2)
-        competition = Competition(torch.device("cpu"), 0)
-        assert competition.warning().endswith("try device.threads=1")
-        assert competition.warning() == ""
 
 
 def test_settings_are_restored_after_an_error() -> None:

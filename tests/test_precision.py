@@ -132,7 +132,7 @@ def test_16_is_bf16_on_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) 
 def test_a_cpu_without_bfloat16_instructions_causes_a_warning(
     precision: Precision, is_fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("runner.precision.has_fast_bfloat16", lambda: is_fast)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if is_fast else "AVX2")
     precision.prepare(torch.device("cpu"))
     assert ("no instructions" in caplog.text) is not is_fast
 

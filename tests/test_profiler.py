@@ -158,11 +158,6 @@ def test_advanced_counts_calls_by_function(tmp_path: Path) -> None:
     assert "some_function" in text
 
 
-def test_advanced_limits_its_tables_to_top_rows(tmp_path: Path) -> None:
-    train(Advanced(top=2), tmp_path, 3)
-    assert (tmp_path / "profile" / "advanced.txt").read_text().count("due to restriction <2>") == 2
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Trace
 

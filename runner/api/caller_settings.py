@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,7 +15,6 @@ import torch
 
 from runner.system.forkserver import server_stopped
 from runner.system.lazy_import import undo_defer
-from runner.system.torch_private import restore_child_handler
 
 
 @contextmanager
@@ -64,7 +64,9 @@ def _interpreter() -> Iterator[None]:
         yield
     finally:
         undo_defer("torch._dynamo")
-        restore_child_handler(handler)
+        # DataLoader replaces the handler. Without its own, it still notices within 5 s that a worker has died.
+        if signal.getsignal(signal.SIGCHLD) is not handler and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
         if num_frozen == 0:
             gc.unfreeze()
 

@@ -124,7 +124,7 @@ def composer_of(overrides: Sequence[str], config_dir: str | None) -> Composer:
     source = resumed(overrides)
     if source is None:
         return Composer(config_dir)
-    from runner.api.saved_defaults import saved_root  # imported here: it needs the components
+    from runner.api.saved_defaults import saved_root
 
     return Composer(config_dir, saved_root(source, overrides))
 

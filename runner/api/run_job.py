@@ -78,7 +78,7 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
                 write_result(run, directory, result)
             report(run, session, directory, result)
             if done is None and is_worth_planning(directory, result):
-                from runner.planning.logged_plan import log_plan  # imported here: short runs have no plan
+                from runner.planning.logged_plan import log_plan
 
                 log_plan(run, session, result, directory)
     return result

@@ -23,7 +23,7 @@ def compose_run(overrides: Sequence[str], config_dir: str | None = None, name: s
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
     """
-    from runner.run import build_run  # imported here: flags are checked before torch is imported
+    from runner.run import build_run
 
     return build_run(Composer(config_dir).run([*overrides, f"name={name}"]).config)
 

@@ -12,8 +12,8 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,23 +22,25 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from runner.commands.arguments import Parser
+from runner.commands.export_program import PROGRAMS, export_program
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import text_override
 from runner.model.weights import read_weights
 from runner.storage.checkpoint import EMA
 from runner.storage.checkpoint_selection import chosen_checkpoint
 from runner.storage.manifest import NAME as MANIFEST
-from runner.storage.manifest import SIGNATURE, DamagedError, untrusted, verified_manifest
+from runner.storage.manifest import SIGNATURE, DamagedError, verified_manifest
 from runner.storage.regular_file import check_readable
 from runner.storage.run_directory import step_of
 from runner.storage.signature import saved_signature
+from runner.system.exit_codes import DONE, REFUSED
 
 Tensors = dict[str, torch.Tensor]
 
 PREFIX = "module."
 """The prefix of parameter names in the state dict of DataParallel and DistributedDataParallel."""
 
-_CHECKPOINT_WEIGHTS = "model.safetensors"
+_MODEL = "model.safetensors"
 
 
 def _save_state_dict(tensors: Tensors, path: Path, _: dict[str, str] | None) -> None:
@@ -52,100 +54,57 @@ _WRITERS: dict[str, Callable[[Tensors, Path, dict[str, str] | None], None]] = {
 }
 
 
-PROGRAMS = (".pt2", ".onnx")
-"""The suffixes of exported programs: .pt2 for `torch.export`, .onnx for ONNX."""
-
-
 class Weights(NamedTuple):
-    """Weights and their origin.
-
-    Args:
-        tensors: tensors by name, on the CPU.
-        origin: a description of the file or checkpoint from which the weights were read.
-        signature: the shape of an input and the names of the classes or targets (see `Workload.signature`); empty if
-            they are not known.
-    """
+    """Weights and where they come from."""
 
     tensors: Tensors
     origin: str
     signature: Mapping[str, Any] = {}
+    """The shape of an input and the names of the classes or targets (see `Workload.signature`), if they are known."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
+    parser = Parser("convert", __doc__)
+    parser.add_argument("source", metavar="SOURCE", help="a run directory, a checkpoint in it, or a file of weights")
+    formats = "weights: a .safetensors file, or a state dict as .pt or .pth; the model as a program: .pt2 or .onnx"
+    parser.add_argument("destination", metavar="DESTINATION", help=formats)
+    parser.add_checkpoint(None)  # the default is told from what is typed, which a checkpoint or a file refuses
+    parser.add_argument(
+        "--module-prefix", action="store_true", help=f"prefix names with {PREFIX}, as DataParallel does"
+    )
+    parser.add_argument("--force", action="store_true", help="replace DESTINATION if it exists")
     try:
-        options = _parser().parsed(arguments)
+        options = parser.parsed(arguments)
         source, destination = (Path(os.path.expanduser(path)) for path in (options.source, options.destination))
         check_destination(destination, options.force)
         if destination.suffix in PROGRAMS:
-            print(exported(source, destination, options.checkpoint, options.module_prefix))
-            return 0
+            if options.module_prefix:
+                raise ConfigError("--module-prefix", True, "a program has no names of parameters", "leave it out")
+            checkpoint = checkpoint_of(source, options.checkpoint)
+            if checkpoint is None:
+                why = "it is not a run"
+                raise ConfigError("SOURCE", str(source), why, "name a run directory, or a checkpoint in one")
+            export_program(checkpoint, destination)
+            print(f"{destination}: the model of {checkpoint}; its outputs were compared")
+            return DONE
         weights = read(source, options.checkpoint)
         write(weights.tensors, destination, PREFIX if options.module_prefix else "", weights.signature)
     except ConfigError as error:
         print(error, file=sys.stderr)
-        return 2
+        return REFUSED
     values = sum(tensor.numel() for tensor in weights.tensors.values())
     print(f"{destination}: {len(weights.tensors)} tensors, {values:,} values, from {weights.origin}")
     print(f"start from it: {text_override('model.weights', destination)}")
-    return 0
-
-
-def exported(source: Path, destination: Path, choice: str | None, module_prefix: bool) -> str:
-    """Export the model of a run as a program for torch.export or ONNX, and return the message to print.
-
-    Args:
-        source: a run directory, or a checkpoint in one.
-        destination: a .pt2 or .onnx file; replaced if it exists.
-        choice: the checkpoint of the run: `best`, `last` or a step; None for the best one. It must be None if `source`
-            is a checkpoint.
-        module_prefix: whether --module-prefix was typed. This flag is not allowed, because a program has no names of
-            parameters.
-
-    Raises:
-        ConfigError: if `choice` or `module_prefix` is not allowed, a package is missing, there is no such checkpoint,
-            it cannot be read, or its model cannot be exported.
-    """
-    from runner.commands.export_program import (  # imported here: they need a run's modules
-        check_exporter,
-        export_program,
-    )
-
-    check(not module_prefix, "--module-prefix", True, "a program has no names of parameters", "leave it out")
-    check_readable("SOURCE", source / "checkpoints")
-    if step_of(source) is not None:
-        _check_not_chosen(source, choice)
-    check_exporter(destination)
-    checkpoint = export_program(source, choice or "best", destination)
-    return f"{destination}: the model of {checkpoint}; its outputs were compared"
-
-
-def _parser() -> Parser:
-    parser = Parser("convert", "Extract the weights of a run, or convert a file of weights.")
-    parser.add_argument("source", metavar="SOURCE", help="a run directory, a checkpoint in it, or a file of weights")
-    parser.add_argument(
-        "destination",
-        metavar="DESTINATION",
-        help="weights: a .safetensors file, or a state dict as .pt or .pth; the model as a program: .pt2 or .onnx",
-    )
-    parser.add_checkpoint(None)  # the default is told from what is typed, which a checkpoint or a file refuses
-    parser.add_argument(
-        "--module-prefix", action="store_true", help=f"prefix each name with {PREFIX}, as DataParallel does"
-    )
-    parser.add_argument("--force", action="store_true", help="replace DESTINATION if it exists")
-    return parser
+    return DONE
 
 
 def check_destination(path: Path, force: bool) -> None:
     """Check that the output file can be written, before the weights are read.
 
-    Args:
-        path: the output file (DESTINATION).
-        force: whether an existing file may be replaced.
-
     Raises:
-        ConfigError: if the suffix of `path` is not supported, if `path` is a directory, if it exists and `force` is
-            False, or if its parent directory is missing, is not accessible or is a checkpoint.
+        ConfigError: if the suffix of `path` is not supported, if it is a directory, if it exists and `force` is False,
+            or if its parent directory is missing, is not accessible or is a checkpoint.
     """
     formats = "name a .safetensors file, a state dict as .pt or .pth, or a program as .pt2 or .onnx"
     why = f"its suffix must be one of {', '.join((*_WRITERS, *PROGRAMS))}"
@@ -158,91 +117,58 @@ def check_destination(path: Path, force: bool) -> None:
     check(force or not path.exists(), "DESTINATION", str(path), "it already exists", "--force replaces it")
 
 
-def read(source: Path, choice: str | None = None) -> Weights:
-    """Read weights from a run directory, from a checkpoint or from a file.
+def checkpoint_of(source: Path, choice: str | None) -> Path | None:
+    """Return the checkpoint that `source` names: a run directory, a checkpoint in one, or a file in a checkpoint.
 
     Args:
-        source: a run directory, a checkpoint in a run directory, or a file of weights.
-        choice: if `source` is a run directory, which of its checkpoints is read: `best`, `last` or a step; None for the
-            best one. It must be None if `source` is anything else.
+        source: the path.
+        choice: for a run directory, `best`, `last` or a step; None for the best, and for anything else.
+
+    Returns:
+        None if `source` is none of them.
+    """
+    check_readable("SOURCE", source / "checkpoints")
+    if (source / "checkpoints").is_dir():
+        try:
+            return chosen_checkpoint(source, choice or "best")
+        except ConfigError as error:
+            key = "--checkpoint" if error.got == (choice or "best") else "SOURCE"
+            raise ConfigError(key, error.got, error.why, error.remedy) from None
+    if choice is not None:
+        why = f"{source} is not a run directory"
+        raise ConfigError("--checkpoint", choice, why, "leave it out, or name the run directory as SOURCE")
+    if source.name in (_MODEL, EMA) and (source.parent / MANIFEST).is_file():
+        return source.parent
+    return source if (source / MANIFEST).exists() or step_of(source) is not None else None
+
+
+def read(source: Path, choice: str | None = None) -> Weights:
+    """Read weights from a run directory, from a checkpoint or from a file; see `checkpoint_of`.
+
+    From a checkpoint, the weights that an evaluation uses are read, which may be averages, unless a file is named.
 
     Raises:
-        ConfigError: if `source` does not exist, cannot be read, contains no weights, or contains damaged weights. Also
-            if there is no such checkpoint, or `choice` is not allowed.
+        ConfigError: if `source` does not exist, cannot be read, contains no weights, or contains damaged weights.
     """
     others = "name a run directory, a checkpoint in one, or a file of weights"
-    check_readable("SOURCE", source / "checkpoints")
+    checkpoint = checkpoint_of(source, choice)
     check(source.exists(), "SOURCE", str(source), "there is no such file or directory", others)
-    named = ""
-    if source.name in (_CHECKPOINT_WEIGHTS, EMA) and (source.parent / MANIFEST).is_file():
-        source, named = source.parent, source.name  # read as a checkpoint, which verifies the hash
-    if (source / "checkpoints").is_dir():
-        return _read_checkpoint(_chosen(source, choice or "best"))
-    _check_not_chosen(source, choice)
-    if source.is_file():
-        return Weights(_read_file(source), str(source))
-    is_checkpoint = (source / MANIFEST).exists() or step_of(source) is not None
-    check(is_checkpoint, "SOURCE", str(source), "it contains no checkpoint", others)
-    return _read_checkpoint(source, named)
-
-
-def _check_not_chosen(source: Path, choice: str | None) -> None:
-    """Raise a `ConfigError` if a checkpoint was chosen with a flag, although `source` is not a run directory."""
-    why = f"{source} is not a run directory"
-    check(choice is None, "--checkpoint", choice, why, "leave it out, or name the run directory as SOURCE")
-
-
-def _chosen(run: Path, choice: str) -> Path:
-    """Return the path of the checkpoint of `run` that `choice` names.
-
-    Raises:
-        ConfigError: with the key --checkpoint if there is no such checkpoint; with the key SOURCE for other errors.
-    """
+    if checkpoint is None:
+        check(source.is_file(), "SOURCE", str(source), "it contains no checkpoint", others)
+        try:
+            return Weights(read_weights(str(source)), str(source))
+        except ConfigError as error:
+            raise ConfigError("SOURCE", error.got, error.why, error.remedy) from None
     try:
-        return chosen_checkpoint(run, choice)
-    except ConfigError as error:
-        key = "--checkpoint" if error.got == choice else "SOURCE"
-        raise ConfigError(key, error.got, error.why, error.remedy) from None
-
-
-def _read_checkpoint(path: Path, named: str = "") -> Weights:
-    """Read weights from the checkpoint at `path`.
-
-    Args:
-        path: the directory of the checkpoint.
-        named: the name of the file of weights in this directory. If it is empty, the weights that an evaluation uses
-            are read: the averaged weights if the checkpoint has them, otherwise the weights of the model.
-
-    Raises:
-        ConfigError: if the checkpoint cannot be read, is damaged, or does not contain the file.
-    """
-    with _errors_as_source(path):
-        manifest = verified_manifest(path)
-        name = named or (EMA if EMA in manifest["files"] else _CHECKPOINT_WEIGHTS)
+        manifest = verified_manifest(checkpoint)
+        name = source.name if source.parent == checkpoint else EMA if EMA in manifest["files"] else _MODEL
         if name not in manifest["files"]:  # it may be a pipe or a device
-            raise untrusted(path, f"{MANIFEST} does not list {name}")
-        origin = f"{path}, after step {manifest['step']}{', averaged' if name == EMA else ''}"
-        return Weights(load_file(path / name), origin, saved_signature(path))
-
-
-@contextmanager
-def _errors_as_source(checkpoint: Path) -> Iterator[None]:
-    """Raise a `ConfigError` with the key SOURCE if the body of the context cannot read `checkpoint`."""
-    why = ""
-    try:
-        yield
-    except ConfigError as error:
-        why = error.why
-    except (DamagedError, SafetensorError, OSError) as error:
-        why = str(error)
-    check(not why, "SOURCE", str(checkpoint), why, "name another checkpoint of the run")
-
-
-def _read_file(path: Path) -> Tensors:
-    try:
-        return read_weights(str(path))
-    except ConfigError as error:
-        raise ConfigError("SOURCE", error.got, error.why, error.remedy) from None
+            raise DamagedError(f"{checkpoint / MANIFEST} does not list {name}")
+        origin = f"{checkpoint}, after step {manifest['step']}{', averaged' if name == EMA else ''}"
+        return Weights(load_file(checkpoint / name), origin, saved_signature(checkpoint))
+    except (ConfigError, DamagedError, SafetensorError, OSError) as error:
+        why = error.why if isinstance(error, ConfigError) else str(error)
+        raise ConfigError("SOURCE", str(checkpoint), why, "name another checkpoint of the run") from None
 
 
 def write(tensors: Tensors, path: Path, prefix: str = "", signature: Mapping[str, Any] | None = None) -> None:
@@ -252,8 +178,7 @@ def write(tensors: Tensors, path: Path, prefix: str = "", signature: Mapping[str
         tensors: tensors by name.
         path: a .safetensors, .pt or .pth file.
         prefix: a prefix that is added to each name.
-        signature: the signature (see `Weights`) to store in the metadata of a .safetensors file; None to store none.
-            Other formats have no metadata.
+        signature: the signature (see `Weights`), which only a .safetensors file can store.
 
     Raises:
         ConfigError: if the format does not support a tensor, or the file cannot be written.
@@ -271,9 +196,8 @@ def write(tensors: Tensors, path: Path, prefix: str = "", signature: Mapping[str
         os.replace(part, path)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         why = f"it cannot be written: {str(error).splitlines()[0]}"
-        raise ConfigError(
-            "DESTINATION", str(path), why, "make room, or write it elsewhere; .pt takes any tensor"
-        ) from None
+        remedy = "make room, or write it elsewhere; .pt takes any tensor"
+        raise ConfigError("DESTINATION", str(path), why, remedy) from None
     finally:
         with suppress(OSError):  # the same error again
             part.unlink()

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        from rich.console import Console  # imported here, because --json does not need rich
+        from rich.console import Console
 
         from runner.commands.doctor_tables import render
 
@@ -46,16 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def gather() -> dict[str, Any]:
-    """Return a report on this machine as plain values.
+    """Return a report on this machine as plain values: `runner.system.provenance.environment` and more details.
 
-    Returns:
-        The dict that `runner.system.provenance.environment` returns, with more details of each CUDA device. The
-        list `findings` contains recommendations besides errors and warnings. The dict has four more keys:
-
-        - `driver`: the version of the driver; None if it is not known;
-        - `backends`: for each backend, whether it is available; for cuDNN, its version instead;
-        - `precisions`: what each precision does on each kind of device;
-        - `parallel`: what each parallel mode does.
+    `driver` is the version of the driver, or None; `backends` says which are available, for cuDNN its version;
+    `precisions` and `parallel` say what each option does here; `findings` also contains recommendations.
     """
     report = environment()
     devices, findings = report["devices"], report["findings"]
@@ -65,23 +59,17 @@ def gather() -> dict[str, Any]:
     report["driver"] = _add_clocks(devices, findings)
     report["backends"] = _backends(devices, findings)
     report["precisions"] = _precisions(devices, report["cpu"]["features"])
-    report["parallel"] = _options("parallel")
+    modes = option_files()["parallel"].items()
+    report["parallel"] = [{"name": name, "what": description(path)} for name, path in modes]
     findings += _remarks(report)
     return report
 
 
 def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]:
-    """Return further properties of a CUDA device, some of which can be read only with a CUDA context.
-
-    Args:
-        index: the index of the device.
-        count: the number of CUDA devices.
-        findings: the list to which errors and warnings are appended.
-    """
+    """Return further properties of CUDA device `index` of `count`, some of which need a CUDA context."""
     properties = torch.cuda.get_device_properties(index)
-    kilohertz = [
-        getattr(properties, name, None) for name in ("clock_rate", "memory_clock_rate")
-    ]  # missing in some versions of torch
+    # Some versions of torch have no clock rates.
+    kilohertz = [getattr(properties, name, None) for name in ("clock_rate", "memory_clock_rate")]
     details: dict[str, Any] = {
         "uuid": str(properties.uuid),
         "free_bytes": None,
@@ -105,23 +93,12 @@ def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]
 
 
 def computes(device: str) -> bool:
-    """Return whether `device` computes a sum correctly. A device that torch lists may be broken or too old for torch.
-
-    Raises:
-        RuntimeError: if `device` cannot compute at all.
-    """
+    """Return whether `device` computes a sum correctly: one that torch lists may be broken, or too old for torch."""
     return torch.ones(1000, device=device).sum().item() == 1000
 
 
 def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | None:
-    """Add the current clock rates to `devices`, and return the version of the driver.
-
-    Values that cannot be read are None, for example because nvidia-ml-py is not installed.
-
-    Args:
-        devices: the properties of each accelerator.
-        findings: the list to which errors and warnings are appended.
-    """
+    """Add the current clock rates to `devices`, and return the version of the driver; None for what cannot be read."""
     driver, cuda_devices = None, [device for device in devices if "uuid" in device]
     for device in cuda_devices:
         device |= {"clock_mhz": None, "memory_clock_mhz": None}
@@ -156,14 +133,7 @@ def _backends(devices: list[dict[str, Any]], findings: list[str]) -> dict[str, A
 
 
 def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict[str, str]]:
-    """Return descriptions of what each precision does on each kind of device.
-
-    If there are several CUDA devices, the one with the lowest compute capability is described.
-
-    Args:
-        devices: the properties of each accelerator.
-        features: the instruction sets of the CPU.
-    """
+    """Return what each precision does on each kind of device: on CUDA, with the lowest compute capability."""
     kinds: dict[str, str | None] = {"cpu": None}
     for device in devices:
         kind, capability = device["device"].partition(":")[0], device["capability"]
@@ -175,11 +145,11 @@ def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict
 
 
 def meaning(precision: str, kind: str, capability: str | None, features: Iterable[str]) -> str:
-    """Return a description of what a precision does on a kind of device; see runner/precision.py.
+    """Return what an option of `precision=` does on a kind of device (`cpu`, `cuda` or `mps`); see runner/precision.py.
 
     Args:
-        precision: the option of `precision=`, for example `bf16`.
-        kind: `cpu`, `cuda` or `mps`.
+        precision: the option.
+        kind: the kind of device.
         capability: the compute capability of a CUDA device, for example `8.0`; None for other devices.
         features: the instruction sets of the CPU.
     """
@@ -195,13 +165,7 @@ def meaning(precision: str, kind: str, capability: str | None, features: Iterabl
     }[precision]
 
 
-def _options(group: str) -> list[dict[str, str]]:
-    """Return the options of a config group with their descriptions."""
-    return [{"name": name, "what": description(path)} for name, path in option_files()[group].items()]
-
-
 def _remarks(report: dict[str, Any]) -> list[str]:
-    """Return recommendations for this machine, based on the report."""
     remarks, processor = [], report["cpu"]
     visible, cores = os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, int(usable_cores(processor)))
     if not report["devices"] and visible is not None:

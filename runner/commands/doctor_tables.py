@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
+
+from runner.system.tables import pairs, table
 
 
 def render(report: dict[str, Any]) -> Group:
     """Render `report`, the result of `runner.commands.doctor.gather`, as tables."""
     names = [precision for precision in report["precisions"][0] if precision != "precision"]
-    parts: list[RenderableType] = [
+    precisions = ([p["precision"], *(p[name] for name in names)] for p in report["precisions"])
+    count = sum("uuid" in device for device in report["devices"])
+    where = f"{count} CUDA device{'s' * (count != 1)}" if count else f"the CPU: {report['cpu']['allowed_cores']} cores"
+    versions, source = report["versions"] | {"driver": report["driver"]}, report["source"]
+    if source is not None:
+        commit = "–" if source["commit"] is None else source["commit"]
+        versions["commit"] = f"{commit}{', with uncommitted changes' if source['dirty'] else ''}"
+    findings = [Text("\nfindings", style="bold yellow"), *(Text(f"  {each}") for each in report["findings"])]
+    return Group(
         _devices(report["devices"]),
-        _pairs("processor", _processor(report)),
-        _table(
-            "precision=", ["", *names], ([p["precision"], *(p[name] for name in names)] for p in report["precisions"])
-        ),
-        _table(f"parallel= on {_where(report)}", ["", ""], ([o["name"], o["what"]] for o in report["parallel"])),
+        pairs("processor", _processor(report)),
+        table("precision=", ["", *names], precisions),
+        table(f"parallel= on {where}", ["", ""], ([option["name"], option["what"]] for option in report["parallel"])),
         Text("  which is the fastest: python -m runner tune OVERRIDE …"),
-        _pairs("backends", {name: _word(value) for name, value in report["backends"].items()}),
-        _pairs("versions", report["versions"] | {"driver": report["driver"]} | _commit(report["source"])),
-        _pairs("variables", report["variables"]),
-        _findings(report["findings"]),
-    ]
-    return Group(*parts)
+        pairs("backends", {name: _word(value) for name, value in report["backends"].items()}),
+        pairs("versions", versions),
+        pairs("variables", report["variables"]),
+        *(findings if report["findings"] else [Text("\nno problems found", style="green")]),
+    )
 
 
 def _devices(devices: list[dict[str, Any]]) -> RenderableType:
@@ -48,7 +52,7 @@ def _devices(devices: list[dict[str, Any]]) -> RenderableType:
         ]
         for device in devices
     )
-    return _table(f"devices: device=auto chooses {devices[0]['device']}", titles, rows)
+    return table(f"devices: device=auto chooses {devices[0]['device']}", titles, rows)
 
 
 def _processor(report: dict[str, Any]) -> dict[str, Any]:
@@ -57,43 +61,11 @@ def _processor(report: dict[str, Any]) -> dict[str, Any]:
     quota = f", with a quota of {cpu['quota_cores']:g} cores" if cpu["quota_cores"] else ""
     return {
         "model": cpu["model"],
-        "cores": f"{_or_dash(cpu['physical_cores'])} physical, {_or_dash(cpu['logical_cores'])} logical",
+        "cores": f"{cpu['physical_cores'] or '–'} physical, {cpu['logical_cores'] or '–'} logical",
         "this process": f"may use {cpu['allowed_cores']}{quota}; torch uses {cpu['threads']} threads",
         "instructions": f"{cpu['capability']} ({' '.join(cpu['features']) or 'no special instruction sets'})",
         "memory": f"{_size(memory['available_bytes'])} free of {_size(memory['total_bytes'])}{limit}",
     }
-
-
-def _where(report: dict[str, Any]) -> str:
-    """Return a description of the devices that a parallel mode can use."""
-    count = sum("uuid" in device for device in report["devices"])
-    return f"{count} CUDA device{'s' * (count != 1)}" if count else f"the CPU: {report['cpu']['allowed_cores']} cores"
-
-
-def _commit(source: dict[str, Any] | None) -> dict[str, str]:
-    if source is None:
-        return {}
-    return {"commit": f"{_or_dash(source['commit'])}{', with uncommitted changes' if source['dirty'] else ''}"}
-
-
-def _findings(findings: list[str]) -> RenderableType:
-    if not findings:
-        return Text("\nno problems found", style="green")
-    return Group(Text("\nfindings", style="bold yellow"), *(Text(f"  {finding}") for finding in findings))
-
-
-def _pairs(title: str, values: dict[str, Any]) -> Table:
-    return _table(title, ["", ""], values.items())
-
-
-def _table(title: str, columns: list[str], rows: Iterable[Iterable[Any]]) -> Table:
-    box = SIMPLE_HEAD if any(columns) else None
-    table = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=box, show_header=any(columns))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_or_dash(value)) for value in row))  # Text, so that brackets are not parsed as markup
-    return table
 
 
 def _size(num_bytes: int | None) -> str:
@@ -108,7 +80,3 @@ def _clock(now: int | None, most: int | None) -> str:
 
 def _word(value: object) -> object:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
-
-
-def _or_dash(value: object) -> str:
-    return "–" if value is None else str(value)

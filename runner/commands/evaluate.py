@@ -14,17 +14,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from runner.commands.arguments import Parser
 from runner.commands.messages import report_error
 from runner.parallel.launch.supervisor import RankError
 from runner.system.exit_codes import CRASHED, DONE
 from runner.tracking.log_file import LogFile
-
-if TYPE_CHECKING:
-    from runner.api.evaluation import Evaluation
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     try:
         options = parser.parsed(arguments)
-        from runner.api.evaluation import evaluate_checkpoint  # imported here: it imports torch, which is slow
+        from runner.api.evaluation import evaluate_checkpoint
         from runner.api.saved import load
 
         checkpoint = load(options.run).checkpoint(options.checkpoint)
@@ -47,17 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{error.trace}{error}", file=sys.stderr)
             return CRASHED
         return report_error(error)
-    print((_as_json if options.json else _as_text)(checkpoint, evaluation))
-    return DONE
-
-
-def _as_json(checkpoint: Path, evaluation: Evaluation) -> str:
-    step = int(checkpoint.name.removeprefix("step_"))
-    return json.dumps({"checkpoint": str(checkpoint), "step": step, **evaluation._asdict()}, indent=2)
-
-
-def _as_text(checkpoint: Path, evaluation: Evaluation) -> str:
+    if options.json:
+        step = int(checkpoint.name.removeprefix("step_"))
+        print(json.dumps({"checkpoint": str(checkpoint), "step": step, **evaluation._asdict()}, indent=2))
+        return DONE
     metrics = {tag: f"{value:.6g}" for tag, value in evaluation.metrics.items()}
     cells = evaluation.description | {"checkpoint": str(checkpoint)} | metrics
     width = max(map(len, cells))
-    return "\n".join(f"{name:<{width}}  {cell}" for name, cell in cells.items())
+    print("\n".join(f"{name:<{width}}  {cell}" for name, cell in cells.items()))
+    return DONE

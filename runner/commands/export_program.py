@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,43 +14,35 @@ import torch
 from runner.api.saved import load
 from runner.config.errors import ConfigError, check
 from runner.storage.manifest import SIGNATURE
-from runner.storage.run_directory import step_of
 from runner.storage.saved_run import directory_of
 from runner.system.installed import is_installed
 
 TOLERANCE = 1e-5
 """The largest accepted difference between an output of the program and the same output of the model.
 
-The difference is relative to the model's largest absolute output or, if this output is below 1, absolute.
+It is relative to the model's largest absolute output or, if this output is below 1, absolute.
 """
 
 
-def export_program(source: Path, choice: str | int, path: Path) -> str:
-    """Export the model of a checkpoint to `path`, in the format given by the suffix, and return the checkpoint's path.
+def export_program(checkpoint: Path, path: Path) -> None:
+    """Export the model of a checkpoint to `path`, in the format given by the suffix.
 
-    The program takes float32 inputs of shape [n, …], where n is any batch size, and returns the model's outputs. The
-    inputs must be normalized as in the evaluation.
-    A file at `path` is replaced only after the outputs of the program have been compared with those of the model.
-
-    Args:
-        source: a run directory, or a checkpoint in one.
-        choice: `best`, `last` or a step; not used if `source` is a checkpoint.
-        path: a .pt2 or .onnx file, which is replaced if it exists.
+    The program takes float32 inputs of shape [n, …], normalized as in the evaluation, where n is any batch size. A file
+    at `path` is replaced only after the outputs of the program have been compared with those of the model.
 
     Raises:
-        ConfigError: if there is no such checkpoint, it is damaged, it does not say what the inputs are, the model
-            cannot be exported, or the outputs of the program differ by more than `TOLERANCE`.
+        ConfigError: if a package is missing, the checkpoint is missing or damaged, it does not say what the inputs are,
+            the model cannot be exported, or the outputs of the program differ by more than `TOLERANCE`.
     """
-    step = step_of(source) if source.parent.name == "checkpoints" else None
-    is_run = (source / "checkpoints").is_dir() or step is not None
-    check(is_run, "SOURCE", str(source), "it is not a run", "name a run directory, or a checkpoint in one")
-    run = load(directory_of(source))
-    checkpoint = run.checkpoint(choice if step is None else step)
+    missing = [name for name in ("onnx", "onnxscript") if path.suffix == ".onnx" and not is_installed(name)]
+    if missing:
+        why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise ConfigError("DESTINATION", str(path), why, "pip install onnx onnxscript, or name a .pt2 file")
     step = int(checkpoint.name.removeprefix("step_"))
+    run = load(directory_of(checkpoint))
     signature = run.signature(step)
     why = "its checkpoint does not say what the inputs are"
-    remedy = "name a run of a classifier or a regression, of this version or a later one"
-    check("inputs" in signature, "SOURCE", str(source), why, remedy)
+    check("inputs" in signature, "SOURCE", str(checkpoint), why, "name a run of a classifier or a regression")
     model = run.model(step)
     inputs = torch.rand(3, *signature["inputs"], generator=torch.Generator().manual_seed(0))
     part = path.with_name(f".{os.getpid()}.part{path.suffix}")
@@ -59,7 +50,7 @@ def export_program(source: Path, choice: str | int, path: Path) -> str:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's exporters warn about their own internals
             wanted = model(inputs)
-            outputs = _EXPORTERS[path.suffix](model, inputs, json.dumps(signature), part)
+            outputs = PROGRAMS[path.suffix](model, inputs, json.dumps(signature), part)
         difference = float((outputs - wanted).abs().max() / wanted.abs().max().clamp(min=1))
         why = f"its outputs differ from those of the model by {difference:.2g}"
         check(difference <= TOLERANCE, "DESTINATION", str(path), why, "write the weights: .safetensors or .pt")
@@ -72,52 +63,33 @@ def export_program(source: Path, choice: str | int, path: Path) -> str:
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-    return str(checkpoint)
-
-
-def check_exporter(path: Path) -> None:
-    """Check that the packages for the format given by the suffix of `path` are installed.
-
-    Raises:
-        ConfigError: if a package is missing.
-    """
-    missing = [name for name in ("onnx", "onnxscript") if path.suffix == ".onnx" and not is_installed(name)]
-    why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-    check(not missing, "DESTINATION", str(path), why, "pip install onnx onnxscript, or name a .pt2 file")
 
 
 def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> torch.Tensor:
-    """Write a program of `torch.export` to `path`, load it again, and return its outputs for `inputs`.
+    """Write a program of `torch.export` with `signature` to `path`, load it again, and return its outputs.
 
-    The JSON text `signature` (see `Workload.signature`) is stored in the file.
     https://docs.pytorch.org/docs/stable/export.html
     """
-    program = torch.export.export(model, (inputs,), dynamic_shapes=_any_batch())
+    program = torch.export.export(model, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     torch.export.save(program, path, extra_files={SIGNATURE: signature})
     return torch.export.load(path).module()(inputs)
 
 
 def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> torch.Tensor:
-    """Write an ONNX model to `path`, and return its outputs for `inputs`, computed by ONNX's reference implementation.
+    """Write an ONNX model with `signature` to `path`, and return its outputs, computed by ONNX's reference evaluator.
 
-    The JSON text `signature` (see `Workload.signature`) is stored in the metadata of the file.
     https://docs.pytorch.org/docs/stable/onnx.html
     """
     from onnx.reference import ReferenceEvaluator  # pyright: ignore[reportMissingImports]  # an extra
 
+    options: Any = {"dynamic_shapes": ({0: torch.export.Dim("batch")},), "verbose": False}
     names: Any = {"input_names": ["inputs"], "output_names": ["outputs"]}
-    program: Any = torch.onnx.export(model, (inputs,), dynamo=True, dynamic_shapes=_any_batch(), verbose=False, **names)
+    program: Any = torch.onnx.export(model, (inputs,), dynamo=True, **options, **names)
     program.model.metadata_props[SIGNATURE] = signature
     program.save(path)
     outputs: Any = ReferenceEvaluator(str(path)).run(None, {"inputs": inputs.numpy()})
     return torch.from_numpy(outputs[0])
 
 
-def _any_batch() -> Any:
-    return ({0: torch.export.Dim("batch")},)
-
-
-_EXPORTERS: dict[str, Callable[[torch.nn.Module, torch.Tensor, str, Path], torch.Tensor]] = {
-    ".pt2": _export_torch,
-    ".onnx": _export_onnx,
-}
+PROGRAMS = {".pt2": _export_torch, ".onnx": _export_onnx}
+"""The suffixes of exported programs, for `torch.export` and ONNX."""

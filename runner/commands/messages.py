@@ -16,7 +16,7 @@ def report_error(error: Exception) -> int:
 
     An error that is not about the config or a file of the data is printed with its traceback.
     """
-    from hydra.errors import HydraException  # imported here: --help needs no Hydra
+    from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     from runner.config.hydra_errors import explain

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from runner.env.vector import Vector
 
 _MAX_FRAMES = 2_000
-"""The maximum number of frames in a film. All frames are kept in memory; a frame of CartPole takes 0.7 MB."""
+"""The maximum number of frames in a film, which are all kept in memory: one of CartPole takes 0.7 MB."""
 
 _FRAMES_PER_SECOND = 25
 """The approximate frame rate of a film. Frames are left out if the environment renders more of them per second."""
@@ -47,13 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parsed(arguments)
         check(options.episodes >= 1, "--episodes", options.episodes, "nothing would be played", "use --episodes 1")
         check_writable("--film", options.film, ".gif")
-        from runner.api.saved import load  # imported here: flags are checked before torch is imported
+        from runner.api.saved import load
 
         run = load(options.run)
-        env, model = (
-            _environment(run, options.checkpoint, options.overrides),
-            run.model(options.checkpoint, options.overrides),
-        )
+        env = _environment(run, options.checkpoint, options.overrides)
+        model = run.model(options.checkpoint, options.overrides)
         _play(env, model, options.seed, options.episodes, options.film)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -63,16 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _environment(run: SavedRun, checkpoint: str, overrides: Sequence[str]) -> Env:
-    """Return the environment of the agent of `run`, with `Env.prepare` already called.
-
-    Args:
-        run: the run.
-        checkpoint: the checkpoint whose config is used: `best`, `last` or a step.
-        overrides: changes of this config, such as `env.max_episode_steps=1000`.
-
-    Raises:
-        ConfigError: if `run` is not a run of an agent, there is no such checkpoint, or the config is refused.
-    """
+    """Return the environment of the agent of `run`, with `Env.prepare` already called."""
     from runner.workloads.dqn.workload import DQN
 
     workload = run.on_one_device(checkpoint, overrides).workload

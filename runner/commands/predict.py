@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from runner.analysis.output import check_writable, csv_row, one_line, write_or_refuse
 from runner.commands.arguments import Parser
 from runner.commands.messages import report_error
-from runner.config.errors import check, escaped
+from runner.config.errors import ConfigError, check, escaped
 from runner.storage.durable_write import write_json, write_text
 from runner.system.exit_codes import DONE
 from runner.system.utf8 import printable
@@ -31,16 +31,25 @@ _MAX_IMAGES = 36
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0, 2 after a config error, or 1 after any other error."""
+    parser = Parser("predict", __doc__)
+    parser.add_run()
+    parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, or directories of images")
+    parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
+    parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--grid", metavar="FILE.png", help=f"also draw the first {_MAX_IMAGES} images")
     try:
-        options = _parser().parsed(arguments)
+        options = parser.parsed(arguments)
         for flag, suffix in (("csv", ""), ("json", ""), ("grid", ".png")):
             check_writable(f"--{flag}", getattr(options, flag), suffix)
-        from runner.api.saved import load  # imported here: flags are checked before torch is imported
+        from runner.api.saved import load
 
         run = load(options.run)
         predictions = run.predict(options.files, options.checkpoint)
+        inputs = {os.path.realpath(each.file) for each in predictions}
         for flag in ("csv", "json", "grid"):
-            _check_no_input(f"--{flag}", getattr(options, flag), predictions)
+            path = getattr(options, flag)
+            if path and os.path.realpath(os.path.expanduser(path)) in inputs:
+                raise ConfigError(f"--{flag}", path, "it is one of the files to predict", "name another file")
         write_or_refuse("--csv", options.csv, lambda path: write_text(path, _as_csv(predictions)))
         write_or_refuse("--json", options.json, lambda path: write_json(path, [_row(each) for each in predictions]))
         write_or_refuse("--grid", options.grid, lambda path: _write_grid(path, run, options.checkpoint, predictions))
@@ -48,22 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report_error(error)
     print(_as_table(predictions))
     return DONE
-
-
-def _check_no_input(flag: str, value: str | None, predictions: Sequence[Prediction]) -> None:
-    real = value and os.path.realpath(os.path.expanduser(value))
-    inputs = {os.path.realpath(each.file) for each in predictions}
-    check(real not in inputs, flag, value, "it is one of the files to predict", "name another file")
-
-
-def _parser() -> Parser:
-    parser = Parser("predict", __doc__)
-    parser.add_run()
-    parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, or directories of images")
-    parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
-    parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
-    parser.add_argument("--grid", metavar="FILE.png", help=f"also draw the first {_MAX_IMAGES} images")
-    return parser
 
 
 def _row(prediction: Prediction) -> dict[Any, Any]:
@@ -84,35 +77,27 @@ def _as_csv(predictions: list[Prediction]) -> str:
 
 
 def _as_table(predictions: list[Prediction]) -> str:
-    from rich.cells import cell_len, set_cell_size  # imported here: other formats need no columns
+    from rich.cells import cell_len, set_cell_size
 
     # Names of classes may come from somebody else.
     labels = ["?" if each.error else one_line(each.label) for each in predictions]
     width = max(map(cell_len, labels))
-    return "\n".join(
-        f"{set_cell_size(label, width)}  {each.probability:6.1%}  {escaped(each.file)}"
-        if not each.error
-        else f"{set_cell_size(label, width)}          {escaped(each.file)}: {escaped(each.error)}"
-        for label, each in zip(labels, predictions, strict=True)
-    )
+    lines = []
+    for label, each in zip(labels, predictions, strict=True):
+        probability = " " * 6 if each.error else f"{each.probability:6.1%}"
+        why = f": {escaped(each.error)}" if each.error else ""
+        lines.append(f"{set_cell_size(label, width)}  {probability}  {escaped(each.file)}{why}")
+    return "\n".join(lines)
 
 
 def _write_grid(path: Path, run: SavedRun, checkpoint: str, predictions: list[Prediction]) -> None:
-    """Write a PNG file with the first `_MAX_IMAGES` images that could be read.
-
-    Each image is cropped and resized as in an evaluation, and shown with its predicted class and the probability.
-
-    Raises:
-        ConfigError: if none of the images could be read.
-    """
+    """Write a PNG file with the first images that could be read, as in an evaluation, and their predicted classes."""
     import torch
-    from PIL import Image
 
-    from runner.tracking.image_grids import grid
+    from runner.tracking.image_grids import grid, save
 
     shown = [each for each in predictions if not each.error][:_MAX_IMAGES]
     check(bool(shown), "--grid", str(path), "none of the images could be read", "leave it out")
     inputs = run.image_input(checkpoint)
     captions = [f"{each.label} {each.probability:.0%}" for each in shown]
-    picture = grid(torch.stack([inputs.read(each.file) for each in shown]), captions)
-    Image.fromarray(picture.permute(1, 2, 0).numpy()).save(path)
+    save(grid(torch.stack([inputs.read(each.file) for each in shown]), captions), path)

@@ -34,7 +34,7 @@ def main() -> int:
 
     def command() -> int:
         open_console()
-        from runner.commands.train import main  # pyright: ignore  # imported here: signals are handled by now
+        from runner.commands.train import main  # pyright: ignore
 
         return main()
 

@@ -95,11 +95,11 @@ def _run(arguments: list[str]) -> list[int]:
         needless = getattr(options, flag) and not options.cfg
         check(not needless, f"--{flag}", ABSENT, "it has an effect only with --cfg", "add --cfg job")
     directory = _run_directory(options)
-    from runner.api.composing import compose_run, composer_of  # imported here: --help needs no Hydra
+    from runner.api.composing import compose_run, composer_of
     from runner.config.composition import Composer
 
     if options.multirun:
-        from runner.cli.run_sweep import run_sweep  # imported here: a single run has no ledger
+        from runner.cli.run_sweep import run_sweep
         from runner.cli.sweep_jobs import SweepJobs
 
         jobs = SweepJobs(Composer(options.config_dir), [quoted(word, sweep=True) for word in options.overrides])
@@ -143,7 +143,7 @@ def _run_directory(options: Namespace) -> Path | None:
 def _run_single(
     job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None, options: Namespace
 ) -> list[int]:
-    from runner.run import build_run  # imported here: --help needs no components
+    from runner.run import build_run
 
     run = build_run(job.config)
     if options.summary:
@@ -158,7 +158,6 @@ def _run_single(
         from runner.parallel.launch.processes import start_rank_server
 
         start_rank_server()
-    # Imported here: config errors are reported before torch is imported.
     from runner.api.run_job import print_summary, run_one
 
     return [run_one(run, job.overrides, directory, print_summary).exit_code]

@@ -6,14 +6,11 @@ import json
 import os
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from runner.config.experiment_file import experiment_command, experiment_file
@@ -24,6 +21,7 @@ from runner.planning.tuning import BUDGET_SPENT
 from runner.storage import run_directory
 from runner.storage.durable_write import write_text
 from runner.system.cpu import cpu_model
+from runner.system.tables import table
 
 EXPERIMENT = "tuned"
 """The name of the experiment with the chosen overrides."""
@@ -66,10 +64,10 @@ def render(report: dict[str, Any]) -> Group:
         chosen = row["overrides"] == report["chosen"]
         rows.append([f"{'→ ' * chosen}{name}" if name else names[chosen], *cells(row)])
     titles = ["candidate", "results", "samples/s", "speed-up", "memory", "first step", "pays after"]
-    parts: list[RenderableType] = [_table("steps of the candidates, the fastest first", titles, rows)]
+    parts: list[RenderableType] = [table("steps of the candidates, the fastest first", titles, rows, right_from=2)]
     if others:
         rows = [(status, reason, "\n".join(names)) for (status, reason), names in others.items()]
-        parts.append(_table("not measured", ["", "because", "candidates"], rows))
+        parts.append(table("not measured", ["", "because", "candidates"], rows))
     whole = partial(Text, no_wrap=True, overflow="ignore")  # a command that is wrapped cannot be copied
     return Group(*parts, *map(whole, verdict(report)))
 
@@ -113,12 +111,3 @@ def deleted_keys(report: dict[str, Any]) -> list[str]:
     """Return the keys that the typed overrides delete, except for config groups."""
     deleted = [override_key(text) for text in report["typed"] if text.startswith("~")]
     return [key for key in deleted if key not in groups_in_defaults()]
-
-
-def _table(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
-    for number, name in enumerate(titles):
-        table.add_column(name, overflow="fold", justify="right" if number > 1 and titles[0] else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table

@@ -68,12 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed(arguments: Sequence[str] | None) -> tuple[list[str], int, str | None]:
-    """Return the overrides, the number of steps, and the directory in `--config-dir` (None without this flag).
-
-    Raises:
-        ConfigError: for an unknown flag, a word that is not a valid override, a number of steps below 1, or a value of
-            `resume` other than `auto` and `never`.
-    """
+    """Return the overrides, the number of steps, and the directory in `--config-dir` (None without this flag)."""
     parser = Parser("verify", __doc__, overrides=True)
     parser.add_argument("--steps", type=int, default=3, help="number of optimizer steps (default: 3)")
     options = parser.parsed(arguments)
@@ -83,12 +78,7 @@ def parsed(arguments: Sequence[str] | None) -> tuple[list[str], int, str | None]
 
 
 def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = None) -> Outcome:
-    """Compare a config with its reference, that is, the same config with the overrides `PLAIN`.
-
-    Args:
-        overrides: the overrides of the config.
-        steps: number of optimizer steps.
-        config_dir: a directory with options of your own, with the structure of conf/; None to use only conf/.
+    """Compare a config with its reference, that is, the same config with the overrides `PLAIN`, for `steps` steps.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused, or a single device cannot compute

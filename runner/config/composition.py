@@ -42,7 +42,7 @@ _GLOBAL_GROUPS = ("debug", "experiment", "local")
 _LENGTHS = {"epochs", "workload.env_steps"}
 """Keys that say how long a run is if `steps` is null."""
 _TRACKERS = re.compile(r"tracking=(\[.*\])")
-_SEVERAL = "runner.tracking.several.Several"
+_SEVERAL = "runner.tracking.multi_tracker.MultiTracker"
 _SAVED = "saved"
 
 
@@ -201,7 +201,7 @@ class Composer:
         return error
 
     def _named_trackers(self, config: DictConfig) -> list[str]:
-        """Return the trackers that `tracking=several` combines, or nothing if `Several` will refuse their names.
+        """Return the trackers that `tracking=several` combines, or nothing if `MultiTracker` will refuse their names.
 
         Raises:
             ConfigError: if one of them does not exist.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,15 +46,12 @@ class TensorSamples(ArraySamples, LabeledSamples):
         self.shape = (inputs.shape[1], inputs.shape[2], inputs.shape[3])
         self.mean, self.std, self.flip, self.crop, self.augment = mean, std, flip, crop, augment
 
-    def _training_samples(self, order: SampleOrder, micros: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
-        indices = order.indices_of(micros)
+    def _training_samples(self, order: SampleOrder, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        indices = order.indices(micro.start, micro.stop)
         inputs = self._normalized(self.inputs.index_select(0, indices))
         if self.flip or self.crop or self.augment:
-            inputs = self._augmented(inputs, order.seed, order.epochs_of(micros), indices)
+            inputs = self._augmented(inputs, order.seed, order.epochs(micro.start, micro.stop), indices)
         return inputs, self.targets.index_select(0, indices)
-
-    def _input_bytes(self) -> int:
-        return 4 * math.prod(self.shape)  # a batch is float32, even if the samples are stored as uint8
 
     def _augmented(self, inputs: torch.Tensor, seed: int, epochs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         if self.flip or self.crop:

@@ -95,7 +95,7 @@ class Parallel:
 
         Returns:
             The metric sums over the micro-batch, in the order of `workload.metrics`: float32 [num_metrics], on the
-            device, or what they will be computed from. A rank without the loss, as in a pipeline, returns zeros.
+            device. A rank without the loss, as in a pipeline, returns zeros.
         """
         return self._accumulate(model, batch, micro.weight)
 

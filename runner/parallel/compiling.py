@@ -11,7 +11,6 @@ import torch
 
 from models.blocks import blocks_of
 from runner.config.errors import check
-from runner.system import torch_private
 
 BLOCKS = "blocks"
 """The value of `compile` that compiles each block on its own."""
@@ -48,7 +47,12 @@ def compile_in_place(module: torch.nn.Module, how: bool | str, blocks: Sequence[
         found = modules_of_blocks(module) if blocks is None else blocks
         why = "it has no blocks() that could be compiled one by one"
         check(bool(found), "compile", how, f"{type(module).__name__}: {why}", "compile=true")
-        torch_private.allow_recompilations(_VARIANTS * len(found))
+        from torch.compiler import config
+
+        # Blocks of the same class share one function, which is compiled again for each new set of shapes.
+        count = _VARIANTS * len(found)
+        config.recompile_limit = max(config.recompile_limit, count)
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
         for block in found:
             block.compile()
     elif how:

@@ -27,7 +27,6 @@ from runner.parallel.pipelining.partition import (
 )
 from runner.session import Session
 from runner.system.section_timer import timer
-from runner.tracking.metrics import computed
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class ModelParallel(Partition, Parallel):
             loss, sums = workload.loss_of(self._forward(batch.inputs), targets)
         with timer.section("backward"):
             precision.backward(loss * micro.weight if micro.weight != 1 else loss)
-        return computed(sums).to(devices[0], non_blocking=True)
+        return sums.to(devices[0], non_blocking=True)
 
     def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return self._forward(inputs).to(inputs.device)

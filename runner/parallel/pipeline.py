@@ -41,7 +41,7 @@ from runner.parallel.pipelining.timeline import Span, Timeline, bubble
 from runner.session import Session
 from runner.system.section_timer import timer
 from runner.tracking.image_grids import save
-from runner.tracking.metrics import MetricSums, computed
+from runner.tracking.metrics import MetricSums
 
 log = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ class Pipeline(Partition, MultiProcess):
         def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             with precision.autocast():
                 value, of_chunk = workload.loss_of(outputs, targets)
-            sums.append(computed(of_chunk).to(device, non_blocking=True))
+            sums.append(of_chunk.to(device, non_blocking=True))
             return precision.scaled(value * share)
 
         if micro.is_last and log_due:

@@ -42,7 +42,6 @@ from runner.parallel.pipelining.partition import blocks_of, first_inputs
 from runner.result import Result
 from runner.run import Run, build_run
 from runner.session import Session
-from runner.system import fused_update
 from runner.training import initial_state
 
 _REPEATS = 3
@@ -278,7 +277,7 @@ def _update(session: Session, model: torch.nn.Module, optimizer: torch.optim.Opt
     """Measure a step of `optimizer`, which updates the parameters of `model`."""
     for parameter in trainable(model):
         parameter.grad = torch.zeros_like(parameter)
-    return {"update": _seconds(session, lambda: fused_update.step(optimizer))}
+    return {"update": _seconds(session, lambda: optimizer.step())}
 
 
 def _seconds(session: Session, work: Callable[[], Any]) -> float:

@@ -24,7 +24,6 @@ from runner.run import build_run
 from runner.session import Session
 from runner.system import memory, torch_errors
 from runner.system.forkserver import METHOD, become_command, start_server, without_main_module
-from runner.system.kill_group import kill_group
 from runner.training import prepare, refused_by_torch, train_step
 
 PRELOADED = ("torch", "runner.planning.trial")
@@ -151,7 +150,7 @@ class Trial:
         self._connection.close()
         if self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill_group(self._process.pid)  # its ranks and data workers too
+                os.killpg(self._process.pid, signal.SIGKILL)  # its ranks and data workers too
             with contextlib.suppress(ProcessLookupError):
                 if self._process.exitcode is None:  # it has not yet begun a group of its own
                     self._process.kill()

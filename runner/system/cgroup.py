@@ -13,14 +13,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cgroup_limits(controller: str, *names: str) -> Iterator[list[str]]:
-    """Yield the resource limits of this process's control group, and then those of each ancestor of this group.
+    """Yield the words in the files `names` of this process's control group, and then those of each ancestor.
 
-    Args:
-        controller: the controller whose limits are read, `cpu` or `memory`.
-        names: the names of the files that contain the limits. A control group that has none of these files is skipped.
-
-    Yields:
-        For each control group, the words in its files, in the order of `names`.
+    Control groups that have none of the files are skipped. `controller` is `cpu` or `memory`.
     """
     for line in read_lines(_PROC / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -36,7 +31,7 @@ def cgroup_limits(controller: str, *names: str) -> Iterator[list[str]]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of the file at `path`; an empty list if the file does not exist or cannot be read."""
+    """Return the lines of the file at `path`; an empty list if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -31,15 +31,14 @@ class _Descriptor(io.FileIO):
 
 
 _output: _Descriptor | None = None
-"""Standard output, once `open_console` was called."""
 
 
 def open_console() -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams that raise no exception if a write fails.
 
     Characters that the encoding lacks are printed as escape sequences, also by the Python processes that this process
-    starts: ranks, data workers and the jobs of a sweep. A closed descriptor is opened on /dev/null;
-    otherwise, the next file that is opened would get its number, and would receive what native code prints.
+    starts. A closed descriptor is opened on /dev/null: the next file that is opened would get its number, and would
+    receive what native code prints.
     """
     global _output
     for number in range(3):
@@ -57,8 +56,7 @@ def open_console() -> None:
 
 def _text(stream: _Descriptor, before: TextIO | None, line_buffering: bool) -> TextIO:
     encoding = "utf-8" if before is None else before.encoding
-    buffer = io.BufferedWriter(stream)
-    return io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=line_buffering)
+    return io.TextIOWrapper(io.BufferedWriter(stream), encoding, "backslashreplace", line_buffering=line_buffering)
 
 
 def reader_left() -> bool:

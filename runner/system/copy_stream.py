@@ -14,30 +14,20 @@ Tensors = tuple["torch.Tensor", ...]
 
 
 class Transfer(NamedTuple):
-    """Tensors that are being copied.
-
-    Args:
-        source: the tensors to copy, kept so that their memory is not freed too early; empty for a `PeerCopyStream`.
-        result: the copies.
-        done: a `torch.cuda.Event` that is recorded after the last copy; None if nothing has to be copied.
-    """
+    """Tensors that are being copied."""
 
     source: Tensors
+    """Kept so that their memory is not freed too early; empty for a `PeerCopyStream`."""
     result: Tensors
     done: Any
+    """A `torch.cuda.Event` that is recorded after the last copy; None if nothing has to be copied."""
 
 
 class NoCopy:
-    """The base class of copy streams, and the class to use if source and target are the same device.
-
-    This class copies nothing: `receive` returns the tensors that were passed to `send`.
-    """
+    """The base class of copy streams, which copies nothing: source and target are the same device."""
 
     def send(self, tensors: Tensors) -> Transfer:
-        """Queue copies of `tensors`, to be made once the source device's current stream has computed `tensors`.
-
-        `NoCopy` itself makes no copies: `tensors` are the `result` of the transfer.
-        """
+        """Queue copies of `tensors`, to be made once the source device's current stream has computed them."""
         return Transfer(tensors, tensors, None)
 
     def receive(self, transfer: Transfer) -> Tensors:
@@ -49,11 +39,9 @@ class NoCopy:
 
 
 class CopyStream(NoCopy):
-    """A stream for copies from host memory to a CUDA device. The host waits for a copy if the memory is not pinned.
+    """A stream for copies from host memory to the CUDA device `target`.
 
-    Args:
-        target: the CUDA device.
-        cuda: `torch.cuda`, or a substitute in tests.
+    The host waits for a copy if the memory is not pinned. `cuda` is `torch.cuda`, or a substitute in tests.
     """
 
     def __init__(self, target: torch.device, cuda: Any):
@@ -89,11 +77,6 @@ class PeerCopyStream(CopyStream):
 
     When torch copies a tensor between two devices, the current stream of each device waits for the copy. This class
     therefore makes two separate streams current during a copy, so that the streams used for computation do not wait.
-
-    Args:
-        source: the CUDA device to copy from.
-        target: the CUDA device to copy to.
-        cuda: `torch.cuda`, or a substitute in tests.
     """
 
     def __init__(self, source: torch.device, target: torch.device, cuda: Any):
@@ -111,11 +94,5 @@ class PeerCopyStream(CopyStream):
 
 
 def copy_stream(source: torch.device, target: torch.device, cuda: Any = None) -> NoCopy:
-    """Return a stream for copies between two CUDA devices.
-
-    Args:
-        source: the CUDA device to copy from.
-        target: the CUDA device to copy to. If it is the same device as `source`, the returned stream copies nothing.
-        cuda: a substitute for `torch.cuda` in tests; None for `torch.cuda`.
-    """
+    """Return a stream for copies between two CUDA devices, which copies nothing if they are the same."""
     return NoCopy() if source == target else PeerCopyStream(source, target, cuda or torch.cuda)

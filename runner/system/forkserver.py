@@ -19,7 +19,6 @@ from typing import Any
 
 from runner.system import import_path
 from runner.system.signals import STOP_SIGNALS
-from runner.system.temporary import claim_directory, remove_abandoned
 
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
@@ -27,22 +26,17 @@ METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 def start_server(module: str, *modules: str) -> None:
     """Unless the fork server is already running, start it, and let it import the modules in the background.
 
-    A server imports only the modules that its start names, so that each start has to name all of them.
-
-    The server's children start with stop signals blocked, for this reason: on Ctrl-C, the terminal sends a signal to
-    the whole process group, but only the main process should handle this signal and then stop the children.
+    The server's children start with stop signals blocked: on Ctrl-C, the terminal sends a signal to the whole process
+    group, but only the main process should handle it, and then stop the children.
     """
     if METHOD != "forkserver":
         return
     from multiprocessing import forkserver, resource_tracker, util
 
-    forkserver.set_forkserver_preload(["runner.system.preload_begin", module, *modules, "runner.system.preload_end"])
+    forkserver.set_forkserver_preload(["runner.system.preload", module, *modules])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        # This creates the directory in which multiprocessing keeps its sockets. A stop signal before the removal of the
-        # directory is registered would leave it behind. `claim_directory` returns False if it is claimed already.
-        if claim_directory(util.get_temp_dir()):
-            remove_abandoned("pymp-")
+        util.get_temp_dir()  # a stop signal between its creation and the registration of its removal would leave it
         resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM here, and ignores them itself
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         with import_path.exported():  # the server and its children must not import another copy of the project
@@ -55,8 +49,8 @@ def start_server(module: str, *modules: str) -> None:
 def server_stopped() -> Iterator[None]:
     """A context manager that stops the fork server at the end, unless the server was running at the beginning.
 
-    This protects other code of this process that uses `multiprocessing`. If `start_server` has started the fork server,
-    SIGTERM is blocked in the server's children, and `Process.terminate` would not end them.
+    SIGTERM is blocked in the children of our server, so that `Process.terminate` of the caller's code would not end
+    its own.
     """
     from multiprocessing import forkserver
 
@@ -76,8 +70,8 @@ def server_stopped() -> Iterator[None]:
 def without_main_module() -> Iterator[None]:
     """A context manager in which the processes that `multiprocessing` starts do not import this program's main module.
 
-    Ranks and data workers do not need the main module. If it is a script that starts training at its top level, outside
-    of an `if __name__ == "__main__":` block, each process that imports it would begin to train.
+    A script may start training at its top level, outside of an `if __name__ == "__main__":` block; each rank or data
+    worker that imports it would begin to train.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -90,8 +84,7 @@ def without_main_module() -> Iterator[None]:
 def become_command() -> None:
     """Make this process, a child of the fork server, behave like a command that a shell has started in the background.
 
-    The process gets its own session, so that Ctrl-C in the terminal does not reach it, and its standard input becomes
-    empty. Stop signals are unblocked.
+    It gets its own session, so that Ctrl-C in the terminal does not reach it, and an empty standard input.
     """
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDONLY)
@@ -106,11 +99,7 @@ def become_command() -> None:
 
 
 def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
-    """Call `function(*arguments)` in a child of the fork server, and wait until the child exits.
-
-    The child starts quickly, because it does not have to import the modules that the server has already imported. If
-    the function fails in the child, the child prints the error, and this process continues.
-    """
+    """Call `function(*arguments)` in a child of the fork server, which prints any error, and wait until it exits."""
     start_server(function.__module__)
     context: Any = multiprocessing.get_context(METHOD)
     process = context.Process(target=function, args=arguments)
@@ -119,13 +108,10 @@ def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
 
 
 def death_of_server() -> str:
-    """Return how the fork server ended, such as `SIGKILL` or `exit code 1`; an empty string if it is still running.
+    """Return how the fork server ended, such as `SIGKILL` or `exit code 1`; "" if it is still running after 1 s.
 
-    This function waits for the end of the server, but at most 1 s. If this process has not started the server, the
-    result is an empty string.
-
-    The main process receives the exit codes of the children from the server. If the server dies, all children
-    therefore seem to have ended at the same time. This function tells whether the server has died.
+    The main process receives the exit codes of the children from the server: if it dies, all children seem to have
+    ended at the same time.
     """
     from multiprocessing import forkserver
 

@@ -26,11 +26,9 @@ _DEFAULT = 2**25
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """A context in which glibc keeps freed blocks of less than 1 GiB for later allocations of this process.
+    """A context in which glibc keeps freed blocks of less than 1 GiB, and at its end returns them.
 
-    At the end of the context, free memory is returned to the operating system. The thresholds of glibc are then those
-    that it reaches by itself in a process that frees large blocks. With any other C library, and if an environment
-    variable sets the thresholds, this context does nothing.
+    With any other C library, and if an environment variable sets the thresholds, this context does nothing.
     """
     libc = _glibc()
     if libc is None:

@@ -23,8 +23,6 @@ def visible_gpus() -> list[str]:
 def busy_gpus(names: Iterable[str]) -> set[str]:
     """Return the GPUs in `names` that any process is using for computation; an empty set if NVML is not available.
 
-    NVML needs the package nvidia-ml-py, which `pip install nvidia-ml-py` installs.
-
     Args:
         names: the index or UUID of each GPU. NVML numbers the GPUs in the order of the PCI bus. On a machine with GPUs
             of several models, the indices of CUDA are the same only with CUDA_DEVICE_ORDER=PCI_BUS_ID.

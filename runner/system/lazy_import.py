@@ -1,13 +1,17 @@
 """Lazy import of torch: it is loaded at its first use, so that `--help` and config errors appear 1 to 2 s earlier.
 
-torch's compiler is also loaded only at its first use (see `runner.system.torch_private`).
+The command calls `import_lazily("torch", "torchvision")` before anything else. Modules then import torch at their top;
+modules with a class or a decorator of torch, and other slow packages, are imported in the functions that use them.
+torch's compiler is deferred in the same way (`runner.system.torch_private.defer_compiler`).
 
-https://github.com/pytorch/pytorch/issues/97106 is about the slow import of torch. This file becomes unnecessary if the
-import becomes fast, or with the `lazy import` statement of Python 3.15 (PEP 810).
+https://github.com/pytorch/pytorch/issues/97106 is about the slow import of torch. With the `lazy import` statement of
+Python 3.15 (PEP 810), this file becomes unnecessary. `importlib.util.LazyLoader` loads the package too early before
+Python 3.12: at the second `import` statement, which reads `__spec__`.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
@@ -16,17 +20,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from runner.system.garbage_collection import collection_postponed
 from runner.system.signals import exceptions_postponed
 
 
 class _Lazy(ModuleType):
-    """A module object that loads its package only when one of the package's attributes is read.
-
-    Reading an attribute that the object itself has, such as `__spec__`, does not load the package.
-    `importlib.util.LazyLoader` is not used because, before Python 3.12, it loads the package too early: at the second
-    `import` statement, which reads `__spec__`.
-    """
+    """A module object that loads its package only when an attribute is read that the object itself does not have."""
 
     def __getattr__(self, name: str) -> Any:
         _load(self)
@@ -34,7 +32,6 @@ class _Lazy(ModuleType):
 
 
 _when_loaded: dict[str, Callable[[], None]] = {}
-"""For each lazy package, the function to call once it is loaded."""
 
 
 def _load(package: _Lazy) -> None:
@@ -43,8 +40,15 @@ def _load(package: _Lazy) -> None:
     assert spec.loader is not None
     package.__class__ = ModuleType  # pyright: ignore[reportAttributeAccessIssue]
     package.__path__ = spec.submodule_search_locations or []
-    with exceptions_postponed(), collection_postponed():
-        spec.loader.exec_module(package)
+    was_enabled = gc.isenabled()
+    gc.disable()  # the collector would examine a million new objects repeatedly, a fifth of the time of importing torch
+    try:
+        with exceptions_postponed():
+            spec.loader.exec_module(package)
+    finally:
+        gc.freeze()  # full collections take 0.1 s less, and forked children keep sharing the memory of these objects
+        if was_enabled:
+            gc.enable()
     _when_loaded.pop(spec.name)()
 
 
@@ -87,12 +91,11 @@ def import_lazily(*names: str) -> None:
 def defer(
     name: str, stand_ins: Mapping[str, Callable[..., Any]], when_loaded: Callable[[], None] = lambda: None
 ) -> None:
-    """Defer loading the package `name`, as `import_lazily` does.
+    """Defer loading the package `name`, as `import_lazily` does; the parent of a subpackage is loaded at once.
 
     Args:
-        name: the package. If it is a subpackage, its parent package is loaded at once.
-        stand_ins: maps names of the package's functions to other functions, which are called instead until the package
-            is loaded. Calling them does not load the package.
+        name: the package.
+        stand_ins: functions that are called instead of the package's, by name, until it is loaded.
         when_loaded: function that is called as soon as the package is loaded.
     """
     spec = importlib.util.find_spec(name) if name not in sys.modules else None
@@ -113,7 +116,7 @@ def defer(
 
 
 def undo_defer(name: str) -> None:
-    """Undo `defer`, unless the package has been loaded: the import of the package is then as without this module."""
+    """Undo `defer`, unless the package has been loaded."""
     if isinstance(sys.modules.get(name), _Lazy):
         del sys.modules[name]
         parent, _, last = name.rpartition(".")

@@ -17,9 +17,9 @@ _PROC = Path("/proc/self")
 def usage(device: torch.device) -> dict[str, float]:
     """Return the peak memory usage on `device` in bytes, by TensorBoard tag, without waiting for the device.
 
-    `memory/peak` is the peak since the last call of `reset_peak`. On CUDA, it is the peak memory allocated for tensors.
-    On a CPU, it is the peak resident set size of the process. MPS keeps no peak; there, it is the GPU memory currently
-    allocated for the process. `memory/peak_reserved`, only on CUDA, also counts memory that the allocator caches.
+    `memory/peak` is the peak since the last `reset_peak`: of tensors on CUDA, of the process's resident set on a CPU.
+    MPS keeps no peak: it is the GPU memory that the process has now. `memory/peak_reserved`, only on CUDA, also counts
+    what the allocator caches.
     """
     if device.type == "cuda":
         return {
@@ -34,8 +34,7 @@ def usage(device: torch.device) -> dict[str, float]:
 def reset_peak(device: torch.device) -> None:
     """Free cached memory and reset the peak memory usage, so that each run in a process has its own peak.
 
-    On a CPU, the peak can be reset only on Linux, and not in all containers. Elsewhere, it counts from the start of the
-    process.
+    On a CPU, this works only on Linux; elsewhere, the peak counts from the start of the process.
     """
     gc.collect()
     if device.type == "cuda":
@@ -53,12 +52,10 @@ def host_memory() -> dict[str, int | None]:
     """Return the memory of the machine and the limit of this process, in bytes.
 
     Returns:
-        - `total_bytes`: the memory of the machine;
-        - `available_bytes`: the memory that this process may still allocate: the available memory of the machine or,
-          if that is less, what the processes of its control groups have left of their limits;
-        - `limit_bytes`: the limit of the control groups, or None if there is no limit below `total_bytes`.
+        `total_bytes` of the machine; `available_bytes`, which this process may still allocate in view of the limits of
+        its control groups; and `limit_bytes`, the lowest of these limits, or None if none is below `total_bytes`.
     """
-    import psutil  # imported here, because only the environment report needs it
+    import psutil
 
     machine = psutil.virtual_memory()
     groups = [*_limited_groups("memory.max", "memory.current"), *_limited_groups(*_VERSION_1, stat_prefix="total_")]
@@ -74,10 +71,7 @@ _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def _limited_groups(limit_file: str, usage_file: str, stat_prefix: str = "") -> Iterator[tuple[int, int]]:
-    """Yield the limit and the usage of each control group with a limit, in bytes.
-
-    Cached files do not count, because the kernel drops them from memory before it refuses an allocation.
-    """
+    """Yield the limit and the usage of each control group with a limit, in bytes; cached files do not count."""
     for limit, *more in cgroup_limits("memory", limit_file, usage_file, "memory.stat"):
         if limit.isdecimal():  # otherwise `max`, or the statistics of the root group, which has no limit
             usage = int(more[0]) if more and more[0].isdecimal() else 0

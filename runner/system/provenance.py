@@ -1,7 +1,7 @@
 """The environment of a run as plain values: command, source, versions and machine.
 
-A run saves its environment in its directory, as `environment.json`. `python -m runner doctor` prints the
-environment with more details.
+A run saves its environment in its directory, as `environment.json`; `python -m runner doctor` prints it with more
+details.
 """
 
 from __future__ import annotations
@@ -59,13 +59,9 @@ def command() -> str:
 
 
 def source(root: Path = _ROOT) -> dict[str, Any] | None:
-    """Return the git commit of the source tree, and whether the tree has uncommitted changes; None if git cannot tell.
+    """Return the git `commit` of the source tree, and whether it is `dirty`; None if git cannot tell.
 
-    Args:
-        root: the directory that contains `.git`.
-
-    Returns:
-        `commit`, which is None before the first commit; and `dirty`, whether files are changed or untracked.
+    `commit` is None before the first commit.
     """
     if not (root / ".git").exists():  # an installed package may be inside an unrelated repository
         return None
@@ -78,17 +74,12 @@ def source(root: Path = _ROOT) -> dict[str, Any] | None:
         return None
     lines = status.stdout.splitlines()
     commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), "(initial)")
-    return {
-        "commit": None if commit == "(initial)" else commit,
-        "dirty": any(not line.startswith("#") for line in lines),
-    }
+    dirty = any(not line.startswith("#") for line in lines)
+    return {"commit": None if commit == "(initial)" else commit, "dirty": dirty}
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions of this project, Python, torch, CUDA, the operating system and `PACKAGES`, by name.
-
-    The version is None for a package that is not installed, and for CUDA if torch is built without it.
-    """
+    """Return the versions of this project, Python, torch, CUDA, the system and `PACKAGES`; None for what is missing."""
     return {
         "runner": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -100,20 +91,25 @@ def versions() -> dict[str, Any]:
 
 
 def devices(findings: list[str]) -> list[dict[str, Any]]:
-    """Return the properties of the accelerators that torch finds.
+    """Return the properties of the accelerators that torch finds; errors and warnings are appended to `findings`.
 
-    Args:
-        findings: the list to which errors and warnings are appended.
-
-    Returns:
-        For each device: `device`, such as `cuda:0`; `name`; `total_bytes` of memory; `capability`, None on MPS; and on
-        CUDA also `multiprocessors`.
+    The keys are `device`, such as `cuda:0`; `name`; `total_bytes` of memory; `capability`, None on MPS; and on CUDA
+    also `multiprocessors`.
     """
     found: list[dict[str, Any]] = []
     with collect_findings(findings, "CUDA"):
         if torch.cuda.is_available():
             for index in range(torch.cuda.device_count()):
-                found.append(_cuda_device(index))  # not a comprehension: an error keeps the devices found before it
+                properties = torch.cuda.get_device_properties(index)
+                found.append(
+                    {
+                        "device": f"cuda:{index}",
+                        "name": properties.name,
+                        "total_bytes": properties.total_memory,
+                        "capability": f"{properties.major}.{properties.minor}",
+                        "multiprocessors": properties.multi_processor_count,
+                    }
+                )
     if torch.backends.mps.is_available():
         total = torch.mps.recommended_max_memory()
         found.append({"device": "mps", "name": cpu()["model"], "total_bytes": total, "capability": None})
@@ -122,11 +118,9 @@ def devices(findings: list[str]) -> list[dict[str, Any]]:
 
 @contextmanager
 def collect_findings(findings: list[str], what: str) -> Iterator[None]:
-    """Catch errors and warnings inside the context, so that a broken driver does not end the caller.
+    """Append the first line of each error or warning inside the context to `findings`, after `what`.
 
-    Args:
-        findings: the list to which the first line of each caught error or warning is appended.
-        what: the prefix of each appended line.
+    A broken driver therefore does not end the caller.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -135,17 +129,6 @@ def collect_findings(findings: list[str], what: str) -> Iterator[None]:
         except Exception as error:
             findings.append(f"{what}: {type(error).__name__}: {_first_line(error)}")
     findings += [f"{what}: {_first_line(warning.message)}" for warning in caught]
-
-
-def _cuda_device(index: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(index)
-    return {
-        "device": f"cuda:{index}",
-        "name": properties.name,
-        "total_bytes": properties.total_memory,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-    }
 
 
 @cache

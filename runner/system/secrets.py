@@ -1,7 +1,6 @@
-"""Functions that mask the credentials in a text or a config before the text or config is saved or shown.
+"""Functions that mask credentials before a text or a config is saved or shown, as users share run directories.
 
-This is necessary because users may share run directories with colleagues, and send curves to a server. `_TABLE` lists
-the forms of credentials that are recognized; a credential in any other form is not masked.
+`_TABLE` lists the forms of credentials that are recognized; a credential in any other form is not masked.
 """
 
 from __future__ import annotations
@@ -10,18 +9,14 @@ import re
 from typing import Any
 
 MASK = "***"
-"""The text that replaces a credential.
-
-Overrides that contain this text can still be parsed, but to use them again, the user has to type the credentials.
-"""
+"""The text that replaces a credential. Overrides that contain it can still be parsed."""
 
 _NAME = (
     r"(?P<name>passwords?|passwd|passphrase|secrets?|credentials?|authorization|connection[_-]?string"
     r"|(?:api|access|account|private|secret|signing|encryption)[_-]?key"
     r"|(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token)"
 )
-"""A pattern for the end of a key that names a credential. It does not match `eos_token` and `num_tokens`, for example,
-which refer to the tokens of a language model."""
+"""A pattern for the end of a key that names a credential; `eos_token` and `num_tokens` are of a language model."""
 
 _VALUE = r"""(?P<quote>["'])?(?P<secret>(?(quote)(?:(?!(?P=quote))[^\n])+|(?:\$\{[^{}\n]*\}|[^\s"',&)\]}]+)))"""
 
@@ -54,22 +49,19 @@ _TABLE = {
     "a JSON Web Token": r"(?<![\w-])(?=[\w-]+\.eyJ[\w-]{8,}\.)[\w-]*?\b(?P<secret>eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*)",
     "a private key": r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?P<secret>.*?)(?:-----END|\Z)",
 }
-"""Patterns for credentials, by their context or issuer. The group `secret` matches the credential, and the group `name`
-matches its name."""
+"""Patterns for credentials, by their context or issuer. The group `secret` matches the credential, `name` its name."""
 
 _MARKS = (
     *("pass", "secret", "credential", "authorization", "bearer", "connection", "key", "token", "sig", "pwd", "://"),
     *("hf_", "gh", "glpat", "sk-", "akia", "asia", "aiza", "xox", "eyj"),
 )
-"""Every match of `_TABLE`, in lowercase, contains at least one of these strings. Most texts contain none of them, and
-need not be searched with the patterns."""
+"""Every match of `_TABLE`, in lowercase, contains one of these strings: most texts need not be searched further."""
 
 _PATTERNS = tuple(re.compile(pattern, re.DOTALL) for pattern in _TABLE.values())
 _OVERRIDE = re.compile(rf"(?i:[+~]*[^\s=]{{0,200}}?{_NAME}=)(?P<secret>.+)", re.DOTALL)
 _NAMED = re.compile(rf"(?i:{_NAME})\Z")
 _NO_SECRET = re.compile(r"(?:(?i:null|none|true|false)|\?\?\?|\$\{[^{}]*\}|\*+|)(?: +#[^\n]*)?")
-"""A pattern for values that are not secrets even if their key is `password`: for example `null`, `true` or a reference
-such as `${oc.env:TOKEN}`."""
+"""A pattern for values that are no secrets even if their key is `password`, such as a reference `${oc.env:TOKEN}`."""
 
 
 def redacted(text: str) -> str:
@@ -82,32 +74,22 @@ def redacted(text: str) -> str:
 
 
 def redacted_values(config: Any) -> Any:
-    """Return a copy of `config` with credentials replaced by `***`.
+    """Return a copy of `config`, plain values nested in dicts and lists, or a list of overrides, without credentials.
 
-    Args:
-        config: a config, that is, plain values nested in dicts and lists; or a list of overrides.
+    In an override that sets a credential, everything after the `=` is replaced by `***`.
     """
     if isinstance(config, dict):
         return {key: _redacted_value(str(key), value) for key, value in config.items()}
     if isinstance(config, list | tuple):
         return [redacted_values(value) for value in config]
-    return _redacted_text(config) if isinstance(config, str) else config
-
-
-def _redacted_text(text: str) -> str:
-    """Return `text`, a string in a config, with credentials replaced by `***`.
-
-    In an override that sets a credential, everything after the `=` is the credential.
-    """
-    override = _OVERRIDE.fullmatch(text)
-    return _masked(override) if override else redacted(text)
+    if not isinstance(config, str):
+        return config
+    override = _OVERRIDE.fullmatch(config)
+    return _masked(override) if override else redacted(config)
 
 
 def _redacted_value(key: str, value: Any) -> Any:
-    """Return `value`, the value of `key` in a config, with credentials replaced by `***`.
-
-    If `key` names a credential, all values nested in `value` are treated as credentials.
-    """
+    """Return `value` without credentials. If `key` names a credential, all values nested in `value` are credentials."""
     if isinstance(value, dict):
         hidden = _NAMED.search(key)
         return {inner: _redacted_value(key if hidden else str(inner), each) for inner, each in value.items()}
@@ -128,13 +110,5 @@ def _masked(match: re.Match[str]) -> str:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Return whether `value` is a credential.
-
-    Values such as `null` and `true` are never credentials. A number is treated as a credential, because it may be a
-    password, unless `name` is `token`: the number is then the ID of a token of a language model.
-
-    Args:
-        name: the end of the key of `value`, such as `password`; empty if `value` was recognized without a key.
-        value: the text that may be a credential.
-    """
+    """Return whether `value` of a key that ends with `name` is a credential. The number of a `token` is none."""
     return not _NO_SECRET.fullmatch(value) and not (name.lower() == "token" and value.isdecimal())

@@ -26,9 +26,8 @@ class Section:
 class SectionTimer:
     """A timer for sections of code. The time of a section does not include the time of sections that are nested in it.
 
-    The times of all sections therefore add up to the time since `reset` was called. Entering a section takes 0.5 µs,
-    which is negligible in the training loop. On an accelerator, the timer measures how long the host takes to queue
-    work, unless `reset` was called with a function `synchronize` that waits for the device.
+    The times of all sections therefore add up to the time since `reset` was called. On an accelerator, the timer
+    measures how long the host takes to queue work, unless `reset` was called with a function that waits for the device.
     """
 
     def __init__(self) -> None:
@@ -36,11 +35,7 @@ class SectionTimer:
         self.reset()
 
     def reset(self, synchronize: Callable[[], None] | None = None) -> None:
-        """Set all times to zero, and make the section `other` active.
-
-        Args:
-            synchronize: a function to call at each switch between sections, for example to wait for the device.
-        """
+        """Set all times to zero, and make the section `other` active; `synchronize` is called at each switch."""
         self.synchronize = synchronize
         self.calls: dict[str, int] = defaultdict(int)
         self._seconds: dict[str, float] = defaultdict(float)
@@ -56,10 +51,7 @@ class SectionTimer:
         return before
 
     def section(self, name: str) -> Section:
-        """Return a context manager that makes the section `name` active: `with timer.section("data"): …`.
-
-        Each call adds 1 to `calls[name]`.
-        """
+        """Return a context manager that makes the section `name` active, and add 1 to `calls[name]`."""
         self.calls[name] += 1
         section = self._sections.get(name)
         if section is None:

@@ -28,9 +28,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, si
 class StopRequest:
     """A context manager that stores the name of a stop signal in `received`, which the training loop reads every step.
 
-    In the main process, Ctrl-C after an earlier stop signal raises `KeyboardInterrupt`. In a child process it does not,
-    because the main process stops its children. A child process starts with stop signals blocked, and receives pending
-    signals when it enters the context. If SIGHUP is ignored, for example because of `nohup`, it stays ignored.
+    In the main process, Ctrl-C after an earlier stop signal raises `KeyboardInterrupt`; the main process stops its
+    children, which start with stop signals blocked, and receive pending ones when they enter the context. If SIGHUP is
+    ignored, as with `nohup`, it stays ignored.
     """
 
     before_training = False
@@ -61,10 +61,9 @@ class StopRequest:
             self._outer.received = self._outer.received or self.received
             self._outer._interrupted |= self._interrupted
         if self.received:
-            import logging  # here: the command handles signals before it imports anything else
+            import logging  # not at the top: the command handles signals before it imports anything else
 
-            log = logging.getLogger(__name__)
-            log.debug("asked to stop by %s", self.received)
+            logging.getLogger(__name__).debug("asked to stop by %s", self.received)
 
     def _install(self) -> None:
         for number in STOP_SIGNALS:  # `signal.signal` returns None for a handler that was not installed from Python
@@ -83,12 +82,11 @@ class StopRequest:
             _forget_closed_terminal()
         if not self.received:
             self.received = signal.Signals(number).name
-            self._begin(number)
+            self._first(number)
         elif number == signal.SIGINT and _is_main_process():
             self._interrupt()
 
-    def _begin(self, number: int) -> None:
-        """Handle the first stop signal, whose number is `number`."""
+    def _first(self, number: int) -> None:
         if _is_main_process():
             _say(f"{self.received}: finishing the step, then saving; press Ctrl-C to stop at once")
 
@@ -105,9 +103,9 @@ class StopRequest:
 class CommandSignals(StopRequest):
     """A context manager for the whole command, in which a stop signal before training raises an exception.
 
-    The exception is `KeyboardInterrupt` for Ctrl-C, and `SystemExit` for other signals. During training, the
-    `StopRequest` of the training loop handles the signals. After training, a signal is only recorded in `received`: the
-    result is still written, but this process does not start another run.
+    It is `KeyboardInterrupt` for Ctrl-C, and `SystemExit` for other signals. During training, a `StopRequest` handles
+    the signals. After training, a signal is only recorded in `received`: the result is still written, but this process
+    does not start another run.
     """
 
     before_training = True
@@ -115,7 +113,7 @@ class CommandSignals(StopRequest):
     """The exit code of the command if a signal has ended it before training; otherwise None."""
     is_postponing = False
     postponed: BaseException | None = None
-    """The exception to raise at the end of `exceptions_postponed`, if any. Inside it, `is_postponing` is true."""
+    """The exception to raise at the end of `exceptions_postponed`."""
 
     def __enter__(self) -> CommandSignals:
         if threading.current_thread() is threading.main_thread() and _installed() is None:
@@ -132,7 +130,7 @@ class CommandSignals(StopRequest):
         if is_pending:  # see `_raise_again_if_unraisable`
             raise KeyboardInterrupt if self.exit_code == INTERRUPTED else SystemExit(STOPPED)
 
-    def _begin(self, number: int) -> None:
+    def _first(self, number: int) -> None:
         if not self.before_training:
             return
         self.exit_code = INTERRUPTED if number == signal.SIGINT else STOPPED
@@ -151,11 +149,10 @@ class CommandSignals(StopRequest):
 
 @contextmanager
 def exceptions_postponed() -> Iterator[None]:
-    """Within this context, a stop signal raises its exception only at the end of the context.
+    """Within this context, a stop signal raises its exception only at the end of the (outermost) context.
 
-    If such contexts are nested, the exception is raised at the end of the outermost one. This context is for calls of
-    C++ code that calls Python, such as the import of torch: there, an exception of a signal handler can abort the
-    process, which then leaves its temporary files behind.
+    It is for calls of C++ code that calls Python, such as the import of torch: there, an exception of a signal handler
+    can abort the process, which then leaves its temporary files behind.
     """
     command = _installed()
     if not isinstance(command, CommandSignals) or threading.current_thread() is not threading.main_thread():
@@ -174,8 +171,8 @@ def exceptions_postponed() -> Iterator[None]:
 def run_main(main: Callable[[], int]) -> int:
     """Install handlers for stop signals, call `main`, and return the exit code of this process.
 
-    `main` does all the work of this process. Python then takes a second to exit, and while it exits, it restores the
-    default signal handlers, which kill the process. Stop signals are therefore ignored once `main` has returned.
+    Python then takes a second to exit, and restores the default signal handlers, which kill the process. Stop signals
+    are therefore ignored once `main` has returned.
     """
     command = CommandSignals().__enter__()  # never left
     try:
@@ -210,7 +207,6 @@ def before_training() -> None:
 
 
 def _installed() -> StopRequest | None:
-    """Return the `StopRequest` whose signal handlers are installed; None if there is none."""
     owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return owner if isinstance(owner, StopRequest) else None
 
@@ -222,10 +218,7 @@ def _is_main_process() -> bool:
 
 
 def _say(line: str) -> None:
-    """Write `line` to standard error, in a way that is safe in a signal handler.
-
-    The signal may have interrupted a write to `sys.stderr`, which is not reentrant, so `os.write` is used instead.
-    """
+    """Write `line` to standard error; the signal may have interrupted `sys.stderr.write`, which is not reentrant."""
     with suppress(OSError):
         os.write(2, f"\n{line}\n".encode())
 
@@ -243,13 +236,9 @@ def _forget_closed_terminal() -> None:
 def _raise_again_if_unraisable(lost: Any) -> None:
     """Raise the exception of a stop signal again if it could not reach the caller; used as `sys.unraisablehook`.
 
-    If a signal arrives during a destructor or a callback of a weak reference, its exception does not reach the caller:
-    Python only passes it to this hook. Importing a module calls many such callbacks. A timer therefore raises the
-    exception again a moment later, when Python is probably running other code, so that the command still cleans up.
-    Exceptions that do not come from a stop signal are printed, as Python does by default.
-
-    Args:
-        lost: the argument that Python passes to `sys.unraisablehook`.
+    If a signal arrives during a destructor or a callback of a weak reference, of which the import of a module calls
+    many, Python only passes its exception to this hook. A timer therefore raises it again a moment later, when Python
+    is probably running other code, so that the command still cleans up.
     """
     if not isinstance(lost.exc_value, KeyboardInterrupt | SystemExit):
         sys.__unraisablehook__(lost)

@@ -1,7 +1,6 @@
-"""Functions that recognize torch's errors by their messages, because these errors have no exception types of their own.
+"""Functions that recognize torch's errors by their messages (of torch 2.11 to 2.14), as they have no exception types.
 
-The messages are those of torch 2.11 to 2.14. Each function names the torch issue that would make it unnecessary, if one
-is known. No other file compares error messages.
+No other file compares error messages.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ def is_lost_peer(error: BaseException) -> bool:
     """Return whether `error` means that another rank has exited, or has not reached a collective before the timeout.
 
     NCCL and the stores raise `torch.distributed.DistError` (https://github.com/pytorch/pytorch/pull/107651), but gloo
-    raises a RuntimeError. Types for all of these errors were requested in
-    https://github.com/pytorch/pytorch/issues/14433, which is closed. No open torch issue is known.
+    raises a RuntimeError (https://github.com/pytorch/pytorch/issues/14433, closed).
     """
     text = str(error).lower()
     names = ("gloo", "nccl", "pair closure")
@@ -34,11 +32,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def nondeterministic_operation(error: BaseException) -> str:
-    """Return the message of `error` if an operation has no deterministic implementation; otherwise an empty string.
-
-    `torch.use_deterministic_algorithms` makes such operations raise a RuntimeError. Only the first line of its message
-    is returned, without torch's advice.
-    """
+    """Return the message of `error`, without torch's advice, if an operation has no deterministic form; else ""."""
     text = str(error)
     if "does not have a deterministic implementation" not in text and "not deterministic" not in text:
         return ""
@@ -59,17 +53,12 @@ _OUT_OF_MEMORY = re.compile(
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` was raised because there is not enough memory, on the host or on a device.
 
-    On CUDA, torch's allocator raises a `torch.OutOfMemoryError`, but libraries that allocate memory themselves, as NCCL
-    and cuBLAS do, make torch raise other errors. torch's allocators for the CPU and for MPS raise a RuntimeError, and
-    Python raises a MemoryError. If the message says that another process was killed by SIGKILL, it is assumed that
-    Linux killed it because the memory was exhausted.
+    Only torch's allocator for CUDA has a type of its own for this error. If the message says that another process was
+    killed by SIGKILL, it is assumed that Linux killed it because the memory was exhausted.
     """
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def is_single_value_batch_norm(error: BaseException) -> bool:
-    """Return whether batch normalization raised `error` because a channel has a single value and thus no variance.
-
-    torch raises a ValueError.
-    """
+    """Return whether batch normalization raised `error` because a channel has a single value and thus no variance."""
     return "Expected more than 1 value per channel" in str(error)

@@ -1,13 +1,11 @@
-"""Functions that access torch's private state, which a new torch version may break.
+"""Functions that access torch's private state, which a new torch version may break; each says why it is needed.
 
-Each function says why it is needed, and which torch issue would make it unnecessary, if one is known. Fake
-tensors, which are private too, are in `runner.system.fake_tensors`.
+No torch issue about a public function is known unless it is named. Fake tensors, which are private too, are in
+`runner.system.fake_tensors`.
 """
 
 from __future__ import annotations
 
-import signal
-import threading
 from typing import Any
 
 import torch
@@ -18,9 +16,8 @@ from runner.system.lazy_import import defer
 def num_operations() -> int:
     """Return the number of gloo operations that this process has started, over all of its process groups.
 
-    The number includes collectives, point-to-point operations, and the operations that DDP starts in C++. If torch had
-    a public counter of operations, or a timeout that excludes the time during which processes are suspended, this
-    function would be unnecessary. No torch issue is known.
+    The number includes collectives, point-to-point operations, and the operations that DDP starts in C++. torch has no
+    public counter, and no timeout that excludes the time during which processes are suspended.
     """
     from torch.distributed import distributed_c10d
 
@@ -33,7 +30,6 @@ def abort_process_group() -> None:
     """Abort all process groups, in which other ranks may still be waiting.
 
     The public `destroy_process_group` ends NCCL's communicators in agreement with the other ranks, which may not come.
-    No torch issue about a public function is known.
     """
     from torch.distributed import distributed_c10d
 
@@ -44,8 +40,7 @@ def defer_compiler() -> None:
     """Defer loading `torch._dynamo`, the front end of the compiler, until a function is compiled.
 
     All optimizers of torch import it, in order to call two functions that do nothing unless a function is being
-    compiled. The import takes about a second before the first step of every run. If torch imported it only to compile,
-    this function would be unnecessary. No torch issue is known.
+    compiled. The import takes about a second before the first step of every run.
     """
     disabled: list[Any] = []
 
@@ -64,28 +59,6 @@ def _do_nothing(*_: Any) -> None:
     pass
 
 
-def restore_child_handler(before: Any) -> None:
-    """Set the handler of SIGCHLD to `before`, if DataLoader has replaced it; its next use sets its own again."""
-    from torch.utils.data._utils import signal_handling
-
-    if signal.getsignal(signal.SIGCHLD) is not before and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, before)
-        signal_handling._SIGCHLD_handler_set = False
-
-
-def allow_recompilations(count: int) -> None:
-    """Let the compiler compile a function at least `count` times before it gives up and runs the function uncompiled.
-
-    Blocks of a network that have the same class share one function, which is compiled again for each new set of shapes.
-    A ResNet needs more compilations than the default limit of eight. The limit can only be set for the whole process.
-    """
-    import torch._dynamo
-
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, count)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
-
-
 def split_compiled_ddp(split: bool) -> None:
     """Set whether the compiler splits a network inside DDP into several parts.
 
@@ -100,22 +73,11 @@ def split_compiled_ddp(split: bool) -> None:
     config.optimize_ddp = split
 
 
-def has_fast_bfloat16() -> bool:
-    """Return whether oneDNN computes in bfloat16 on this CPU, which requires AVX-512 or a newer instruction set.
-
-    Without oneDNN, torch has only slow bfloat16 kernels: a step of ResNet50 took minutes. No torch issue about a public
-    function is known.
-    """
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the overflow flags that `GradScaler.unscale_` has set: one float32 scalar, 0 or 1, for each device.
 
     `GradScaler.step` and `GradScaler.update` read these tensors. If each rank holds the gradients of only a part of
-    the model, the flags have to be reduced over the ranks before `step`, so that all ranks skip the same updates.
-
-    https://github.com/pytorch/pytorch/issues/67590 requests a public function that tells whether an update was skipped.
-    Such a function could replace this one only if it gave access to the flags before `step`.
+    the model, the flags have to be reduced over the ranks before `step`, so that all ranks skip the same updates
+    (https://github.com/pytorch/pytorch/issues/67590, if it gave access to the flags before `step`).
     """
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())

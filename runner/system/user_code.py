@@ -12,11 +12,8 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 def last_user_frame(error: BaseException) -> str:
     """Return the last frame of the user's code in the traceback of `error`, as Python prints it; empty if none."""
-    others = [
-        _ROOT / "runner",
-        _ROOT / "models",
-        *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")),
-    ]
+    libraries = (Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+    others = [_ROOT / "runner", _ROOT / "models", *libraries]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         installed = any(name in path.parts for name in _INSTALLED) or frame.filename.startswith("<")

@@ -21,24 +21,14 @@ class Tracker:
     """
 
     def check(self) -> None:
-        """Check that the backend can be used, before the run begins; called on every rank.
-
-        Raises:
-            ConfigError: if the backend cannot be used, for example because a package is not installed. The key of the
-                error is `tracking`.
-        """
+        """Raise a `ConfigError` if the backend cannot be used; called on every rank before the run begins."""
 
     def writes_event_files(self) -> bool:
         """Return whether scalars are written to TensorBoard's event files, which a search with `sweep.prune` reads."""
         return False
 
     def open(self, directory: Path, first_step: int) -> None:
-        """Start a session. A run has one session when it starts, and another session each time it is resumed.
-
-        Args:
-            directory: the run directory.
-            first_step: the first optimizer step of the session.
-        """
+        """Start a session, at the start of a run or when it is resumed, whose first optimizer step is `first_step`."""
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Log the scalars in `values` by tag. `step` is the number of completed optimizer steps."""
@@ -56,23 +46,10 @@ class Tracker:
         """Log preformatted texts by tag, for the optimizer step `step`."""
 
     def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
-        """Log the config of the run, as values by dotted key.
-
-        Args:
-            config: the whole config.
-            typed: the part of the config that the user overrode. In a sweep, it has the same keys in all runs.
-        """
+        """Log the config of the run, as values by dotted key; `typed` is the part that the user overrode."""
 
     def flush(self) -> None:
-        """Flush to disk everything that was logged.
-
-        The training loop calls this before it saves a checkpoint, because a run that is resumed from the checkpoint
-        does not log earlier steps again.
-        """
+        """Flush to disk everything that was logged, before a checkpoint: a resumed run does not log it again."""
 
     def close(self, done: bool) -> None:
-        """End the session.
-
-        Args:
-            done: whether the run has reached its last step.
-        """
+        """End the session; `done` is whether the run has reached its last step."""

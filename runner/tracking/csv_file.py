@@ -7,9 +7,9 @@ import errno
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from runner.config.errors import check
 from runner.storage.regular_file import UnsafeFileError, open_regular
@@ -29,9 +29,6 @@ class CsvFile(Tracker):
 
     A resumed run first removes the lines of the steps that it will repeat. If the file cannot be written, or a resumed
     run cannot read it, one warning is logged, and the run goes on, but adds no more lines.
-
-    Args:
-        file: name of the file in the run directory; it must end in `.csv`.
     """
 
     file: str = "curves.csv"
@@ -42,57 +39,45 @@ class CsvFile(Tracker):
 
     def open(self, directory: Path, first_step: int) -> None:
         self._path, self._out = directory / self.file, None
-        try:
+        with self._given_up_on_errors():
             part = self._path.with_name(f"{self.file}.part")
             with part.open("w", newline="", encoding="utf-8") as out:
                 csv.writer(out).writerow(_HEADER)
                 csv.writer(out).writerows(_rows_before(first_step, self._path))
             os.replace(part, self._path)
             self._out = self._path.open("a", newline="", encoding="utf-8")
-        except OSError as error:
-            self._give_up(error)
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        self._write([[step, tag, value] for tag, value in values.items()])
+        if self._out is not None:
+            with self._given_up_on_errors():
+                csv.writer(self._out).writerows([step, tag, value] for tag, value in values.items())
+                self._out.flush()  # a run can be killed at any time
 
     def flush(self) -> None:
         if self._out is not None:
-            try:
+            with self._given_up_on_errors():
                 os.fsync(self._out.fileno())
-            except OSError as error:
-                self._give_up(error)
 
     def close(self, done: bool) -> None:
         if self._out is not None:
             self._out.close()
 
-    def _write(self, rows: list[list[Any]]) -> None:
-        if self._out is not None:
-            try:
-                csv.writer(self._out).writerows(rows)
-                self._out.flush()  # a run can be killed at any time
-            except OSError as error:
-                self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        """Write nothing more, because of `error`."""
-        log.warning(
-            "%s cannot be written or continued (%s): later curves will be missing from it; the run goes on",
-            self._path,
-            error.strerror,
-        )
-        out, self._out = self._out, None
-        if out is not None:
-            try:
-                out.close()
-            except OSError:
-                log.debug("%s cannot be closed either", self._path)
+    @contextmanager
+    def _given_up_on_errors(self) -> Iterator[None]:
+        """Write nothing more after an `OSError` in the context."""
+        try:
+            yield
+        except OSError as error:
+            what = f"{self._path} cannot be written or continued ({error.strerror})"
+            log.warning("%s: later curves will be missing from it; the run goes on", what)
+            out, self._out = self._out, None
+            with suppress(OSError):
+                if out is not None:
+                    out.close()
 
 
 def _rows_before(first_step: int, path: Path) -> Iterator[list[str]]:
-    """Yield the rows for steps before `first_step`, because a resumed run logs the later steps once more.
-
-    Lines that are damaged are left out: a crash may have left an incomplete last line.
+    """Yield the rows for steps before `first_step`, without damaged lines: a crash may have left an incomplete one.
 
     Raises:
         OSError: if the file cannot be read, is a link or a pipe, or is too large.

@@ -1,7 +1,6 @@
 """Images for TensorBoard: image grids, confusion matrices and bars of accuracy, as uint8 [3, height, width] tensors.
 
-The images are drawn with Pillow, which is installed with torchvision and includes a font, so neither a plotting library
-nor a system font is needed.
+They are drawn with Pillow, which is installed with torchvision and includes a font.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-# Pillow is imported inside the functions, because runs that draw nothing do not need it.
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
 
@@ -32,12 +30,7 @@ _SPELLED = str.maketrans({"→": "->", "–": "-", "×": "x", "ß": "ss", "æ": 
 
 
 def gif(frames: Iterable[torch.Tensor], seconds: float = 0.04) -> bytes:
-    """Encode frames as a looping GIF.
-
-    Args:
-        frames: at least one, each uint8 [3, height, width], on any device.
-        seconds: duration of a frame, in seconds.
-    """
+    """Encode frames, each uint8 [3, height, width] on any device and shown for `seconds`, as a looping GIF."""
     from PIL import Image
 
     first, *rest = (Image.fromarray(frame.cpu().permute(1, 2, 0).contiguous().numpy()) for frame in frames)
@@ -94,14 +87,12 @@ def grid(
 
 
 def class_shares(counts: torch.Tensor, class_names: Sequence[str], most: int = 40) -> torch.Tensor:
-    """Draw the accuracy of each class as a bar, from the lowest to the highest, with the number of its samples.
-
-    Classes without samples are left out.
+    """Draw the accuracy of each class that has samples as a bar, from the lowest to the highest.
 
     Args:
         counts: a confusion matrix, int64 [classes, classes], whose rows are the true classes; on any device.
         class_names: the name of each class.
-        most: maximum number of bars. If there are more classes, the ones with the lowest accuracy are drawn.
+        most: maximum number of bars; those with the lowest accuracy are drawn.
 
     Returns:
         uint8 [3, height, width].
@@ -116,9 +107,8 @@ def class_shares(counts: torch.Tensor, class_names: Sequence[str], most: int = 4
     bar, row, top = 240, 20, 28
     canvas = Image.new("RGB", (margin + bar + 110, top + row * len(shares) + _GAP), _WHITE)
     draw = ImageDraw.Draw(canvas)
-    left_out = (
-        f" (the lowest {len(shares)} of {sum(map(bool, total))} classes)" if len(shares) < sum(map(bool, total)) else ""
-    )
+    num_classes = sum(map(bool, total))
+    left_out = f" (the lowest {len(shares)} of {num_classes} classes)" if len(shares) < num_classes else ""
     draw.text((margin, top / 2), f"accuracy of each class{left_out}", _INK, font(_FONT + 1), anchor="lm")
     for number, (share, i) in enumerate(shares):
         y = top + row * number
@@ -145,80 +135,43 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
         uint8 [3, height, width].
     """
     assert len(counts) == len(class_names), f"{len(counts)} classes, {len(class_names)} names"
-    counts = counts.cpu()
-    return _with_numbers(counts, class_names) if len(counts) <= 20 else _heat_map(counts)
-
-
-def shades(counts: torch.Tensor) -> torch.Tensor:
-    """Return the color of each cell of a confusion matrix.
-
-    A cell with a fraction x of the samples in its row has the color white + √x · (dark blue − white).
-
-    Args:
-        counts: int64 [classes, classes], on the CPU.
-
-    Returns:
-        uint8 [3, classes, classes].
-    """
-    white, darkest = (torch.tensor(color)[:, None, None] for color in (_WHITE, _DARKEST))
-    return (white + (darkest - white) * _row_shares(counts).sqrt()).round().to(torch.uint8)
-
-
-def _row_shares(counts: torch.Tensor) -> torch.Tensor:
-    return counts / counts.sum(1, keepdim=True).clamp(min=1)  # avoids 0/0 for a class without samples
-
-
-def _with_numbers(counts: torch.Tensor, class_names: Sequence[str]) -> torch.Tensor:
     from PIL import Image, ImageDraw
 
-    num_classes, cell, widest = len(counts), 44, 110
-    names = [_truncated(name, widest, _FONT) for name in class_names]
-    margin = 30 + math.ceil(max(font(_FONT).getlength(name) for name in names))
-    size = margin + num_classes * cell + _GAP
-    canvas = Image.new("RGB", (size, size), _WHITE)
-    canvas.paste(_scaled(shades(counts), cell), (margin, margin))
+    counts, num_classes, small = counts.cpu(), len(counts), len(counts) <= 20
+    names = [_truncated(name, 110, _FONT) for name in class_names] if small else []
+    cell = 44 if small else max(1, 800 // num_classes)
+    margin = 30 + math.ceil(max(font(_FONT).getlength(name) for name in names)) if small else 56
+    end = margin + num_classes * cell
+    canvas = Image.new("RGB", (end + _GAP, end + _GAP), _WHITE)
+    shaded = _to_pillow(shades(counts)).resize((num_classes * cell, num_classes * cell), Image.Resampling.NEAREST)
+    canvas.paste(shaded, (margin, margin))
     draw = ImageDraw.Draw(canvas)
     shares = _row_shares(counts).tolist()
-    for i, row in enumerate(counts.tolist()):
+    for i, row in enumerate(counts.tolist() if small else []):
         middle = margin + (i + 0.5) * cell
         draw.text((margin - 6, middle), names[i], _INK, font(_FONT), anchor="rm")
         _draw_upwards(canvas, names[i], round(middle), margin - 6)
         for j, count in enumerate(row):
             color = _WHITE if shares[i][j] > 0.25 else _INK  # the square root is 0.5: half of the darkest blue
             draw.text((margin + (j + 0.5) * cell, middle), _abbreviated(count), color, font(_FONT), anchor="mm")
-    return _framed(canvas, margin, num_classes * cell)
-
-
-def _heat_map(counts: torch.Tensor) -> torch.Tensor:
-    from PIL import Image, ImageDraw
-
-    num_classes = len(counts)
-    cell, margin = max(1, 800 // num_classes), 56
-    extent = cell * num_classes
-    canvas = Image.new("RGB", (margin + extent + _GAP, margin + extent + _GAP), _WHITE)
-    canvas.paste(_scaled(shades(counts), cell), (margin, margin))
-    draw = ImageDraw.Draw(canvas)
-    for index, position, across, down in ((0, margin, "l", "t"), (num_classes - 1, margin + extent, "r", "b")):
-        draw.text((position, margin - 6), str(index), _INK, font(_FONT), anchor=f"{across}s")
-        draw.text((margin - 6, position), str(index), _INK, font(_FONT), anchor=f"r{down}")
-    return _framed(canvas, margin, extent)
-
-
-def _framed(canvas: Image.Image, margin: int, extent: int) -> torch.Tensor:
-    """Draw the titles of the axes and a frame around the cells, and return the image as a tensor.
-
-    Args:
-        canvas: the image, with the cells.
-        margin: distance of the cells from the left edge and from the top edge, in pixels.
-        extent: width and height of all cells together, in pixels.
-    """
-    from PIL import ImageDraw
-
-    draw = ImageDraw.Draw(canvas)
-    draw.rectangle((margin - 1, margin - 1, margin + extent, margin + extent), outline=_INK)
-    draw.text((margin + extent / 2, 4), "predicted", _INK, font(_FONT + 1), anchor="mt")
-    _draw_upwards(canvas, "true", 10, round(margin + extent / 2), _FONT + 1)
+    if not small:
+        for index, position, across, down in ((0, margin, "l", "t"), (num_classes - 1, end, "r", "b")):
+            draw.text((position, margin - 6), str(index), _INK, font(_FONT), anchor=f"{across}s")
+            draw.text((margin - 6, position), str(index), _INK, font(_FONT), anchor=f"r{down}")
+    draw.rectangle((margin - 1, margin - 1, end, end), outline=_INK)
+    draw.text(((margin + end) / 2, 4), "predicted", _INK, font(_FONT + 1), anchor="mt")
+    _draw_upwards(canvas, "true", 10, round((margin + end) / 2), _FONT + 1)
     return to_tensor(canvas)
+
+
+def shades(counts: torch.Tensor) -> torch.Tensor:
+    """Return the color of each cell of a confusion matrix, int64 [classes, classes], as uint8 [3, classes, classes]."""
+    white, darkest = (torch.tensor(color)[:, None, None] for color in (_WHITE, _DARKEST))
+    return (white + (darkest - white) * _row_shares(counts).sqrt()).round().to(torch.uint8)
+
+
+def _row_shares(counts: torch.Tensor) -> torch.Tensor:
+    return counts / counts.sum(1, keepdim=True).clamp(min=1)  # avoids 0/0 for a class without samples
 
 
 def png(picture: torch.Tensor) -> bytes:
@@ -252,7 +205,6 @@ def _tile_size(width: int, height: int) -> tuple[int, int]:
 
 
 def _truncated(text: str, width: int, size: int) -> str:
-    """Return `text` on one line, truncated with an ellipsis to `width` pixels in the font of `size` pixels."""
     text = _drawable(text)
     if font(size).getlength(text) <= width:
         return text
@@ -269,7 +221,7 @@ def _drawable(text: str) -> str:
 
 
 def _abbreviated(count: int) -> str:
-    """Return `count` as text of at most four characters, such as `9.5M`."""
+    """Return `count` in at most four characters, such as `9.5M`."""
     if count < 10_000:
         return str(count)
     unit, letter = next((unit, letter) for unit, letter in _UNITS if count >= unit)
@@ -278,10 +230,7 @@ def _abbreviated(count: int) -> str:
 
 @functools.cache
 def font(size: int) -> ImageFont.FreeTypeFont:
-    """Return the font that Pillow includes, `size` pixels high.
-
-    The font caches the widths and the images of the last 1,000 texts.
-    """
+    """Return the font that Pillow includes, `size` pixels high."""
     from PIL import ImageFont
 
     font = ImageFont.load_default(size)
@@ -289,12 +238,6 @@ def font(size: int) -> ImageFont.FreeTypeFont:
     keep = functools.lru_cache(1000)  # the images of an evaluation have the same texts many times
     vars(font).update(getlength=keep(font.getlength), getmask2=keep(font.getmask2))
     return font
-
-
-def _scaled(image: torch.Tensor, factor: int) -> Image.Image:
-    from PIL import Image
-
-    return _to_pillow(image).resize((image.shape[2] * factor, image.shape[1] * factor), Image.Resampling.NEAREST)
 
 
 def _to_pillow(image: torch.Tensor) -> Image.Image:

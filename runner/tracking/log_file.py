@@ -20,21 +20,14 @@ class _Formatter(logging.Formatter):
 
 
 class _Console(logging.Handler):
-    """A handler that writes to the current `sys.stderr`, which a progress bar may have replaced.
-
-    If writing fails, for example because a pipe is closed or a disk is full, the run continues, because the log file
-    contains the message too.
-    """
+    """A handler that writes to the current `sys.stderr`, which a progress bar may have replaced, if it can."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _print(self.format(record))
 
 
 class _File(logging.FileHandler):
-    """A handler that writes to a file. If writing fails, the handler prints one warning, and the run continues.
-
-    A checkpoint that cannot be written ends a run, but a log message that cannot be written should not.
-    """
+    """A handler that writes to a file. If writing fails, the handler prints one warning, and the run continues."""
 
     _failed = False
 

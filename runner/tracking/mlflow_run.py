@@ -22,10 +22,6 @@ class MLflow(RemoteTracker):
     """A tracker that logs to MLflow: scalars as metrics, the config as parameters, images and texts as artifacts.
 
     https://mlflow.org/docs/latest/ml/tracking/
-
-    Args:
-        uri: the tracking server, or the SQLite file, as in `mlflow ui --backend-store-uri URI`.
-        experiment: the name of the experiment that the run belongs to.
     """
 
     package: ClassVar[str] = "mlflow"
@@ -47,20 +43,16 @@ class MLflow(RemoteTracker):
             self._run = identifier
             self._client.update_run(self._run, status="RUNNING")
             return self._run
-        self._run = self._client.create_run(self._experiment(artifacts), run_name=directory.name).info.run_id
-        return self._run
-
-    def _experiment(self, artifacts: str | None) -> str:
-        """Return the identifier of the experiment, which is created if it does not exist."""
-        known = self._client.get_experiment_by_name(self.experiment)
-        if known is None:
+        experiment = self._client.get_experiment_by_name(self.experiment)
+        if experiment is None:
             try:
-                return self._client.create_experiment(self.experiment, artifacts)
+                self._client.create_experiment(self.experiment, artifacts)
             except Exception:  # another run may have created it in the meantime
-                known = self._client.get_experiment_by_name(self.experiment)
-                if known is None:
+                if self._client.get_experiment_by_name(self.experiment) is None:
                     raise
-        return known.experiment_id
+            experiment = self._client.get_experiment_by_name(self.experiment)
+        self._run = self._client.create_run(experiment.experiment_id, run_name=directory.name).info.run_id
+        return self._run
 
     def log_scalars(self, values: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
@@ -88,5 +80,4 @@ class MLflow(RemoteTracker):
 
 
 def _name(key: str) -> str:
-    """Return `key` with `_` in place of characters that MLflow does not allow, such as `*`."""
-    return re.sub(r"[^/\w.\- ]", "_", key)
+    return re.sub(r"[^/\w.\- ]", "_", key)  # MLflow does not allow others, such as `*`

@@ -11,9 +11,7 @@ from runner.tracking.metrics import Measured
 
 
 class Progress:
-    """A progress display that prints a line to standard error every `interval` seconds.
-
-    It is used if standard error is not a terminal, and in CI.
+    """A progress display that prints a line to standard error every `interval` seconds: not on a terminal, and in CI.
 
     Args:
         num_steps: total number of optimizer steps of the run.
@@ -41,12 +39,7 @@ class Progress:
         self._metrics.update(values)
 
     def step(self, step: int, measured: Measured) -> None:
-        """Report that `step` is done. This must be called after every step.
-
-        Args:
-            step: number of optimizer steps that have been done.
-            measured: how long the steps of this session took, up to `step` or an earlier step.
-        """
+        """Report that `step` is done; `measured` is how long the steps of this session took, up to a recent one."""
         now = time.perf_counter()
         if now - self._shown_at < self.interval and step < self.num_steps:
             return
@@ -64,9 +57,8 @@ class Progress:
     def summary(self, step: int) -> str:
         """Return the metrics, the throughput and the remaining time after `step`, as text.
 
-        Metrics with more than one slash in their tags are left out. The throughput is that of the steps measured since
-        the last display, without the time for logging, evaluations and checkpoints. The remaining time is estimated
-        from the average time per step in this session, including logging, evaluations and checkpoints.
+        The throughput is that of the steps since the last display, without logs, evaluations and checkpoints; the
+        remaining time is estimated with them.
         """
         parts = [
             f"{name.removeprefix('train/')} {value:.4g}" for name, value in self._metrics.items() if name.count("/") < 2
@@ -90,7 +82,7 @@ class Bar(Progress):
 
     def __init__(self, num_steps: int, batch_size: int, first_step: int = 0):
         super().__init__(num_steps, batch_size, first_step)
-        from rich.console import Console  # imported here: rich takes 0.1 s to import, and only a terminal needs it
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
@@ -115,13 +107,9 @@ class Silent(Progress):
 
 
 def progress_for(num_steps: int, batch_size: int, first_step: int, visible: bool) -> Progress:
-    """Return a progress display: a bar on a terminal; lines of text in files, in pipes and in CI.
+    """Return a progress display: a bar on a terminal; lines of text in files, in pipes and in CI; see `Progress`.
 
-    Args:
-        num_steps: total number of optimizer steps of the run.
-        batch_size: number of samples per step, over all ranks.
-        first_step: number of steps that were completed before the run was resumed; 0 for a new run.
-        visible: False for ranks other than 0, which show nothing.
+    Ranks other than 0 show nothing: they are not `visible`.
     """
     if not visible:
         return Silent(num_steps, batch_size, first_step)

@@ -41,12 +41,7 @@ class Recorder:
         self._tracker.scalars({tag: float(value) for tag, value in values.items()}, step)
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        """Log images and animations.
-
-        Args:
-            images: RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag.
-            step: the number of completed optimizer steps.
-        """
+        """Log RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag."""
         self._tracker.images(images, step)
 
     def texts(self, texts: dict[str, str]) -> None:
@@ -54,10 +49,7 @@ class Recorder:
         self._tracker.texts({tag: printable(redacted(text)) for tag, text in texts.items()}, self._first_step)
 
     def hyperparameters(self, config: dict[str, Any]) -> None:
-        """Log the config of the run with secrets masked, and separately the values that the user overrode.
-
-        Overrides that contain secrets are left out.
-        """
+        """Log the config of the run with secrets masked, and separately the values that the user overrode."""
         config = redacted_values(config)  # an override may be `${oc.env:TOKEN}`, but the config has the token itself
         typed = typed_values(saved_overrides(self._directory), config)
         self._tracker.hyperparameters(shown_values(flatten(config)), shown_values(typed))
@@ -76,15 +68,10 @@ _LOCATION_KEYS = ("name", "output_root", "resume")
 
 
 def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that the user overrode, by key.
+    """Return the values that the user overrode, by key, without secrets and the keys that say where a run is saved.
 
-    Secrets are left out, and so are keys that determine where a run is saved. If an override selects an option of a
-    config group, as in `precision=16`, the value is the name of the option, as a string. All other values are taken
-    from `config`, with their types.
-
-    Args:
-        overrides: the overrides of a run, as typed.
-        config: the config of the run.
+    For an option of a config group, as in `precision=16`, the value is the name of the option. All other values are
+    taken from `config`, with their types.
     """
     values: dict[str, Any] = {}
     for text in overrides:
@@ -105,14 +92,9 @@ def shown_values(values: dict[str, Any]) -> dict[str, float | str | bool]:
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values in a nested config as a flat dict with dotted keys. Lists become text.
+    """Return the values in a nested config as a flat dict with dotted keys after `prefix`. Lists become text.
 
-    A component, that is, a nested config with a `_target_`, also gets a value under its own key: the name of its class,
-    without the module.
-
-    Args:
-        config: the nested config.
-        prefix: a text to put in front of each key. The text is empty, or ends with a dot.
+    A component, that is, a nested config with a `_target_`, also gets a value: the name of its class.
     """
     leaves: dict[str, Any] = {}
     for key, value in config.items():

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LIMIT_BYTES = 1000
-"""The maximum size of the file with the identifier of the run."""
-
-_MOST_WAITING = 10_000
+MAX_IDENTIFIER_BYTES = 1000
+MAX_WAITING = 10_000
 """The maximum number of calls in the queue: enough for the curves of several hours, if the network is down."""
 
 
@@ -38,12 +36,10 @@ class RemoteTracker(Tracker, ABC):
 
     Training does not wait for the calls: they are put into a queue, and the thread makes them in order. If a call
     fails, the queue is full, or `close` has waited for `patience` seconds, a warning is logged, and the run goes on
-    without tracking: the thread skips all further calls except `finish`. Calls that are still in the queue when the
-    process ends are lost. Animations are not logged.
+    without tracking. Animations are not logged.
 
-    Two files in the run directory are for resumed runs. The first contains the identifier of the run in the backend, so
-    that a resumed run continues it. The second contains the points that were logged since the second-last checkpoint,
-    so that a resumed run does not log these points again (see `LoggedPoints`).
+    Two files in the run directory are for resumed runs: the identifier of the run in the backend, and the points that
+    were logged since the second-last checkpoint, which are not logged again (see `LoggedPoints`).
     """
 
     package: ClassVar[str]
@@ -56,16 +52,9 @@ class RemoteTracker(Tracker, ABC):
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Check that a saved config, which may come from somebody else, does not determine where data is sent.
+        """Refuse a saved config, which may come from somebody else, that determines where data is sent.
 
-        Args:
-            values: the options of the tracker in the saved config, without those that the command line overrides.
-
-        Returns:
-            An empty dict, because this method replaces no options.
-
-        Raises:
-            ConfigError: if an option in `destinations` is in `values` and does not have its default value.
+        `values` are the options in the saved config, without those that the command line overrides; none is replaced.
         """
         defaults = {each.name: each.default for each in fields(cls)}
         for key in cls.destinations:
@@ -81,12 +70,7 @@ class RemoteTracker(Tracker, ABC):
 
     @abstractmethod
     def start(self, directory: Path, identifier: str) -> str:
-        """Begin to track, and return the identifier of the run in the backend.
-
-        Args:
-            directory: the run directory.
-            identifier: the identifier of the run to continue; empty for a new one.
-        """
+        """Begin to track a new run, or continue the one with `identifier`; return the run's identifier."""
 
     @abstractmethod
     def log_scalars(self, values: dict[str, float], step: int) -> None:
@@ -109,7 +93,7 @@ class RemoteTracker(Tracker, ABC):
         """End the session, also after an error; `done` is whether the run has reached its last step."""
 
     def open(self, directory: Path, first_step: int) -> None:
-        self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(_MOST_WAITING)
+        self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(MAX_WAITING)
         self._failed, self._started, self._done = False, False, False
         self._thread = threading.Thread(target=self._make_calls, name=f"tracking {self.package}", daemon=True)
         self._thread.start()
@@ -144,7 +128,7 @@ class RemoteTracker(Tracker, ABC):
     def _start(self, directory: Path, first_step: int) -> None:
         self._points = LoggedPoints(directory / f"{self.package}_points.txt", first_step)
         file = directory / f"{self.package}_run.txt"
-        saved = read_regular(file, _LIMIT_BYTES).decode().strip() if file.exists() else ""
+        saved = read_regular(file, MAX_IDENTIFIER_BYTES).decode().strip() if file.exists() else ""
         identifier = self.start(directory, saved)
         self._started = True
         write_text(file, identifier + "\n")
@@ -158,7 +142,7 @@ class RemoteTracker(Tracker, ABC):
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._fail(f"{_MOST_WAITING:,} calls are waiting")
+            self._fail(f"{MAX_WAITING:,} calls are waiting")
 
     def _make_calls(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -25,7 +25,7 @@ class TensorBoard(Tracker):
         return True
 
     def open(self, directory: Path, first_step: int) -> None:
-        from runner.tracking.event_file import EventFile  # imported here, because it imports tensorboard
+        from runner.tracking.event_file import EventFile
 
         self._directory, self._file = directory, EventFile(directory, first_step)
 

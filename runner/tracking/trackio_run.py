@@ -21,9 +21,6 @@ class Trackio(RemoteTracker):
     """A tracker that logs scalars, images and the config to Trackio, which `trackio show` displays.
 
     https://huggingface.co/docs/trackio. The environment variable TRACKIO_DIR names the directory of Trackio's files.
-
-    Args:
-        project: the project that the run belongs to.
     """
 
     package: ClassVar[str] = "trackio"
@@ -53,10 +50,7 @@ class Trackio(RemoteTracker):
         self._run.log({tag: self._trackio.Image(array) for tag, array in arrays.items()}, step=step)
 
     def log_texts(self, texts: dict[str, str]) -> None:
-        """Log nothing, because otherwise the config would be lost.
-
-        Trackio saves the config only together with the first data, and texts are logged before the config.
-        """
+        """Log nothing: Trackio saves the config only with the first data, and texts are logged before the config."""
 
     def log_config(self, config: dict[str, float | str | bool]) -> None:
         self._run.config.update(config)

@@ -19,11 +19,6 @@ class Wandb(RemoteTracker):
     """A tracker that logs to Weights & Biases, with optimizer steps as the x-axis.
 
     https://docs.wandb.ai/ref/python/
-
-    Args:
-        project: the project that the run belongs to.
-        mode: `offline` writes the data to the run directory, and `wandb sync` uploads it later; `online` uploads it
-            during the run.
     """
 
     package: ClassVar[str] = "wandb"

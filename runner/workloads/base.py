@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import ConfigError
 from runner.data.base import Batch
-from runner.tracking.metrics import BatchSums, MetricSums, deferred
+from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 
 if TYPE_CHECKING:
     import torch
@@ -117,8 +117,7 @@ class Workload(ABC):
     def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
         """Return the mean loss of a micro-batch, a scalar to differentiate, and the sums of its metrics.
 
-        The sums are over samples: a detached float32 tensor [len(metrics)], or what they will be computed from (see
-        `deferred`).
+        The sums are over samples: a detached float32 tensor [len(metrics)] (see `batch_sums`).
         """
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:
@@ -286,15 +285,15 @@ class SupervisedWorkload(Workload):
     def sample_metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the training metrics of each sample except the loss: numbers or booleans, [n, len(metrics) − 1].
 
-        The default is for a workload whose only training metric is the loss. The n samples of `outputs` and `targets`,
-        both [n, …] and detached, may be those of several micro-batches.
+        The default is for a workload whose only training metric is the loss. `outputs` and `targets`, both [n, …], are
+        detached.
         """
         return outputs.new_zeros(len(outputs), 0)
 
     def loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
         """Return the mean loss and the metric sums of a micro-batch, given the outputs of the network."""
         loss = self.criterion(outputs, targets)
-        return loss, deferred(self.sample_metrics, loss.detach(), outputs.detach(), targets)
+        return loss, batch_sums(loss.detach(), self.sample_metrics(outputs.detach(), targets))
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, BatchSums]:
         return self.loss_of(model(batch.inputs), batch.targets)

@@ -18,7 +18,6 @@ from runner.commands import doctor
 from runner.commands.doctor_tables import render
 from runner.config import options
 from runner.config.options import option_files
-from runner.precision import TF32, Float16
 from runner.system import cpu as processor
 from runner.system import provenance
 
@@ -214,10 +213,6 @@ def test_more_threads_than_cores_is_a_finding(monkeypatch: pytest.MonkeyPatch) -
     assert "torch uses 64 threads on 1 usable cores: set device.threads=1" in doctor.gather()["findings"]
 
 
-def test_the_cpu_computes_a_sum_correctly() -> None:
-    assert doctor.computes("cpu")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Precisions and modes
 
@@ -236,19 +231,6 @@ def test_the_meaning_of_a_precision_depends_on_the_hardware() -> None:
     assert doctor.meaning("bf16", "cuda", "8.0", ()) == "bfloat16 autocast"
     assert doctor.meaning("bf16", "cpu", None, ["avx2", "amx_bf16"]) == "bfloat16 autocast"
     assert "emulated" in doctor.meaning("bf16", "cpu", None, ["avx2"])
-
-
-def test_precisions_on_the_cpu_are_described_as_their_log_messages_say(caplog: pytest.LogCaptureFixture) -> None:
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    TF32().prepare(torch.device("cpu"))
-    half = Float16()
-    half.prepare(torch.device("cpu"))
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
-    assert "no TF32 units" in caplog.messages[0]
-    assert "no TF32 units" in doctor.meaning("tf32", "cpu", None, ())
-    assert "bfloat16" in caplog.messages[1]
-    assert doctor.meaning("16", "cpu", None, ()).startswith("the same as bf16")
 
 
 def test_every_precision_option_is_described() -> None:

@@ -52,7 +52,7 @@ def test_an_exported_onnx_model_has_the_outputs_of_the_model(run: runner.SavedRu
 def test_a_program_whose_outputs_differ_from_the_model_is_not_written(
     run: runner.SavedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(export_program._EXPORTERS, ".pt2", lambda model, inputs, *_: model(inputs) * 1.001 + 0.001)
+    monkeypatch.setitem(export_program.PROGRAMS, ".pt2", lambda model, inputs, *_: model(inputs) * 1.001 + 0.001)
     assert convert.main([str(run.directory), "model.pt2"]) == 2
     assert "its outputs differ from those of the model by 0.00" in capsys.readouterr().err
     assert not Path("model.pt2").exists()

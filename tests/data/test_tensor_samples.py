@@ -90,29 +90,6 @@ def test_batches_do_not_depend_on_how_they_are_divided(accumulation, world_size)
         assert torch.equal(torch.cat([part[1] for rank in parts for part in rank]), targets)
 
 
-@pytest.mark.parametrize(("size", "grouped"), [(16, True), (12, False)])
-def test_small_batches_are_made_in_groups_if_their_tensors_are_aligned(size: int, grouped: bool):
-    """A batch of 12 has 96 bytes of targets, which is not a multiple of 64."""
-    samples = pool(height=8, width=8, crop=2, flip=True)
-    batches = take(samples, Plan(size), 0, 9)  # over more than five epochs
-    storages = {inputs.untyped_storage().data_ptr() for inputs, _ in batches}
-    assert len(storages) == (1 if grouped else 9)
-    for step, (inputs, targets) in enumerate(batches):
-        assert inputs.data_ptr() % 64 == targets.data_ptr() % 64 == 0
-        ((alone, labels),) = samples.batches(Plan(size).micro_batches(step + 1), 0, CPU)
-        assert torch.equal(inputs, alone)
-        assert torch.equal(targets, labels)
-
-
-def test_a_group_of_batches_has_at_most_256_kibibytes():
-    samples = pool(count=600, height=32, width=32)
-    storages = [inputs.untyped_storage() for inputs, _ in take(samples, Plan(8), 0, 9)]  # 96 KiB each
-    assert {storage.nbytes() // 1024 for storage in storages} == {192}
-    assert len({storage.data_ptr() for storage in storages}) == 5
-    large, other = (inputs.untyped_storage() for inputs, _ in take(samples, Plan(32), 0, 2))
-    assert large.nbytes() == other.nbytes() == 32 * 3 * 32 * 32 * 4
-
-
 def test_the_seed_changes_order_and_augmentation():
     samples = pool(crop=2)
     (a, _), (b, _) = take(samples, Plan(20, seed=0), 0, 1)[0], take(samples, Plan(20, seed=1), 0, 1)[0]

@@ -16,6 +16,7 @@ ended, the server writes its exit code to the file `code` there.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -30,8 +31,6 @@ from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
 
-from runner.system.garbage_collection import collection_postponed
-
 FAULT_POINTS, STEP_GATE = "helpers.fault_points_installed", "helpers.step_gate"
 PRELOAD_AND_FREEZE, PRELOAD_COMMAND = "helpers.preload_and_freeze", "helpers.preload_command"
 
@@ -43,8 +42,10 @@ def main() -> None:
         sys.modules |= dict.fromkeys(("torch._C", "numpy"))  # type: ignore[arg-type]  # importing them fails
         importlib.import_module(PRELOAD_COMMAND)
     else:
-        with collection_postponed():
-            import_everything()
+        gc.disable()  # imports take less time
+        import_everything()
+        gc.freeze()
+        gc.enable()
     answer_fd, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # discards what rank 0 prints in the children of the fork server
     if kind == "faults":

@@ -21,7 +21,7 @@ from runner.parallel.collectives import Collectives
 from runner.parallel.full_state import TensorDict
 from runner.parallel.multiprocess import MultiProcess, average_buffers
 from runner.session import Session
-from runner.tracking.metrics import BatchSums, Deferred, MetricSums, computed
+from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.classifier import Classifier
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class UnweightedMicroBatches(Parallel):
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         cut, weight = len(batch.targets) // 4, micro.weight / 2
         parts = (Batch(batch.inputs[part], batch.targets[part]) for part in (slice(None, cut), slice(cut, None)))
-        first, second = (computed(self._accumulate(model, part, weight)) for part in parts)
+        first, second = (self._accumulate(model, part, weight) for part in parts)
         return first + second
 
 
@@ -337,7 +337,7 @@ class OpaqueOwnSeed(ShufflesWithOwnSeed):
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, targets = model(batch.batch.inputs), batch.batch.targets
         loss = self.criterion(outputs, targets)
-        return loss, computed(Deferred(self.sample_metrics, loss.detach(), (outputs.detach(), targets)))
+        return loss, batch_sums(loss.detach(), self.sample_metrics(outputs.detach(), targets))
 
 
 @dataclass

@@ -18,7 +18,6 @@ from runner.parallel.ddp import DDP
 from runner.parallel.launch.cluster import RankInfo
 from runner.run import Run
 from runner.session import Session
-from runner.tracking.metrics import computed
 
 
 def placed(*overrides: str) -> tuple[Run, Session, torch.nn.Module]:
@@ -64,10 +63,10 @@ def test_several_externally_launched_processes_are_refused(monkeypatch: pytest.M
 def test_gradients_are_weighted_by_the_share_of_the_micro_batch() -> None:
     run, session, model = placed("batch_size=16")
     batch, mode = first_batch(session, model), run.parallel
-    sums = computed(mode.accumulate(model, batch, MicroBatch(0, 16, 1.0, True), True))
+    sums = mode.accumulate(model, batch, MicroBatch(0, 16, 1.0, True), True)
     whole = gradients(model)
     model.zero_grad()
-    quarter = computed(mode.accumulate(model, batch, MicroBatch(0, 16, 0.25, False), False))
+    quarter = mode.accumulate(model, batch, MicroBatch(0, 16, 0.25, False), False)
     assert torch.equal(quarter, sums), "metrics are sums, and not weighted"
     assert (sums.dtype, sums.shape) == (torch.float32, (2,))
     for name, gradient in gradients(model).items():

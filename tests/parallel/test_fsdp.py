@@ -19,7 +19,6 @@ from runner.optimizer import SGD, Adam, AdamW, Optimizer
 from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.full_state import full_tensor
 from runner.state import State
-from runner.system import fused_update
 from runner.training import prepare, train_step
 
 SHAPES = {
@@ -75,19 +74,18 @@ def shapes_held(config: dict[str, Any], directory: Path) -> dict[str, dict[str, 
 def test_updates_of_shards_equal_those_of_the_whole_network(
     optimizer: Optimizer, config: dict[str, Any], ranks: Callable[[int], PersistentRanks]
 ) -> None:
-    expected, _ = updated(optimizer, lambda tensor: tensor)
-    for found, num_torch_steps in ranks(2).call_on_all(updated_shards, optimizer, config):
+    expected = updated(optimizer, lambda tensor: tensor)
+    for found in ranks(2).call_on_all(updated_shards, optimizer, config):
         for name, tensor in expected.items():
             # The last numbers of a tensor are rounded differently: those that do not fill a vector of the processor.
             torch.testing.assert_close(found[name], tensor, rtol=1e-14, atol=1e-15)
-        assert num_torch_steps == (1 if isinstance(optimizer, Adam) else 0), "Adam's first step creates its state"
 
 
 def test_torch_updates_all_shards_in_one_operation(
     config: dict[str, Any], ranks: Callable[[int], PersistentRanks]
 ) -> None:
-    """On a GPU, SGD's `step` is called; by default, torch updates DTensors one by one."""
-    expected, _ = updated(SGD(lr=0.1), lambda tensor: tensor)
+    """By default, torch updates DTensors one by one."""
+    expected = updated(SGD(lr=0.1), lambda tensor: tensor)
     for found, operations in ranks(2).call_on_all(updated_by_torch, config):
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-14, atol=1e-15)
@@ -97,12 +95,11 @@ def test_torch_updates_all_shards_in_one_operation(
 
 def updated_by_torch(config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], set[str]]:
     """In a rank: like `updated_shards`, with `step` of the optimizer; return the weights and torch's operations."""
-    with pytest.MonkeyPatch.context() as patched, Operations() as seen:
-        patched.setattr(fused_update, "step", lambda optimizer: optimizer.step())
-        return updated_shards(SGD(lr=0.1), config)[0], set(seen.names)
+    with Operations() as seen:
+        return updated_shards(SGD(lr=0.1), config), set(seen.names)
 
 
-def updated_shards(optimizer: Optimizer, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
+def updated_shards(optimizer: Optimizer, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """In a rank: call `updated` with a `shard` that shards tensors over the ranks, and return the result."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -112,30 +109,19 @@ def updated_shards(optimizer: Optimizer, config: dict[str, Any]) -> tuple[dict[s
         return updated(optimizer, lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
 
 
-def updated(optimizer: Optimizer, shard: Callable[[torch.Tensor], torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
-    """Update a network three times with random gradients.
-
-    Args:
-        optimizer: the options of the optimizer.
-        shard: a function that shards a parameter or a gradient.
-
-    Returns:
-        The weights by name, and how often `step` of the optimizer was called.
-    """
+def updated(optimizer: Optimizer, shard: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Update a network, whose parameters and gradients `shard` shards, three times; return the weights by name."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1)).double()  # the last bias: an empty shard
     for layer in model:
         for name, parameter in list(layer.named_parameters(recurse=False)):
             setattr(layer, name, torch.nn.Parameter(shard(parameter.detach())))
     built = optimizer.build(model)
-    calls: list[int] = []
-    torch_step = built.step
-    built.step = lambda: (calls.append(1), torch_step())  # pyright: ignore[reportAttributeAccessIssue]
     for _ in range(3):
         for parameter in model.parameters():
             parameter.grad = shard(torch.randn(parameter.shape, dtype=torch.float64))
-        fused_update.step(built)
-    return {name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()}, len(calls)
+        built.step()
+    return {name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 def one_step(state: State, counts: Callable[[], int] = lambda: 0) -> list[int]:

@@ -12,7 +12,7 @@ from helpers.command import TIMEOUT_SECONDS, child_environment, names_left_in
 from helpers.compose import TINY_CPU
 from helpers.handmade_runs import write_run_directory
 
-from runner import tools
+from runner.commands import COMMANDS
 from runner.storage import run_directory
 from runner.sweep.ledger import Ledger
 
@@ -65,7 +65,7 @@ def test_a_sweep_with_a_crashed_job_fails_even_if_nobody_reads_its_output(tmp_pa
 
 
 @FULL
-@pytest.mark.parametrize("command", [" --help", " --version", " --cfg job", ".tools.compare .", ".tools.runs ."])
+@pytest.mark.parametrize("command", [" --help", " --version", " --cfg job", " compare .", " runs ."])
 def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_leaves(
     command: str, tmp_path: Path
 ) -> None:
@@ -80,15 +80,14 @@ def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_lea
 def test_following_a_sweep_ends_when_the_reader_leaves(tmp_path: Path) -> None:
     with Ledger(["seed=0,1"], tmp_path, "never") as ledger:  # the sweep is still running
         ledger.update(0, config_hash="", state="running", directory="000")
-        left = run_in_shell(f".tools.sweep {ledger.path} --follow | true", tmp_path)
+        left = run_in_shell(f" sweep {ledger.path} --follow | true", tmp_path)
     assert (left.returncode, left.stderr) == (0, "")
 
 
-TOOLS = [path.stem for path in Path(tools.__file__).parent.glob("*.py") if "__main__" in path.read_text()]
-HELP = [" --help", *(f".tools.{name} --help" for name in TOOLS)]
+HELP = [" --help", *(f" {name} --help" for name in COMMANDS)]
 
 
-@pytest.mark.parametrize("command", [*HELP, " --cfg job name=ü", ".tools.doctor"])
+@pytest.mark.parametrize("command", [*HELP, " --cfg job name=ü", " doctor"])
 def test_characters_that_a_console_lacks_are_escaped(command: str, tmp_path: Path) -> None:
     ended = run_in_shell(command, tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -104,9 +103,7 @@ def test_runs_and_evaluations_go_on_if_what_they_print_is_escaped(variables: dic
     trained = run_in_shell(f" {agent} {shorter} parallel=ddp", tmp_path, PYTHONUTF8="0", **variables)
     assert trained.returncode == 0, trained.stderr
     assert "2 \\xd7 helpers.talking_env:Talking-v0" in trained.stderr
-    evaluated = run_in_shell(
-        f".tools.evaluate outputs/dqn/* {agent} parallel=single", tmp_path, PYTHONUTF8="0", **variables
-    )
+    evaluated = run_in_shell(f" evaluate outputs/dqn/* {agent} parallel=single", tmp_path, PYTHONUTF8="0", **variables)
     assert evaluated.returncode == 0, evaluated.stderr
     for ended in (trained, evaluated):
         assert "\\xfc\n" in ended.stdout  # which an environment printed, in the training on each rank

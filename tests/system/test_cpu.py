@@ -96,62 +96,6 @@ def test_allowed_cores_are_those_of_the_affinity_mask(monkeypatch: pytest.Monkey
     assert processor.allowed_cores() == os.cpu_count()
 
 
-@pytest.fixture
-def masks(machine: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
-    """The affinity masks that this process gets on the fake machine; its physical cores are {0, 2}, …, {5, 7}."""
-    found: list[set[int]] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: found[-1] if found else set(range(8)), raising=False)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: found.append(set(cores)), raising=False)
-    monkeypatch.setattr(processor, "_cores_of_run", None)
-    monkeypatch.setattr(processor, "_quota_cores", lambda: None)
-    return found
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        [{0, 1, 2, 3, 4, 5, 6, 7}],
-        [{0, 1, 2, 3}, {4, 5, 6, 7}],
-        [{0, 2}, {1, 3}, {4, 5, 6, 7}],
-        [{0, 2}, {1, 3}, {4, 6}, {5, 7}],
-    ],
-    ids=len,
-)
-def test_physical_cores_are_divided_among_the_processes(
-    wanted: list[set[int]], masks: list[set[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for index in range(len(wanted)):
-        masks.clear()
-        monkeypatch.setattr(processor, "_cores_of_run", None)
-        processor.keep_to_own_cores(index, len(wanted))
-        assert masks == [wanted[index]]
-        assert processor.usable_core_numbers() == list(range(8)), "those of all processes"
-
-
-def test_cores_are_divided_within_the_affinity_mask(masks: list[set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 6, 7})
-    processor.keep_to_own_cores(2, 3)
-    assert masks == [{5, 7}]
-
-
-def test_cores_are_divided_if_cpuinfo_does_not_tell_the_physical_ones(machine: Path, masks: list[set[int]]) -> None:
-    (machine / "proc" / "cpuinfo").write_text("".join(f"processor\t: {i}\nFeatures\t: asimd\n\n" for i in range(8)))
-    processor.keep_to_own_cores(1, 4)
-    assert masks == [{2, 3}]
-
-
-@pytest.mark.parametrize(("count", "quota"), [(5, None), (2, 6.5)], ids=["fewer cores than processes", "a CPU quota"])
-def test_cores_are_not_divided(
-    count: int, quota: float | None, masks: list[set[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processor, "_quota_cores", lambda: quota)
-    processor.keep_to_own_cores(0, count)
-    assert not masks
-    monkeypatch.delattr(os, "sched_setaffinity")
-    monkeypatch.setattr(processor, "_quota_cores", lambda: None)
-    processor.keep_to_own_cores(0, 2)
-
-
 @pytest.mark.skipif(processor.seconds_without_core() is None, reason="the system does not tell how long threads wait")
 def test_the_time_is_measured_for_which_a_thread_waits_for_its_core():
     before, cores = processor.seconds_without_core(), os.sched_getaffinity(0)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 from helpers.command import child_environment
 
 from runner.system import freed_memory
-from runner.system.freed_memory import freed_memory_kept
 
 _PROGRAM = """
 import json, resource
@@ -47,30 +45,3 @@ def test_freed_blocks_are_used_again_and_returned_at_the_end() -> None:
     found = json.loads(done.stdout)
     assert found["inside"] < 5_000
     assert found["kept"] - found["returned"] > 100 * 2**20
-
-
-class OldLibrary:
-    """A fake glibc that refuses thresholds above 32 MiB, and records its calls in `calls`; `malloc_trim` as 0."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, int]] = []
-
-    def mallopt(self, parameter: int, value: int) -> int:
-        self.calls.append((parameter, value))
-        return int(value <= 2**25)
-
-    def malloc_trim(self, pad: int) -> int:
-        self.calls.append((0, pad))
-        return 1
-
-
-@pytest.mark.parametrize("error", [False, True])
-def test_smaller_thresholds_are_set_if_glibc_refuses_larger_ones(error: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = OldLibrary()
-    monkeypatch.setattr(freed_memory, "_glibc", lambda: library)
-    with suppress(KeyError), freed_memory_kept():
-        assert library.calls == [(-3, 2**30), (-3, 2**25), (-1, 2**30), (-1, 2**25)]
-        library.calls.clear()
-        if error:
-            raise KeyError
-    assert library.calls == [(-3, 2**25), (-1, 2**25), (0, 0)]

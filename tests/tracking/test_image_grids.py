@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from typing import Any
 
 import pytest
@@ -109,11 +107,6 @@ def test_bars_show_the_accuracy_of_each_class_in_ascending_order() -> None:
 def test_no_image_gives_an_empty_picture() -> None:
     picture = grid(torch.zeros(0, 1, 28, 28, dtype=torch.uint8), [], [])
     assert (picture == 255).all()
-
-
-def test_a_missing_caption_is_an_error() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        grid(noise(2, 1, 8, 8), ["only one"])
 
 
 class OnDevice(torch.Tensor):
@@ -225,26 +218,3 @@ TEXTS = {
 def test_any_text_can_be_drawn(name: str) -> None:
     assert grid(noise(1, 1, 8, 8), [name]).shape == (3, 64 + STRIP + 2 * GAP, 64 + 2 * GAP)
     assert confusion_matrix(torch.eye(2, dtype=torch.int64), [name, "b"]).shape[0] == 3
-
-
-def test_accents_are_dropped_and_symbols_are_written_in_ascii() -> None:
-    assert image_grids._drawable(" Größe\n7 → é ") == "Grosse 7 -> e"
-
-
-def test_text_that_is_too_wide_is_truncated() -> None:
-    cut = image_grids._truncated("a rather long name", 60, 12)
-    assert cut.endswith("…")
-    assert image_grids.font(12).getlength(cut) <= 60
-    assert image_grids.font(12).getlength("a rather long name"[: len(cut)] + "…") > 60
-    assert image_grids._truncated("short", 60, 12) == "short"
-
-
-def test_pillow_is_imported_only_for_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)  # importing it raises
-    spec = importlib.util.find_spec("runner.tracking.image_grids")
-    assert spec is not None
-    assert spec.loader is not None
-    fresh = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fresh)
-    with pytest.raises(ImportError):
-        fresh.grid(noise(1, 1, 8, 8), [""])

@@ -144,17 +144,3 @@ def test_logging_is_restored_even_after_an_error(tmp_path: Path) -> None:
         assert len(logger.handlers) == len(before[0]) + 2
         raise ValueError
     assert state() == before
-
-
-def test_no_file_is_created_if_nothing_is_logged(tmp_path: Path) -> None:
-    with LogFile(tmp_path):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_terminal_escape_codes_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are escaped in the file, too, because it may be shown with `cat`."""
-    with LogFile(tmp_path):
-        logging.getLogger("runner.anything").warning("skipped %s", "a\x1b]0;title\x07.png")
-    assert "skipped a\\x1b]0;title\\x07.png" in (tmp_path / "log.txt").read_text()
-    assert capsys.readouterr().err == "skipped a\\x1b]0;title\\x07.png\n"

@@ -17,12 +17,10 @@ import runner.system.section_timer
 import runner.tracking.metrics
 from runner.system.section_timer import SectionTimer
 from runner.tracking.metrics import (
-    BatchSums,
     DivergedError,
     MetricBuffer,
     StepTimer,
-    computed,
-    deferred,
+    batch_sums,
     in_words,
     quantiles,
 )
@@ -59,90 +57,20 @@ def test_a_step_without_a_micro_batch_adds_nothing() -> None:
     assert buffer.flush(lambda sums: sums).tolist() == [[0, 0]]
 
 
-def identity(metrics: torch.Tensor) -> torch.Tensor:
-    return metrics
-
-
-def sums_of(loss: torch.Tensor, metrics: torch.Tensor) -> torch.Tensor:
-    """Return what the metric sums of a micro-batch with this mean loss and these metrics of each sample must be."""
-    return torch.cat((loss[None] * len(metrics), metrics.sum(0, dtype=torch.float32)))
-
-
-@pytest.mark.parametrize(("num_micro_batches", "size"), [(1, 13), (1, 1365), (3, 64), (80, 5)])
 @pytest.mark.parametrize("num_metrics", [0, 1, 3])
 @pytest.mark.parametrize("boolean", [True, False])
-def test_deferred_sums_give_the_same_rows_as_computed_sums(
-    num_micro_batches: int, size: int, num_metrics: int, boolean: bool
+def test_sums_of_a_micro_batch_are_the_loss_times_the_samples_and_the_sums_of_the_metrics(
+    num_metrics: int, boolean: bool
 ) -> None:
-    """All bits of the sums of 64 steps together equal those of each micro-batch alone: a resumed run groups others."""
-    buffers = [MetricBuffer(("loss", *"abc"[:num_metrics])) for _ in range(2)]
-    wanted = torch.zeros(100, 1 + num_metrics)
-    for step in range(1, 101):
-        for _ in range(num_micro_batches):
-            loss, metrics = torch.rand(()), torch.rand(size, num_metrics)
-            sums = deferred(identity, loss, metrics > 0.5 if boolean else metrics)
-            assert not isinstance(sums, torch.Tensor)
-            buffers[0].add(computed(sums))
-            buffers[1].add(sums)
-            wanted[step - 1] += sums_of(loss, metrics > 0.5 if boolean else metrics)
-        for buffer in buffers:
-            buffer.end_step(step)
-    plain, late = (buffer.flush(lambda sums: sums) for buffer in buffers)
-    assert torch.equal(plain, late)
-    torch.testing.assert_close(plain, wanted)
-
-
-def test_deferred_sums_of_micro_batches_of_different_sizes() -> None:
-    buffer, rows = MetricBuffer(("loss", "error")), []
-    for step, size in enumerate((3, 3, 5, 1), start=1):
-        loss, errors = torch.rand(()), torch.rand(size, 1)
-        buffer.add(deferred(identity, loss, errors))
-        buffer.end_step(step)
-        rows.append(sums_of(loss, errors))
-    torch.testing.assert_close(buffer.flush(lambda sums: sums), torch.stack(rows))
-
-
-def test_deferred_sums_are_computed_after_64_steps_or_micro_batches_and_before_a_log() -> None:
-    buffer, sizes = MetricBuffer(("loss", "one")), []
-
-    def ones(outputs: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(outputs))
-        return torch.ones(len(outputs), 1)
-
-    sums = deferred(ones, torch.tensor(2.0), torch.zeros(3, 7))
-    for step in range(1, 64):
-        buffer.add(sums)
-        buffer.end_step(step)
-    assert sizes == [3], "the first sums, whose shape is checked"
-    sizes.clear()
-    buffer.add(sums)
-    buffer.end_step(64)
-    assert sizes == [192]
-    for _ in range(64):
-        buffer.add(sums)
-    assert sizes == [192, 192]
-    buffer.end_step(65)
-    buffer.add(sums)
-    buffer.end_step(66)
-    rows = [[6.0, 3.0]] * 64 + [[384.0, 192.0], [6.0, 3.0]]
-    assert buffer.flush(lambda sums: sums).tolist() == rows
-
-
-def test_sums_on_other_devices_are_not_deferred_because_cuda_graphs_overwrite_outputs() -> None:
-    on_meta = torch.ones((), device="meta"), torch.ones(2, 1, device="meta")
-    assert isinstance(deferred(identity, *on_meta), torch.Tensor)
-
-
-def test_only_small_tensors_are_kept_for_deferred_sums() -> None:
-    small, large = torch.ones(4096, 1), torch.ones(4097, 1)
-    sums: list[BatchSums] = [deferred(identity, torch.tensor(0.5), each) for each in (small, large)]
-    assert [isinstance(each, torch.Tensor) for each in sums] == [False, True]
-    assert [computed(each).tolist() for each in sums] == [[2048, 4096], [2048.5, 4097]]
+    loss, metrics = torch.rand(()), torch.rand(13, num_metrics)
+    metrics = metrics > 0.5 if boolean else metrics
+    wanted = [13 * loss.item(), *(sum(column) for column in metrics.double().T.tolist())]
+    assert batch_sums(loss, metrics).tolist() == pytest.approx(wanted)
 
 
 def test_sums_of_double_precision_are_rounded_once() -> None:
     metrics = torch.tensor([[1.0], [2.0**-30], [2.0**-30]], dtype=torch.float64).repeat(1 << 8, 1)
-    sums = computed(deferred(identity, torch.tensor(1.0, dtype=torch.float64), metrics))
+    sums = batch_sums(torch.tensor(1.0, dtype=torch.float64), metrics)
     assert sums.dtype == torch.float32
     assert sums[1] == torch.tensor(256 + 2.0**-21, dtype=torch.float64).float()
 

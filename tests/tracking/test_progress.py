@@ -140,28 +140,6 @@ def test_a_resumed_run_counts_only_its_own_steps(clock: FakeClock, capsys: pytes
     assert lines(capsys) == ["step 950/1000  320 samples/s  0:10 left"]
 
 
-def test_no_rate_is_shown_if_no_time_has_passed(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(num_steps=1, batch_size=BATCH)
-    progress.step(1, Measured(1, 0, 0))
-    assert lines(capsys) == ["step 1/1  "]
-
-
-def test_new_values_replace_earlier_values_of_the_same_metric(clock: FakeClock) -> None:
-    progress = Progress(num_steps=1, batch_size=BATCH)
-    progress.metrics({"train/loss": 2.0})
-    progress.metrics({"eval/accuracy": 0.98765})
-    progress.metrics({"train/loss": 1e-9})
-    assert progress.summary(0) == "loss 1e-09  eval/accuracy 0.9877"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0, "0:00"), (0.4, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599, "59:59"), (3600, "1:00:00"), (90061, "25:01:01")],
-)
-def test_durations_are_shown_as_hours_minutes_and_seconds(seconds: float, shown: str) -> None:
-    assert runner.tracking.progress._clock(seconds) == shown
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Choice of the display
 
@@ -236,20 +214,6 @@ def test_the_bar_shows_the_same_values_as_the_lines(tmp_path: Path) -> None:
     assert "after it" in sent
     assert sent.count("\x1b[?25l") == sent.count("\x1b[?25h") == 1, "the cursor is hidden, and shown again"
     assert all(len(line) <= 120 for line in drawn)
-
-
-def test_no_color_disables_the_colors_of_the_bar(tmp_path: Path) -> None:
-    sent = on_a_terminal(STEPS, tmp_path, NO_COLOR="1")
-    assert not COLOUR.search(sent)
-    assert "40/40" in sent
-    assert "samples/s" in sent
-
-
-@pytest.mark.parametrize("variables", [{"CI": "true"}, {"TERM": "dumb"}], ids=str)
-def test_no_bar_in_ci_or_on_a_dumb_terminal(variables: dict[str, str], tmp_path: Path) -> None:
-    sent = on_a_terminal(STEPS, tmp_path, **variables)
-    assert "\x1b" not in sent
-    assert re.findall(r"step (\d+)/40  loss 0.25  accuracy 0.75", sent) == ["40"]
 
 
 def test_the_command_draws_a_bar_and_restores_the_terminal(tmp_path: Path) -> None:

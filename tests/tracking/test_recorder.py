@@ -110,13 +110,6 @@ def test_images_are_logged_at_every_evaluation(trained: Callable[..., TrainedRun
                 assert len(image.convert("L").getcolors()) > 2, "not empty"
 
 
-def test_without_mistakes_no_misclassified_images_are_logged(trained: Callable[..., TrainedRun]) -> None:
-    run = trained("steps=1")
-    right = run.run.workload.held_out.targets + 1  # pyright: ignore[reportAttributeAccessIssue]
-    sums = {"confusion": torch.zeros(0), "predictions": right, "targets": right, "confidence": right}
-    assert set(run.run.workload.images(sums)) == {"eval/samples"}
-
-
 def text(directory: Path, tag: str) -> list[tuple[int, str]]:
     """Return the points of a text, (step, content), without the Markdown code fence."""
     points = load_events(directory).Tensors(f"{tag}/text_summary")

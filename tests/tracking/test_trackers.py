@@ -28,9 +28,9 @@ from runner.storage.run_directory import check_regular
 from runner.tracking.base import Tracker
 from runner.tracking.csv_file import CsvFile
 from runner.tracking.mlflow_run import MLflow
+from runner.tracking.multi_tracker import MultiTracker
 from runner.tracking.recorder import Recorder
 from runner.tracking.remote import RemoteTracker
-from runner.tracking.several import Several
 from runner.tracking.tensorboard import TensorBoard
 from runner.tracking.trackio_run import Trackio
 from runner.tracking.wandb_run import Wandb
@@ -64,8 +64,8 @@ NODES = {
         (Tracker(), False),
         (CsvFile(), False),
         (TensorBoard(), True),
-        (Several(["csv", "tensorboard"], NODES), True),
-        (Several(["csv"], NODES), False),
+        (MultiTracker(["csv", "tensorboard"], NODES), True),
+        (MultiTracker(["csv"], NODES), False),
     ],
     ids=repr,
 )
@@ -205,7 +205,7 @@ class Opened(Tracker):
     ],
 )
 def test_if_one_of_several_trackers_fails_the_others_are_closed(broken: str, noted: list[str], tmp_path: Path) -> None:
-    several, notes = Several(["csv"], NODES), []
+    several, notes = MultiTracker(["csv"], NODES), []
     several._trackers = [Opened("a", notes), Opened("b", notes, broken), Opened("c", notes)]
     with pytest.raises(OSError, match="No space left"), Recorder(several, tmp_path, 0) as recorder:
         recorder.finish()

@@ -23,7 +23,7 @@ from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
 from runner.session import Session
 from runner.system.console import open_console
-from runner.system.cpu import cores_per_process, keep_to_own_cores
+from runner.system.cpu import cores_per_process
 from runner.system.forkserver import start_server
 from runner.system.signals import StopRequest, before_training
 
@@ -150,7 +150,7 @@ class ExternalProcesses(Launcher):
 
 
 def init_rank(rank_info: RankInfo, device: torch.device, timeout: float, external: bool) -> None:
-    """Set up this process as a rank: its GPU, its share of the CPU's threads and cores, and the process group.
+    """Set up this process as a rank: its GPU, its share of the CPU's threads, and the process group.
 
     The arguments are those of `init_process_group`.
     """
@@ -159,8 +159,6 @@ def init_rank(rank_info: RankInfo, device: torch.device, timeout: float, externa
     os.environ["LOCAL_WORLD_SIZE"] = str(rank_info.local_world_size)  # for data workers: the ranks share the cores
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_process())
-    if device.type == "cpu" and not external:  # an external launcher may have divided the cores already
-        keep_to_own_cores(rank_info.local_rank, rank_info.local_world_size)
     process_group.init_process_group(rank_info, device, timeout, external)
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner.system.exit_codes import STOPPED
-from runner.system.kill_group import kill_group
 
 COMMAND = ("-m", "runner")
 """The arguments with which Python runs the command; they are followed by the arguments of the job."""
@@ -134,7 +133,7 @@ class Child:
         self._stopped = True
         if self._process is not None and self.code is None:
             with suppress(ProcessLookupError):
-                kill_group(self._process.pid)
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def say(self, line: str) -> None:
         """Add a line to the console file."""

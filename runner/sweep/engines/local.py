@@ -32,7 +32,6 @@ from runner.system.cpu import usable_core_numbers
 from runner.system.exit_codes import STOPPED
 from runner.system.forkserver import METHOD, become_command, start_server
 from runner.system.gpu import busy_gpus, visible_gpus
-from runner.system.kill_group import kill_group
 
 log = logging.getLogger(__name__)
 
@@ -260,7 +259,7 @@ def _signal(process: BaseProcess, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         if number == signal.SIGKILL:
             with suppress(ProcessLookupError):  # it has not yet begun a process group of its own
-                kill_group(process.pid)
+                os.killpg(process.pid, signal.SIGKILL)
         os.kill(process.pid, number)
 
 

@@ -22,7 +22,7 @@ from runner.system.cpu import local_world_size
 from runner.system.memory import host_memory
 from runner.system.section_timer import timer
 from runner.system.torch_errors import is_out_of_memory
-from runner.tracking.metrics import BatchSums, MetricSums, deferred
+from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.base import Workload
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class DQN(Workload):
             loss = torch.nn.functional.huber_loss(chosen, targets, delta=self.huber_delta)
         else:
             loss = torch.nn.functional.mse_loss(chosen, targets)
-        return loss, deferred(_sample_metrics, loss.detach(), chosen.detach())
+        return loss, batch_sums(loss.detach(), chosen.detach())  # q_mean is the value of the action
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:
         if step % self.target_every == 0:
@@ -351,10 +351,6 @@ class DQN(Workload):
             saved_state.check(state, size, self.env.num_actions, self.n_step, repeat)
         self._saved = state
         self._best = state.get("best", -math.inf)
-
-
-def _sample_metrics(chosen: torch.Tensor) -> torch.Tensor:
-    return chosen
 
 
 def _training_time() -> float:

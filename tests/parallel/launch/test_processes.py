@@ -91,19 +91,6 @@ def test_each_rank_gets_its_rank_info_and_process_group(tmp_path: Path) -> None:
         assert {each["GLOO_SOCKET_IFNAME"] for each in found} == {"lo"}
 
 
-@pytest.mark.skipif(sys.platform != "linux" or allowed_cores() < 2, reason="needs affinity masks and two cores")
-def test_two_ranks_compute_on_different_cores(tmp_path: Path) -> None:
-    run = build_composed_run(*TWO_RANK_DDP, *SHORT)
-    found: Any = train_in(tmp_path, run, train_rank=rank_functions.rank_infos).result
-    first, second = (set(each["cores"]) for each in found)
-    assert first
-    assert second
-    assert not first & second
-    assert len(os.sched_getaffinity(0)) == allowed_cores() >= len(first | second), (
-        "the mask of this process is the same"
-    )
-
-
 def test_a_stop_signal_after_training_kills_no_rank(tmp_path: Path) -> None:
     """Ctrl-C also reaches the ranks, so a rank may end its training before it gets the supervisor's signal."""
     run = build_composed_run(*TWO_RANK_DDP, *SHORT)

@@ -29,7 +29,6 @@ from runner.config.errors import ABSENT, ConfigError
 from runner.optimizer import trainable
 from runner.result import CrashedError
 from runner.seeds import derive
-from runner.tracking.metrics import computed
 from runner.training import initial_state, train_step
 from runner.workloads.dqn.actor import Actor
 from runner.workloads.dqn.replay import Replay, Transitions, unpack
@@ -90,8 +89,8 @@ def test_loss_and_gradient_equal_those_computed_by_hand(double: bool, kind: str,
         each = [e * e / 2 if abs(e) < delta else delta * (abs(e) - delta / 2) for e in errors]
         slopes = [max(-delta, min(delta, e)) for e in errors]
     assert loss.item() == pytest.approx(sum(each) / 3)
-    assert computed(sums).tolist() == pytest.approx([sum(each), sum(values)])
-    assert computed(sums).dtype == torch.float32
+    assert sums.tolist() == pytest.approx([sum(each), sum(values)])
+    assert sums.dtype == torch.float32
     loss.backward()
     gradient = torch.zeros(2, 2)
     for slope, action, observation in zip(slopes, (0, 1, 0), BATCH.observations, strict=True):
@@ -672,7 +671,7 @@ def test_the_loss_is_summed_in_float32_in_every_precision(precision: str) -> Non
     with run.precision.autocast():
         loss, sums = run.workload.loss(model, BATCH)
     assert loss.dtype == (torch.float64 if precision == "64" else torch.float32)
-    assert computed(sums).dtype == torch.float32
+    assert sums.dtype == torch.float32
     assert loss.item() == pytest.approx((0.125 + 6.9 + 4.0) / 3, rel=0.02)
 
 

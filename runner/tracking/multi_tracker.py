@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.errors import check, did_you_mean
+from runner.config.errors import ConfigError, check, did_you_mean
 from runner.config.schema import build
 from runner.tracking.base import Tracker
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Several(Tracker):
+class MultiTracker(Tracker):
     """A tracker that passes everything to several other trackers, in turn.
 
     Args:
@@ -31,7 +31,8 @@ class Several(Tracker):
         check(len(self.names) > 0, "names", self.names, "it is empty", "tracking=none tracks nothing")
         check(len(set(self.names)) == len(self.names), "names", self.names, "a name is there twice", "leave one out")
         for name in self.names:
-            check(name in self.trackers, "names", name, "there is no such tracker;", did_you_mean(name, self.trackers))
+            if name not in self.trackers:
+                raise ConfigError("names", name, "there is no such tracker;", did_you_mean(name, self.trackers))
         self._trackers = [build(self.trackers[name], Tracker, f"trackers.{name}") for name in self.names]
 
     @classmethod
@@ -40,8 +41,7 @@ class Several(Tracker):
         return {"trackers": {}}
 
     def check(self) -> None:
-        for tracker in self._trackers:
-            tracker.check()
+        self._each("check")
 
     def writes_event_files(self) -> bool:
         return any(tracker.writes_event_files() for tracker in self._trackers)
@@ -54,26 +54,25 @@ class Several(Tracker):
             opened.pop_all()
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        for tracker in self._trackers:
-            tracker.scalars(values, step)
+        self._each("scalars", values, step)
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        for tracker in self._trackers:
-            tracker.images(images, step)
+        self._each("images", images, step)
 
     def texts(self, texts: dict[str, str], step: int) -> None:
-        for tracker in self._trackers:
-            tracker.texts(texts, step)
+        self._each("texts", texts, step)
 
     def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
-        for tracker in self._trackers:
-            tracker.hyperparameters(config, typed)
+        self._each("hyperparameters", config, typed)
 
     def flush(self) -> None:
-        for tracker in self._trackers:
-            tracker.flush()
+        self._each("flush")
 
     def close(self, done: bool) -> None:
         with ExitStack() as closing:  # all of them, even if one raises an error
             for tracker in reversed(self._trackers):
                 closing.callback(tracker.close, done)
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        for tracker in self._trackers:
+            getattr(tracker, method)(*arguments)

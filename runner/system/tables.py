@@ -1,0 +1,31 @@
+"""Tables for a terminal, drawn with rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[Any]], right_from: int | None = None) -> Table:
+    """Return a table below `title`; its head is left out if no column has a name. None is shown as a dash.
+
+    Columns are aligned to the right from the index `right_from` on; None: none of them.
+    """
+    box = SIMPLE_HEAD if any(columns) else None
+    found = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=box, show_header=any(columns))
+    for index, column in enumerate(columns):
+        to_right = right_from is not None and index >= right_from
+        found.add_column(Text(column), overflow="fold", justify="right" if to_right else "left")
+    for row in rows:
+        # Text, so that brackets are not parsed as markup.
+        found.add_row(*(Text("–" if value is None else str(value)) for value in row))
+    return found
+
+
+def pairs(title: str, values: Mapping[str, Any]) -> Table:
+    """Return a table of names and values."""
+    return table(title, ["", ""], values.items())
