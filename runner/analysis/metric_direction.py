@@ -29,7 +29,7 @@ def direction(metric: str, runs: Iterable[MeasuredRun]) -> str:
             return "max" if run.best[1] > last else "min"
     for run in selected[:1]:
         with suppress(Exception):  # the package of the workload may raise anything
-            from runner.workloads.base import Workload  # imported here, because it imports torch
+            from runner.workloads.base import Workload
 
             name, best_is = load_class(run.config["workload"]["_target_"], Workload).best
             if metric == f"eval/{name}":

@@ -23,7 +23,7 @@ def print_report(report: dict[str, Any], as_json: bool, render: Callable[[dict[s
 
     The tables are as wide as the terminal, or 140 characters wide if standard output is not a terminal.
     """
-    from rich.console import Console  # imported here: not all tools print tables
+    from rich.console import Console
 
     if as_json:
         print(json.dumps(report, indent=2))

@@ -53,7 +53,7 @@ def _write(path: Path) -> None:
     compared = _compared(path)
     if compared is None or not compared.rows:
         return
-    from torch.utils.tensorboard.summary import text  # imported here, because a sweep without jobs needs none of it
+    from torch.utils.tensorboard.summary import text
 
     from runner.tracking.event_file import EventFile
     from runner.tracking.hparams import columns

@@ -40,13 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan of the config that the arguments compose, and return the exit code."""
     try:
         options, overrides = parsed(arguments)
-        from runner.commands.plan_report import plan  # imported here: torch is slow to import
+        from runner.commands.plan_report import plan
 
         machine = options.devices, options.memory, options.machine
         report = plan(overrides, options.config_dir, *machine, options.measure, options.run)
     except Exception as error:
         return report_error(error)
-    from runner.analysis.output import print_report  # imported here: flags are checked without them
+    from runner.analysis.output import print_report
     from runner.planning.report_tables import render
 
     print_report(report, options.json, render)

@@ -88,7 +88,7 @@ def plot(paths: list[Path], out: Path, metric: str | None = None) -> None:
 
 
 def _write(compared: Comparison, out: Path) -> list[Path]:
-    from runner.analysis.figures import NAMES, pictures, png  # imported here, because it needs seaborn
+    from runner.analysis.figures import NAMES, pictures, png
     from runner.tracking.event_file import EventFile, picture
 
     check_no_link(out)

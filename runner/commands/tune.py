@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     try:
         options, overrides = parsed(arguments)
-        from runner.planning.trial import TooLateError, TrialError  # imported here: torch is slow to import
+        from runner.planning.trial import TooLateError, TrialError
 
         try:
             report = tuned(overrides, options, began)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return REFUSED if error.refused else CRASHED
     except Exception as error:
         return report_error(error)
-    from runner.analysis.output import print_report  # imported here: flags are checked without them
+    from runner.analysis.output import print_report
     from runner.commands.tune_report import render
 
     print_report(report, options.json, render)
@@ -113,7 +113,7 @@ def tuned(overrides: Sequence[str], options: argparse.Namespace, began: float) -
         TrialError: if the config cannot be trained, or its first steps take longer than the budget.
     """
     from runner.commands.tune_report import write
-    from runner.planning import tuning  # imported here, because importing torch takes time
+    from runner.planning import tuning
     from runner.run import check_used
 
     def said(line: str) -> None:

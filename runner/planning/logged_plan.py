@@ -33,7 +33,7 @@ def log_plan(run: Run, session: Session, result: Result, directory: Path) -> Non
         result: the result of the run.
         directory: the run directory.
     """
-    from rich.console import Console  # imported here: short runs need none
+    from rich.console import Console
 
     try:
         report = report_of(run, session, trace(run, session))

@@ -82,7 +82,7 @@ class EventReader:
         """Yield the events of a file that have not been read, up to one that is damaged or incomplete."""
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
-        from runner.tracking.event_file import masked_crc32c  # imported here: both take half a second
+        from runner.tracking.event_file import masked_crc32c
 
         with suppress(Exception), open_regular(path) as file:  # a damaged file may raise anything
             file.seek(self._ends.get(path, 0))

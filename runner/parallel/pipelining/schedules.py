@@ -24,7 +24,7 @@ ONE_STAGE_EACH = ("gpipe", "1f1b")
 
 def schedule_class(schedule: str) -> Any:
     """Return the class of `torch.distributed.pipelining` that implements `schedule`."""
-    from torch.distributed import pipelining  # imported here: it takes half a second
+    from torch.distributed import pipelining
 
     return getattr(pipelining, _CLASSES[schedule])
 
