@@ -9,16 +9,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from runner.analysis.comparison import BEST, LAST, RATE, SECONDS, STEP_SECONDS, STEPS, Comparison, Failure, Row
 from runner.analysis.output import csv_row
 from runner.config.errors import escaped
 from runner.config.overrides import as_typed
+from runner.system.tables import table
 from runner.system.utf8 import printable
 
 COMPARED = (BEST, LAST, STEPS, SECONDS, RATE)
@@ -37,12 +36,7 @@ class TextTable(NamedTuple):
 
     def rich(self) -> Table:
         """Return the table for a terminal."""
-        table = Table(box=SIMPLE_HEAD, title=self.caption, title_justify="left", title_style="bold red")
-        for title in self.titles:
-            table.add_column(Text(title), overflow="fold")  # Text, so that brackets are not markup
-        for row in self.rows:
-            table.add_row(*map(Text, row))
-        return table
+        return table(self.caption, self.titles, self.rows, title_style="bold red")
 
     def markdown(self) -> str:
         """Return the table as Markdown."""

@@ -10,13 +10,20 @@ from rich.table import Table
 from rich.text import Text
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[Any]], right_from: int | None = None) -> Table:
-    """Return a table below `title`; its head is left out if no column has a name. None is shown as a dash.
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Iterable[Any]],
+    right_from: int | None = None,
+    title_style: str = "bold",
+) -> Table:
+    """Return a table, below an empty line and `title` if there is one; None is shown as a dash.
 
-    Columns are aligned to the right from the index `right_from` on; None: none of them.
+    The head is left out if no column has a name. Columns from the index `right_from` on are aligned to the right.
     """
     box = SIMPLE_HEAD if any(columns) else None
-    found = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=box, show_header=any(columns))
+    found = Table(title=title and f"\n{title}", title_justify="left", title_style=title_style, box=box)
+    found.show_header = any(columns)
     for index, column in enumerate(columns):
         to_right = right_from is not None and index >= right_from
         found.add_column(Text(column), overflow="fold", justify="right" if to_right else "left")
