@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import torch
+import numpy
 
 from runner.storage.durable_write import write_text
 from runner.storage.regular_file import read_regular
 
-T = TypeVar("T", float, torch.Tensor)
+T = TypeVar("T", float, numpy.ndarray)
 
 _LIMIT_BYTES = 100_000_000
 """The maximum size of the file: two million points."""
@@ -65,7 +65,7 @@ class LoggedPoints:
             return dict(values)
         return {tag: value for tag, value in values.items() if _line(tag, value, step) not in self._repeated}
 
-    def add(self, values: Mapping[str, float] | Mapping[str, torch.Tensor], step: int) -> None:
+    def add(self, values: Mapping[str, float] | Mapping[str, numpy.ndarray], step: int) -> None:
         """Record that `values` were logged at `step`."""
         lines = [_line(tag, value, step) for tag, value in values.items()]
         self._added += lines
@@ -83,9 +83,9 @@ class LoggedPoints:
         self._added, self._boundary = [], self._step
 
 
-def _line(tag: str, value: float | torch.Tensor, step: int) -> str:
-    if isinstance(value, torch.Tensor):
-        value = zlib.crc32(value.contiguous().numpy().tobytes())
+def _line(tag: str, value: float | numpy.ndarray, step: int) -> str:
+    if isinstance(value, numpy.ndarray):
+        value = zlib.crc32(value.tobytes())
     return f"{step} {tag} {'measured' if tag.startswith(_MEASURED) else repr(value)}\n"
 
 

@@ -6,12 +6,9 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from runner.tracking.remote import RemoteTracker
-
-if TYPE_CHECKING:
-    import torch
 
 _LONGEST = 6000
 """The largest number of characters of a parameter value in MLflow; longer values are cut."""
@@ -60,10 +57,9 @@ class MLflow(RemoteTracker):
         now = int(1000 * time.time())
         self._client.log_batch(self._run, [Metric(_name(tag), value, now, step) for tag, value in values.items()])
 
-    def log_images(self, images: dict[str, torch.Tensor], step: int) -> None:
+    def log_images(self, images: dict[str, Any], step: int) -> None:
         for tag, pixels in images.items():
-            array = pixels.permute(1, 2, 0).contiguous().numpy()
-            self._client.log_image(self._run, array, f"{tag}/step_{step:08d}.png")
+            self._client.log_image(self._run, pixels, f"{tag}/step_{step:08d}.png")
 
     def log_texts(self, texts: dict[str, str]) -> None:
         for tag, text in texts.items():

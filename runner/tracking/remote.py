@@ -21,6 +21,7 @@ from runner.tracking.base import Tracker
 from runner.tracking.logged_points import LoggedPoints
 
 if TYPE_CHECKING:
+    import numpy
     import torch
 
 log = logging.getLogger(__name__)
@@ -77,8 +78,8 @@ class RemoteTracker(Tracker, ABC):
         """Log scalars by tag."""
 
     @abstractmethod
-    def log_images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        """Log RGB images, uint8 [3, height, width] on the CPU, by tag."""
+    def log_images(self, images: dict[str, numpy.ndarray], step: int) -> None:
+        """Log RGB images, uint8 [height, width, 3], by tag."""
 
     @abstractmethod
     def log_texts(self, texts: dict[str, str]) -> None:
@@ -104,7 +105,8 @@ class RemoteTracker(Tracker, ABC):
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
         stills = {tag: pixels.cpu() for tag, pixels in images.items() if pixels.dim() == 3}
-        self._call(lambda: self._log_new(self.log_images, stills, step))
+        arrays = {tag: pixels.permute(1, 2, 0).contiguous().numpy() for tag, pixels in stills.items()}
+        self._call(lambda: self._log_new(self.log_images, arrays, step))
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         self._call(lambda: self.log_texts(texts))

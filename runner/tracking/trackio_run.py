@@ -7,13 +7,10 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from runner.config.errors import check
 from runner.tracking.remote import RemoteTracker
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass
@@ -45,9 +42,8 @@ class Trackio(RemoteTracker):
     def log_scalars(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)
 
-    def log_images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        arrays = {tag: pixels.permute(1, 2, 0).contiguous().numpy() for tag, pixels in images.items()}
-        self._run.log({tag: self._trackio.Image(array) for tag, array in arrays.items()}, step=step)
+    def log_images(self, images: dict[str, Any], step: int) -> None:
+        self._run.log({tag: self._trackio.Image(pixels) for tag, pixels in images.items()}, step=step)
 
     def log_texts(self, texts: dict[str, str]) -> None:
         """Log nothing: Trackio saves the config only with the first data, and texts are logged before the config."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from runner.config.errors import check_choice
 from runner.tracking.remote import RemoteTracker
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass
@@ -53,11 +50,10 @@ class Wandb(RemoteTracker):
     def log_scalars(self, values: dict[str, float], step: int) -> None:
         self._run.log({"step": step, **values})
 
-    def log_images(self, images: dict[str, torch.Tensor], step: int) -> None:
+    def log_images(self, images: dict[str, Any], step: int) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        arrays = {tag: pixels.permute(1, 2, 0).contiguous().numpy() for tag, pixels in images.items()}
-        self._run.log({"step": step} | {tag: wandb.Image(array) for tag, array in arrays.items()})
+        self._run.log({"step": step} | {tag: wandb.Image(pixels) for tag, pixels in images.items()})
 
     def log_texts(self, texts: dict[str, str]) -> None:
         self._run.summary.update(texts)

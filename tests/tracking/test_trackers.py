@@ -241,7 +241,7 @@ class Noted(RemoteTracker):
     def log_scalars(self, values: dict[str, float], step: int) -> None:
         self._note("scalars", values, step)
 
-    def log_images(self, images: dict[str, torch.Tensor], step: int) -> None:
+    def log_images(self, images: dict[str, Any], step: int) -> None:
         self._note("images", list(images), step)
 
     def log_texts(self, texts: dict[str, str]) -> None:
