@@ -63,7 +63,8 @@ def combinations(overrides: Sequence[str], allowed: str) -> Iterator[Candidate]:
 
 def exhaustive(found: Iterator[Candidate]) -> dict[Overrides, float]:
     """Return the step time of each candidate, divided by that of the first candidate."""
-    base, ratios = started(next(found)), {(): 1.0}
+    base = started(next(found))
+    ratios: dict[Overrides, float] = {(): 1.0}
     length = burst_length(base)
     for candidate in found:
         try:

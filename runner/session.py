@@ -11,7 +11,6 @@ import torch
 
 from runner.batching import Plan
 from runner.parallel.collectives import Collectives
-from runner.parallel.pipelining.block_time import TimeBlock, measured_seconds
 from runner.precision import Precision
 from runner.workloads.base import Workload
 
@@ -34,10 +33,6 @@ class Session:
         eval_every: number of steps between evaluations; 0 to evaluate only at the end.
         save_every: number of steps between checkpoints; 0 to save only at the end.
         steps_per_epoch: number of steps of one pass over the training data; None if the workload has no epochs.
-        time_block: function that takes the arguments of `measured_seconds`, and returns the time of the forward and
-            backward pass of a block. Modes that split a network into stages choose the stages from these times. In
-            `runner.planning.fake_step`, where tensors have no values, the function returns the number of floating-point
-            operations in place of the time.
     """
 
     collectives: Collectives
@@ -50,7 +45,6 @@ class Session:
     eval_every: int = 0
     save_every: int = 0
     steps_per_epoch: float | None = None
-    time_block: TimeBlock = measured_seconds
 
     @property
     def rank(self) -> int:

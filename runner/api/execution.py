@@ -8,8 +8,8 @@ from copy import deepcopy
 from runner.api.caller_settings import settings_kept
 from runner.api.composing import Config, compose
 from runner.api.run_job import run_one
-from runner.cli.auto_options import with_accumulation
 from runner.config.composition import Job
+from runner.planning.auto_accumulation import with_accumulation
 from runner.result import CrashedError, Result
 from runner.run import build_run
 

@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from torch.distributed import is_initialized
-
 from runner.config.errors import ConfigError, escaped
 from runner.config.overrides import typed_path
 from runner.parallel.launch.launcher import Launcher
@@ -30,8 +28,6 @@ from runner.training import train, train_rank
 
 log = logging.getLogger(__name__)
 
-
-_PLANNED_SECONDS = 60.0
 
 Report = Callable[[Run, Session, Path, Result], None]
 """A function that reports the result of a run, given the run, its session, the run directory and the result."""
@@ -77,21 +73,7 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
             if is_there:
                 write_result(run, directory, result)
             report(run, session, directory, result)
-            if done is None and is_worth_planning(directory, result):
-                from runner.planning.logged_plan import log_plan
-
-                log_plan(run, session, result, directory)
     return result
-
-
-def is_worth_planning(directory: Path, result: Result) -> bool:
-    """Return whether to log a plan at the end of a run: if it is done, took a minute, and logged to TensorBoard.
-
-    Under torchrun or SLURM, no plan is logged: planning needs its own default process group, but that of the run still
-    exists.
-    """
-    is_tracked = any(directory.glob("events.out.tfevents.*"))
-    return is_tracked and result.status == "done" and result.seconds >= _PLANNED_SECONDS and not is_initialized()
 
 
 def trained(run: Run, session: Session, launcher: Launcher, directory: Path) -> Result:

@@ -10,7 +10,7 @@ from runner.system.lazy_import import import_lazily
 
 COMMANDS = {
     "doctor": "describes this machine, and what will run on it",
-    "plan": "predicts memory, messages and the time of a step, without training",
+    "plan": "predicts memory, messages and the bubble of a pipeline, without training",
     "tune": "finds the fastest way to train a config on this machine",
     "verify": "compares a config with plain training on a single device",
     "sweep": "shows, stops or resumes a sweep",

@@ -150,7 +150,7 @@ def _run_single(
         _print_model(run)
         return []
     if run.accumulation.steps == "auto":
-        from runner.cli.auto_options import with_accumulation
+        from runner.planning.auto_accumulation import with_accumulation
 
         job = with_accumulation(job, compose, directory)
         run = build_run(job.config)

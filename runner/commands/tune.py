@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         return report_error(error)
     from runner.analysis.output import print_report
-    from runner.commands.tune_report import render
+    from runner.planning.tune_report import render
 
     print_report(report, options.json, render)
     return DONE if report["directory"] else CRASHED
@@ -104,7 +104,7 @@ def tuned(overrides: Sequence[str], options: argparse.Namespace, began: float) -
         began: the value of `time.perf_counter()` from which the budget counts.
 
     Returns:
-        The dict that `runner.planning.tuning.tune` returns, with `typed`, the argument `overrides`; `config_dir`,
+        The dict that `runner.planning.tune.tune` returns, with `typed`, the argument `overrides`; `config_dir`,
         `budget` and `allowed`, the flags; and `directory`, the path of the new directory, None (with a message on
         standard error) if the result cannot be saved.
 
@@ -112,8 +112,8 @@ def tuned(overrides: Sequence[str], options: argparse.Namespace, began: float) -
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
         TrialError: if the config cannot be trained, or its first steps take longer than the budget.
     """
-    from runner.commands.tune_report import write
-    from runner.planning import tuning
+    from runner.planning.tune import tune
+    from runner.planning.tune_report import write
     from runner.run import check_used
 
     def said(line: str) -> None:
@@ -127,7 +127,7 @@ def tuned(overrides: Sequence[str], options: argparse.Namespace, began: float) -
     check_used(run, overrides)
     seconds = options.budget - _SAVING_SECONDS - (time.perf_counter() - began)
     flags = {"config_dir": options.config_dir, "budget": options.budget, "allowed": options.allow}
-    found = tuning.tune(compose, overrides, seconds, options.allow, said, options.config_dir)
+    found = tune(compose, overrides, seconds, options.allow, said, options.config_dir)
     report = {"typed": list(overrides)} | flags | found
     try:
         return report | {"directory": str(write(report, run.output_root))}

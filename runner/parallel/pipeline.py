@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -96,11 +95,6 @@ class Pipeline(Partition, MultiProcess):
             why = "parallel.engine=streams queues all forward passes before the backward passes"
             gpipe = "parallel.schedule=gpipe, or parallel.engine=processes"
             check(self.schedule == "gpipe", "schedule", self.schedule, why, gpipe)
-
-    @property
-    def schedules(self) -> Sequence[str]:
-        """The schedules that the engine supports."""
-        return SCHEDULES if self.engine == "processes" else SCHEDULES[:1]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Stages, processes and devices

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
 
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.config.composition import Job
 from runner.config.errors import ConfigError
+from runner.config.overrides import override_key
 from runner.parallel.collectives import Collectives
+from runner.parallel.launch.cluster import external_world_size
 from runner.parallel.pipelining.micro_batches import divisors
 from runner.planning.device_memory import available_bytes, needed_bytes
 from runner.planning.fake_step import RankPlan, trace
 from runner.planning.planned_session import prepared
 from runner.planning.trial import Trial, TrialError
-from runner.run import Run
+from runner.resume.changed_options import differences
+from runner.run import Run, build_run
 from runner.session import Session
+from runner.storage.run_directory import read_result, readable_entries
+from runner.storage.saved_config import UnreadableConfigError
+from runner.storage.saved_run import saved_config
 
 _CERTAIN = 0.5
 """A run whose predicted peak is at most this fraction of the available memory is not tried out."""
@@ -86,11 +98,7 @@ def fitting_accumulation(
 
 
 def _out_of_memory(start: Callable[..., Trial], run: Run) -> str:
-    """Train two steps of `run`; return the error if they run out of memory, and an empty text if they succeed.
-
-    Raises:
-        TrialError: if the steps fail for another reason.
-    """
+    """Train two steps of `run`; return the error if they run out of memory, and an empty text if they succeed."""
     try:
         with closing(start(run.config, _PATIENCE)) as trial:
             trial.steps(1, _PATIENCE)  # the optimizer state is allocated at the end of the first one
@@ -102,16 +110,7 @@ def _out_of_memory(start: Callable[..., Trial], run: Run) -> str:
 
 
 def _normalization(ranks: list[RankPlan], run: Run, whole: Session, session: Session) -> str:
-    """Return a text that says how micro-batches change the number of samples that batch normalization sees at a time.
-
-    The text is empty if the number does not change, or the network has no batch normalization.
-
-    Args:
-        ranks: the plan of each rank of the run.
-        run: the run.
-        whole: the run with one micro-batch per step.
-        session: the run with the chosen number of micro-batches per step.
-    """
+    """Return how micro-batches change the number of samples that batch normalization sees, if they do."""
     before, now = _num_normalized(run, whole), _num_normalized(run, session)
     if now == before or not any(rank.normalizes for rank in ranks):
         return ""
@@ -119,6 +118,58 @@ def _normalization(ranks: list[RankPlan], run: Run, whole: Session, session: Ses
 
 
 def _num_normalized(run: Run, session: Session) -> int:
-    """Return the number of samples over which batch normalization computes its statistics."""
     plan = session.plan
     return plan.chunk_size * (plan.data_shard[1] if getattr(run.parallel, "sync_batch_norm", False) else 1)
+
+
+def with_accumulation(job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None = None) -> Job:
+    """Return `job` with a number of micro-batches in place of `accumulation=auto`; any other job is returned unchanged.
+
+    If `resume=auto` continues a run, its number is used again, so that the resume is exact. As the run directory may
+    come from somebody else, nothing but this number is taken from it.
+
+    Args:
+        job: the composed config, and the overrides from which it was composed.
+        compose: function that composes the config from its overrides.
+        directory: the value of the flag `--run-directory`, which every job of a sweep has; None if the flag is absent.
+
+    Raises:
+        ConfigError: if the config is refused, the run does not fit into memory with any number of micro-batches, or
+            torchrun or SLURM has started several processes, each of which would choose by itself.
+    """
+    if job.config["accumulation"].get("steps") != "auto":
+        return job
+    if (started := external_world_size()) != 1:
+        why = f"torchrun or SLURM has started {started} processes, each of which would choose by itself"
+        remedy = "choose on one machine first (python -m runner plan), and type the number"
+        raise ConfigError("accumulation", "auto", why, remedy)
+    typed = [text for text in job.overrides if override_key(text) != "accumulation"]
+
+    def divided(count: object) -> Job:
+        return compose([*typed, "accumulation=1", f"accumulation.steps={count}"])
+
+    for path in _unfinished(job, directory) if job.config["resume"] == "auto" else []:
+        refused = (UnreadableConfigError, ConfigError, HydraException, OmegaConfBaseException)
+        with suppress(*refused, KeyError, TypeError):
+            saved = saved_config(path).values
+            steps = saved["accumulation"]["steps"]
+            if type(steps) is int and not differences(saved, job.config):
+                continued = divided(steps)
+                build_run(continued.config)
+                return continued
+    try:
+        return divided(fitting_accumulation(lambda count: build_run(divided(count).config), _say))
+    except TrialError as error:
+        raise ConfigError("accumulation", "auto", error.why, "accumulation=1 shows the error in full") from None
+
+
+def _unfinished(job: Job, directory: Path | None) -> list[Path]:
+    """Return the directories of the runs that `job` may continue, the newest first."""
+    if directory is not None:
+        return [directory]
+    paths = reversed(readable_entries(Path(job.config["output_root"], job.config["name"])))
+    return [path for path in paths if read_result(path).get("status") != "done"]
+
+
+def _say(line: str) -> None:
+    print(f"accumulation=auto: {line}", file=sys.stderr, flush=True)

@@ -6,13 +6,14 @@ import copy
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.blocks import blocks_of
 from runner.batching import Accumulation, MicroBatch, Plan
@@ -20,10 +21,10 @@ from runner.data.base import Samples
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
 from runner.parallel.hogwild import Hogwild
-from runner.parallel.pipelining.partition import first_inputs, profile_blocks
-from runner.planning.costs import Costs
-from runner.planning.memory_tracker import MemoryTracker
+from runner.parallel.pipeline import Pipeline
+from runner.parallel.pipelining.partition import Partition, balanced, first_inputs
 from runner.planning.planned_session import plan_of
+from runner.planning.step_tracker import Costs, StepTracker
 from runner.run import Run
 from runner.session import Session
 from runner.state import State
@@ -31,8 +32,6 @@ from runner.system.fake_tensors import fake_process_group, fake_tensors
 from runner.tracking.metrics import BatchSums
 from runner.training import prepare, refused_by_torch, train_step
 from runner.workloads.base import Workload
-
-T = TypeVar("T")
 
 _TRACED = 3
 """The maximum number of micro-batches per step that are traced."""
@@ -82,7 +81,7 @@ def trace(run: Run, session: Session) -> list[RankPlan]:
     Raises:
         ConfigError: if the step fails because torch cannot train with this config.
     """
-    count = session.plan.accumulation
+    run, count = with_cuts(run, session), session.plan.accumulation  # the same stages for all ranks
     if count <= _TRACED:
         return _trace_ranks(run, session)
     more, less = (_trace_ranks(*_with_micro_batches(run, session, each)) for each in (_TRACED, _TRACED - 1))
@@ -106,31 +105,58 @@ def _trace_ranks(run: Run, session: Session) -> list[RankPlan]:
     if len({(plan.data_shard, plan.step_shard, plan.seed) for plan in plans}) == world_size:
         first = trace_rank(run, session, 0, world_size)
         return [first._replace(rank=rank) for rank in range(world_size)]
-    sent: list[Any] = []
-    return [trace_rank(run, session, rank, world_size, sent) for rank in range(world_size)]
+    return [trace_rank(run, session, rank, world_size) for rank in range(world_size)]
 
 
-def trace_blocks(run: Run, session: Session, size: int) -> list[float]:
-    """Return the floating-point operations of a forward and a backward pass of each block, in billions.
+def block_flops(run: Run, session: Session) -> dict[str, int]:
+    """Return the floating-point operations of a forward and a backward pass of each block for a chunk of samples.
 
     Args:
         run: the run, whose network has blocks.
         session: its session in any process.
-        size: number of samples in the pass.
     """
-    process = Collectives([torch.device("cpu")])
+    found: dict[str, int] = {}
     with _quiet(), fake_tensors() as fake_mode, torch.random.fork_rng(devices=[]):
-        tracker = MemoryTracker(fake_mode, CpuWorkspace(1))
-        workload = _planned(run.workload, tracker)
-        session = dataclasses.replace(session, collectives=process, workload=workload, time_block=tracker.time_block)
+        workload = _planned(run.workload, StepTracker(fake_mode))
+        session = dataclasses.replace(session, collectives=Collectives([torch.device("cpu")]), workload=workload)
         run.precision.prepare(session.device)
         model = run.precision.convert(workload.build_model())
-        with tracker:
-            profiles = profile_blocks(model, first_inputs(model, session, size), session, timed=True)
-        return [profile.seconds for profile in profiles]
+        x = first_inputs(model, session, session.plan.chunk_size)
+        x = x.to(next(model.parameters()).dtype) if x.is_floating_point() else x
+        for name, block in blocks_of(model):
+            with FlopCounterMode(display=False) as counter:
+                with run.precision.autocast():
+                    x = block(x.detach().requires_grad_(bool(found)))
+                if x.requires_grad:
+                    x.backward(torch.ones_like(x))
+            found[name] = counter.get_total_flops()
+    return found
 
 
-def trace_rank(run: Run, session: Session, rank: int, world_size: int, sent: list[Any] | None = None) -> RankPlan:
+def num_stages(run: Run, session: Session) -> int:
+    """Return the number of stages into which the mode splits the network; 1 if it does not."""
+    parallel, num_devices = run.parallel, len(session.devices)
+    if not isinstance(parallel, Pipeline):
+        return num_devices
+    several = 2 if parallel.schedule == "interleaved_1f1b" else 1
+    return parallel.asked_stages or (session.world_size * several if parallel.in_processes else max(2, num_devices))
+
+
+def with_cuts(run: Run, session: Session) -> Run:
+    """Return the run, with stages of about the same number of operations in place of `parallel.cuts=auto`.
+
+    A run measures the time of its blocks, which fake tensors do not take.
+    """
+    parallel = run.parallel
+    if not isinstance(parallel, Partition) or parallel.cuts != "auto" or (count := num_stages(run, session)) < 2:
+        return run
+    flops = block_flops(run, session)
+    names = list(flops)
+    cuts = [names[index] for index in balanced(list(flops.values()), count)]
+    return dataclasses.replace(run, parallel=dataclasses.replace(parallel, cuts=cuts, stages=None))
+
+
+def trace_rank(run: Run, session: Session, rank: int, world_size: int) -> RankPlan:
     """Execute a step of `rank` with fake tensors, and return the memory, operations and messages of the step.
 
     The optimizer state is created before the step. The tensors are on the CPU; on other devices, they have the same
@@ -141,26 +167,21 @@ def trace_rank(run: Run, session: Session, rank: int, world_size: int, sent: lis
         session: its session in any process.
         rank: the rank.
         world_size: number of processes of the run.
-        sent: list of the values that rank 0 sends to the other ranks. The call for rank 0 appends them, and the calls
-            for the other ranks read them. None for an empty list.
 
     Raises:
         ConfigError: if the step fails because torch cannot train with this config.
     """
+    run = with_cuts(run, session)
     if isinstance(run.parallel, Hogwild):  # each worker trains by itself, as a single device does
         run = dataclasses.replace(run, parallel=Parallel())
     devices = [torch.device("cpu")] * len(session.devices)
-    process = Collectives(devices)
-    if world_size > 1:
-        process = FakeCollectives(devices, rank, world_size, [] if sent is None else sent)
+    process = FakeCollectives(devices, rank, world_size) if world_size > 1 else Collectives(devices)
     group = fake_process_group(rank, world_size) if world_size > 1 else nullcontext()
     with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, _quiet(), group, fake_tensors() as fake_mode:
-        threads = run.device.threads or max(1, torch.get_num_threads() // world_size)
-        tracker = MemoryTracker(fake_mode, CpuWorkspace(threads))
+        tracker = StepTracker(fake_mode)
         parallel, workload = _counted(run.parallel, tracker), _planned(run.workload, tracker)
         run = dataclasses.replace(run, parallel=parallel, workload=workload)
-        part = run.session(process)
-        part = dataclasses.replace(part, compile=False, time_block=tracker.time_block, num_steps=session.num_steps)
+        part = dataclasses.replace(run.session(process), compile=False, num_steps=session.num_steps)
         try:
             return _trace(run, part, Path(scratch), tracker)
         except Exception as error:
@@ -169,11 +190,8 @@ def trace_rank(run: Run, session: Session, rank: int, world_size: int, sent: lis
             raise
 
 
-def _counted(parallel: Parallel, tracker: MemoryTracker) -> Parallel:
-    """Return a copy of `parallel` whose forward passes are tracked.
-
-    The memory that they allocate is counted by `tracker` as `activations`.
-    """
+def _counted(parallel: Parallel, tracker: StepTracker) -> Parallel:
+    """Return a copy of `parallel` whose forward passes allocate `activations`."""
     copied = copy.copy(parallel)
     own = copied.accumulate
 
@@ -185,12 +203,8 @@ def _counted(parallel: Parallel, tracker: MemoryTracker) -> Parallel:
     return copied
 
 
-def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
-    """Return a copy of `workload` whose batches have no values; the original and its data do not change.
-
-    Under the kind `data`, `tracker` counts the memory of the batches and the memory of the tensors that hold the
-    samples of `workload`.
-    """
+def _planned(workload: Workload, tracker: StepTracker) -> Workload:
+    """Return a copy of `workload` whose batches have no values, and are counted as `data` with its samples."""
     copied = copy.copy(workload)
     for name, value in vars(copied).items():
         if isinstance(value, Samples):
@@ -212,14 +226,13 @@ def _planned(workload: Workload, tracker: MemoryTracker) -> Workload:
 
 
 def _planned_samples(samples: Samples) -> Samples:
-    """Return a copy of `samples` whose batches have no values; `samples` itself does not change."""
     copied = copy.copy(samples)
     batches = copied.batches
     copied.batches = lambda micros, seed, device: copied.fake_batches(micros, device) or batches(micros, seed, device)
     return copied
 
 
-def _trace(run: Run, session: Session, directory: Path, tracker: MemoryTracker) -> RankPlan:
+def _trace(run: Run, session: Session, directory: Path, tracker: StepTracker) -> RankPlan:
     with tracker, torch.random.fork_rng(devices=[]):
         state = prepare(run, session, directory)
         _classify(tracker, state)
@@ -246,7 +259,7 @@ def _trace(run: Run, session: Session, directory: Path, tracker: MemoryTracker) 
             placed,
             tracker.costs,
             _saved(state),
-            _blocks(state.model),
+            [name for name, block in blocks_of(state.model) if any(True for _ in block.parameters())],
             any(isinstance(module, _BatchNorm) for module in state.model.modules()),
         )
 
@@ -261,11 +274,6 @@ def _create_optimizer_state(state: State) -> None:
 
 
 def _saved(state: State) -> dict[str, int]:
-    """Return a dict from the name of each tensor of the model to the bytes that this tensor adds to a checkpoint.
-
-    The bytes include the optimizer state of the tensor. If the run averages its weights, the bytes also include the
-    averaged copy of the tensor.
-    """
     of_parameter = state.optimizer.state
     models = 2 if state.average.tensors() else 1
     return {
@@ -276,65 +284,11 @@ def _saved(state: State) -> dict[str, int]:
     }
 
 
-def _blocks(model: torch.nn.Module) -> list[str]:
-    """Return the names of the blocks of `model` that have parameters on this rank; empty if it lists no blocks."""
-    return [name for name, block in blocks_of(model) if any(True for _ in block.parameters())]
-
-
-def _classify(tracker: MemoryTracker, state: State) -> None:
-    """Tell `tracker` the kind of each tensor in `state`: `parameters`, `gradients` or `optimizer state`.
-
-    Buffers count as `parameters`, and averaged weights count as `optimizer state`.
-    """
+def _classify(tracker: StepTracker, state: State) -> None:
     tracker.set_kind("parameters", [*state.model.parameters(), *state.model.buffers()])
     tracker.set_kind("gradients", [parameter.grad for parameter in state.model.parameters()])
     values = [value for of_parameter in state.optimizer.state.values() for value in of_parameter.values()]
     tracker.set_kind("optimizer state", [*values, *state.average.tensors()])
-
-
-class CpuWorkspace:
-    """A callable that returns the size of the temporary buffers that an operation needs on the CPU, in bytes.
-
-    Args:
-        threads: number of threads that execute an operation.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._threads, self._sent = threads, 0
-
-    def __call__(self, func: Any, args: tuple[Any, ...]) -> int:
-        """Return the size of the temporary buffers of `func` and of the latest reduce-scatter, in bytes.
-
-        Gloo's reduce-scatter runs in the background on a copy of its input. This copy is counted until the next
-        reduce-scatter.
-        """
-        own = 0
-        if func is torch.ops.aten.convolution_backward.default:
-            inputs, weight = args[1], args[2]
-            # oneDNN reorders the weights and their gradients; weights in another memory format are converted before.
-            converted = _is_channels_last(inputs) and not weight.is_contiguous(memory_format=torch.channels_last)
-            copies = 4 * self._threads if _is_summed_per_thread(inputs, weight) else 2
-            own = weight.nbytes * (copies + converted)
-        elif func is torch.ops.c10d._reduce_scatter_base_.default:
-            # gloo reduces a copy, while the backward pass goes on; FSDP waits for it at its next reduce-scatter.
-            self._sent = args[1].nbytes
-        return own + self._sent
-
-
-def _is_summed_per_thread(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether oneDNN uses separate buffers for each thread to compute the weight gradient of a convolution.
-
-    oneDNN uses separate buffers if the CPU has no AVX-512, the inputs are a float32 batch of several samples, and the
-    inputs are smaller than the kernel in at least one spatial dimension. The buffers of each thread are four times as
-    large as the weights (oneDNN 3.12: `gemm:jit`, backward_weights; found by measuring).
-    """
-    smaller = any(size < kernel for size, kernel in zip(inputs.shape[2:], weight.shape[2:], strict=True))
-    without_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    return smaller and without_avx512 and len(inputs) > 1 and inputs.dtype == torch.float32
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 @contextmanager
@@ -351,27 +305,7 @@ def _quiet() -> Iterator[None]:
 
 
 class FakeCollectives(Collectives):
-    """The collectives of one rank without its peers: `all_gather` assumes that every rank passes the same value.
-
-    Args:
-        devices, rank, world_size: as in `Collectives`.
-        sent: list of the results of `from_rank_0` on rank 0, in the order of the calls. On rank 0, `from_rank_0`
-            appends its result to the list. On any other rank, `from_rank_0` returns the next result in the list; if
-            none is left, it calls `make` on this rank and returns the result.
-    """
-
-    def __init__(self, devices: Sequence[torch.device], rank: int, world_size: int, sent: list[Any]):
-        super().__init__(devices, rank, world_size)
-        self._sent, self._num_received = sent, 0
-
-    def from_rank_0(self, make: Callable[[], T]) -> T:
-        if self.rank > 0 and self._num_received < len(self._sent):
-            self._num_received += 1
-            return self._sent[self._num_received - 1]
-        value = make()
-        if self.rank == 0:
-            self._sent.append(value)
-        return value
+    """The collectives of one rank without its peers: `all_gather` assumes that every rank passes the same value."""
 
     def all_gather(self, value: Any) -> list[Any]:
         return [value] * self.world_size

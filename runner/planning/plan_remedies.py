@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from runner.config.errors import ConfigError
+from runner.planning.fake_step import trace
+from runner.planning.planned_session import prepared
+from runner.run import Run
 
 SMALLER_BATCHES = "batch normalization sees smaller batches"
 """The effect of a change with `divides_batches` on the results of a network with batch normalization."""
@@ -37,6 +42,9 @@ class Change(NamedTuple):
         return "; ".join(filter(None, parts)) or UNCHANGED
 
 
+_ENOUGH = 4
+"""As soon as this many changes make the run fit, no more changes are tried."""
+
 _RECOMPUTED = "about a third more arithmetic"
 _GATHERED = "parameters are sent twice per micro-batch"
 _SMALLER = "smaller matrices"
@@ -65,3 +73,36 @@ def changes(num_devices: int) -> Iterator[Change]:
         yield Change(both, costs, divides_batches=True)
         yield Change((*both, "accumulation=8"), f"{costs}; {_SMALLER}", divides_batches=True)
         yield Change((*both, "precision=bf16"), costs, "16 bits", divides_batches=True)
+
+
+def remedies(
+    run: Run, build: Callable[[Sequence[str]], Run | None], num_devices: int, memory: float
+) -> list[dict[str, Any]]:
+    """Try changes of how the run is trained, the cheapest first, until four have been found that make it fit.
+
+    Args:
+        run: the run that does not fit.
+        build: function that returns the run with a change, given its overrides; None if it is refused.
+        num_devices: number of devices of the machine.
+        memory: memory of each device in bytes.
+
+    Returns:
+        A list with a dict for each change that was tried. Changes that are refused or that the config contains already
+        are left out. Each dict has the fields of a `Change` as keys, where `results` is the text that `Change.effects`
+        returns, and two more keys: `peak_bytes`, the memory of the rank that needs most, and whether the run `fits`.
+    """
+    found: list[dict[str, Any]] = []
+    for change in changes(num_devices):
+        changed = build(change.overrides)
+        if changed is None or changed.config == run.config:
+            continue
+        try:
+            ranks = trace(changed, prepared(changed, num_devices))
+        except ConfigError:
+            continue
+        peak = max(rank.peak_bytes for rank in ranks)
+        results = change.effects(ranks[0].normalizes)
+        found.append(change._asdict() | {"results": results, "peak_bytes": peak, "fits": peak <= memory})
+        if sum(each["fits"] for each in found) == _ENOUGH:
+            break
+    return found

@@ -8,18 +8,15 @@ from typing import Any
 
 import torch
 
-from models.blocks import blocks_of
 from runner.batching import Plan
 from runner.config.errors import ConfigError
 from runner.device import device_name
-from runner.model.base import without_memory
 from runner.parallel.dp import DP
 from runner.parallel.pipeline import Pipeline
-from runner.parallel.pipelining.bubble_prediction import bubbles
 from runner.parallel.pipelining.partition import positions_of
-from runner.planning.costs import Machine
-from runner.planning.fake_step import RankPlan, trace_blocks
-from runner.planning.measure import Parts, neighbors, step_seconds
+from runner.parallel.pipelining.schedules import SCHEDULES
+from runner.planning.bubbles import bubbles
+from runner.planning.fake_step import RankPlan, block_flops, num_stages
 from runner.planning.planned_session import plan_of
 from runner.run import Run
 from runner.session import Session
@@ -27,14 +24,7 @@ from runner.storage.saved_run import checkpoints
 from runner.system.memory import host_memory
 
 
-def report_of(
-    run: Run,
-    session: Session,
-    ranks: Sequence[RankPlan],
-    num_devices: int | None = None,
-    machine: Machine | None = None,
-    parts: Parts | None = None,
-) -> dict[str, Any]:
+def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices: int | None = None) -> dict[str, Any]:
     """Return the plan of a run as plain values, which can be written as JSON.
 
     Args:
@@ -42,8 +32,6 @@ def report_of(
         session: its session in this process.
         ranks: the memory and the costs of a step on each rank.
         num_devices: number of devices of the machine that is planned for; None for those of this machine.
-        machine: the speeds of the machine, for a lower bound on the time of a step; None to leave out the bound.
-        parts: the measured parts of a step, from which the time of a step is predicted; None to leave out this time.
 
     Returns:
         A dict with these keys:
@@ -53,15 +41,11 @@ def report_of(
           which is `batch_size` divided by `data_shards`, by `accumulation` and by `pipeline_micro_batches`;
         - `length`: `steps`, `samples`, `steps_per_epoch` and `epochs`; the last two are None without epochs;
         - `ranks`: a list with a dict for each rank. Its keys are `rank`, `blocks`, `samples` (the start and stop of its
-          samples in a batch), `forward_flops`, `backward_flops`, `messages`, `sent_bytes` and `least_seconds` (a lower
-          bound on the time of a step; None without `machine`). Four more keys have the memory of tensors in bytes:
-          `peak_bytes` (the maximum), `placed_bytes` (the maximum before the first step), `peak` (a dict by kind, at
-          the peak of a step) and `kept` (a dict by kind, between two steps);
+          samples in a batch), `forward_flops`, `backward_flops`, `messages` and `sent_bytes`. Four more keys have the
+          memory of tensors in bytes: `peak_bytes` (the maximum), `placed_bytes` (the maximum before the first step),
+          `peak` (a dict by kind, at the peak of a step) and `kept` (a dict by kind, between two steps);
         - `pipeline`: None unless the parallel mode is a pipeline. Otherwise a dict: `schedule`, `num_micro_batches` and
-          `bubbles`, the list that the function `bubbles` returns. If `parts` is given, the dict of each schedule in
-          this list also has the predicted `step_seconds`;
-        - `step`: the predicted `seconds` and `samples_per_second`, the measured `parts` and, for a pipeline, the
-          `fastest` schedule; None without `parts`;
+          `bubbles`, the list that the function `bubbles` returns;
         - `checkpoint`: the `bytes` of a checkpoint, and the `disk_bytes` that the run needs at most;
         - `host`: None if `num_devices` is given. Otherwise a dict: `memory_of`, which is `host` or the name of the GPU;
           `tensor_bytes`, the memory that the tensors need there, of all processes on the host, or of the process that
@@ -69,14 +53,15 @@ def report_of(
         - `notes`: a list of remarks, such as what the memory does not include;
         - `memory_bytes`, `fits` and `measured`, which are None, and `remedies`, an empty list; the caller may set them.
     """
-    pipeline = _pipeline(run, session, parts)
+    steps, epoch = session.num_steps, session.steps_per_epoch
+    length = {"steps": steps, "samples": steps * run.batch_size}
+    descriptions = {"parallel": run.parallel.description, "precision": type(run.precision).description}
     return {
-        "run": _described(run),
+        "run": run.workload.describe() | descriptions,
         "batch": _batch(session.plan),
-        "length": _length(session),
-        "ranks": [_rank(run, session, each, machine) for each in ranks],
-        "pipeline": pipeline,
-        "step": None if parts is None else _step(session, parts, pipeline),
+        "length": length | {"steps_per_epoch": epoch, "epochs": epoch and steps / epoch},
+        "ranks": [_rank(run, session, each) for each in ranks],
+        "pipeline": _pipeline(run, session),
         "checkpoint": _checkpoint(run, ranks),
         "host": _machine(session, ranks) if num_devices is None else None,
         "memory_bytes": None,
@@ -121,14 +106,6 @@ def _newest_checkpoint_bytes(directory: Path) -> int | None:
         return None
 
 
-def _described(run: Run) -> dict[str, str]:
-    return {
-        **run.workload.describe(),
-        "parallel": run.parallel.description,
-        "precision": type(run.precision).description,
-    }
-
-
 def _batch(plan: Plan) -> dict[str, Any]:
     return {
         "batch_size": plan.batch_size,
@@ -139,18 +116,7 @@ def _batch(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _length(session: Session) -> dict[str, Any]:
-    size = session.plan.batch_size
-    epoch = session.workload.steps_per_epoch(size)
-    return {
-        "steps": session.num_steps,
-        "samples": session.num_steps * size,
-        "steps_per_epoch": epoch,
-        "epochs": epoch and session.num_steps / epoch,
-    }
-
-
-def _rank(run: Run, session: Session, rank: RankPlan, machine: Machine | None) -> dict[str, Any]:
+def _rank(run: Run, session: Session, rank: RankPlan) -> dict[str, Any]:
     world_size = session.world_size
     index, count = plan_of(run, session, rank.rank).data_shard
     share = session.plan.batch_size // count
@@ -167,80 +133,20 @@ def _rank(run: Run, session: Session, rank: RankPlan, machine: Machine | None) -
         "backward_flops": backward,
         "messages": {name: {"calls": each[0], "bytes": each[1]} for name, each in rank.costs.messages.items()},
         "sent_bytes": rank.costs.sent_bytes(world_size),
-        "least_seconds": rank.costs.seconds(machine, world_size) if machine else None,
     }
 
 
-def _pipeline(run: Run, session: Session, parts: Parts | None) -> dict[str, Any] | None:
-    """Return the bubbles of a pipeline and, if `parts` were measured, the times of a step; None for other modes."""
-    mode, batch = run.parallel, _batch(session.plan)
+def _pipeline(run: Run, session: Session) -> dict[str, Any] | None:
+    """Return the bubbles of a pipeline; None for other modes."""
+    mode, plan = run.parallel, session.plan
     if not isinstance(mode, Pipeline):
         return None
-    samples = batch["batch_size"] // batch["accumulation"]
-    stages = max(2, len(session.devices))
-    num_workers = session.world_size if mode.engine == "processes" else mode.asked_stages or stages
-    cuts = None
-    if mode.cuts != "auto":
-        model = without_memory(session.workload.build_model)
-        cuts = positions_of(mode.cuts, [name for name, _ in blocks_of(model)])
-    if parts is None:
-        operations = trace_blocks(run, session, batch["samples_per_pass"])
-        rows = bubbles(mode.schedules, num_workers, samples, lambda size: operations, mode.asked_stages, cuts)
-    else:
-        rows = bubbles(mode.schedules, num_workers, samples, parts.blocks, mode.asked_stages, cuts)
-        _add_step_seconds(session, parts, rows, mode.schedule)
-    return {"schedule": mode.schedule, "num_micro_batches": batch["pipeline_micro_batches"], "bubbles": rows}
-
-
-def _add_step_seconds(session: Session, parts: Parts, rows: Sequence[dict[str, Any]], schedule: str) -> None:
-    """Add the predicted `step_seconds` to the dict of each schedule in `rows`, the result of `bubbles`.
-
-    `schedule`, the schedule of the config, was measured with some split sizes. The differences between the measured and
-    the simulated times of `schedule` are used to correct the simulated times of all schedules and split sizes.
-    """
-    measured = {int(size): seconds for size, seconds in parts.values["pipelines"].items()}
-    simulated = {row["split_size"]: row[schedule] for row in rows}
-    for row in rows:
-        low, high, share = neighbors(sorted(measured), row["split_size"])
-        for cell in (cell for cell in row.values() if isinstance(cell, dict)):
-            at_low, at_high = (_corrected(cell, simulated[size], measured[size]) for size in (low, high))
-            more = at_low + share * (at_high - at_low) - parts.values["last_pass"]
-            cell["step_seconds"] = step_seconds(session, parts) + session.plan.accumulation * more
-
-
-def _corrected(cell: dict[str, float], simulated: dict[str, float], measured: float) -> float:
-    """Return the predicted time of one accumulation step of a pipeline, in seconds.
-
-    The simulation `cell` of this pipeline is corrected by comparing the measured time of a reference pipeline with its
-    simulated time. If the reference pipeline took longer than simulated, its additional time per round is added for
-    each round of `cell`. If the reference pipeline took less time than simulated, the time of `cell` is reduced by the
-    same ratio.
-
-    Args:
-        cell: the simulation to correct: the value for one schedule in the result of `bubbles`.
-        simulated: the simulation of the reference pipeline, with the same keys as `cell`.
-        measured: the measured time of one accumulation step of the reference pipeline, in seconds.
-    """
-    overhead = max(0.0, measured - simulated["time"]) / simulated["rounds"]
-    return cell["time"] * min(1.0, measured / simulated["time"]) + cell["rounds"] * overhead
-
-
-def _step(session: Session, parts: Parts, pipeline: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the measured parts of a step, its predicted time and, for a pipeline, the fastest schedule."""
-    seconds = step_seconds(session, parts)
-    return {
-        "seconds": seconds,
-        "samples_per_second": session.plan.samples_per_round / seconds,
-        "parts": parts.values,
-        "fastest": _fastest(pipeline["bubbles"]) if pipeline else None,
-    }
-
-
-def _fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the schedule, the split size and the seconds of the shortest step in `rows`."""
-    cells = [(cell["step_seconds"], row, key) for row in rows for key, cell in row.items() if isinstance(cell, dict)]
-    seconds, row, schedule = min(cells, key=lambda cell: cell[0])
-    return {"schedule": schedule, "split_size": row["split_size"], "seconds": seconds}
+    flops = block_flops(run, session)
+    cuts = None if mode.cuts == "auto" else positions_of(mode.cuts, list(flops))
+    num_workers = session.world_size if mode.in_processes else num_stages(run, session)
+    schedules = SCHEDULES if mode.in_processes else (mode.schedule,)
+    rows = bubbles(schedules, num_workers, plan.micro_size, list(flops.values()), mode.asked_stages, cuts)
+    return {"schedule": mode.schedule, "num_micro_batches": plan.chunks, "bubbles": rows}
 
 
 def _checkpoint(run: Run, ranks: Sequence[RankPlan]) -> dict[str, int]:

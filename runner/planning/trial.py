@@ -7,28 +7,25 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import partial
+from itertools import chain, repeat
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
-from runner.batching import Step
 from runner.config.errors import ConfigError
 from runner.device import synchronize
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.supervisor import RankError
 from runner.result import Result
 from runner.run import build_run
-from runner.session import Session
 from runner.system import memory, torch_errors
 from runner.system.forkserver import METHOD, become_command, start_server, without_main_module
 from runner.training import prepare, refused_by_torch, train_step
 
 PRELOADED = ("torch", "runner.planning.trial")
-"""Modules that every trial imports; the fork server imports them once."""
-
 _PATIENT = 24 * 3600.0
 """The `parallel.timeout` of a trial in seconds: its ranks wait for each other while other trials train."""
 
@@ -84,7 +81,8 @@ class Trial:
     """
 
     def __init__(self, config: dict[str, Any], seconds: float):
-        with _quiet_tracker():
+        known = filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"])
+        with patch.dict(os.environ, PYTHONWARNINGS=",".join(known)):  # it would tell of trials that are killed
             start_server(*PRELOADED)
         config = config | {"resume": "never"}
         if "timeout" in config["parallel"]:
@@ -158,23 +156,6 @@ class Trial:
         self._directory.cleanup()
 
 
-@contextlib.contextmanager
-def _quiet_tracker() -> Iterator[None]:
-    """Suppress the warnings of `multiprocessing`'s resource tracker when it cleans up after killed trials.
-
-    This has an effect only if the resource tracker starts within this context.
-    """
-    before = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before, "ignore:resource_tracker:UserWarning"]))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONWARNINGS"]
-        else:
-            os.environ["PYTHONWARNINGS"] = before
-
-
 def _ending(code: int | None) -> str:
     if code is not None and code < 0:
         killed = " (out of memory?)" if code == -signal.SIGKILL else ""
@@ -220,7 +201,7 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
         state = prepare(run, session, directory)
         batches = session.batches(state.model, 0)
         state.model.train()
-        steps = _endless(session)
+        steps = chain.from_iterable(session.plan.steps(0, session.num_steps) for _ in repeat(None))
 
         def train(count: int) -> tuple[float, float]:
             """Train for `count` iterations, and return the fields of a `Burst`."""
@@ -251,9 +232,3 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
                 connection.send(message)
             count = session.collectives.from_rank_0(asked)
     return Result("done")
-
-
-def _endless(session: Session) -> Iterator[Step]:
-    """Yield the steps of the run, again and again."""
-    while True:
-        yield from session.plan.steps(0, session.num_steps)

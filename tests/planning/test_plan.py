@@ -21,15 +21,13 @@ from runner.commands import plan
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.pipelining.schedules import SCHEDULES
-from runner.planning.costs import Machine
+from runner.planning.bubbles import bubbles
 from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank
 from runner.planning.formatting import flops
-from runner.planning.measure import Parts, neighbors, over_ranks
-from runner.planning.memory_tracker import KINDS
-from runner.planning.plan_remedies import changes
 from runner.planning.planned_session import prepared
-from runner.planning.report import _corrected, report_of
+from runner.planning.report import report_of
 from runner.planning.report_tables import tables
+from runner.planning.step_tracker import KINDS
 from runner.system.fake_tensors import fake_process_group
 
 RESNET = ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=64", "device=cpu", "device.threads=1")
@@ -64,19 +62,14 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
         ("optimizer=adamw", "channels_last=false"),
         ("ema.decay=0.9",),
         ("parallel=pipeline", "parallel.engine=streams", "parallel.cuts=[layer3.0]"),
-        ("device.threads=2",),
+        ("workload=dqn",),
     ],
     ids=" ".join,
 )
 def test_predicted_peak_memory_matches_the_allocator(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    [rank] = planned(*RESNET, *overrides)
-    assert rank.peak_bytes == pytest.approx(measured_peak(compose_config(*RESNET, *overrides), tmp_path), rel=0.05)
-
-
-def test_predicted_peak_memory_of_dqn_matches_the_allocator(tmp_path: Path) -> None:
-    overrides = ("workload=dqn", "device=cpu", "device.threads=1")
-    [rank] = planned(*overrides)
-    assert rank.peak_bytes == pytest.approx(measured_peak(compose_config(*overrides), tmp_path), rel=0.05)
+    base = RESNET if "workload=dqn" not in overrides else ("device=cpu", "device.threads=1")
+    [rank] = planned(*base, *overrides)
+    assert rank.peak_bytes == pytest.approx(measured_peak(compose_config(*base, *overrides), tmp_path), rel=0.1)
 
 
 @pytest.mark.parametrize("mode", [("parallel=ddp",), PIPELINE], ids=["ddp", "pipeline"])
@@ -84,20 +77,15 @@ def test_predicted_peak_memory_of_each_rank_matches_the_allocator(
     mode: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     measured = ranks(2).call_on_all(measured_peak, compose_config(*RESNET, *mode), tmp_path)
-    assert [rank.peak_bytes for rank in planned(*RESNET, *mode)] == pytest.approx(measured, rel=0.05)
+    assert [rank.peak_bytes for rank in planned(*RESNET, *mode)] == pytest.approx(measured, rel=0.1)
 
 
 def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path: Path) -> None:
-    """The plan includes a copy of a block's gradients, because gloo reduces a copy.
-
-    The fake process group of this test makes no copy, so the size of the copy is subtracted from the plan.
-    """
     rank, _ = planned(*RESNET, "parallel=fsdp")
-    copied = sum(p.nbytes for p in _network(*RESNET).layer4[1].parameters())  # pyright: ignore
     with fake_process_group(0, 2):
-        process = FakeCollectives([torch.device("cpu")], 0, 2, [])
+        process = FakeCollectives([torch.device("cpu")], 0, 2)
         measured = measured_peak(compose_config(*RESNET, "parallel=fsdp"), tmp_path, process)
-    assert rank.peak_bytes - copied == pytest.approx(measured, rel=0.05)
+    assert rank.peak_bytes == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +108,6 @@ def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
         assert (found.saved, found.blocks) == (whole.saved, whole.blocks)
         assert (found.costs.flops, found.costs.backward_flops) == (whole.costs.flops, whole.costs.backward_flops)
         assert found.costs.messages == whole.costs.messages
-        machine = Machine(1e12, 1e10, 1e9)
-        seconds = whole.costs.seconds(machine, world_size)
-        assert found.costs.seconds(machine, world_size) == pytest.approx(seconds, rel=2e-3)
 
 
 def test_planning_does_not_read_the_images(tmp_path: Path) -> None:
@@ -179,6 +164,15 @@ def test_fsdp_shards_parameters_and_optimizer_state_across_ranks() -> None:
     for kind in ("parameters", "optimizer state"):
         assert sharded[0].kept[kind] == pytest.approx(whole.kept[kind] / 2, rel=0.01)
     assert sum(sharded[0].saved.values()) == sum(whole.saved.values()), "a checkpoint has all of them"
+
+
+@pytest.mark.parametrize("engine", ["processes", "streams"])
+def test_stages_that_a_run_balances_by_time_are_planned_by_their_operations(engine: str) -> None:
+    """The run itself would measure the blocks, which takes no time with fake tensors."""
+    found = planned(*RESNET, "parallel=pipeline", f"parallel.engine={engine}", "parallel.split_size=4")
+    flops = [rank.costs.flops for rank in found]
+    assert len(flops) == (2 if engine == "processes" else 1)
+    assert min(flops) > max(flops) / 2
 
 
 def test_pipeline_stages_have_their_own_layers() -> None:
@@ -289,12 +283,9 @@ def test_bubbles_are_reported_for_each_schedule_and_split_size(capsys: pytest.Ca
     assert (found["schedule"], found["num_micro_batches"]) == ("1f1b", 4)
     rows = {row["split_size"]: row for row in found["bubbles"]}
     assert list(rows) == [16, 8, 4, 2, 1]
-    shares = {
-        size: {key: cell["bubble"] for key, cell in row.items() if isinstance(cell, dict)} for size, row in rows.items()
-    }
-    assert shares[16] == {"gpipe": pytest.approx(0.5, abs=0.01)}
-    assert shares[1]["gpipe"] < shares[4]["gpipe"] < shares[8]["gpipe"]
-    assert shares[4]["zero_bubble"] < shares[4]["1f1b"]
+    assert [rows[16][key] for key in SCHEDULES] == [pytest.approx(0.5, abs=0.01), None, None, None]
+    assert rows[1]["gpipe"] < rows[4]["gpipe"] < rows[8]["gpipe"]
+    assert rows[4]["zero_bubble"] < rows[4]["1f1b"]
 
 
 def test_bubbles_depend_on_the_typed_stages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,7 +293,7 @@ def test_bubbles_depend_on_the_typed_stages(capsys: pytest.CaptureFixture[str]) 
         words = (*RESNET, "parallel=pipeline", "parallel.split_size=4", *typed)
         rows = report(capsys, *words)["pipeline"]["bubbles"]
         row = next(row for row in rows if row["split_size"] == 4)
-        return {key: row[key] and row[key]["bubble"] for key in SCHEDULES}
+        return {key: row[key] for key in SCHEDULES}
 
     balanced, uneven = shares(), shares("parallel.cuts=[layer4.1]")
     assert uneven["gpipe"] is not None
@@ -314,93 +305,28 @@ def test_bubbles_depend_on_the_typed_stages(capsys: pytest.CaptureFixture[str]) 
     assert four["interleaved_1f1b"] == balanced["interleaved_1f1b"]
 
 
-@pytest.mark.parametrize("mode", ["single", "ddp", "fsdp", "hogwild", "ensemble"])
-def test_a_step_is_predicted_from_its_parts(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    step = report(capsys, *TINY_CPU, "batch_size=16", "accumulation=2", f"parallel={mode}", "--measure")["step"]
-    parts = step["parts"]
-    assert parts.keys() == {"pass", "last_pass", "batch", "update"}
-    assert all(seconds > 0 for seconds in parts.values())
-    passes = parts["pass"] + parts["last_pass"]
-    assert step["seconds"] == pytest.approx(passes + 2 * parts["batch"] + parts["update"])
-    samples = 16 if mode != "hogwild" else 32  # in a round of hogwild, each of two processes trains a step
-    assert step["samples_per_second"] == pytest.approx(samples / step["seconds"])
+@pytest.mark.parametrize(
+    ("schedule", "workers", "stages", "micros", "expected"),
+    [
+        ("gpipe", 2, 2, 1, 1 / 2),
+        ("gpipe", 4, 4, 8, 3 / 11),
+        ("1f1b", 4, 4, 8, 3 / 11),
+        ("interleaved_1f1b", 2, 4, 8, 1 / 17),
+        ("zero_bubble", 4, 4, 8, 3 / 27),
+        ("zero_bubble", 2, 4, 4, 1 / 25),
+    ],
+)
+def test_the_bubble_of_equal_stages_is_that_of_the_formulas(
+    schedule: str, workers: int, stages: int, micros: int, expected: float
+) -> None:
+    rows = bubbles([schedule], workers, micros, [1.0] * stages, stages)
+    assert {row["num_micro_batches"]: row[schedule] for row in rows}[micros] == pytest.approx(expected)
 
 
-def test_without_accumulation_every_pass_is_the_last_one_of_its_step(capsys: pytest.CaptureFixture[str]) -> None:
-    step = report(capsys, *TINY_CPU, "batch_size=16", "--measure")["step"]
-    parts = step["parts"]
-    assert parts.keys() == {"last_pass", "batch", "update"}
-    assert step["seconds"] == pytest.approx(sum(parts.values()))
-
-
-def test_the_fastest_split_size_of_a_pipeline_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, *TINY_CPU, "batch_size=16", "parallel=pipeline", "parallel.split_size=2", "--measure")
-    rows, step = found["pipeline"]["bubbles"], found["step"]
-    cells = {(row["split_size"], key): cell for row in rows for key, cell in row.items() if isinstance(cell, dict)}
-    fastest = min(cells, key=lambda key: cells[key]["step_seconds"])
-    assert (step["fastest"]["split_size"], step["fastest"]["schedule"]) == fastest
-    assert step["seconds"] == cells[2, "gpipe"]["step_seconds"]
-    parts = step["parts"]
-    assert parts.keys() == {"blocks", "pipelines", "last_pass", "batch", "update"}
-    assert {len(times) for times in parts["blocks"].values()} == {4}
-    assert parts["pipelines"].keys() == {"8", "4", "2", "1"}, "1, 2, 4 and 8 micro-batches per stage"
-    for size, seconds in parts["pipelines"].items():
-        predicted = cells[int(size), "gpipe"]["step_seconds"]
-        assert predicted == pytest.approx(seconds + parts["batch"] + parts["update"]), "it was measured itself"
-
-
-def test_split_sizes_that_the_schedule_does_not_support_are_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("batch_size=18", "parallel=pipeline", "parallel.schedule=interleaved_1f1b", "parallel.split_size=3")
-    found = report(capsys, *TINY_CPU, *words, "--measure")
-    measured = {int(size) for size in found["step"]["parts"]["pipelines"]}
-    supported = {row["split_size"] for row in found["pipeline"]["bubbles"] if row["interleaved_1f1b"]}
-    assert 3 in measured <= supported
-    assert 2 not in measured, "nine micro-batches on two processes"
-
-
-def test_times_of_other_schedules_are_corrected_by_the_measured_time() -> None:
-    own, other = {"time": 2.0, "rounds": 9}, {"time": 1.8, "rounds": 5}
-    slower = [_corrected(cell, own, 2.9) for cell in (own, other)]
-    assert slower == pytest.approx([2.9, 1.8 + 5 * 0.1]), "each micro-batch costs more"
-    faster = [_corrected(cell, own, 1.5) for cell in (own, other)]
-    assert faster == pytest.approx([1.5, 1.8 * 0.75]), "all blocks are faster"
-
-
-def test_a_pass_takes_as_long_as_on_the_slowest_rank() -> None:
-    """The first stage of a pipeline ends later than the last one, which has no messages to wait for."""
-    first = {"last_pass": 1.4, "pass": 1.2, "update": 0.02, "batch": 0.0, "blocks": {"4": [1.0, 2.0]}}
-    last = {"last_pass": 1.1, "pass": 1.3, "update": 0.04, "batch": 0.2, "blocks": {"4": [3.0, 2.0]}}
-    combined = over_ranks(
-        [first | {"pipelines": {"4": 1.4, "8": 2.0}}, last | {"pipelines": {"4": 1.1, "8": 2.5}}],
-    )
-    assert combined == {
-        "last_pass": 1.4,
-        "pass": 1.3,
-        "pipelines": {"4": 1.4, "8": 2.5},
-        "update": pytest.approx(0.03),
-        "batch": 0.1,
-        "blocks": {"4": [2.0, 2.0]},
-    }
-    alone = {"last_pass": 1.0, "update": 0.5, "batch": 0.1}
-    assert over_ranks([alone]) == alone
-
-
-def test_a_size_lies_between_its_nearest_measured_neighbors() -> None:
-    assert neighbors([2, 6, 12], 9) == (6, 12, 0.5)
-    assert neighbors([2, 6, 12], 3) == (2, 6, 0.25)
-    assert [neighbors([2, 6, 12], size) for size in (1, 2, 6, 12, 24)] == [
-        (nearest, nearest, 0.0) for nearest in (2, 2, 6, 12, 12)
-    ]
-
-
-def test_times_of_blocks_are_interpolated() -> None:
-    parts = Parts({"blocks": {"4": [4.0, 8.0], "8": [6.0, 10.0]}})
-    assert parts.blocks(4) == [4, 8]
-    assert parts.blocks(6) == [5, 9]
-    assert parts.blocks(2) == [2, 4]
-    assert parts.blocks(16) == [12, 20]
-    alone = Parts({"blocks": {"4": [4.0, 8.0]}})
-    assert (alone.blocks(2), alone.blocks(4), alone.blocks(8)) == ([2, 4], [4, 8], [8, 16])
+def test_workers_wait_for_the_slowest_stage() -> None:
+    """Of two stages that take 1 and 3, the second computes 8 × 3, after 1; the first computes 8 of 25."""
+    [*_, row] = bubbles(["gpipe"], 2, 8, [1.0, 3.0])
+    assert row["gpipe"] == pytest.approx(1 - (8 + 24) / (2 * 25))
 
 
 def test_a_plan_for_another_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -430,7 +356,7 @@ def test_a_change_to_smaller_batches_reports_its_effect_on_batch_normalization(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def results(*overrides: str) -> dict[tuple[str, ...], str]:
-        found = report(capsys, *RESNET, *overrides, "--memory", "1MB")["remedies"]
+        found = report(capsys, *RESNET, *overrides, "--memory", "1MB", "--devices", "2")["remedies"]
         return {tuple(each["overrides"]): each["results"] for each in found}
 
     normalized, grouped = results(), results("model.norm=group")
@@ -438,13 +364,8 @@ def test_a_change_to_smaller_batches_reports_its_effect_on_batch_normalization(
     assert grouped["accumulation=2",] == "the same up to rounding"
     assert normalized["model.checkpoint_activations=true",] == "the same up to rounding"
     assert normalized["precision=bf16",] == "16 bits"
-
-
-def test_a_change_reports_all_its_effects_on_the_results() -> None:
-    *_, last = changes(num_devices=2)
-    assert last.overrides == ("parallel=fsdp", "model.checkpoint_activations=true", "precision=bf16")
-    assert last.effects(normalizes=True) == "16 bits; batch normalization sees smaller batches"
-    assert last.effects(normalizes=False) == "16 bits"
+    both = normalized["parallel=fsdp", "model.checkpoint_activations=true", "precision=bf16"]
+    assert both == "16 bits; batch normalization sees smaller batches"
 
 
 def test_a_change_that_the_config_contains_is_not_proposed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -452,13 +373,6 @@ def test_a_change_that_the_config_contains_is_not_proposed(capsys: pytest.Captur
     proposed = [tuple(each["overrides"]) for each in found]
     assert ("accumulation=2",) not in proposed
     assert ("accumulation=4",) in proposed
-
-
-def test_least_step_time_is_that_of_computation_and_communication(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, *RESNET, "parallel=ddp", "--flops", "1e9", "--bandwidth", "1e29", "--link", "1GB")
-    rank = found["ranks"][0]
-    expected = (rank["forward_flops"] + rank["backward_flops"]) / 1e9 + rank["sent_bytes"] / 1e9
-    assert rank["least_seconds"] == pytest.approx(expected)
 
 
 REFUSED = {
@@ -472,24 +386,16 @@ REFUSED = {
     "outputs/nope-seed=1+lr=2": "RUN: got 'outputs/nope-seed=1+lr=2'",
     "--memory 0GB": "--memory",
     "--memory 80": "--memory",
-    "--flops 1e12": "--bandwidth",
-    "--link 1e9": "--flops",
+    "--measure": "--measure",
     "--sizes": "--sizes",
     "resume=outputs/classifier/run": "resume",
     "optimizer.lr=0.1,0.2": "optimizer.lr",
-    "--measure --devices 2": "--measure",
-    "--measure --flops 1e12 --bandwidth 1e12": "--measure",
     "batch_size=3 accumulation=2": "batch_size",
     "parallel=pipeline workload=dqn": "workload",
     "parallel=ddp parallel.processes=4 --devices 2": "parallel.processes",
     "model=resnet19": "model",
     "model=resnet18 data=synthetic data.size=16 parallel=ddp --devices 8 batch_size=8": "batch_size",
 }
-
-
-def test_an_override_too_long_for_a_path_is_not_taken_for_a_run() -> None:
-    word = f"data.root={'x' * 5000}"
-    assert plan.parsed([word])[1] == [word]
 
 
 @pytest.mark.parametrize("line", REFUSED)

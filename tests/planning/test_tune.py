@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from runner.commands import tune, tune_report
+from runner.commands import tune
 from runner.commands.composed_run import compose_run
-from runner.commands.tune_report import cells, verdict, write
-from runner.planning import tuning
+from runner.planning import tune as planning
+from runner.planning import tune_report
+from runner.planning.search import BUDGET_SPENT
 from runner.planning.trial import TooLateError, TrialError
-from runner.planning.tuning import BUDGET_SPENT
+from runner.planning.tune_report import cells, verdict, write
 from runner.system.exit_codes import CRASHED, DONE, REFUSED
 
 SMALL = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1", "parallel=single")
@@ -162,7 +163,7 @@ def test_a_budget_that_is_too_short_is_refused(
     def late(candidate: object, seconds: float) -> None:
         raise TooLateError("no step within 50 s")
 
-    monkeypatch.setattr(tuning, "_start", late)
+    monkeypatch.setattr(planning, "_start", late)
     monkeypatch.chdir(tmp_path)
     assert tune.main([*SMALL, "--budget", budget]) == REFUSED
     assert "--budget" in capsys.readouterr().err
@@ -176,7 +177,7 @@ def test_the_budget_includes_the_start_and_the_files(monkeypatch: pytest.MonkeyP
         budgets.append(seconds)
         return {"chosen": [], "rows": [row()], "noise": 0.01, "speedup": 1.0, "seconds": 1.0}
 
-    monkeypatch.setattr(tuning, "tune", found)
+    monkeypatch.setattr(planning, "tune", found)
     began = time.perf_counter() - 20
     options, overrides = tune.parsed([*SMALL, f"output_root={tmp_path}"])
     tune.tuned(overrides, options, began)
@@ -191,7 +192,7 @@ def test_what_was_measured_is_printed_if_it_cannot_be_saved(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     found = {key: value for key, value in report().items() if key not in ("typed", "config_dir", "budget", "allowed")}
-    monkeypatch.setattr(tuning, "tune", lambda *_: found)
+    monkeypatch.setattr(planning, "tune", lambda *_: found)
     monkeypatch.setattr(tune_report, "write", full)
     assert tune.main([*SMALL, *(["--json"] if as_json else [])]) == CRASHED
     shown = capsys.readouterr()
@@ -209,7 +210,7 @@ def test_a_config_that_crashes_is_reported(
     def crash(candidate: object, seconds: float) -> None:
         raise TrialError("MemoryError: no memory")
 
-    monkeypatch.setattr(tuning, "_start", crash)
+    monkeypatch.setattr(planning, "_start", crash)
     monkeypatch.chdir(tmp_path)
     assert tune.main([*SMALL]) == CRASHED
     assert "no memory" in capsys.readouterr().err

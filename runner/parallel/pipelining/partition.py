@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import closing
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -13,6 +15,7 @@ import torch
 
 from models.blocks import blocks_of as listed_blocks
 from runner.config.errors import check, check_range, did_you_mean
+from runner.device import synchronize
 from runner.model.base import without_memory
 from runner.parallel.pipelining.stages import named_tensors
 from runner.session import Session
@@ -20,6 +23,8 @@ from runner.workloads.base import SupervisedWorkload, Workload
 
 Blocks = list[tuple[str, "torch.nn.Module"]]
 """The blocks of a network by name, in forward order; the network can be split between any two consecutive blocks."""
+
+_MIN_SECONDS, _MAX_REPEATS = 0.03, 20
 
 _SPLITTABLE = (
     "choose another model (convnet, resnet50, torchvision, …), parallel=ddp or fsdp, "
@@ -217,11 +222,36 @@ def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, session: Sessio
         if session.channels_last:
             copied.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         # The inputs of the first block are data, which need no gradient.
-        seconds = session.time_block(copied, x, autocast, bool(profiles)) if timed else 0.0
+        seconds = measured_seconds(copied, x, autocast, bool(profiles)) if timed else 0.0
         with torch.no_grad(), autocast():
             x = copied(x)
         profiles.append(BlockProfile(name, seconds, tuple(x.shape[1:]), x.dtype))
     return profiles
+
+
+def measured_seconds(
+    block: torch.nn.Module, x: torch.Tensor, autocast: Callable[[], AbstractContextManager], requires_grad: bool
+) -> float:
+    """Return the median time of a forward and backward pass of `block` in seconds, after a warm-up.
+
+    Args:
+        block: the block.
+        x: inputs of the block.
+        autocast: function that returns a context manager for the forward pass.
+        requires_grad: whether to compute the gradient of the inputs, too.
+    """
+    x = x.detach().clone().requires_grad_(requires_grad)
+    times: list[float] = []
+    while len(times) < 4 or (sum(times[1:]) < _MIN_SECONDS and len(times) < _MAX_REPEATS):
+        synchronize(x.device)
+        start = time.perf_counter()
+        with autocast():
+            output = block(x)
+        if output.requires_grad:  # not that of a first block whose parameters are frozen
+            output.backward(torch.ones_like(output))
+        synchronize(x.device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 def format_partition(profiles: Sequence[BlockProfile], bounds: Sequence[int]) -> str:

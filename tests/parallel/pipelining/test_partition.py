@@ -14,7 +14,7 @@ from helpers.compose import build_composed_run
 from models.convnet import ConvNet
 from runner.config.errors import ConfigError
 from runner.model.base import without_memory
-from runner.parallel.pipelining import block_time
+from runner.parallel.pipelining import partition
 from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
@@ -120,7 +120,7 @@ def test_a_network_that_lists_no_blocks_is_refused() -> None:
 
 def context(precision: Precision, channels_last: bool = False) -> Any:
     """A context with only the attributes that `profile_blocks` uses."""
-    return SimpleNamespace(precision=precision, channels_last=channels_last, time_block=block_time.measured_seconds)
+    return SimpleNamespace(precision=precision, channels_last=channels_last)
 
 
 class Slow(torch.nn.Module):
@@ -143,7 +143,7 @@ class SlowNetwork(torch.nn.ModuleDict):
 
 
 def test_the_time_of_each_block_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_time.time, "perf_counter", lambda: Slow.now)
+    monkeypatch.setattr(partition.time, "perf_counter", lambda: Slow.now)
     network = SlowNetwork({"a": Slow(0.01), "b": Slow(0.03), "c": Slow(0.01)})
     profiles = profile_blocks(network, torch.zeros(2, 3), context(Precision()), timed=True)
     assert [profile.name for profile in profiles] == ["a", "b", "c"]
@@ -153,7 +153,7 @@ def test_the_time_of_each_block_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_blocks_without_trainable_parameters_are_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The outputs of a frozen first block need no gradient, so there is no backward pass."""
-    monkeypatch.setattr(block_time.time, "perf_counter", lambda: Slow.now)
+    monkeypatch.setattr(partition.time, "perf_counter", lambda: Slow.now)
     network = SlowNetwork({"a": Slow(0.01), "b": Slow(0.02), "c": Slow(0.03)})
     for name in ("a", "c"):
         network.get_submodule(name).requires_grad_(False)

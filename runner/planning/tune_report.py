@@ -17,7 +17,7 @@ from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
 from runner.config.overrides import override_key
 from runner.planning.formatting import significant, size
-from runner.planning.tuning import BUDGET_SPENT
+from runner.planning.search import BUDGET_SPENT
 from runner.storage import run_directory
 from runner.storage.durable_write import write_text
 from runner.system.cpu import cpu_model

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from helpers.compose import build_composed_run
 
-from runner.planning import tuning
+from runner.planning import tune
 from runner.planning.candidates import BITWISE, LAST_BITS, SIXTEEN_BITS, STATISTICS, Candidate, Group, Overrides
 from runner.planning.planned_session import first_process
+from runner.planning.search import BUDGET_SPENT, Row, Search, ratio
 from runner.planning.trial import Burst, TooLateError, TrialError
-from runner.planning.tuning import BUDGET_SPENT, Row, Search, plain, ratio
+from runner.planning.tune import plain
 
 
 class SimulatedMachine:
@@ -48,7 +49,7 @@ class SimulatedMachine:
         run: Any = SimpleNamespace(config={"name": name})
         return Candidate(overrides, run, None, self.results.get(name, LAST_BITS))
 
-    def start(self, candidate: Candidate, seconds: float) -> SimulatedTrial:
+    def start(self, candidate: Candidate, seconds: float) -> Any:
         return SimulatedTrial(self, " ".join(candidate.overrides), seconds)
 
     def search(self, budget: float = 60.0, **options: Any) -> Search:
@@ -193,6 +194,13 @@ def test_a_baseline_that_fails_is_an_error() -> None:
         chosen(SimulatedMachine({"": 1.0}, startup={"": 100.0}).search())
 
 
+def test_a_candidate_that_hangs_takes_no_more_than_some_starts() -> None:
+    machine = SimulatedMachine({"": 0.010, "b": 0.005}, startup={"a": 1000.0})
+    search = machine.search()
+    assert chosen(search, group("a"), group("b", "2")) == "b"
+    assert statuses(search)["a"] == ("dropped", "no step")
+
+
 def test_a_burst_may_take_ten_times_its_usual_time() -> None:
     machine = SimulatedMachine({"": 30.0})
     chosen(machine.search(budget=600.0))
@@ -221,14 +229,14 @@ def test_waiting_trials_are_ended_to_free_memory() -> None:
 def test_the_memory_of_a_candidate_is_that_of_its_processes(
     typed: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "available_bytes", lambda process: 3e9)
+    monkeypatch.setattr(tune, "available_bytes", lambda process: 3e9)
 
     def candidate(*overrides: str) -> Candidate:
         run = build_composed_run("model=tiny", "device=cpu", *overrides)
         return Candidate(overrides, run, run.session(first_process(run)))
 
     base = Row(candidate("accumulation=4"), memory_bytes=1e9)
-    assert tuning._has_room(candidate(*typed.split()), base, []) is has_room
+    assert tune._has_room(candidate(*typed.split()), base, []) is has_room
 
 
 def test_rows_as_plain_values() -> None:

@@ -10,9 +10,9 @@ import pytest
 from helpers.compose import TINY_CPU, compose_config
 from helpers.permissions import enforced_permissions
 
-from runner.cli import auto_options
 from runner.config.composition import Job
 from runner.config.errors import ConfigError
+from runner.planning import auto_accumulation
 from runner.planning.trial import TrialError
 from runner.storage import run_directory
 
@@ -23,7 +23,7 @@ AUTO = "accumulation=auto"
 def fitting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list with the number of micro-batches that fit."""
     found = [4]
-    monkeypatch.setattr(auto_options, "fitting_accumulation", lambda compose, report: found[0])
+    monkeypatch.setattr(auto_accumulation, "fitting_accumulation", lambda compose, report: found[0])
     return found
 
 
@@ -31,7 +31,7 @@ def choose(*typed: str, directory: Path | None = None) -> Job:
     def compose(words: Sequence[str]) -> Job:
         return Job(compose_config(*words), list(words))
 
-    return auto_options.with_accumulation(compose(typed), compose, directory)
+    return auto_accumulation.with_accumulation(compose(typed), compose, directory)
 
 
 def steps(*typed: str, directory: Path | None = None) -> object:
@@ -86,7 +86,7 @@ def test_a_trial_that_fails_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: object) -> int:
         raise TrialError("batch_size: got 63", refused=True)
 
-    monkeypatch.setattr(auto_options, "fitting_accumulation", fail)
+    monkeypatch.setattr(auto_accumulation, "fitting_accumulation", fail)
     with pytest.raises(ConfigError, match="batch_size: got 63"):
         choose(*TINY_CPU, AUTO)
 

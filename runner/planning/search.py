@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from runner.planning.candidates import ALLOWED, RESULTS, Candidate, Candidates, Compose, Group, Overrides
-from runner.planning.device_memory import available_bytes
+from runner.planning.candidates import ALLOWED, RESULTS, Candidate, Group, Overrides
 from runner.planning.formatting import milliseconds
-from runner.planning.trial import Burst, TooLateError, Trial, TrialError
+from runner.planning.trial import TooLateError, Trial, TrialError
 
 _BURST_SECONDS = 0.4
 """Seconds that a candidate trains in a round, if a single step does not take longer."""
@@ -45,16 +44,6 @@ _PATIENT_STARTS = 4
 BUDGET_SPENT = "the budget is spent"
 
 
-class Trains(Protocol):
-    """The part of the interface of `Trial` that a search uses."""
-
-    startup_seconds: float
-
-    def steps(self, count: int, seconds: float) -> Burst: ...
-
-    def close(self, kill: bool = False) -> None: ...
-
-
 @dataclass
 class Row:
     """What is known of a candidate.
@@ -79,7 +68,7 @@ class Row:
     startup_seconds: float = 0.0
     memory_bytes: float = 0.0
     bursts: dict[int, float] = field(default_factory=dict)
-    trial: Trains | None = None
+    trial: Trial | None = None
     burst_length: int = 1
 
     @property
@@ -139,7 +128,7 @@ class Search:
     def __init__(
         self,
         judge: Callable[[Overrides], Candidate],
-        start: Callable[[Candidate, float], Trains],
+        start: Callable[[Candidate, float], Trial],
         budget: float = 60.0,
         allowed: Iterable[str] = (),
         has_room: Callable[[Candidate, Row, Sequence[Row]], bool] = lambda *_: True,
@@ -198,36 +187,38 @@ class Search:
     def _try_group(self, groups: Sequence[Group]) -> None:
         """Try the candidates of the first of `groups`, and drop the slower half of those that are waiting."""
         group, best = groups[0], self._live()[0]
+        assert best.candidate.run is not None
         options: list[list[Overrides]] = [
             each.options(best.candidate.run) if each is group or not each.is_expensive else [] for each in groups
         ]
         kept = _FOR_EXPENSIVE * self._budget if any(each.is_expensive for each in groups[1:]) else 0.0
         share = len(options[0]) / max(1, sum(map(len, options)))
         now, left = self._clock(), self._left()
+        until = now + share * (left - kept)
         tried: list[Row] = []
         for words in options[0]:
             has_turn = not any(row.startup_seconds for row in tried)
-            until = now + (left if has_turn else share * (left - kept))
-            tried += self._try(best.changes | {group.name: words}, until, now + left)
+            tried += self._try(best.changes | {group.name: words}, until, now + left, has_turn)
         if any(row.trial for row in tried):
             self._halve()
 
-    def _try(self, changes: dict[str, Overrides], until: float, limit: float) -> list[Row]:
+    def _try(self, changes: dict[str, Overrides], until: float, limit: float, has_turn: bool = False) -> list[Row]:
         """Measure a candidate if this is worthwhile and possible; return its row, or no row if it is not a new one.
 
         Args:
             changes: its overrides by group.
             until: when the time of its group ends.
             limit: when it must have started, even if it starts slowly at the end of the group's time.
+            has_turn: whether it is tried even after `until`, because no other candidate of its group has been started.
         """
         candidate = self._judge(tuple(chain.from_iterable(changes.values())))
-        known = [row.candidate.run for row in self.rows if row.candidate.run is not None]
-        if candidate.run is not None and any(candidate.run.config == run.config for run in known):
+        tried = [row.candidate.run.config for row in self.rows if row.candidate.run is not None]
+        if candidate.run is not None and candidate.run.config in tried:
             return []
         row = Row(candidate, changes)
         self.rows.append(row)
         seconds = until - self._clock()
-        if row is not self.base and seconds > 0:
+        if row is not self.base and (has_turn or seconds > 0):
             seconds = min(limit - self._clock(), max(seconds, _PATIENT_STARTS * self.base.startup_seconds))
         if candidate.refusal:
             row.status, row.reason = "refused", candidate.refusal
@@ -241,7 +232,9 @@ class Search:
             self._begin(row, seconds)
         if row is self.base and not row.bursts:
             raise TooLateError("no time was left for a step")
-        self._report(describe(row))
+        name = " ".join(candidate.overrides) or "the baseline"
+        known = f"{milliseconds(row.step_seconds)} a step" if row.bursts else f"{row.status}: {row.reason}"
+        self._report(f"{name}: {known}")
         return [row]
 
     def _makes_room(self, candidate: Candidate) -> bool:
@@ -340,107 +333,3 @@ class Search:
         if self.base in equal or not ratio(best, self.base).is_clear:
             return self.base
         return min(equal, key=lambda row: row.startup_seconds)
-
-
-def describe(row: Row) -> str:
-    """Return a line with the overrides of a row, and its step time or the reason why it was not measured."""
-    name = " ".join(row.candidate.overrides) or "the baseline"
-    return f"{name}: {f'{milliseconds(row.step_seconds)} a step' if row.bursts else f'{row.status}: {row.reason}'}"
-
-
-def tune(
-    compose: Compose,
-    typed: Sequence[str],
-    budget: float,
-    allowed: Iterable[str] = (),
-    report: Callable[[str], None] = lambda line: None,
-    config_dir: str | None = None,
-) -> dict[str, Any]:
-    """Measure the candidates of a run, and return the result as plain values.
-
-    Args:
-        compose: function that takes further overrides, and returns the run with them; it may raise ConfigError.
-        typed: the overrides of the run. No candidate changes the options that they set.
-        budget: maximum duration in seconds.
-        allowed: the kinds of effect that the choice may have on the results (see `RESULTS`), in addition to `ALLOWED`.
-        report: function that is called with a line about each candidate that has been tried.
-        config_dir: a directory with the user's option files, which may define parallel modes; None if there is none.
-
-    Returns:
-        A dict: `chosen`, the chosen overrides; `speedup`, the step time of the baseline divided by that of the choice;
-        `noise`, as in `Search`; `seconds`, how long the call took; and `rows`, a dict for each candidate (see `plain`),
-        those that were measured first, from the fastest to the slowest.
-
-    Raises:
-        ConfigError: if the run is refused.
-        TrialError: if the run cannot train, or its first steps take longer than the budget.
-    """
-    began = time.perf_counter()
-    candidates = Candidates(compose, typed, config_dir)
-    left = budget - (time.perf_counter() - began)
-    search = Search(candidates.judged, _start, left, allowed, _has_room, report=report)
-    chosen = search.run(candidates.groups())
-    rows = [*search.measured(), *(row for row in search.rows if not row.bursts)]
-    return {
-        "chosen": list(chosen.candidate.overrides),
-        "speedup": 1 / ratio(chosen, search.base).value,
-        "noise": search.noise,
-        "rows": [plain(row, search.base, candidates.base.batch_size) for row in rows],
-        "seconds": time.perf_counter() - began,
-    }
-
-
-def _start(candidate: Candidate, seconds: float) -> Trial:
-    assert candidate.run is not None
-    return Trial(candidate.run.config, seconds)
-
-
-def _has_room(candidate: Candidate, base: Row, waiting: Sequence[Row]) -> bool:
-    """Return whether there is enough memory for the trial of a candidate.
-
-    Each process is assumed to need the memory that was measured for a process of the baseline, or in proportion more
-    if its micro-batches are larger.
-    """
-    now, before = candidate.session, base.candidate.session
-    if now is None or before is None or candidate is base.candidate:
-        return True
-    per_process = base.memory_bytes / before.world_size
-    needed = per_process * max(1.0, now.plan.micro_size / before.plan.micro_size) * now.world_size
-    on_gpu = now.device.type == "cuda"  # elsewhere, what is available excludes the memory of waiting trials
-    return needed < available_bytes(now.collectives) - sum(row.memory_bytes for row in waiting if on_gpu)
-
-
-def plain(row: Row, base: Row, samples: int) -> dict[str, Any]:
-    """Return a row as plain values, in which what was not measured is None.
-
-    Args:
-        row: the row.
-        base: the row of the baseline.
-        samples: number of samples in an optimizer step.
-
-    Returns:
-        A dict: `overrides`, `results`, `status` and `reason`, as in `Row` and `Candidate`; `rounds`, the number of
-        rounds in which the row was measured; `samples_per_second`, and `spread`, the first and the third quartile of
-        this number; `speedup` over the baseline, and the `uncertainty` of this ratio; `ties`, whether the row cannot be
-        told apart from the baseline; `memory_bytes`; `startup_seconds`; and `break_even_steps`, the number of steps
-        after which the row has made up for a slower start, None if it never does.
-    """
-    candidate = row.candidate
-    found: dict[str, Any] = {"overrides": list(candidate.overrides), "results": candidate.results}
-    found |= {"status": row.status, "reason": row.reason, "rounds": len(row.bursts)}
-    measured = ("samples_per_second", "spread", "speedup", "uncertainty", "ties")
-    found |= dict.fromkeys((*measured, "memory_bytes", "startup_seconds", "break_even_steps"))
-    if not row.bursts:
-        return found
-    compared, (first, third) = ratio(row, base), row.quartiles()
-    saved = base.step_seconds * (1 - compared.value)
-    return found | {
-        "samples_per_second": samples / row.step_seconds,
-        "spread": [samples / third, samples / first],
-        "speedup": 1 / compared.value,
-        "uncertainty": compared.uncertainty / compared.value**2,
-        "ties": row is not base and not compared.is_clear,
-        "memory_bytes": row.memory_bytes,
-        "startup_seconds": row.startup_seconds,
-        "break_even_steps": max(0.0, (row.startup_seconds - base.startup_seconds) / saved) if saved > 0 else None,
-    }

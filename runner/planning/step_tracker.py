@@ -1,0 +1,195 @@
+"""A dispatch mode that counts the memory of a step by kind, its floating-point operations and its messages."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer state", "data", "activations", "temporary")
+"""What memory is used for.
+
+`parameters` includes buffers, such as the running statistics of batch normalization, and the weights of a target
+network; with fsdp, also the parameters that have been gathered for a block. `optimizer state` includes the moving
+average of the weights. `data` is the data set or the replay buffer, as far as it is on the device, and batches.
+`activations` are kept from the forward pass for the backward pass. `temporary` is what the backward pass and the update
+allocate for themselves, such as the gradients of activations, recomputed activations and reordered weights.
+"""
+
+_COLLECTIVES = {
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "broadcast_": "broadcast",
+    "send": "send",
+}
+"""The name of each collective, by the name of torch's operation."""
+
+
+@dataclass
+class Costs:
+    """The floating-point operations and the messages of one process.
+
+    Args:
+        flops: floating-point operations, where a multiplication and an addition are two. Only matrix products,
+            convolutions and attention count, as in `torch.utils.flop_counter`.
+        backward_flops: those of backward passes, including forward passes that are recomputed there.
+        messages: a dict from the name of each collective, or `send`, to a pair: the number of calls, and the sum of
+            their bytes. The bytes of a call are the size of its input or its output, whichever is larger. Receives and
+            barriers do not count.
+    """
+
+    flops: int = 0
+    backward_flops: int = 0
+    messages: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def repeated(self, shorter: Costs, times: int) -> Costs:
+        """Return these costs plus `times * (these costs - shorter)`, to extrapolate to more micro-batches.
+
+        For example, if these are the costs of a step with three micro-batches, and `shorter` those with two, the result
+        is the costs of a step with 3 + `times` micro-batches.
+        """
+
+        def more(longer: int, less: int) -> int:
+            return longer + times * (longer - less)
+
+        messages = {}
+        for name, (calls, size) in self.messages.items():
+            fewer, smaller = shorter.messages.get(name, (0, 0))
+            messages[name] = more(calls, fewer), more(size, smaller)
+        return Costs(more(self.flops, shorter.flops), more(self.backward_flops, shorter.backward_flops), messages)
+
+    def sent_bytes(self, world_size: int) -> float:
+        """Return how many bytes the process sends, assuming ring collectives over `world_size` processes.
+
+        In a ring of n processes, each process sends (n − 1)/n of the tensor for an all-gather or a reduce-scatter, and
+        twice as much for an all-reduce: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms (2009).
+        """
+        ring = (world_size - 1) / world_size
+        times = {"all-reduce": 2 * ring, "all-gather": ring, "reduce-scatter": ring, "broadcast": 1, "send": 1}
+        return sum(size * times[name] for name, (_, size) in self.messages.items())
+
+
+class StepTracker(TorchDispatchMode):
+    """A dispatch mode that counts allocated storages by kind, and the costs of operations and messages.
+
+    Only tensors are counted. The memory of the Python process, of libraries and of a CUDA context is additional, as are
+    other workspaces and what an allocator keeps for later. `torch.distributed._tools.MemTracker` would count batches
+    and the data set as activations.
+
+    Args:
+        fake_mode: the fake mode whose tensors are counted. Torch creates fake tensors of other modes to find out
+            shapes; these are not counted.
+    """
+
+    def __init__(self, fake_mode: Any):
+        super().__init__()
+        self._fake_mode = fake_mode
+        self.kind = "temporary"
+        """The kind of what is allocated now; in a backward pass, `activations` are counted as `temporary` instead."""
+        self.current: dict[str, int] = dict.fromkeys(KINDS, 0)
+        """Allocated bytes by kind."""
+        self._storages: dict[int, tuple[str, int, Any]] = {}
+        """The kind, the size in bytes and a weak reference of each storage, by the address of the C++ object."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new measurement of the peak and the costs."""
+        self.costs, self.peak = Costs(), dict(self.current)
+
+    def __enter__(self) -> StepTracker:
+        self._resize = torch.UntypedStorage.resize_
+        self._patch = patch.object(torch.UntypedStorage, "resize_", self._resizing())
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.stop()
+        super().__exit__(*error)
+
+    def _resizing(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        """Return a replacement for `torch.UntypedStorage.resize_` that also counts the new size of the storage.
+
+        FSDP releases gathered parameters by resizing their storages to 0, without an operation on tensors.
+        """
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self._resize(storage, size)
+            if (key := storage._cdata) in self._storages:
+                self._set(key, "parameters", storage.nbytes())
+            return result
+
+        return resize_
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # a DTensor calls operations on its local tensors, which are counted instead
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if getattr(tensor, "fake_mode", None) is self._fake_mode:
+                self._add(tensor.untyped_storage())
+        # Libraries reorder the weights of a convolution, and their gradients, without telling torch's dispatcher.
+        workspace = 2 * args[2].nbytes if func is torch.ops.aten.convolution_backward.default else 0
+        if sum(self.current.values()) + workspace > sum(self.peak.values()):
+            self.peak = self.current | {"temporary": self.current["temporary"] + workspace}
+        packet = func.overloadpacket
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            self.costs.flops += flops
+            self.costs.backward_flops += flops if _in_backward() else 0
+        elif func.namespace == "c10d" and (name := _COLLECTIVES.get(packet.__name__)) is not None:
+            calls, total = self.costs.messages.get(name, (0, 0))
+            # The whole tensor is the output or the input, whichever is larger.
+            self.costs.messages[name] = (calls + 1, total + max(_num_bytes(args[0]), _num_bytes(args[1])))
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._storages:
+            kind = "temporary" if self.kind == "activations" and _in_backward() else self.kind
+            self._storages[key] = (kind, 0, weakref.ref(storage, lambda _: self._remove(key)))
+            self._set(key, kind, storage.nbytes())
+
+    def _set(self, key: int, kind: str, size: int) -> None:
+        """Set the kind and the size of a storage."""
+        before, bytes_before, reference = self._storages[key]
+        self.current[before] -= bytes_before
+        self.current[kind] += size
+        self._storages[key] = (kind, size, reference)
+
+    def _remove(self, key: int) -> None:
+        kind, size, _ = self._storages.pop(key)
+        self.current[kind] -= size
+
+    @contextmanager
+    def allocating(self, kind: str) -> Iterator[None]:
+        """Count what is allocated within this context as memory of `kind`."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def set_kind(self, kind: str, tensors: Iterable[Any]) -> None:
+        """Count the storages of `tensors` as `kind` from now on; ignore items that are not tensors, such as None."""
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+            if isinstance(local, torch.Tensor) and (key := local.untyped_storage()._cdata) in self._storages:
+                self._set(key, kind, self._storages[key][1])
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _num_bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tree_iter(tensors) if isinstance(tensor, torch.Tensor))
