@@ -18,6 +18,7 @@ from runner.batching import Accumulation, Plan
 from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, errors_under
 from runner.config.options import root_keys
 from runner.config.other_names import type_instead
+from runner.config.overrides import LOCATION_KEYS
 from runner.config.schema import build, component_fields, load_class, option_fields, typed_values
 from runner.data.base import Data
 from runner.device import Device, device_name
@@ -304,7 +305,7 @@ def describe_model(model: torch.nn.Module) -> str:
     return f"{type(model).__name__}, {trained:,} trainable parameters, {size / 1e6:,.2f} MB"
 
 
-_NOT_HASHED = ("name", "output_root", "resume", "tracking", "how")
+_NOT_HASHED = (*LOCATION_KEYS, "tracking")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:

@@ -19,11 +19,14 @@ from runner.run import Run, config_hash
 from runner.schedule import Schedule
 from runner.seeds import random_state, set_random_state
 from runner.session import Session
-from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.checkpoint import Checkpoint
+from runner.storage.checkpoint_writing import Checkpoints
 from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_count, check_like
 from runner.storage.manifest import untrusted
-from runner.storage.run_directory import step_name
+from runner.storage.retention import prune
+from runner.storage.run_directory import step_name, step_of
 from runner.storage.saved_config import config_text
+from runner.storage.saved_run import named_checkpoint
 from runner.storage.signature import saved_signature, signature_text
 from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
@@ -94,11 +97,15 @@ class State:
     def resume(self) -> None:
         """Load the newest intact checkpoint of the run directory, if there is one; called on every rank.
 
+        If the option `resume` names a checkpoint, later ones are ignored.
+
         Raises:
             ConfigError: if all checkpoints are damaged, or the content of the newest intact one does not fit this run.
                 A part of the content may have been loaded.
         """
-        checkpoint = self.checkpoints.latest()
+        named = named_checkpoint(self.run.resume)
+        last_step = math.inf if named is None else step_of(named) or 0
+        checkpoint = self.checkpoints.latest(last_step)
         if checkpoint is None:
             if self.run.resume != "never":
                 log.info("there is no checkpoint to resume from: the run starts at step 1")
@@ -107,7 +114,8 @@ class State:
         self.load(checkpoint)
         log.info("resumed after step %d", self.step)
         self._report_length((_OPTIONAL | checkpoint.state)["num_steps"])
-        self.checkpoints.finish_interrupted(checkpoint)  # here, as a run that has no step left does not save again
+        if self.session.rank == 0:
+            prune(self.checkpoints.root, keep=None)  # here, as a run that has no step left does not save again
 
     def _match_data(self, saved: dict[str, Any]) -> None:
         """Check that the data is that of the checkpoint with the signature `saved`, and use its normalization."""

@@ -10,7 +10,7 @@ import io
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from runner.run import Run, build_run, describe_model
 from runner.seeds import derive
 from runner.session import Session
 from runner.state import State
-from runner.storage.durable_write import write_bytes
+from runner.storage.files import write_bytes
 from runner.storage.saved_config import config_yaml
 from runner.system import memory, torch_errors, torch_private
 from runner.system.provenance import environment
@@ -41,8 +41,14 @@ from runner.tracking.recorder import Recorder
 log = logging.getLogger(__name__)
 
 
-def train(run: Run, session: Session, directory: Path) -> Result:
+def train(run: Run, session: Session, directory: Path, begin: Callable[[], None] = lambda: None) -> Result:
     """Train one run until it is done, stopped, or diverged, and return its result; called on every rank.
+
+    Args:
+        session: the options and the process.
+        directory: the run directory.
+        begin: function that rank 0 calls once no rank has refused the config or the checkpoint to resume from. It
+            writes the config to the directory of a run that is resumed.
 
     Raises:
         ConfigError: if the model or the optimizer cannot be built, the checkpoint to resume from cannot be loaded,
@@ -59,6 +65,8 @@ def train(run: Run, session: Session, directory: Path) -> Result:
             if (refusal := refused_by_torch(run, error)) is not None:
                 raise refusal from error
             raise
+        session.collectives.barrier()
+        session.collectives.from_rank_0(begin)
         with (
             Recorder(run.tracking, directory, state.step, visible=writes) as recorder,
             progress_for(session.num_steps, run.batch_size, state.step, visible=writes) as progress,

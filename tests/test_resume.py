@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.command import Command, names_left_in, run_command
+from helpers.command import Command, names_left_in, run_command, run_successfully
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
 from helpers.events import scalar_curves
 from helpers.permissions import enforced_permissions
@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 import runner.resume.claimed_directory
 import runner.training
 from runner.config.errors import ConfigError
-from runner.config.overrides import text_override
+from runner.config.overrides import resumed, text_override
 from runner.parallel.collectives import ProcessGroup
 from runner.result import CrashedError, Result
 from runner.resume.changed_options import check_resumable
@@ -39,7 +39,7 @@ from runner.resume.claimed_directory import claimed_directory
 from runner.run import Run, config_hash
 from runner.session import Session
 from runner.storage import run_directory
-from runner.storage.durable_write import write_json
+from runner.storage.files import write_json
 from runner.storage.saved_config import config_text
 from runner.storage.saved_run import checkpoints, saved_config
 from runner.training import prepare
@@ -362,8 +362,9 @@ def claim(cwd: Path, *overrides: str) -> Path:
     """Claim a run directory under `cwd`, end the run before its first step, and return the directory."""
     run = build_composed_run(*TINY_CPU, "steps=4", *overrides)
     session = prepare_session(run)
-    with claimed_directory(run, session, cwd / "test", None, list(overrides)) as path:
-        return path
+    with claimed_directory(run, session, cwd / "test", None, list(overrides)) as claimed:
+        claimed.begin()
+        return claimed.path
 
 
 def write_result(path: Path, status: str, steps: int = 4) -> None:
@@ -485,9 +486,7 @@ def test_a_refused_resume_leaves_all_files_unchanged(tmp_path: Path) -> None:
 
         def refused_later(run: Run = run, session: Session = session) -> None:
             with claimed_directory(run, session, tmp_path / "test", None, ["optimizer.lr=0.3"]) as claimed:
-                assert saved_config(claimed).values["optimizer"]["lr"] == 0.3
-                assert not (claimed / "result.json").exists()
-                raise ConfigError("resume", str(claimed), "a rank refused it", "nothing")
+                raise ConfigError("resume", str(claimed.path), "a rank refused it", "nothing")
 
         with pytest.raises(ConfigError):
             refused_later()
@@ -515,7 +514,8 @@ def test_credentials_are_in_no_file_of_a_run(tmp_path: Path) -> None:
     run = build_composed_run(*TINY_CPU, "steps=4")
     session = prepare_session(run)
     run.config["model"]["weights"] = "https://me:hunter2@example.org/w.pt"
-    with claimed_directory(run, session, tmp_path / "test", None, ["x.token=hf_abcdefghijklmnopqrstuvwx"]) as path:
+    with claimed_directory(run, session, tmp_path / "test", None, ["x.token=hf_abcdefghijklmnopqrstuvwx"]) as claimed:
+        path = claimed.path
         found = b"".join(file.read_bytes() for file in path.rglob("*") if file.is_file())
     assert b"example.org" in found
     assert b"hunter2" not in found
@@ -532,7 +532,7 @@ def test_runs_that_start_at_the_same_time_get_different_directories(tmp_path: Pa
         claimed_directory(run, sessions[1], tmp_path / "test", None, []) as second,
         claimed_directory(run, sessions[2], tmp_path / "test", None, []) as third,
     ):
-        assert len({first, second, third}) == 3
+        assert len({first.path, second.path, third.path}) == 3
 
 
 def test_a_new_directory_that_another_process_has_locked_is_refused(
@@ -570,7 +570,7 @@ def test_a_run_begins_in_a_directory_in_which_no_run_has_begun(names: tuple[str,
             raise ConfigError("seed", 1, "a rank refused it", "nothing")
         assert not list(path.iterdir()), "a refused run leaves nothing"
         with claimed_directory(run, session, path.parent, "here", []) as claimed:
-            assert claimed == path
+            assert claimed.path == path
             assert run_directory.lock(path) is None
         assert {entry.name for entry in path.iterdir()} == {
             ".lock",
@@ -738,69 +738,23 @@ def test_a_run_that_is_not_writable_is_refused_and_not_changed(
 
 
 @pytest.mark.parametrize("name", ["overrides.yaml", "config.yaml", "environment.json"])
-def test_if_a_file_cannot_be_written_the_others_are_restored(
+def test_if_there_is_no_room_for_a_file_nothing_is_changed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, replace = ended_early(tmp_path), os.replace
+    path, fsync = ended_early(tmp_path), os.fsync
     before = content_of(path)
 
-    def replaced(source: Any, target: Any) -> None:
-        if Path(target).name == name:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
-        replace(source, target)
+    def full(descriptor: int) -> None:
+        if name in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
 
-    monkeypatch.setattr(os, "replace", replaced)
-    error = refusal(tmp_path, f"resume={path}", "optimizer.lr=0.3")
-    assert error.key == "resume"
-    assert name in error.why
-    assert {file: data for file, data in content_of(path).items() if not file.endswith(".part")} == before
-
-
-def test_files_that_are_not_text_are_restored(tmp_path: Path) -> None:
-    path = ended_early(tmp_path)
-    (path / "overrides.yaml").write_bytes(b"\xff\xfe")
-    before = content_of(path)
-    run = build_composed_run(*TINY_CPU, "steps=4", f"resume={path}", "optimizer.lr=0.3")
-    session = prepare_session(run)
-
-    def refused_later() -> None:
-        with claimed_directory(run, session, tmp_path, None, []):
-            assert content_of(path) != before
-            raise ConfigError("resume", str(path), "a rank refused it", "nothing")
-
-    with pytest.raises(ConfigError, match="a rank refused it"):
-        refused_later()
+    monkeypatch.setattr(os, "fsync", full)
+    error = refusal(tmp_path, f"resume={path}/checkpoints/step_00000001", "optimizer.lr=0.3")
+    assert (error.key, error.got) == ("resume", str(path))
+    assert "No space left" in error.why
     assert content_of(path) == before
-
-
-def test_a_file_that_is_too_large_to_be_restored_is_refused(tmp_path: Path) -> None:
-    path = ended_early(tmp_path)
-    (path / "overrides.yaml").write_bytes(b"#" * (run_directory.LIMIT_BYTES + 1))
-    error = refusal(tmp_path, f"resume={path}", "optimizer.lr=0.3")
-    assert (error.key, error.got) == ("resume", str(path / "overrides.yaml"))
-    assert "bytes" in error.why
-    assert "room" not in error.remedy
-
-
-def test_an_undo_that_fails_does_not_hide_the_refusal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = ended_early(tmp_path)
-    run = build_composed_run(*TINY_CPU, "steps=4", f"resume={path}", "optimizer.lr=0.3")
-    session = prepare_session(run)
-
-    def failing(*_: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    def refused_later() -> None:
-        with claimed_directory(run, session, tmp_path, None, []):
-            monkeypatch.setattr(runner.resume.claimed_directory, "write_bytes", failing)
-            raise ConfigError("resume", str(path), "a rank refused it", "nothing")
-
-    with pytest.raises(ConfigError, match="a rank refused it"):
-        refused_later()
-    assert any(str(path / "config.yaml") in record.getMessage() for record in caplog.records)
-    assert run_directory.read_result(path)["status"] == "stopped", "what can be restored is"
+    assert len(checkpoints(path)) == 3
 
 
 def test_the_result_of_every_session_is_kept(tmp_path: Path) -> None:
@@ -833,6 +787,16 @@ def test_a_resume_path_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> No
     error = refusal(tmp_path, f"resume={tmp_path}")
     assert (error.key, error.got) == ("resume", str(tmp_path))
     assert "no run" in error.why
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    make_checkpoint(claim(tmp_path), "step_00000002")
+    [path] = tmp_path.glob("test/*/checkpoints")
+    with pytest.raises(ConfigError) as refused:
+        resumed([text_override("resume", path / "step_00000001")])
+    error = refused.value
+    assert (error.got, error.why) == (str(path / "step_00000001"), "there is no step_00000001")
+    assert error.remedy == "choose from: step_00000002"
 
 
 def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
@@ -960,6 +924,16 @@ def test_a_finished_run_is_not_changed_and_continues_with_more_epochs(tmp_path: 
     assert [step for step, _ in scalar_curves(path)["eval/loss"]] == [10, 20, 23, 30, 40, 45]
 
 
+def test_a_resume_that_is_refused_while_the_model_is_built_changes_nothing(tmp_path: Path) -> None:
+    run_successfully(tmp_path, *TINY_CPU, "steps=4", "save_every=2", "keep=2")
+    path = only_run(tmp_path)
+    before = files(path)
+    for source in (path, path / "checkpoints/step_00000002"):
+        code, console = run_command(f"resume={source}", "steps=9", "model.weights=absent.safetensors", cwd=tmp_path)
+        assert (code, console.startswith("model.weights: got ")) == (2, True), console
+        assert files(path) == before
+
+
 def test_resuming_an_earlier_checkpoint_renames_later_ones(tmp_path: Path) -> None:
     schedule = ("steps=12", "save_every=3", "log_every=3", "eval_every=0", "keep=9")
     assert run_command(*TINY_CPU, *HARD, *schedule, cwd=tmp_path)[0] == 0
@@ -969,7 +943,6 @@ def test_resuming_an_earlier_checkpoint_renames_later_ones(tmp_path: Path) -> No
     assert code == 0, console
     assert "resumed after step 6" in console
     names = {f"step_{step:08d}" for step in (3, 6, 9, 12)} | {f"step_{step:08d}.superseded" for step in (9, 12)}
-    names |= {"index.json"}
     assert {checkpoint.name for checkpoint in (path / "checkpoints").iterdir()} == names
     assert json.loads((path / "result.json.superseded").read_text())["status"] == "done"
     assert_bitwise_equal(run_outcome(path), before)

@@ -26,7 +26,8 @@ from runner.run import Run
 from runner.seeds import derive
 from runner.session import Session
 from runner.state import State, _is_finite
-from runner.storage.checkpoint import Checkpoints
+from runner.storage.checkpoint_writing import Checkpoints
+from runner.storage.retention import saved_steps
 from runner.tracking.recorder import Recorder
 
 DIVERGING = ("data.crop=0", "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40")
@@ -59,7 +60,7 @@ def all_finite(value: Any) -> bool:
 def assert_whole_and_finite(directory: Path, steps: list[int]) -> None:
     """Check that the checkpoints are those of `steps`, and contain only finite numbers."""
     checkpoints = Checkpoints(directory, keep=9)
-    assert checkpoints.steps() == steps
+    assert saved_steps(checkpoints.root) == steps
     for path in (directory / "checkpoints").glob("step_*"):
         assert all_finite(dict(safetensors.torch.load_file(path / "model.safetensors")))
         assert all_finite(torch.load(path / "state.pt", weights_only=True))
@@ -90,7 +91,7 @@ def test_the_first_step_that_diverges_is_named_and_its_batch_saved(
     assert saved["step"] == first
     assert saved["inputs"].equal(samples.inputs[indices])
     assert saved["targets"].equal(samples.targets[indices])
-    steps = Checkpoints(run.directory, keep=99).steps()
+    steps = saved_steps(run.directory / "checkpoints")
     assert_whole_and_finite(run.directory, steps)
     assert steps[-1] in (first - 1, first - 2), "the last one before it"
     assert all(value < INF for points in scalar_curves(run.directory).values() for _, value in points)
@@ -223,7 +224,7 @@ def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path: P
     step = int(result["error"].rpartition(" ")[2])
     assert f"diverged_step_{step:08d}_rank_0.pt" in said
     assert str(path / f"diverged_step_{step:08d}_rank_0.pt") in (path / "log.txt").read_text()
-    assert Checkpoints(path, keep=9).steps() == list(range(1, step))
+    assert saved_steps(path / "checkpoints") == list(range(1, step))
     code, said = run_command(
         f"resume={path}/checkpoints/step_00000001", "optimizer.lr=1e-6", "log_every=1", cwd=tmp_path
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.config.errors import ConfigError, check, escaped
-from runner.storage.regular_file import check_readable
+from runner.storage.files import check_readable
 from runner.system.utf8 import printable
 
 if TYPE_CHECKING:

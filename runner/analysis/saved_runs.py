@@ -13,10 +13,10 @@ from typing import Any
 
 from runner.analysis.output import one_line
 from runner.analysis.swept_keys import labels_of, user_options
-from runner.storage import regular_file
+from runner.storage.files import UnsafeFileError, check_no_link, read_regular, walk
+from runner.storage.files import is_locked as is_file_locked
 from runner.storage.ledger_file import LEDGER
-from runner.storage.regular_file import UnsafeFileError, check_no_link, read_regular, walk
-from runner.storage.run_directory import CONFIG, ENVIRONMENT, LIMIT_BYTES, RESULT, newest_step, read_result
+from runner.storage.run_directory import CONFIG, ENVIRONMENT, MAX_BYTES, RESULT, newest_step, read_result
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import is_of_a_run, saved_config, saved_overrides
 
@@ -32,7 +32,7 @@ def is_number(value: object) -> bool:
 
 def is_locked(directory: Path) -> bool:
     """Return whether a process is writing to the run or the sweep in `directory`."""
-    return regular_file.is_locked(directory / ".lock")
+    return is_file_locked(directory / ".lock")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class MeasuredRun:
     def machine(self) -> str:
         """A short description of the machine on which the run was trained."""
         try:
-            environment = json.loads(read_regular(self.directory / ENVIRONMENT, LIMIT_BYTES))
+            environment = json.loads(read_regular(self.directory / ENVIRONMENT, MAX_BYTES))
             cpu, devices = environment["cpu"], Counter(str(device["name"]) for device in environment["devices"])
             names = [f"{count} × {name}" if count > 1 else name for name, count in devices.items()]
             hardware = ", ".join(names) or f"{cpu['model']}, {cpu['allowed_cores']} cores"

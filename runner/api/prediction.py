@@ -13,7 +13,7 @@ import torch
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.data.class_folders import EXTENSIONS, is_hidden, kind_of
 from runner.data.image_input import ImageInput
-from runner.storage.regular_file import check_readable, walk
+from runner.storage.files import check_readable, walk
 from runner.system.utf8 import printable
 
 _BATCH = 64

@@ -8,18 +8,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from runner.config.errors import ConfigError, escaped
 from runner.config.overrides import typed_path
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError, report_of
 from runner.result import CrashedError, Result
-from runner.resume.claimed_directory import claimed_directory, finished
+from runner.resume.claimed_directory import Claim, claimed_directory
 from runner.run import Run, check_same_config, check_used, config_hash
 from runner.session import Session
 from runner.storage import run_directory
-from runner.storage.durable_write import write_json
-from runner.storage.retention import delete_all
+from runner.storage.files import write_json
+from runner.storage.retention import prune
 from runner.system.secrets import redacted
 from runner.system.user_code import last_user_frame
 from runner.system.utf8 import printable
@@ -53,16 +54,21 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     if run.accumulation.steps == "auto":
         raise ConfigError("accumulation", "auto", "it has not been chosen", "type a number")
     launcher = run.parallel.launcher(run.device)
-    with launcher.connect() as collectives, ExitStack() as claims, LogFile(None, collectives.rank) as log_file:
+    with launcher.connect() as collectives, ExitStack() as stack, LogFile(None, collectives.rank) as log_file:
         check_same_config(run.config, collectives)
         session = collectives.on_all_ranks(lambda: run.prepare(collectives))
-        claim = partial(claimed_directory, run, session, parent, name, overrides)
-        directory = Path(collectives.from_rank_0(lambda: str(claims.enter_context(claim()))))
+        claims: list[Claim] = []  # on rank 0
+
+        def claim() -> tuple[str, dict[str, Any] | None]:
+            claims.append(stack.enter_context(claimed_directory(run, session, parent, name, overrides)))
+            return str(claims[0].path), claims[0].result
+
+        path, done = collectives.from_rank_0(claim)
+        directory, begin = Path(path), claims[0].begin if claims else lambda: None
         known = run_directory.identity(directory)
         log_file.open(directory)
-        done = collectives.from_rank_0(partial(finished, directory))
         if done is None:
-            result = trained(run, session, launcher, directory)
+            result = trained(run, session, launcher, directory, begin)
         else:
             result = Result(**done)
             why = result.stopped_by or "nothing is left to do (more: epochs=N or steps=N)"
@@ -71,12 +77,13 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
         result.directory = directory if is_there else None
         if session.rank == 0:
             if is_there:
+                begin()  # if the run has crashed before: the result of the earlier session is kept
                 write_result(run, directory, result)
             report(run, session, directory, result)
     return result
 
 
-def trained(run: Run, session: Session, launcher: Launcher, directory: Path) -> Result:
+def trained(run: Run, session: Session, launcher: Launcher, directory: Path, begin: Callable[[], None]) -> Result:
     """Train a run, and return the result of the run, even if training crashed.
 
     Args:
@@ -84,6 +91,7 @@ def trained(run: Run, session: Session, launcher: Launcher, directory: Path) -> 
         session: its session in this process.
         launcher: the launcher that starts the other processes of the run.
         directory: the run directory.
+        begin: as in `runner.training.train`.
 
     Raises:
         ConfigError: if torch or a rank rejects the config.
@@ -91,7 +99,7 @@ def trained(run: Run, session: Session, launcher: Launcher, directory: Path) -> 
     known, trace = config_hash(run.config), ""
     try:
         rank_main = partial(train_rank, run.config, directory)
-        return launcher.launch(partial(train, run, session, directory), rank_main, session, directory)
+        return launcher.launch(partial(train, run, session, directory, begin), rank_main, session, directory)
     except ConfigError:
         raise
     except RankError as failure:
@@ -120,7 +128,8 @@ def write_result(run: Run, directory: Path, result: Result) -> None:
     try:
         write_json(directory / run_directory.RESULT, result.as_dict())
         if result.status == "done" and run.keep == 0:
-            delete_all(directory)  # after writing the result: a run killed in between must not start from step 0
+            # After writing the result: a run killed in between must not start from step 0.
+            prune(directory / "checkpoints", keep=0)
     except OSError as error:  # what is printed is all that remains
         why = f"{run_directory.RESULT} cannot be written: {error.strerror}"
         result.status, result.error = "crashed", why

@@ -19,7 +19,7 @@ from runner.data.image_input import ImageInput
 from runner.model.base import without_memory
 from runner.run import Run, build_run, check_used
 from runner.storage import checkpoint as stored
-from runner.storage.checkpoint_selection import chosen_checkpoint
+from runner.storage.checkpoint import chosen_checkpoint
 from runner.storage.manifest import DamagedError
 from runner.storage.run_directory import read_result, step_of
 from runner.storage.saved_config import UnreadableConfigError

@@ -18,7 +18,7 @@ from runner.config.options import groups_in_defaults
 from runner.config.overrides import typed_path
 from runner.config.schema import build
 from runner.parallel.launch.cluster import external_rank_info
-from runner.storage.durable_write import write_text
+from runner.storage.files import write_text
 from runner.sweep.console import last_line
 from runner.sweep.display import Display, Table
 from runner.sweep.ledger import OPTIONS, Ledger

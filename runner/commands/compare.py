@@ -18,7 +18,7 @@ from runner.analysis.comparison import Comparison
 from runner.analysis.tables import as_csv, as_json, markdown, terminal
 from runner.commands.arguments import Parser
 from runner.config.errors import ConfigError, check
-from runner.storage.regular_file import check_readable
+from runner.storage.files import check_readable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

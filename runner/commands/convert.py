@@ -26,11 +26,10 @@ from runner.commands.export_program import PROGRAMS, export_program
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import text_override
 from runner.model.weights import read_weights
-from runner.storage.checkpoint import EMA
-from runner.storage.checkpoint_selection import chosen_checkpoint
+from runner.storage.checkpoint import EMA, chosen_checkpoint
+from runner.storage.files import check_readable
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.manifest import SIGNATURE, DamagedError, verified_manifest
-from runner.storage.regular_file import check_readable
 from runner.storage.run_directory import step_of
 from runner.storage.signature import saved_signature
 from runner.system.exit_codes import DONE, REFUSED

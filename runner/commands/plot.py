@@ -21,8 +21,7 @@ from runner.commands.arguments import Parser
 from runner.commands.compare import existing
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import as_typed, typed_path
-from runner.storage.durable_write import write_text
-from runner.storage.regular_file import check_no_link
+from runner.storage.files import check_no_link, write_text
 from runner.storage.run_directory import StorageError
 from runner.system.installed import is_installed
 from runner.system.utf8 import printable

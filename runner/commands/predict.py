@@ -17,7 +17,7 @@ from runner.analysis.output import check_writable, csv_row, one_line, write_or_r
 from runner.commands.arguments import Parser
 from runner.commands.messages import report_error
 from runner.config.errors import ConfigError, check, escaped
-from runner.storage.durable_write import write_json, write_text
+from runner.storage.files import write_json, write_text
 from runner.system.exit_codes import DONE
 from runner.system.utf8 import printable
 

@@ -24,8 +24,8 @@ from runner.analysis.saved_runs import STATES, MeasuredRun, find_runs, find_swee
 from runner.commands.arguments import Parser
 from runner.config.errors import ConfigError, check, did_you_mean, escaped
 from runner.planning.formatting import size
+from runner.storage.files import check_readable, walk
 from runner.storage.ledger_file import LEDGER, num_jobs, read_ledger
-from runner.storage.regular_file import check_readable, walk
 from runner.system.utf8 import printable
 
 _SWEEP_STATES = ("done", "running", "unfinished")

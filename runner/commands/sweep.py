@@ -23,8 +23,8 @@ from runner.analysis.saved_runs import is_locked
 from runner.commands.arguments import Parser
 from runner.config.errors import ConfigError, check, escaped
 from runner.config.overrides import hydra_quoted, override_key
+from runner.storage.files import check_readable
 from runner.storage.ledger_file import LEDGER, num_jobs, read_ledger
-from runner.storage.regular_file import check_readable
 from runner.sweep.console import is_open_in, last_line
 from runner.sweep.ledger import CONSOLE, STUDY
 from runner.sweep.unfinished_commands import remembered_command

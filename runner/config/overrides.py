@@ -13,6 +13,9 @@ from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.options import groups, groups_in_defaults
 from runner.config.other_names import type_instead
 
+LOCATION_KEYS = ("name", "output_root", "resume")
+"""The config keys that only determine where a run is saved."""
+
 HYDRA_KEYS = ("verbose", "searchpath", "sweeper.params")
 """The keys of Hydra that have an effect here, where Hydra only composes configs."""
 
@@ -66,10 +69,14 @@ def resumed(overrides: Iterable[str]) -> Path | None:
     source = override_value(overrides, "resume")
     if source in (None, "auto", "never"):
         return None
-    path = checked_path("resume", source)
-    remedy = "choose auto, never, or a run directory (or a checkpoint in one)"
-    check(os.path.isdir(path), "resume", source, "there is no such directory", remedy)
-    return Path(path)
+    path = Path(checked_path("resume", source))
+    if not path.is_dir():
+        why, remedy = "there is no such directory", "choose auto, never, or a run directory (or a checkpoint in one)"
+        if path.parent.name == "checkpoints" and path.parent.is_dir():
+            names = sorted(each.name for each in path.parent.glob("step_*"))
+            why, remedy = f"there is no {path.name}", f"choose from: {', '.join(names)}" if names else remedy
+        raise ConfigError("resume", source, why, remedy)
+    return path
 
 
 def checked_override(word: str) -> str:

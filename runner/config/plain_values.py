@@ -9,12 +9,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from runner.config.overrides import LOCATION_KEYS
+
 _BRACES = re.compile(r"\$\{(?P<variable>\s*oc\.env\s*:)?|[{}]")
 """A pattern for a brace; the group `variable` is the beginning of a reference to an environment variable."""
 _MARK = secrets.token_hex(8)
 """A random text, which no config contains. It replaces the `$` of references that OmegaConf must not resolve."""
-_NEEDED = ("name", "output_root", "resume")
-"""Config keys whose values are needed before any component is built."""
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     raw: Any = OmegaConf.to_container(config, resolve=False)
     if "oc.env" not in str(raw):
         return OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportReturnType]
-    raw = {key: value if key in _NEEDED else _mapped(_marked, value) for key, value in raw.items()}
+    raw = {key: value if key in LOCATION_KEYS else _mapped(_marked, value) for key, value in raw.items()}
     return _mapped(lambda text: text.replace(_MARK, "$"), OmegaConf.to_container(OmegaConf.create(raw), resolve=True))
 
 

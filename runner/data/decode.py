@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.storage.regular_file import open_regular
+from runner.storage.files import open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from runner.config.errors import ConfigError, check, did_you_mean
-from runner.storage.regular_file import check_readable, read_regular
+from runner.storage.files import check_readable, read_regular
 from runner.storage.safe_torch_load import load_tensors
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from runner.config.errors import ConfigError, check_choice, check_range
 from runner.data.augment import POLICIES, Augment
 from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
-from runner.storage.regular_file import check_readable
+from runner.storage.files import check_readable
 
 _PATIENCE = 10
 """Number of seconds that a server may take to respond."""

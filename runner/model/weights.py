@@ -11,7 +11,7 @@ import torch
 
 from models.blocks import blocks_of
 from runner.config.errors import ConfigError, check
-from runner.storage.regular_file import open_regular
+from runner.storage.files import open_regular
 from runner.storage.safe_torch_load import load_tensors
 
 SAVE_WEIGHTS = "save only the weights: torch.save(model.state_dict(), 'weights.pt')"

@@ -19,7 +19,7 @@ from runner.config.overrides import override_key
 from runner.planning.formatting import significant, size
 from runner.planning.search import BUDGET_SPENT
 from runner.storage import run_directory
-from runner.storage.durable_write import write_text
+from runner.storage.files import write_text
 from runner.system.cpu import cpu_model
 from runner.system.tables import table
 

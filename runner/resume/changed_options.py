@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
-from runner.config.errors import check
+from runner.config.errors import ConfigError
+from runner.config.overrides import LOCATION_KEYS, as_typed, override_key
 from runner.config.schema import load_class, option_fields
 from runner.parallel.base import Parallel
 from runner.run import Run
@@ -20,7 +21,7 @@ change, except that the type of the optimizer must stay the same.
 """
 
 _HOW = (
-    *("name", "output_root", "resume", "tracking", "parallel", "device", "accumulation", "compile", "profiler"),
+    *(*LOCATION_KEYS, "tracking", "parallel", "device", "accumulation", "compile", "profiler"),
     *("channels_last", "deterministic", "log_every", "eval_every", "save_every", "keep", "stop.max_time"),
     *("optimizer.fused", "data.changed"),
 )
@@ -49,9 +50,8 @@ class Difference(NamedTuple):
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Return the options by which a session with the config `now` is another run than the one with the config `saved`.
 
-    The list is empty if the configs differ only in how the run is computed: in `_HOW`, and in the options in
-    `may_change_on_resume`. If the class of a component differs, its other options are not compared. Credentials are
-    not compared, because they are not saved.
+    How the run is computed is not compared: `_HOW`, and the options in `may_change_on_resume`; nor are credentials,
+    which are not saved, and the options of a component of another class.
 
     Raises:
         ConfigError: if a config names a class that cannot be loaded.
@@ -62,21 +62,30 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differ
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: str) -> None:
-    """Check that a run with the config `saved` can be continued with the config `now`.
-
-    Args:
-        saved: the config of the run to resume.
-        now: the config of the session that resumes the run.
-        source: path of the run directory or the checkpoint, for the error message.
+    """Check that the run or checkpoint `source` with the config `saved` can be continued with the config `now`.
 
     Raises:
         ConfigError: if the seed, the batch size or the type of the optimizer differs; or if an option of the workload,
-            the model, the data or the environment differs, unless `may_change_on_resume` of that component lists the
-            option. The error lists the first five differences.
+            the model, the data or the environment differs that its `may_change_on_resume` does not list.
     """
     found = [str(each) for each in differences(saved, now) if each.is_essential]
-    why, remedy = f"another run: {'; '.join(found[:5])}", "take these back, or start a new run, without resume"
-    check(not found, "resume", source, why, remedy)
+    if found:
+        why, remedy = f"another run: {'; '.join(found[:5])}", "take these back, or start a new run, without resume"
+        raise ConfigError("resume", source, why, remedy)
+
+
+def lost_options(saved: Mapping[str, Any], now: Mapping[str, Any], overrides: Iterable[str]) -> str:
+    """Return the options of `parallel` in `saved`, as typed, that the override `parallel=…` has reset to defaults.
+
+    Options that had their default are left out.
+    """
+    typed = set(map(override_key, overrides))
+    then, today = saved.get("parallel") or {}, now.get("parallel") or {}
+    if "parallel" not in typed:
+        return ""
+    defaults = _defaults(load_class(then.get("_target_"), Parallel))
+    lost = [name for name in then if then[name] not in (defaults.get(name), today.get(name)) and name != "_target_"]
+    return ", ".join(f"parallel.{name}={as_typed(then[name])}" for name in lost if f"parallel.{name}" not in typed)
 
 
 def _compared(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
@@ -103,20 +112,17 @@ def _options(node: Any) -> dict[str, Any]:
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `config` in which missing options have their default values.
-
-    Options may be missing because an earlier version of this project has written the config.
-    """
-
-    def defaults(cls: type) -> dict[str, Any]:
-        known = option_fields(cls)
-        options = {field.name: field.default for field in fields(cls) if field.name in known}
-        given = {name: value for name, value in options.items() if value is not MISSING}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    """Return a copy of `config` in which options that a component did not have then have their default values."""
 
     def node(value: Any) -> Any:
-        if not isinstance(value, Mapping) or "_target_" not in value:
-            return value
-        return defaults(load_class(value["_target_"], object)) | dict(value)
+        is_component = isinstance(value, Mapping) and "_target_" in value
+        return _defaults(load_class(value["_target_"], object)) | dict(value) if is_component else value
 
-    return {key: node(value) for key, value in (defaults(Run) | dict(config)).items()}
+    return {key: node(value) for key, value in (_defaults(Run) | dict(config)).items()}
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    known = option_fields(cls)
+    defaults = {field.name: field.default for field in fields(cls) if field.name in known}
+    given = {name: value for name, value in defaults.items() if value is not MISSING}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}

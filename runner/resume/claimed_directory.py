@@ -1,43 +1,74 @@
-"""The choice of a run's directory: a new directory, or the directory of the run to resume."""
+"""Where a run continues: a new run directory, or that of the run to resume, checked and locked."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields
-from functools import partial
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from runner.config.errors import ConfigError, check
-from runner.config.overrides import override_key
+from runner.config.errors import ConfigError
+from runner.config.overrides import override_key, text_override
 from runner.result import Result
-from runner.resume.earlier_run import Claim, check_data, check_newest, later_checkpoints, named_checkpoint, to_resume
+from runner.resume.changed_options import Difference, check_resumable, differences, lost_options
 from runner.run import Run
 from runner.session import Session
 from runner.storage import run_directory
-from runner.storage.durable_write import sync, write_bytes, write_json
-from runner.storage.manifest import DamagedError, verified_manifest
-from runner.storage.regular_file import UnsafeFileError, read_regular
-from runner.storage.saved_config import UnreadableConfigError
-from runner.storage.saved_run import saved_config, saved_overrides
+from runner.storage.files import UnsafeFileError, check_readable, is_locked, renamed_together, sync
+from runner.storage.manifest import DamagedError, saved_text, verified_manifest
+from runner.storage.saved_config import UnreadableConfigError, parse_config
+from runner.storage.saved_run import (
+    checkpoints,
+    directory_of,
+    is_of_a_run,
+    named_checkpoint,
+    saved_config,
+    saved_overrides,
+)
+from runner.storage.signature import saved_signature
 from runner.system.provenance import environment
 from runner.system.secrets import redacted_values
 
 log = logging.getLogger(__name__)
 
+_BEFORE_CONFIG = {".lock", *(f".{name}.part" for name in ("config.yaml", "overrides.yaml", "environment.json"))}
+_BEFORE_CONFIG |= {run_directory.OVERRIDES}
+"""The files that a run which is killed before it has written its config may leave behind, the lock always."""
+
+_NEAR = 5  # differences up to which another run is near enough to be mentioned
+
+
+@dataclass
+class Claim:
+    """The run directory `path`, which is absolute, with its open lock file.
+
+    Args:
+        has_run: whether there is a run in it; otherwise, it is empty, or a run was killed before it wrote its config.
+        result: the values of the `Result` of the run if it has no steps left to do; otherwise None.
+        begin: writes what says that this session has begun; it does nothing if the session has begun, or has no steps.
+    """
+
+    path: Path
+    lock: IO[str]
+    has_run: bool = True
+    result: dict[str, Any] | None = None
+    begin: Callable[[], None] = lambda: None
+
 
 @contextmanager
 def claimed_directory(
     run: Run, session: Session, parent: Path, name: str | None, overrides: list[str]
-) -> Iterator[Path]:
-    """Yield a new run directory, or the directory of the run to resume, and keep it locked inside the context.
+) -> Iterator[Claim]:
+    """Yield the claim of a new run directory or of that of the run to resume, and keep it locked inside the context.
 
-    First, the config, the overrides and the environment are written to the directory, unless the run has already done
-    all of its steps (see `finished`). If a `ConfigError` is raised inside the context, all changes are undone.
+    The config, the overrides and the environment are written to a new directory at once, and to an existing one by
+    `Claim.begin`, once the caller has made sure that nothing else refuses the session. If a `ConfigError` is raised
+    inside the context, a new directory is removed.
 
     Args:
         run: the run. Its option `resume` determines which earlier run is resumed, if any.
@@ -52,41 +83,36 @@ def claimed_directory(
             directory `name` exists, and the run in it is not resumed; or if the directory cannot be written to. The
             error names the key, such as `resume`.
     """
-    found = to_resume(run, session, parent, name)
-    existing = run_directory.nearest_existing(parent if found is None else found.path)
-    path, lock, has_run = found or _new_directory(parent, name, overrides, existing)
+    existing = run_directory.nearest_existing(parent / (name or "")).resolve()
+    claim = _to_resume(run, session, parent, name) or _new_directory(parent, name, overrides, existing)
     begun = False
-    try:
-        if has_run:
-            check_newest(path, run)
-        with ExitStack() as undo:
-            if not _is_done(path, run, session):
-                if has_run:
-                    check_data(path, run)
-                _begin_session(path, run, overrides, undo, resumed=has_run)
-            begun = True
-            try:
-                yield path
-            except ConfigError:  # a refused run leaves no trace
-                raise
-            except BaseException:
-                undo.pop_all()
-                raise
-            undo.pop_all()
-    except BaseException as error:
-        if not has_run and (isinstance(error, ConfigError) or not begun):
-            _clear(path)
-            run_directory.remove_empty(path, existing)
-        raise
-    finally:
-        lock.close()
+
+    def begin() -> None:
+        nonlocal begun
+        if not begun and claim.result is None:
+            _begin(claim, run, overrides)
+        begun = True
+
+    claim.begin = begin
+    with claim.lock:
+        try:
+            if claim.has_run:
+                _check_checkpoint(claim, run, session, overrides)
+            else:
+                begin()
+            yield claim
+        except BaseException as error:
+            if not claim.has_run and (isinstance(error, ConfigError) or not begun):
+                for entry in claim.path.iterdir():
+                    entry.unlink() if entry.is_symlink() or not entry.is_dir() else shutil.rmtree(entry)
+                run_directory.remove_empty(claim.path, existing)
+            raise
 
 
 def _new_directory(parent: Path, name: str | None, overrides: list[str], existing: Path) -> Claim:
-    """Create a run directory and lock it. If this fails, remove it and its empty parents below `existing`."""
-    if name is not None:
+    if name is not None and os.path.lexists(parent / name):
         remedy = "name a new one; resume=auto continues the run in it"
-        check(not os.path.lexists(parent / name), "--run-directory", str(parent / name), "it exists", remedy)
+        raise ConfigError("--run-directory", str(parent / name), "it exists", remedy)
     try:
         path = run_directory.create(parent, name, overrides)
     except ConfigError as error:
@@ -101,95 +127,223 @@ def _new_directory(parent: Path, name: str | None, overrides: list[str], existin
         run_directory.remove_empty(path, existing)
         why = f"{error.filename or path} cannot be written or locked ({error.strerror})"
         raise ConfigError("output_root", str(path), why, "make room, or output_root=DIR elsewhere") from None
-    why, remedy = "another process is running in it", "wait for it, or name another one"
-    check(lock is not None, "--run-directory", str(path), why, remedy)
-    assert lock is not None
+    if lock is None:
+        why, remedy = "another process is running in it", "wait for it, or name another one"
+        raise ConfigError("--run-directory", str(path), why, remedy)
     return Claim(path, lock, has_run=False)
 
 
-def _clear(path: Path) -> None:
-    """Remove everything in `path`, a locked directory in which this process has begun a run."""
-    for entry in path.iterdir():
-        entry.unlink() if entry.is_symlink() or not entry.is_dir() else shutil.rmtree(entry)
+def _begin(claim: Claim, run: Run, overrides: list[str]) -> None:
+    """Write config, overrides and environment, and rename the earlier result and later checkpoints.
 
-
-def finished(directory: Path) -> dict[str, Any] | None:
-    """Return the fields of the result of the run in `directory` if it has no steps left to do; otherwise None.
-
-    This function must be called inside `claimed_directory`, which renames the result file of a run that has steps left.
-    A run whose result file still has its original name is therefore finished.
+    The new files are complete before anything is renamed, so that nothing has changed if there is no room for them.
     """
-    result, known = run_directory.read_result(directory), {field.name for field in fields(Result) if field.init}
-    return {name: value for name, value in result.items() if name in known} if result else None
-
-
-def _is_done(path: Path, run: Run, session: Session) -> bool:
-    result, named = run_directory.read_result(path), named_checkpoint(run)
-    newest = named is None or not later_checkpoints(named)
-    ended = result.get("steps", 0) >= session.num_steps or (result.get("stopped_by") and _has_same_rules(path, run))
-    done = result.get("status") == "done" and ended and newest
-    return bool(done) and (run.keep == 0 or _newest_is_valid(path, result["steps"]))
-
-
-def _has_same_rules(path: Path, run: Run) -> bool:
-    """Return whether the run in `path`, which a rule of `stop` has ended, has the same rules as `run`."""
+    path = claim.path
+    typed = set(map(override_key, overrides))
+    earlier = [text for text in saved_overrides(path) if override_key(text) not in typed]
+    about = json.dumps(environment(), indent=2, ensure_ascii=False) + "\n"
+    contents = run_directory.config_files(path, run.config, redacted_values([*earlier, *overrides]))
+    superseded = _later_checkpoints(named_checkpoint(run.resume))
+    superseded += [path / run_directory.RESULT] if (path / run_directory.RESULT).exists() else []
     try:
-        return saved_config(path).values.get("stop") == run.config.get("stop")
-    except UnreadableConfigError:
-        return False
-
-
-def _newest_is_valid(path: Path, steps: int) -> bool:
-    """Return whether the newest checkpoint is intact and that of step `steps`; otherwise, last steps are repeated."""
-    try:
-        newest = path / "checkpoints" / run_directory.step_name(run_directory.newest_step(path))
-        return verified_manifest(newest)["step"] == steps
-    except DamagedError:  # or there is no checkpoint
-        return False
-
-
-def _begin_session(path: Path, run: Run, overrides: list[str], undo: ExitStack, resumed: bool) -> None:
-    """Write config, overrides and environment; rename an earlier result and later checkpoints; `undo` reverts it."""
-    known = set(map(override_key, overrides))
-    earlier = [text for text in saved_overrides(path) if override_key(text) not in known]
-    try:
-        for name in (run_directory.CONFIG, run_directory.OVERRIDES, run_directory.ENVIRONMENT):
-            there = (path / name).exists()
-            content = read_regular(path / name, run_directory.LIMIT_BYTES) if there else None
-            undo.callback(_undone, path / name, partial(_restore, path / name, content))
-        result = path / run_directory.RESULT
-        superseded = [result] if result.exists() else []
-        superseded += later_checkpoints(named_checkpoint(run))
-        for current in superseded:
-            aside = run_directory.free_name(current, "superseded")
-            os.replace(current, aside)
-            undo.callback(_undone, current, partial(os.replace, aside, current))
-        if superseded:  # before the config is written: a power loss must not leave it beside later checkpoints
-            sync(superseded[-1].parent)
-        run_directory.write_config(path, run.config, redacted_values([*earlier, *overrides]))
-        write_json(path / run_directory.ENVIRONMENT, environment())
-    except UnsafeFileError as error:
-        remedy = "move it away, or resume a copy of the run without it"
-        raise ConfigError("resume", str(error.filename or path), str(error.strerror), remedy) from None
+        with renamed_together({path / run_directory.ENVIRONMENT: about.encode()} | contents):
+            for current in superseded:
+                os.replace(current, run_directory.free_name(current, "superseded"))
+            for folder in {current.parent for current in superseded}:
+                sync(folder)  # a power loss must not leave the new config beside later checkpoints
     except OSError as error:
         why = f"{error.filename or path} cannot be written ({error.strerror})"
         key, remedy = "output_root", "make room, or output_root=DIR elsewhere"
-        if resumed:  # `output_root` would have no effect
+        if claim.has_run:  # `output_root` would have no effect
             key, remedy = "resume", "make room, or make the directory writable"
         raise ConfigError(key, str(path), why, remedy) from None
 
 
-def _restore(path: Path, content: bytes | None) -> None:
-    """Restore the file `path` to its previous `content` if it has changed; None: there was no such file."""
-    if content is None:
-        path.unlink(missing_ok=True)
-    elif not path.exists() or read_regular(path, run_directory.LIMIT_BYTES) != content:
-        write_bytes(path, content)
+def _later_checkpoints(checkpoint: Path | None) -> list[Path]:
+    """Return the checkpoints of all steps after the step of `checkpoint`; an empty list if `checkpoint` is None."""
+    if checkpoint is None:
+        return []
+    step = run_directory.step_of(checkpoint) or 0
+    return [path for path in checkpoint.parent.iterdir() if (run_directory.step_of(path) or 0) > step]
 
 
-def _undone(path: Path, restore: Callable[[], None]) -> None:
-    """Call `restore`. If it fails, only log a warning, so that the user still sees why the session was refused."""
+def _result_if_done(path: Path, run: Run, session: Session) -> dict[str, Any] | None:
+    """Return the result of the run in `path`; None if steps are left to do, or the last ones have to be repeated."""
+    result = run_directory.read_result(path)
+    ended = result.get("steps", 0) >= session.num_steps
+    if not ended and result.get("stopped_by"):
+        with suppress(UnreadableConfigError):
+            ended = saved_config(path).values.get("stop") == run.config.get("stop")
+    done = result.get("status") == "done" and ended and not _later_checkpoints(named_checkpoint(run.resume))
+    if done and run.keep > 0:
+        newest = path / "checkpoints" / run_directory.step_name(run_directory.newest_step(path))
+        try:
+            done = verified_manifest(newest)["step"] == result["steps"]
+        except DamagedError:  # or there is no checkpoint
+            done = False
+    known = {field.name for field in fields(Result) if field.init}
+    return {key: value for key, value in result.items() if key in known} if done else None
+
+
+def _to_resume(run: Run, session: Session, parent: Path, name: str | None) -> Claim | None:
+    """Claim the directory of the run to resume; return None if a new run begins in a new directory."""
+    source = run.resume
+    if source == "never":
+        return None
+    if source == "auto":
+        return _unfinished(run, parent) if name is None else _started(run, parent / name)
+    path = directory_of(Path(source)).resolve()
+    lock = _locked_for_us(path)
     try:
-        restore()
+        _check_named(run, session, path, source)
+    except ConfigError:
+        lock.close()
+        raise
+    return Claim(path, lock)
+
+
+def _locked(path: Path) -> IO[str] | None:
+    try:
+        run_directory.check_regular(path)
+        return run_directory.lock(path)
     except OSError as error:
-        log.warning("%s cannot be restored: %s", path, error)
+        remedy = "resume a copy of it that you own" if isinstance(error, UnsafeFileError) else "make it writable"
+        raise ConfigError("resume", str(error.filename or path), str(error.strerror), remedy) from None
+
+
+def _locked_for_us(path: Path) -> IO[str]:
+    lock = _locked(path)
+    if lock is None:
+        raise ConfigError("resume", str(path), "another process is running in it", "wait for it, or stop it")
+    return lock
+
+
+def _check_named(run: Run, session: Session, path: Path, source: str) -> None:
+    """Check that `source`, the run in the directory `path` or a checkpoint of it, can be resumed."""
+    checkpoint = named_checkpoint(source)
+    try:
+        saved = saved_config(checkpoint or path)
+    except UnreadableConfigError as error:
+        why = f"there is no run whose config can be read ({error})"
+        raise ConfigError("resume", source, why, "name a run directory, or a checkpoint in one") from None
+    if checkpoint is not None and (not checkpoint.is_dir() or run_directory.step_of(checkpoint) is None):
+        names = sorted(each.name for each in checkpoint.parent.glob("step_*"))
+        remedy = f"there are {', '.join(names)}; one that was set aside can be renamed to resume from it"
+        remedy = remedy if names else "the run has no checkpoints: resume its run directory, or start a new run"
+        raise ConfigError("resume", source, "there is no such checkpoint", remedy)
+    check_resumable(saved.values, run.config, source)
+    newest, result = run_directory.newest_step(path), run_directory.read_result(path)
+    finished = result["steps"] if result.get("status") == "done" else 0
+    done = max(newest, finished) if checkpoint is None else run_directory.step_of(checkpoint) or 0
+    if done > session.num_steps:
+        asking = "epochs" if run.epochs is not None else "the options of the workload"
+        derived = f", and {asking} ask for {session.num_steps}" if run.steps is None else ""
+        more = f"steps={done + 1} or more, or name an earlier checkpoint of it"
+        raise ConfigError("steps", session.num_steps, f"{done} are done already{derived}", more)
+    if finished and checkpoint is None and newest == 0 and session.num_steps > finished:
+        why = f"all {finished} steps are done, and the checkpoints to continue from have been deleted"
+        raise ConfigError("resume", source, why, "start a new run, without resume")
+
+
+def _check_checkpoint(claim: Claim, run: Run, session: Session, overrides: list[str]) -> None:
+    """Check that `run` can continue the run that wrote the checkpoint to resume from, and find out if it is done.
+
+    It is not enough to check the config file of the run directory, because that file or the checkpoint may have been
+    copied from another run. What cannot be read is not checked here: when the checkpoint is loaded, an error says why,
+    or the previous checkpoint is taken.
+    """
+    newest = claim.path / "checkpoints" / run_directory.step_name(run_directory.newest_step(claim.path))
+    checkpoint = named_checkpoint(run.resume) or newest
+    unreadable = (OSError, DamagedError, ConfigError, UnreadableConfigError)
+    saved, signature = None, None
+    with suppress(*unreadable):
+        saved = parse_config((saved_text(checkpoint, run_directory.CONFIG) or "").encode())
+    with suppress(*unreadable):
+        signature = saved_signature(checkpoint)
+    if saved is not None:
+        check_resumable(saved, run.config, str(checkpoint))
+        if lost := lost_options(saved, run.config, overrides):
+            log.warning("parallel=… begins with its defaults: %s of the run is not kept, unless it is typed", lost)
+    claim.result = _result_if_done(claim.path, run, session)
+    if claim.result is None and signature is not None:
+        run.workload.continue_with(signature)
+        run.workload.check_same_samples(signature)
+
+
+def _unfinished(run: Run, parent: Path) -> Claim | None:
+    """Claim the newest unfinished run in `parent` with the config of `run`, or log in what the nearest differs."""
+    nearest, fewest = None, []
+    for path in reversed(run_directory.readable_entries(parent)):
+        if path.is_symlink():  # such as `latest`; the run itself is in this directory, or belongs to another one
+            continue
+        if run_directory.read_result(path).get("status") == "done":
+            continue
+        found = _differences(path, run)
+        if found:
+            near = len(found) < (len(fewest) or _NEAR + 1) and run_directory.newest_step(path) > 0
+            if near and not is_locked(path / ".lock"):
+                nearest, fewest = path, found
+        elif found is not None:
+            lock = _locked(path)
+            if lock is not None and run_directory.read_result(path).get("status") == "done":  # finished in the meantime
+                lock.close()
+            elif lock is not None:
+                return Claim(path.resolve(), lock)
+        elif (path / run_directory.CONFIG).exists():
+            log.warning("%s is skipped: its config cannot be read or used", path)
+    if nearest is not None:
+        can_continue = not any(each.is_essential for each in fewest)
+        where = f"{text_override('resume', nearest)} continues it with these options" if can_continue else nearest
+        log.warning("a new run begins; the nearest unfinished one has %s: %s", "; ".join(map(str, fewest)), where)
+    return None
+
+
+def _started(run: Run, path: Path) -> Claim | None:
+    """Claim the directory `path` if its run has the config of `run`, or none has begun; rename another run."""
+    if not os.path.lexists(path):
+        return None
+    for each in (path, path / run_directory.CONFIG):
+        check_readable("--run-directory", each)
+    if not path.is_dir() or path.is_symlink() or not (_has_not_begun(path) or is_of_a_run(path)):
+        raise ConfigError("--run-directory", str(path), "it exists, and is not a run directory", "name another one")
+    lock = _locked_for_us(path)
+    if _has_not_begun(path):  # only now can nobody else begin
+        return Claim(path.resolve(), lock, has_run=False)
+    found = _differences(path, run)
+    if found == []:
+        return Claim(path.resolve(), lock)
+    aside = run_directory.free_name(path, "superseded")
+    with lock:
+        try:
+            os.replace(path, aside)
+        except OSError as error:
+            why = f"the run in it has another config, and it cannot be renamed ({error.strerror})"
+            raise ConfigError("--run-directory", str(path), why, "name another one") from None
+    what = "; ".join(map(str, (found or [])[:_NEAR])) or "it cannot be read"
+    log.warning("the run in %s has another config: it is now in %s (%s)", path, aside.name, what)
+    return None
+
+
+def _has_not_begun(path: Path) -> bool:
+    """Return whether the directory `path` is empty, or that of a run that was killed before it wrote its config."""
+    names = {entry.name for entry in path.iterdir()}
+    return not names or (".lock" in names and names <= _BEFORE_CONFIG)
+
+
+def _differences(path: Path, run: Run) -> list[Difference] | None:
+    """Return in what the run in `path` differs from `run`; None if there is no run whose config can be compared."""
+    try:
+        saved = saved_config(path).values
+    except UnreadableConfigError as error:
+        may_have_checkpoints = True
+        with suppress(ConfigError):  # they cannot be listed
+            may_have_checkpoints = bool(checkpoints(path))
+        if may_have_checkpoints:
+            why = f"whether {path} is the run to resume is not known, because its config cannot be read ({error})"
+            remedy = "resume=never starts a new run; resume=auto goes on without that directory once it is moved away"
+            raise ConfigError("resume", run.resume, why, remedy) from None
+        return None
+    try:
+        return differences(saved, run.config)
+    except ConfigError:  # it names a class that cannot be loaded, for example of a package that has been removed
+        return None

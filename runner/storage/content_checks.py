@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-_PLAIN = (bool, int, float, complex, str, type(None))
+_BEYOND = 2**256
+"""No saved integer has this absolute value; the states of random number generators have 128 bits."""
 
-_MOST_VALUES, _DEEPEST = 3_000_000, 100
-
-_INTERCHANGEABLE = {"torch.float32", "torch.float64"}
+_INTERCHANGEABLE = {"torch.float32", "torch.float64"}  # as texts: torch is not loaded yet
 """The dtypes of parameters: a run that saved one of these dtypes may be resumed with the other."""
 
 
@@ -42,12 +41,10 @@ def check_like(value: Any, like: Any, where: str) -> None:
     `like` has one of these forms:
 
     - a tensor or a `TensorSpec`: the value must be a tensor of this shape and dtype (see `TensorSpec`);
-    - a dict: the value must be a dict with the same keys, and each item must have the form of the corresponding item in
-      `like`;
-    - `{str: form}`: the value must be a dict with strings as keys, and each item must have the form `form`;
-    - `[form]`: the value must be a list of any length, and each item must have the form `form`;
-    - a tuple: the value must be a tuple of the same length, and each item must have the form of the corresponding item
-      in `like`;
+    - a dict: the value must be a dict with the same keys, whose items have the forms of the items in `like`;
+    - `{str: form}`: the value must be a dict with strings as keys, whose items have the form `form`;
+    - `[form]`: the value must be a list of any length, whose items have the form `form`;
+    - a tuple: the value must be a tuple of the same length, whose items have the forms of the items in `like`;
     - a type: the value must have exactly this type, except that `float` also allows an int, and `object` allows any
       type. The value must not be NaN.
 
@@ -65,103 +62,47 @@ def check_like(value: Any, like: Any, where: str) -> None:
     if isinstance(like, TensorSpec):
         _check_tensor(value, like, where)
     elif isinstance(like, type):
-        _check_type(value, like, where)
+        fits = like is object or type(value) is like or (like is float and type(value) is int)
+        _require(fits, where, type(value).__name__, like.__name__)
+        is_number = type(value) is not float or not math.isnan(value)
+        _require(is_number and (type(value) is not int or abs(value) < _BEYOND), where, "NaN or too large", "a number")
     else:
-        _check_type(value, type(like), where)
-        for name, item, wanted in _items(value, like, where):
-            check_like(item, wanted, f"{where}, {name}")
-
-
-def check_plain(content: Any, where: str) -> None:
-    """Check that `content` consists of plain values and tensors, and is small enough to be examined quickly.
-
-    Plain values and tensors may be items of dicts, lists, tuples and sets. A small file can have a huge content, for
-    example nested lists in which the same list occurs many times, or a tensor whose elements share memory.
-
-    Args:
-        content: the values that were loaded from a file.
-        where: the name of the content in the error message.
-
-    Raises:
-        UnexpectedContentError: if `content` contains an object of any other type; if it contains an integer with an
-            absolute value of 2**256 or more, or a tensor whose elements share memory; or if it has too many values or
-            is nested too deeply.
-    """
-    remaining, count = [(content, 0)], 0
-    while remaining:
-        value, depth = remaining.pop()
-        count += 1
-        _require(count <= _MOST_VALUES and depth <= _DEEPEST, where, "too many nested values", "a state")
-        if isinstance(value, torch.Tensor):
-            shared = value.layout != torch.strided or value.nbytes > value.untyped_storage().nbytes()
-            _require(not shared, where, "a tensor whose elements share memory", "one with a value of its own for each")
-        elif isinstance(value, dict):
-            _require(all(type(key) in _PLAIN for key in value), where, "a key of another type", "plain keys")
-            remaining += [(item, depth + 1) for item in value.values()]
-        elif isinstance(value, list | tuple | set):
-            remaining += [(item, depth + 1) for item in value]
+        _require(type(value) is type(like), where, type(value).__name__, type(like).__name__)
+        if isinstance(like, dict):
+            forms = {key: like[str] for key in value if type(key) is str} if str in like else like
+            others = sorted(map(reprlib.repr, value.keys() ^ forms.keys()))
+            _require(not others, where, f"other keys ({', '.join(others[:3])})", "those of this run")
+            items = [(reprlib.repr(key), value[key], form) for key, form in forms.items()]
         else:
-            _require(type(value) in _PLAIN, where, type(value).__name__, "a plain value")
-            is_huge = type(value) is int and abs(value) >= 2**256
-            _require(not is_huge, where, "an integer of 2**256 or more", "a smaller one")
+            forms = like * len(value) if isinstance(like, list) else like
+            _require(len(value) == len(forms), where, f"{len(value)} values", str(len(forms)))
+            items = [(str(index), *pair) for index, pair in enumerate(zip(value, forms, strict=True))]
+        for name, item, form in items:
+            check_like(item, form, f"{where}, {name}")
 
 
 def check_count(value: Any, where: str, most: float = math.inf) -> None:
     """Check that a value from a checkpoint is an integer from 0 to `most`.
 
-    Args:
-        value: the value to check.
-        where: the name of the value in the error message.
-        most: the largest allowed integer.
-
     Raises:
-        UnexpectedContentError: if the value is anything else.
+        UnexpectedContentError: if the value is anything else; the message contains its name, `where`.
     """
-    _check_type(value, int, where)
+    check_like(value, int, where)
     wanted = "a count" if most == math.inf else f"a count of at most {most}"
     _require(0 <= value <= most, where, "a negative or too large number", wanted)
 
 
-def _items(value: Any, like: Any, where: str) -> list[tuple[str, Any, Any]]:
-    """Return (name, item, form) for each item of the dict, list or tuple `value`; the forms are taken from `like`."""
-    if isinstance(like, dict) and str in like:
-        _require(all(type(key) is str for key in value), where, "a dict with other keys", "a dict with names as keys")
-        return [(reprlib.repr(key), item, like[str]) for key, item in value.items()]
-    if isinstance(like, dict):
-        missing = [key for key in like if key not in value]
-        unknown = [key for key in value if key not in like]
-        differences = [f"without {_shown(missing)}"] * bool(missing) + [f"with {_shown(unknown)}"] * bool(unknown)
-        _require(not differences, where, " and ".join(differences), "what this run needs")
-        return [(str(key), value[key], wanted) for key, wanted in like.items()]
-    if isinstance(like, list):
-        return [(str(index), item, like[0]) for index, item in enumerate(value)]
-    _require(len(value) == len(like), where, f"{len(value)} values", str(len(like)))
-    return [(str(index), *pair) for index, pair in enumerate(zip(value, like, strict=True))]
-
-
-def _check_type(value: Any, wanted: type, where: str) -> None:
-    allowed = (float, int) if wanted is float else (wanted,)
-    _require(wanted is object or type(value) in allowed, where, type(value).__name__, wanted.__name__)
-    _require(type(value) is not float or not math.isnan(value), where, "NaN", "a number")
-
-
 def _check_tensor(value: Any, spec: TensorSpec, where: str) -> None:
-    _check_type(value, torch.Tensor, where)
-    same = value.dtype == spec.dtype or {str(value.dtype), str(spec.dtype)} <= _INTERCHANGEABLE
-    got, wanted = ((str(each.dtype).removeprefix("torch."), list(each.shape)) for each in (value, spec))
-    same = same and value.dim() == len(spec.shape)
-    same = same and all(size in (length, None) for length, size in zip(value.shape, spec.shape, strict=True))
-    _require(same, where, f"{got[0]} {reprlib.repr(got[1])}", f"{wanted[0]} {wanted[1]}")
+    _require(type(value) is torch.Tensor, where, type(value).__name__, "Tensor")
+    fits = value.dtype == spec.dtype or {str(value.dtype), str(spec.dtype)} <= _INTERCHANGEABLE
+    fits = fits and value.dim() == len(spec.shape)
+    fits = fits and all(size in (length, None) for length, size in zip(value.shape, spec.shape, strict=True))
+    _require(fits, where, f"{value.dtype} {reprlib.repr(list(value.shape))}", f"{spec.dtype} {list(spec.shape)}")
     plain = value.layout == torch.strided and value.device.type == "cpu" and value.is_contiguous()
-    plain = plain and not value.requires_grad and not value.is_neg() and not value.is_conj()
-    _require(plain, where, "a view", "a contiguous tensor")
+    _require(plain and not value.requires_grad, where, "a view", "a contiguous tensor")
     _require(bool(value.isfinite().all()), where, "not finite", "finite")
 
 
 def _require(ok: bool, where: str, got: str, wanted: str) -> None:
     if not ok:
         raise UnexpectedContentError(f"{where}: {got} instead of {wanted}")
-
-
-def _shown(keys: list[Any]) -> str:
-    return ", ".join(reprlib.repr(key) for key in keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")

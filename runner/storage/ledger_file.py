@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ConfigError
-from runner.storage.regular_file import read_regular
+from runner.storage.files import read_regular
 from runner.system.utf8 import printable
 
 log = logging.getLogger(__name__)

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ConfigError
-from runner.storage.regular_file import UnsafeFileError, check_no_link, open_regular, read_regular
-from runner.storage.run_directory import LIMIT_BYTES, step_of
+from runner.storage.files import UnsafeFileError, check_no_link, open_regular, read_regular
+from runner.storage.run_directory import MAX_BYTES, step_of
 
-NAME = "manifest.json"
-CONFIG = "config.yaml"
-SIGNATURE = "model.json"
+NAME, SIGNATURE = "manifest.json", "model.json"
 SCHEMA = 2
 
-_MOST_BYTES = 2**24
+_MAX_BYTES = 2**24
 """Size limit of a manifest in bytes; enough for a manifest with the files of 100,000 ranks."""
 
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
@@ -33,15 +31,7 @@ class DamagedError(Exception):
 
 
 def manifest_of(directory: Path, **facts: Any) -> str:
-    """Return the text of the manifest of a checkpoint.
-
-    Args:
-        directory: the directory of the checkpoint. The manifest lists the hashes of all files in this directory.
-        facts: additional keys and values to store in the manifest.
-
-    Raises:
-        OSError: if a file cannot be read.
-    """
+    """Return the text of a manifest with `facts` and the hashes of all files in `directory`."""
     files = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
     manifest = {"schema": SCHEMA, **facts, "files": files}
     return json.dumps(manifest | {"sha256": _seal(manifest)}, indent=2) + "\n"
@@ -50,9 +40,7 @@ def manifest_of(directory: Path, **facts: Any) -> str:
 def verified_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest in `directory`, after verifying the hashes of the files that it lists.
 
-    Returns:
-        A dict with the keys `schema`, `files` (a dict from file name to SHA-256), `step` and `world_size`, and all
-        additional keys that were passed to `manifest_of`.
+    It is a dict with the keys `schema`, `files` (a dict from file name to SHA-256), `step` and `world_size`.
 
     Raises:
         DamagedError: if the manifest or a listed file is missing, or does not match its hash.
@@ -71,18 +59,14 @@ def saved_text(directory: Path, name: str) -> str | None:
 
     Only the hashes of the manifest and of this file are verified.
 
-    Args:
-        directory: the checkpoint.
-        name: `CONFIG` or `SIGNATURE`.
-
     Raises:
-        DamagedError, ConfigError, OSError: for the same reasons as in `verified_manifest`.
+        DamagedError, ConfigError, OSError: as in `verified_manifest`.
     """
     with _refusals(directory):
         sha256 = _read(directory)["files"].get(name)
         if sha256 is None:
             return None
-        content = read_regular(directory / name, LIMIT_BYTES)
+        content = read_regular(directory / name, MAX_BYTES)
         _verify(directory / name, hashlib.sha256(content).hexdigest(), sha256)
     try:
         return content.decode()
@@ -98,13 +82,7 @@ def untrusted(directory: Path, why: str) -> ConfigError:
 
 @contextmanager
 def _refusals(directory: Path) -> Iterator[None]:
-    """Convert an OSError that is raised inside the context to a more specific error.
-
-    Raises:
-        DamagedError: if the OSError shows that the checkpoint is damaged.
-        ConfigError: if the OSError shows that the checkpoint is unsafe to read.
-        OSError: otherwise, unchanged.
-    """
+    """Convert an OSError to a DamagedError or ConfigError, if it shows that the checkpoint is damaged or unsafe."""
     try:
         yield
     except UnsafeFileError as error:
@@ -116,19 +94,12 @@ def _refusals(directory: Path) -> Iterator[None]:
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    """Return the manifest in `directory` without its own hash, after checking this hash, the schema and the values.
-
-    Raises:
-        DamagedError: if the manifest cannot be parsed, or does not match its hash.
-        ConfigError: if this version of the project does not support its schema, or if it has an invalid value.
-        OSError: if it cannot be read (see `_refusals`).
-    """
+    """Return the manifest in `directory` without its own hash, after checking this hash and the values."""
     check_no_link(directory)
     path = directory / NAME
     try:
-        manifest = json.loads(read_regular(path, _MOST_BYTES).decode())
-        seal = manifest.pop("sha256")
-        intact = seal == _seal(manifest)
+        manifest = json.loads(read_regular(path, _MAX_BYTES).decode())
+        intact = manifest.pop("sha256") == _seal(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
     if not intact:
@@ -136,30 +107,18 @@ def _read(directory: Path) -> dict[str, Any]:
     if manifest.get("schema") != SCHEMA:
         why = f"it has schema {reprlib.repr(manifest.get('schema'))}, this version reads {SCHEMA}"
         raise ConfigError("resume", str(directory), why, "resume with the version that wrote it")
-    _check(manifest, directory)
+    step, world_size, files = (manifest.get(key) for key in ("step", "world_size", "files"))
+    valid = {  # a correct hash is not enough, because anybody can compute a hash
+        "step": type(step) is int and step >= 0 and step_of(directory) in (step, None),
+        "world_size": type(world_size) is int and world_size >= 1,
+        "files": isinstance(files, dict) and all(re.fullmatch(r"\w[\w.-]{0,250}", name, re.ASCII) for name in files),
+    }
+    for key in [key for key, ok in valid.items() if not ok]:
+        raise untrusted(directory, f"{NAME} has a wrong value of {key}: {reprlib.repr(manifest.get(key))}")
     return manifest
 
 
-def _check(manifest: dict[str, Any], directory: Path) -> None:
-    """Check the values of a manifest. A correct hash is not enough, because anybody can compute a hash."""
-    step, world_size, files = (manifest.get(key) for key in ("step", "world_size", "files"))
-    valid = {
-        "step": type(step) is int and step >= 0 and step_of(directory) in (step, None),
-        "world_size": type(world_size) is int and world_size >= 1,
-        "files": isinstance(files, dict) and all(map(_is_entry, files.items())),
-    }
-    for key, ok in valid.items():
-        if not ok:
-            raise untrusted(directory, f"{NAME} has a wrong value of {key}: {reprlib.repr(manifest.get(key))}")
-
-
-def _is_entry(entry: tuple[str, Any]) -> bool:
-    """Return whether `entry`, an item of `files`, consists of a plain file name (not a path) and a string."""
-    name, sha256 = entry
-    return bool(re.fullmatch(r"\w[\w.-]{0,250}", name, re.ASCII)) and isinstance(sha256, str)
-
-
-def _verify(path: Path, sha256: str, wanted: str) -> None:
+def _verify(path: Path, sha256: str, wanted: object) -> None:
     if sha256 != wanted:
         raise DamagedError(f"{path} is damaged: its SHA-256 is not the manifest's")
 

@@ -17,9 +17,16 @@ from typing import IO, Any
 from omegaconf import OmegaConf
 
 from runner.config.errors import ConfigError
-from runner.config.overrides import override_key
-from runner.storage.durable_write import sync, write_text
-from runner.storage.regular_file import MOST_LEVELS, UnsafeFileError, check_no_link, open_regular, read_regular
+from runner.config.overrides import LOCATION_KEYS, override_key
+from runner.storage.files import (
+    MAX_LEVELS,
+    UnsafeFileError,
+    check_no_link,
+    open_regular,
+    read_regular,
+    renamed_together,
+    sync,
+)
 from runner.storage.saved_config import config_text
 from runner.system.secrets import MASK, redacted_values
 
@@ -27,16 +34,15 @@ CONFIG, OVERRIDES, ENVIRONMENT, RESULT = "config.yaml", "overrides.yaml", "envir
 WANDB = "wandb"
 """A directory in which Weights & Biases makes symbolic links. The runner itself neither reads nor writes there."""
 
-LIMIT_BYTES = 1_000_000
+MAX_BYTES = 1_000_000
 """Size limit in bytes of each of these small files (config, overrides, environment and result)."""
-_DEFAULTS: dict[str, Any] = {"metrics": {}, "best": {}, "step_seconds": {}, "notes": {}, "config_hash": "", "error": ""}
-"""The default values of some keys of a result. They also define the types of the values."""
-_LONGEST = 120
+_RESULT: dict[str, type] = dict.fromkeys(("metrics", "best", "step_seconds", "notes"), dict)
+_RESULT |= {"status": str, "config_hash": str, "error": str}
+"""The types of some values of a result."""
+_MAX_NAME = 120
 """Length limit of a job's name in bytes: file systems allow 255, but that is too wide for a terminal."""
-_LONGEST_LABEL = 60
+_MAX_LABEL = 60
 """Length limit in bytes of the part of a run's name that shows the overrides; it follows the date, time and id."""
-_UNNAMED = ("name", "output_root", "resume", "hydra.")
-"""Prefixes of the keys that are left out of a run's name, because they do not affect what the run computes."""
 
 
 class StorageError(Exception):
@@ -67,19 +73,15 @@ class MovedError(StorageError):
 
 
 def unique_name(overrides: Iterable[str] = ()) -> str:
-    """Return `<date>_<time>-<id>-<overrides>`; the random id distinguishes runs that start in the same second.
+    """Return `<date>_<time>-<id>-<overrides>`, with as many overrides as fit, except secrets and `LOCATION_KEYS`.
 
-    The names sort by time. They contain no commas, because a user may type the name of a run in the overrides of a
-    sweep, as in `-m model.weights=DIR/…`. A comma would separate two values there.
-
-    Args:
-        overrides: the overrides of the run. The name contains as many of them as fit, except overrides with secrets
-            and overrides that do not affect what the run computes.
+    The names sort by time. They contain no commas, which would separate two values in the overrides of a sweep, as in
+    `-m model.weights=DIR/…`.
     """
     known = {override_key(text): text for text in redacted_values(list(overrides)) if "=" in text}
-    shown = [text for key, text in known.items() if MASK not in text and not key.startswith(_UNNAMED)]
+    shown = [text for key, text in known.items() if MASK not in text and not key.startswith((*LOCATION_KEYS, "hydra."))]
     labels = [_label(text).lstrip("+").replace(",", "_").rstrip("_.-") for text in shown]
-    cut = _cut(labels, "+", _LONGEST_LABEL)
+    cut = _cut(labels, "+", _MAX_LABEL)
     if len(cut) < len(labels[0] if labels else ""):  # in the middle of a word
         cut = re.sub(r"(?<==)(.+)[\W_][^\W_]*", r"\1", cut).rstrip("_.-")
     return "-".join(filter(None, (time.strftime("%Y-%m-%d_%H-%M-%S"), secrets.token_hex(3), cut)))
@@ -91,33 +93,29 @@ def create(parent: Path, name: str | None = None, overrides: Iterable[str] = ())
     Args:
         parent: a directory, which is created if it does not exist.
         name: the name of the new directory; None for `unique_name(overrides)`.
-        overrides: the overrides of the run, as in `unique_name`.
 
     Raises:
         ConfigError: if the new directory cannot be created, for example because `name` exists, or the disk is full.
     """
-    why, overrides = None, list(overrides)
+    overrides = list(overrides)
+    why: str | None = None
     for _ in range(10):
         directory = parent / (name or unique_name(overrides))
         try:
             _make(directory)
             return directory.resolve()
-        except (FileExistsError, FileNotFoundError) as error:  # it exists, or another process removed an empty parent
-            why = error.strerror
         except OSError as error:
             why = error.strerror
-            break
+            if not isinstance(error, FileExistsError | FileNotFoundError):
+                break  # otherwise, it exists, or another process has removed an empty parent: try another name
     why = f"a run directory cannot be created there ({why})"
     raise ConfigError("output_root", str(parent), why, "choose another with output_root=DIR")
 
 
 def _make(directory: Path) -> None:
-    """Create `directory` and its missing parents, and flush the entries of all these directories to disk.
+    """Create `directory` and its missing parents, and flush their entries to disk; otherwise, raise an OSError.
 
     Without the flush, a power loss could remove a directory, even if the files in it have been flushed to disk.
-
-    Raises:
-        OSError: if `directory` cannot be created, or already exists.
     """
     existing = nearest_existing(directory)
     try:
@@ -137,8 +135,7 @@ def _make(directory: Path) -> None:
 def nearest_existing(path: Path) -> Path:
     """Return `path` if it exists, else its nearest parent that exists.
 
-    If this process lacks the permission to search a directory, the paths in this directory are treated as missing. No
-    error is raised here: the attempt to create something in the directory will raise a clear error.
+    What this process may not look up is treated as missing: creating something there will raise a clear error.
     """
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
 
@@ -153,21 +150,16 @@ def remove_empty(path: Path, end: Path) -> None:
 
 
 def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> str:
-    """Return the directory name of a job of a sweep, `<job>-<overrides>`, without secrets.
+    """Return the directory name of a job of a sweep, `<number>-<overrides>`, without secrets.
 
-    Args:
-        number: the number of the job.
-        overrides: the overrides of the job.
-        swept: the keys whose values differ between the jobs. These keys come first in the name, because the end of a
-            long name is cut off.
+    The keys `swept`, whose values differ between the jobs, come first, because the end of a long name is cut off.
     """
     ordered = sorted(redacted_values(overrides), key=lambda text: override_key(text) not in swept)
     first, *others = (_label(text) for text in ordered) if ordered else ("",)
-    return _cut([f"{number:03d}-{first}", *others], ",", _LONGEST).rstrip(".-")
+    return _cut([f"{number:03d}-{first}", *others], ",", _MAX_NAME).rstrip(".-")
 
 
 def _label(override: str) -> str:
-    """Return an override in which characters that are special in a file system or shell are removed or replaced."""
     return re.sub(r"[^\w.=,+-]", "_", override.replace("'", "").replace('"', ""))
 
 
@@ -180,45 +172,43 @@ def _cut(labels: list[str], separator: str, limit_bytes: int) -> str:
 
 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
-    """Write the config, and the overrides that the user typed, to files in the run directory `directory`.
+    """Write the config, and the overrides that the user typed, to files in the run directory `directory`."""
+    with renamed_together(config_files(directory, config, overrides)):
+        pass
 
-    Raises:
-        OSError: if a file cannot be written; the overrides may then have been written without the config.
-    """
-    write_text(directory / OVERRIDES, OmegaConf.to_yaml(OmegaConf.create(overrides)))
-    write_text(directory / CONFIG, config_text(config))  # last, because it marks a run directory
+
+def config_files(directory: Path, config: dict[str, Any], overrides: list[str]) -> dict[Path, bytes]:
+    """Return the contents of the files of `write_config`; the config is the last, because it marks a run directory."""
+    typed = OmegaConf.to_yaml(OmegaConf.create(overrides))
+    return {directory / OVERRIDES: typed.encode(), directory / CONFIG: config_text(config).encode()}
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """Return the content of the run's `result.json`; an empty dict if there is no such file or it is damaged."""
+    """Return the content of the run's `result.json`; an empty dict if there is no such file or it is damaged.
+
+    The values have the right types, so that they can be shown.
+    """
     try:
-        result = json.loads(read_regular(directory / RESULT, LIMIT_BYTES))
+        result = json.loads(read_regular(directory / RESULT, MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return result if _is_result(result) else {}
-
-
-def _is_result(result: Any) -> bool:
-    """Return whether all values in `result` have the right types, so that the result can be shown."""
-    if not isinstance(result, dict) or not isinstance(result.get("status"), str) or not is_step(result.get("steps")):
-        return False
-    best = result.get("best", {})
-    typed = all(isinstance(result.get(key, default), type(default)) for key, default in _DEFAULTS.items())
-    numbers = all(_is_number(result.get(key, 0)) for key in ("seconds", "samples_per_second"))
-    is_best = (
-        typed and isinstance(best.get("metric"), str) and _is_number(best.get("value")) and is_step(best.get("step"))
-    )
-    return typed and numbers and (not best or is_best)
+    if not isinstance(result, dict) or "status" not in result or not is_step(result.get("steps")):
+        return {}
+    typed = all(isinstance(result.get(key, kind()), kind) for key, kind in _RESULT.items())
+    typed = typed and all(_is_number(result.get(key, 0)) for key in ("seconds", "samples_per_second"))
+    if typed and (best := result.get("best")):
+        typed = isinstance(best.get("metric"), str) and _is_number(best.get("value")) and is_step(best.get("step"))
+    return result if typed else {}
 
 
 def _is_number(value: object) -> bool:
     """Return whether `value` is a float, or an integer that can be converted to one."""
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023)
+    return type(value) is float or (type(value) is int and abs(value) < 2**1023)
 
 
 def is_step(value: object) -> bool:
     """Return whether `value` is a possible number of steps."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**15
+    return type(value) is int and 0 <= value < 10**15
 
 
 def step_name(step: int) -> str:
@@ -233,10 +223,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def newest_step(directory: Path) -> int:
-    """Return the step of the newest checkpoint of the run at `directory`, damaged or not.
-
-    The result is 0 if there is no checkpoint, or the directory of the checkpoints cannot be read.
-    """
+    """Return the step of the newest checkpoint of a run, damaged or not; 0 if there is none, or it cannot be read."""
     try:
         paths = entries(directory / "checkpoints")
     except OSError:
@@ -257,14 +244,7 @@ def entries(directory: Path) -> list[Path]:
 
 
 def readable_entries(parent: Path) -> list[Path]:
-    """Return the paths of all entries of `parent`, sorted by name; an empty list if `parent` does not exist.
-
-    Args:
-        parent: a directory in which runs or sweeps are created.
-
-    Raises:
-        ConfigError: with the key `output_root`, if the directory cannot be read.
-    """
+    """Return `entries(parent)`, where runs or sweeps are created; raise a ConfigError if it cannot be read."""
     try:
         return entries(parent)
     except OSError as error:
@@ -283,20 +263,18 @@ def lock(directory: Path) -> IO[str] | None:
     """
     path = directory / ".lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    file = os.fdopen(descriptor, "r+")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    except BaseException:
-        file.close()
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
         raise
-    return file
+    return os.fdopen(descriptor, "r+")
 
 
 def identity(directory: Path) -> tuple[int, int] | None:
-    """Return what distinguishes `directory` from others while one of its files is open; None if there is none."""
+    """Return what distinguishes `directory` from others while one of its files is open; None if it is missing."""
     try:
         status = os.stat(directory)
     except OSError:
@@ -304,35 +282,30 @@ def identity(directory: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def check_regular(
-    directory: Path, most_levels: int = MOST_LEVELS, skipped: tuple[str, ...] = (WANDB,), hard_links: bool = False
-) -> None:
+def check_regular(directory: Path) -> None:
     """Check that everything in a run directory is a regular file or a directory, before a run writes to it.
 
     With a link, a run could write or rename files outside of the run directory. Files in `checkpoints` may have several
-    hard links, because they are replaced, never written again.
-
-    Args:
-        directory: the run directory.
-        most_levels: maximum depth of nested directories. A limit is needed, because Python cannot delete a thousand
-            nested directories.
-        skipped: names of subdirectories of the run directory whose content is not checked.
-        hard_links: whether files may have several hard links.
+    hard links, because they are replaced, never written again. The content of `wandb` is not checked.
 
     Raises:
-        UnsafeFileError: if the directory contains a link, a pipe or a device, or is nested too deeply.
+        UnsafeFileError: if it contains a link, a pipe or a device, or is nested so deeply that Python cannot delete it.
         OSError: if a file or directory in it cannot be read.
     """
-    check_no_link(directory)
-    if most_levels < 0:
-        raise UnsafeFileError(errno.EPERM, "its directories are nested too deeply", str(directory))
-    for path in directory.iterdir():
-        if not path.is_dir() or path.is_symlink():
-            with open_regular(path) as file:
-                if not hard_links and os.fstat(file.fileno()).st_nlink > 1:
-                    raise UnsafeFileError(errno.EPERM, "it has another hard link, which would change too", str(path))
-        elif path.name not in skipped:
-            check_regular(path, most_levels - 1, (), hard_links or path.name == "checkpoints")
+    remaining: list[tuple[str, ...]] = [()]
+    while remaining:
+        below = remaining.pop()
+        folder = directory.joinpath(*below)
+        check_no_link(folder)
+        if len(below) > MAX_LEVELS:
+            raise UnsafeFileError(errno.EPERM, "its directories are nested too deeply", str(folder))
+        for entry in list(os.scandir(folder)):  # a list, so that it is closed
+            if entry.is_dir(follow_symlinks=False):
+                remaining += [(*below, entry.name)] if below or entry.name != WANDB else []
+                continue
+            with open_regular(Path(entry.path)) as file:
+                if below[:1] != ("checkpoints",) and os.fstat(file.fileno()).st_nlink > 1:
+                    raise UnsafeFileError(errno.EPERM, "it has another hard link, which would change too", entry.path)
 
 
 def free_name(path: Path, suffix: str) -> Path:

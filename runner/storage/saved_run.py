@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError
-from runner.storage.regular_file import check_no_link, read_regular
-from runner.storage.run_directory import CONFIG, LIMIT_BYTES, OVERRIDES, entries, step_of
+from runner.storage.files import check_no_link, read_regular
+from runner.storage.run_directory import CONFIG, MAX_BYTES, OVERRIDES, entries, step_of
 from runner.storage.saved_config import UnreadableConfigError, is_sealed, parse_config, parse_list
 
 
@@ -32,6 +32,11 @@ def directory_of(source: Path) -> Path:
     return source.parent.parent if source.parent.name == "checkpoints" else source
 
 
+def named_checkpoint(source: str) -> Path | None:
+    """Return the checkpoint that the option `resume` names; None if it is a run directory, `auto` or `never`."""
+    return Path(source).resolve() if Path(source).parent.name == "checkpoints" else None
+
+
 def saved_config(source: Path) -> SavedConfig:
     """Return the config of the run or the checkpoint at `source`.
 
@@ -50,10 +55,10 @@ def saved_config(source: Path) -> SavedConfig:
         try:
             check_no_link(file.parent)
             check_no_link(file.parent.parent)
-            return SavedConfig(parse_config(read_regular(file, LIMIT_BYTES)), file, unreadable)
+            return SavedConfig(parse_config(read_regular(file, MAX_BYTES)), file, unreadable)
         except (OSError, ValueError, UnreadableConfigError) as error:  # ValueError: a path with a null character
-            reason: object = error.strerror if isinstance(error, OSError) else error
-        unreadable.append(f"{file.relative_to(directory_of(source))}: {reason}")
+            reason = error.strerror if isinstance(error, OSError) else error
+            unreadable.append(f"{file.relative_to(directory_of(source))}: {reason}")
     raise UnreadableConfigError("; ".join([*unreadable, *unlisted][:3]))
 
 
@@ -61,17 +66,13 @@ def is_of_a_run(path: Path) -> bool:
     """Return whether a config file in the directory `path` or its checkpoints was written by a run, damaged or not."""
     for file in _config_files(path)[0]:
         with suppress(OSError):
-            if is_sealed(read_regular(file, LIMIT_BYTES)):
+            if is_sealed(read_regular(file, MAX_BYTES)):
                 return True
     return False
 
 
 def _config_files(source: Path) -> tuple[list[Path], list[str]]:
-    """Return the config files in the order in which to try them, and a list of error messages.
-
-    If the checkpoints of the run cannot be listed, their config files are left out, and there is one error message.
-    Otherwise, the list of error messages is empty.
-    """
+    """Return the config files in the order in which to try them, and why those of the checkpoints cannot be listed."""
     path = directory_of(source)
     if path != source:
         return [source / CONFIG, path / CONFIG], []
@@ -83,8 +84,6 @@ def _config_files(source: Path) -> tuple[list[Path], list[str]]:
 
 def checkpoints(path: Path) -> list[Path]:
     """Return the paths of all checkpoints of the run directory `path`, damaged or not, in the order of their steps.
-
-    If the run has no directory of checkpoints, the list is empty.
 
     Raises:
         ConfigError: with the key `checkpoint`, if the directory of the checkpoints cannot be read.
@@ -100,7 +99,7 @@ def checkpoints(path: Path) -> list[Path]:
 def saved_overrides(path: Path) -> list[str]:
     """Return the overrides with which the run at `path` was started, for display; empty if they cannot be read."""
     try:
-        overrides = parse_list(read_regular(path / OVERRIDES, LIMIT_BYTES))
+        overrides = parse_list(read_regular(path / OVERRIDES, MAX_BYTES))
     except (OSError, UnreadableConfigError):
         return []
     return [str(text) for text in overrides]

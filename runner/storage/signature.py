@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import ABSENT, check
+from runner.config.errors import ABSENT, ConfigError
+from runner.storage.content_checks import UnexpectedContentError, check_count, check_like
 from runner.storage.manifest import SIGNATURE, saved_text, untrusted
-from runner.storage.run_directory import LIMIT_BYTES
+from runner.storage.run_directory import MAX_BYTES
 
-_LARGEST = 4096
+_MAX_SIZE = 4096
 """The largest allowed size of a dimension. Without a limit, predictions with a forged file could use up the memory."""
-
-
-_MOST_DIMS = 8
+_MAX_DIMS = 8
 """The largest number of dimensions of an input."""
-
-_MOST_NAMES = 20
+_MAX_NAMES = 20
 """The number of names that a message shows."""
+
+_MOMENTS = {"mean": [float], "std": [float]}
+_FORMS: dict[str, Any] = {
+    "inputs": [int],
+    "classes": [str],
+    "targets": [str],
+    "columns": [str],
+    "scale": {str: _MOMENTS},
+    "image": {"shape": [int], **_MOMENTS, "center": float},
+    "data": {"training": int, "held_out": int, "sha256": str},
+}
+"""The forms of the entries of a signature (see `check_like`)."""
 
 
 def signature_text(signature: Mapping[str, Any]) -> str:
     """Return a signature as JSON text; empty if the signature is empty or too large, as with a million classes."""
     text = json.dumps(signature, ensure_ascii=False, indent=2) + "\n" if signature else ""
-    return text if len(text.encode()) <= LIMIT_BYTES else ""
+    return text if len(text.encode()) <= MAX_BYTES else ""
 
 
 def saved_signature(checkpoint: Path) -> dict[str, Any]:
@@ -45,43 +54,65 @@ def saved_signature(checkpoint: Path) -> dict[str, Any]:
         return {}
     try:
         signature = json.loads(text)
+        _check(signature)
     except (ValueError, RecursionError) as error:
         raise untrusted(checkpoint, f"{SIGNATURE} cannot be read: {reprlib.repr(error)}") from None
-    if not _is_signature(signature):
-        raise untrusted(checkpoint, f"{SIGNATURE} has other content than a run writes")
+    except UnexpectedContentError as error:
+        raise untrusted(checkpoint, f"{SIGNATURE} has other content than a run writes: {error}") from None
     return signature
+
+
+def _check(signature: Any) -> None:
+    """Check the types of all entries, and that the sizes and the moments fit each other.
+
+    Raises:
+        UnexpectedContentError: if they do not.
+    """
+    check_like(signature, dict, "it")
+    entries = {key: value for key, value in signature.items() if (key, value) != ("image", None)}
+    check_like(entries, {key: form for key, form in _FORMS.items() if key in entries}, "it")
+    inputs: list[int] = entries.get("inputs", [])
+    classes, targets, image, scale = (entries.get(key) for key in ("classes", "targets", "image", "scale"))
+    for key in ("training", "held_out") if "data" in entries else ():
+        check_count(entries["data"][key], f"data, {key}")
+    fits = entries.keys() <= {"data"} or ("inputs" in entries and bool(classes) != bool(targets))
+    fits = fits and len(inputs) <= _MAX_DIMS and all(0 < size <= _MAX_SIZE for size in inputs)
+    fits = fits and (not targets or (scale is not None and {"targets"} <= scale.keys() <= {"targets", "inputs"}))
+    fits = fits and ("columns" not in entries or [len(entries["columns"])] == inputs)
+    lengths = {"targets": len(targets or ()), "inputs": math.prod(inputs)}
+    moments = [(values, lengths[key]) for key, values in (scale or {}).items() if key in lengths]
+    if image is not None:
+        fits = fits and len(inputs) == 3 and inputs[0] in (1, 3) and inputs[1] == inputs[2]
+        fits = fits and image["shape"] == inputs and 0 < image["center"] <= 1
+        moments += [(image, inputs[0])] if fits else []
+    for values, length in moments if fits else ():
+        fits = fits and len(values["mean"]) == len(values["std"]) == length
+        fits = fits and all(abs(x) < 1e39 for x in values["mean"]) and all(0 < x < 1e39 for x in values["std"])
+    if not fits:
+        raise UnexpectedContentError("its sizes do not fit each other")
 
 
 def check_same_names(saved: Mapping[str, Any], now: Mapping[str, Any], key: str = "data") -> None:
     """Check that data means to the model of a checkpoint what its training data meant.
 
-    Args:
-        saved: the signature of the checkpoint.
-        now: the signature with the data of this session. The names of the classes, the targets and the columns are
-            compared, in order, where both have them.
-        key: the key of the error.
+    The names of the classes, the targets and the columns are compared, in order, where both signatures have them.
 
     Raises:
-        ConfigError: if anything differs; it has both lists of names.
+        ConfigError: with `key`, if anything differs; it has both lists of names.
     """
     for kind in ("classes", "targets", "columns"):
         there, here = saved.get(kind), now.get(kind)
         if there and here is not None:
             trained, has = _listed(there, here), _listed(here, there)
             why = f"the model was trained with the {kind} {trained}, and this data has {has}"
-            check(list(here) == list(there), key, ABSENT, why, f"use data with the same {kind}, or start a new run")
+            if list(here) != list(there):
+                raise ConfigError(key, ABSENT, why, f"use data with the same {kind}, or start a new run")
 
 
 def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], accept: bool) -> str:
-    """Check that a session has the samples of the checkpoint that it resumes.
+    """Return in words how the samples of a session (see `Workload.samples_identity`) differ from a checkpoint's.
 
-    Args:
-        saved: the entry `data` of the checkpoint's signature (see `Workload.samples_identity`).
-        now: the same of this session.
-        accept: whether other samples are accepted.
-
-    Returns:
-        What has changed, in words; empty if nothing has, or one of the arguments is empty.
+    The text is empty if nothing differs, or one of the arguments is empty.
 
     Raises:
         ConfigError: if anything differs, and `accept` is false.
@@ -93,82 +124,14 @@ def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], accept:
     other += ", with other content" if counts[0] == counts[1] else ""
     why = f"these are not the samples of the checkpoint ({other})"
     remedy = "restore them, or data.changed=accept to continue with these and the checkpoint's normalization"
-    check(accept, "data", ABSENT, why, remedy)
+    if not accept:
+        raise ConfigError("data", ABSENT, why, remedy)
     return other
 
 
 def _listed(names: Sequence[str], others: Collection[str]) -> str:
     """Return the names as text; of a long list, those that the other list lacks, and the number of the rest."""
     known = set(others)
-    shown = names if len(names) <= _MOST_NAMES else [name for name in names if name not in known][:_MOST_NAMES]
+    shown = names if len(names) <= _MAX_NAMES else [name for name in names if name not in known][:_MAX_NAMES]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more:,} more" if shown else f"{more:,} in another order") * bool(more)
-
-
-def _is_signature(value: Any) -> bool:
-    if not isinstance(value, dict) or not value:
-        return False
-    value = dict(value)
-    if not _is_identity(value.pop("data", None)):
-        return False
-    if not value:
-        return True
-    inputs, classes, image = (value.get(key) for key in ("inputs", "classes", "image"))
-    if not isinstance(inputs, list) or len(inputs) > _MOST_DIMS:
-        return False
-    if not all(_is_number(size, 1, _LARGEST) and type(size) is int for size in inputs):
-        return False
-    if "targets" in value:
-        columns = value.pop("columns", None)
-        fits = columns is None or (_are_names(columns) and [len(columns)] == inputs)
-        known = fits and value.keys() == {"inputs", "targets", "scale"}
-        return known and _is_scale(value["scale"], value["targets"], inputs)
-    return _are_names(classes) and (image is None or (isinstance(image, dict) and _is_image(image, inputs)))
-
-
-def _is_identity(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return value is None
-    counts = all(type(value.get(key)) is int and 0 <= value[key] < 2**63 for key in ("training", "held_out"))
-    known = value.keys() == {"training", "held_out", "sha256"}
-    return counts and known and bool(re.fullmatch("[0-9a-f]{64}|", str(value["sha256"])))
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
-
-
-def _is_scale(scale: Any, targets: Any, inputs: Any) -> bool:
-    """Return whether `scale` has the means and standard deviations of all targets and, optionally, of all inputs."""
-    if not _are_names(targets) or not isinstance(scale, dict):
-        return False
-    lengths = {"targets": len(targets), "inputs": math.prod(inputs)}
-    if "targets" not in scale or not scale.keys() <= lengths.keys():
-        return False
-    return all(_are_moments(scale[key], lengths[key]) for key in scale)
-
-
-def _are_moments(value: Any, length: int) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"mean", "std"}:
-        return False
-    mean, std = value["mean"], value["std"]
-    lists = isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == length
-    return lists and all(_is_number(x, -1e39, 1e39) for x in mean) and all(_is_number(x, 5e-324, 1e39) for x in std)
-
-
-def _is_image(image: dict[str, Any], inputs: Any) -> bool:
-    mean, std = image.get("mean"), image.get("std")
-    if not (isinstance(mean, list) and isinstance(std, list)):
-        return False
-    known = image.keys() == {"shape", "mean", "std", "center"} and image["shape"] == inputs and len(inputs) == 3
-    if not known or inputs[0] not in (1, 3) or inputs[1] != inputs[2] or not _is_number(image["center"], 1e-6, 1):
-        return False
-    return (
-        len(mean) == len(std) == inputs[0]
-        and all(_is_number(x, 0, 1) for x in mean)
-        and all(_is_number(x, 1e-9, 1) for x in std)
-    )
-
-
-def _is_number(value: Any, least: float, most: float) -> bool:
-    return type(value) in (int, float) and least <= value <= most

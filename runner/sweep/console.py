@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from runner.storage.regular_file import check_no_link, is_locked, open_regular
+from runner.storage.files import check_no_link, is_locked, open_regular
 from runner.system.utf8 import printable
 
 

@@ -14,9 +14,8 @@ from typing import IO, Any
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import canonical_override, override_key
 from runner.storage import run_directory
-from runner.storage.durable_write import write_text
+from runner.storage.files import UnsafeFileError, write_text
 from runner.storage.ledger_file import LEDGER, read_ledger
-from runner.storage.regular_file import UnsafeFileError
 from runner.storage.run_directory import StorageError
 from runner.sweep.unfinished_commands import forget_command, remember_command
 from runner.system.secrets import redacted, redacted_values

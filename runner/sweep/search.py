@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner.config.errors import ConfigError, check
-from runner.storage.durable_write import write_bytes
+from runner.storage.files import read_regular, write_bytes
 from runner.storage.ledger_file import num_jobs
-from runner.storage.regular_file import read_regular
 from runner.sweep.engines.base import MOST_TRIALS, Engine
 from runner.sweep.ledger import STUDY, Ledger
 from runner.sweep.objective import Curve, Objective

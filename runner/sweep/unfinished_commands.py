@@ -12,8 +12,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from runner.storage.durable_write import write_text
-from runner.storage.regular_file import read_regular
+from runner.storage.files import read_regular, write_text
 from runner.system.user_cache import cache_directory
 
 _LIMIT_BYTES = 1_000_000

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.config.errors import check
-from runner.storage.regular_file import UnsafeFileError, open_regular
+from runner.storage.files import UnsafeFileError, open_regular
 from runner.tracking.base import Tracker
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import escaped
-from runner.storage.regular_file import open_regular
+from runner.storage.files import open_regular
 from runner.system.utf8 import printable
 
 log = logging.getLogger(__name__)

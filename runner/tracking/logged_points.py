@@ -14,8 +14,7 @@ from typing import TypeVar
 
 import numpy
 
-from runner.storage.durable_write import write_text
-from runner.storage.regular_file import read_regular
+from runner.storage.files import read_regular, write_text
 
 T = TypeVar("T", float, numpy.ndarray)
 

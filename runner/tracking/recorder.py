@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from runner.config.overrides import as_typed
+from runner.config.overrides import LOCATION_KEYS, as_typed
 from runner.storage.saved_run import saved_overrides
 from runner.system.secrets import MASK, redacted, redacted_values
 from runner.system.utf8 import printable
@@ -63,10 +63,6 @@ class Recorder:
         self._tracker.flush()
 
 
-_LOCATION_KEYS = ("name", "output_root", "resume")
-"""Config keys that determine where a run is saved."""
-
-
 def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, Any]:
     """Return the values that the user overrode, by key, without secrets and the keys that say where a run is saved.
 
@@ -76,7 +72,7 @@ def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, 
     values: dict[str, Any] = {}
     for text in overrides:
         key, equals, typed = text.lstrip("+").partition("=")
-        if not equals or key in _LOCATION_KEYS or key.startswith(("~", "hydra.")) or MASK in redacted_values([text])[0]:
+        if not equals or key in LOCATION_KEYS or key.startswith(("~", "hydra.")) or MASK in redacted_values([text])[0]:
             continue
         value: Any = config
         for name in key.split("."):

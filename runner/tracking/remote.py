@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import check
 from runner.config.overrides import text_override
-from runner.storage.durable_write import write_text
-from runner.storage.regular_file import read_regular
+from runner.storage.files import read_regular, write_text
 from runner.system.installed import is_installed
 from runner.tracking.base import Tracker
 from runner.tracking.logged_points import LoggedPoints

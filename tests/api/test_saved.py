@@ -23,7 +23,7 @@ from runner.api import saved
 from runner.api.prediction import image_files
 from runner.data.image_input import ImageInput
 from runner.parallel.launch import processes
-from runner.storage.checkpoint_selection import chosen_checkpoint
+from runner.storage.checkpoint import chosen_checkpoint
 from runner.storage.saved_config import config_text
 from runner.system.forkserver import start_server
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from runner.commands import convert
 from runner.config.errors import ConfigError
-from runner.storage import checkpoint_selection
+from runner.storage import checkpoint as stored
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint import load as checkpoint_at
 
@@ -130,7 +130,7 @@ def call_best(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         checkpoint.state["best"] = {"metric": "eval/accuracy", "value": 0.5, "step": step}
         return checkpoint
 
-    monkeypatch.setattr(checkpoint_selection, "load", told)
+    monkeypatch.setattr(stored, "load", told)
 
 
 def test_a_checkpoint_directory_or_its_weights_file_can_be_the_source(run: TrainedRun, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_symbolic_link_instead_of_the_checkpoints_directory_is_refused(
     assert "it is a symbolic link, which is not followed\n" in output
     for choice in ("last", "best", 4):
         with pytest.raises(ConfigError, match="symbolic link") as refused:
-            checkpoint_selection.chosen_checkpoint(run.directory, choice)
+            stored.chosen_checkpoint(run.directory, choice)
         assert refused.value.key == "checkpoint"
 
 

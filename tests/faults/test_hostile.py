@@ -15,8 +15,6 @@ import pickle
 import shutil
 import socket
 import struct
-import tarfile
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -28,7 +26,7 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
-from helpers.checkpoint_edits import read_checkpoint_file, rewrite_manifest
+from helpers.checkpoint_edits import read_checkpoint_file, rewrite_manifest, sealed_config
 from helpers.checkpoint_edits import write_checkpoint_file as forge
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 from helpers.dry_run import run_in_this_process, run_up_to_training
@@ -72,8 +70,8 @@ class Sandbox(NamedTuple):
             rewrite_manifest(checkpoint)
 
     def text(self, content: str | bytes) -> None:
-        """Replace the saved config and its copies by `content`, and update the hashes of the checkpoints."""
-        data = content.encode() if isinstance(content, str) else content
+        """Replace the saved config and its copies by `content`, and update all hashes."""
+        data = sealed_config(content.encode() if isinstance(content, str) else content)
         (self.path / "config.yaml").write_bytes(data)
         for checkpoint in self.path.glob("checkpoints/step_*"):
             (checkpoint / "config.yaml").write_bytes(data)
@@ -164,10 +162,6 @@ def payload_of_yaml(text: str) -> Tamper:
     return lambda sandbox: sandbox.text(text.replace("CANARY", str(sandbox.canary)))
 
 
-def forged_state(file: str, content: Callable[[Sandbox], Any]) -> Tamper:
-    return lambda sandbox: forge(sandbox.checkpoint / file, content(sandbox))
-
-
 def forged_bytes(file: str, content: Callable[[Sandbox], bytes]) -> Tamper:
     def tamper(sandbox: Sandbox) -> None:
         (sandbox.checkpoint / file).write_bytes(content(sandbox))
@@ -247,15 +241,6 @@ def zip_with_absolute_names(sandbox: Sandbox) -> bytes:
     return content.getvalue()
 
 
-def script(sandbox: Sandbox) -> bytes:
-    """A TorchScript archive."""
-    content = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        torch.jit.save(torch.jit.script(torch.nn.ReLU()), content)
-    return content.getvalue()
-
-
 def header(text: bytes, length: int | None = None) -> bytes:
     return (len(text) if length is None else length).to_bytes(8, "little") + text
 
@@ -271,40 +256,22 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 RUNS: dict[str, tuple[Tamper, tuple[int, ...]]] = {
     # YAML
     "yaml: a call": (payload_of_yaml("name: !!python/object/apply:os.system ['touch CANARY']"), REFUSED),
-    "yaml: a new object": (payload_of_yaml("name: !!python/object/new:os.system ['touch CANARY']"), REFUSED),
-    "yaml: a module": (payload_of_yaml("name: !!python/module:antigravity"), REFUSED),
     "yaml: a name": (payload_of_yaml("name: !!python/name:os.system"), REFUSED),
-    "yaml: a tuple": (payload_of_yaml("name: !!python/tuple [1]"), REFUSED),
-    "yaml: a tag of its own": (payload_of_yaml("name: !include /etc/passwd"), REFUSED),
     "yaml: billion laughs": (payload_of_yaml(BOMB), REFUSED),
-    "yaml: an alias of itself": (payload_of_yaml("name: &a [*a]"), REFUSED),
-    "yaml: a merge": (payload_of_yaml("<<: {name: x}"), REFUSED),
     "yaml: deep": (payload_of_yaml("name: " + "[" * 5000), REFUSED),
-    "yaml: deep blocks": (payload_of_yaml("".join(f"{' ' * i}a:\n" for i in range(500))), REFUSED),
-    "yaml: the same key twice": (payload_of_yaml("name: a\nname: b"), REFUSED),
-    "yaml: two documents": (payload_of_yaml("name: a\n---\nname: b"), REFUSED),
     "yaml: a long number": (payload_of_yaml("seed: " + "9" * 100_000), REFUSED),
     "yaml: sixty": (payload_of_yaml("seed: " + ":".join(["59"] * 20_000)), REFUSED),
-    "yaml: binary": (payload_of_yaml("name: !!binary aGk="), REFUSED),
     "yaml: NUL": (lambda sandbox: sandbox.text(b"name: a\0b"), REFUSED),
-    "yaml: UTF-16": (lambda sandbox: sandbox.text("name: a".encode("utf-16")), REFUSED),
-    "yaml: a directive": (payload_of_yaml("%TAG ! tag:yaml.org,2002:python/\n---\nname: !name:os.system"), REFUSED),
     "yaml: 100 GB": (huge("config.yaml"), HARMLESS),
     # classes
     "class: os.system": (classes("os.system"), REFUSED),
-    "class: subprocess": (classes("subprocess.Popen", args=["touch", "x"]), REFUSED),
-    "class: exec": (classes("builtins.exec"), REFUSED),
-    "class: torch.load": (classes("torch.load", f="x"), REFUSED),
-    "class: hydra.utils.call": (classes("hydra.utils.call"), REFUSED),
     "class: a path up": (classes("runner.tracking..base.Tracker"), REFUSED),
     "class: dunder": (classes("runner.tracking.base.__builtins__"), REFUSED),
     "class: imported there": (classes("runner.training.json.loads"), REFUSED),
-    "class: a function": (classes("runner.storage.retention.delete_all"), REFUSED),
+    "class: a function": (classes("runner.storage.retention.prune"), REFUSED),
     "class: with a call in it": (classes("runner.tracking.base.Tracker", hook={"_target_": "os.system"}), REFUSED),
     "class: a number": (lambda sandbox: sandbox.config(tracking={"_target_": 3}), REFUSED),
-    "class: a list": (lambda sandbox: sandbox.config(tracking={"_target_": ["os", "system"]}), REFUSED),
     "class: _args_": (classes("runner.tracking.base.Tracker", _args_=["x"]), REFUSED),
-    "class: _recursive_": (classes("runner.tracking.base.Tracker", _recursive_=True), REFUSED),
     "class: the command itself": (classes("runner.__main__.main"), REFUSED),
     "class: a module here": (module_in_the_current_directory, REFUSED),
     "modules in the run directory": (module_in_the_run_directory, RESUMED),
@@ -316,17 +283,9 @@ RUNS: dict[str, tuple[Tamper, tuple[int, ...]]] = {
         lambda sandbox: sandbox.config(data={"_target_": "runner.data.digits.Digits", "size": ["${oc.env:MY_SECRET}"]}),
         REFUSED,
     ),
-    "reference: of Hydra": (lambda sandbox: sandbox.config(name="${hydra:runtime.cwd}"), REFUSED),
-    "reference: created": (lambda sandbox: sandbox.config(name="${oc.create:{a: 1}}"), REFUSED),
-    "reference: escaped": (lambda sandbox: sandbox.config(name="\\${oc.env:MY_SECRET}"), REFUSED),
-    "reference: as a key": (lambda sandbox: sandbox.config(**{"${oc.env:MY_SECRET}": 1}), REFUSED),
     # values
     "name: upwards": (lambda sandbox: sandbox.config(name="../../outside"), REFUSED),
-    "name: escape codes": (lambda sandbox: sandbox.config(name="\x1b]0;title\x07"), REFUSED),
-    "name: right to left": (lambda sandbox: sandbox.config(name="\u202egnp.exe"), REFUSED),
-    "name: line break": (lambda sandbox: sandbox.config(name="a\nresume: ok"), REFUSED),
     "output_root: elsewhere": (lambda sandbox: sandbox.config(output_root=str(sandbox.outside)), RESUMED),
-    "output_root: a link": (lambda sandbox: sandbox.config(output_root="/proc/self/cwd/x"), RESUMED),
     "weights: a secret": (lambda sandbox: sandbox.config(model=weights_in(sandbox, sandbox.secret)), REFUSED),
     "weights: a device": (lambda sandbox: sandbox.config(model=weights_in(sandbox, Path("/dev/zero"))), REFUSED),
     "data: a secret": (
@@ -336,37 +295,23 @@ RUNS: dict[str, tuple[Tamper, tuple[int, ...]]] = {
         REFUSED,
     ),
     "steps: a huge integer": (lambda sandbox: sandbox.config(steps=10**400), REFUSED),
-    "batch_size: a boolean": (lambda sandbox: sandbox.config(batch_size=True), REFUSED),
     "a key of Hydra": (lambda sandbox: sandbox.config(hydra={"job": {"chdir": True}}), REFUSED),
-    "a search path": (lambda sandbox: sandbox.config(hydra={"searchpath": ["file:///tmp"]}), REFUSED),
-    "a long key": (lambda sandbox: sandbox.config(**{"k" * 100_000: 1}), REFUSED),
     # files
     "config: a link to a secret": (lambda sandbox: sandbox.link("config.yaml", sandbox.secret), REFUSED),
     "log: a link": (lambda sandbox: sandbox.link("log.txt", sandbox.outside / "folder/victim.txt"), REFUSED),
     "log: a hard link": (lambda sandbox: sandbox.link("log.txt", sandbox.outside / "folder/victim.txt", True), REFUSED),
-    "a curve: a hard link": (
-        lambda sandbox: sandbox.link("curves.csv.part", sandbox.outside / "folder/victim.txt", True),
-        REFUSED,
-    ),
     "lock: a link": (lambda sandbox: sandbox.link(".lock", sandbox.outside / "folder/new"), REFUSED),
     "result: a link": (lambda sandbox: sandbox.link("result.json", sandbox.secret), REFUSED),
-    "overrides: a link": (lambda sandbox: sandbox.link("overrides.yaml", sandbox.secret), REFUSED),
-    "environment: a link": (lambda sandbox: sandbox.link("environment.json", sandbox.secret), REFUSED),
     "events: a link": (
         lambda sandbox: sandbox.link("events.out.tfevents.9999999999", sandbox.outside / "folder/victim.txt"),
         REFUSED,
     ),
-    "a picture: a link": (lambda sandbox: sandbox.link("pipeline.png", sandbox.outside / "folder/new"), REFUSED),
     "checkpoint: a link": (linked_checkpoint, REFUSED),
     "the run: a link": (linked_run, HARMLESS),
     "a pipe": (lambda sandbox: os.mkfifo(sandbox.path / "log_rank_1.txt"), REFUSED),
     "a socket": (socket_in_it, REFUSED),
     "a temporary checkpoint: a link": (
         lambda sandbox: (sandbox.path / "checkpoints/tmp.step_00000004").symlink_to(sandbox.outside / "folder"),
-        REFUSED,
-    ),
-    "a deleted checkpoint: a link": (
-        lambda sandbox: (sandbox.path / "checkpoints/step_00000001.pruned").symlink_to(sandbox.outside / "folder"),
         REFUSED,
     ),
     "a file name with escape codes": (lambda sandbox: (sandbox.path / "\x1b[31mred\nx").touch(), HARMLESS),
@@ -376,7 +321,6 @@ RUNS: dict[str, tuple[Tamper, tuple[int, ...]]] = {
         ),
         RESUMED,
     ),
-    "overrides: 100 GB": (huge("overrides.yaml"), HARMLESS),
     "overrides: escape codes": (
         lambda sandbox: (sandbox.path / "overrides.yaml").write_text('- "seed=\\e[31m"\n- a: {b: c}\n- [1]\n'),
         RESUMED,
@@ -384,43 +328,23 @@ RUNS: dict[str, tuple[Tamper, tuple[int, ...]]] = {
     # results
     "result: done long ago": (result(status="done", steps=10**30), HARMLESS),
     "result: deep": (lambda sandbox: (sandbox.path / "result.json").write_text("[" * 100_000), RESUMED),
-    "result: not a number": (result(status="done", steps=float("nan")), RESUMED),
-    "result: a best that is none": (result(status="done", steps=4, best={"metric": 3}), HARMLESS),
-    "result: seconds as text": (result(status="done", steps=4, seconds="\x1b[31m"), HARMLESS),
-    "result: an error with escape codes": (result(status="done", steps=4, error="\x1b[31m"), HARMLESS),
     "result: escape codes": (
         result(status="done", steps=4, best={"metric": "\x1b[31m", "value": 1.0, "step": 2}),
         HARMLESS,
     ),
     # checkpoints
-    "state: a call": (forged_state("state.pt", lambda sandbox: {"optimizer": touch(sandbox)}), REFUSED),
-    "rank: a call": (forged_state("rank_0.pt", lambda sandbox: {"random": touch(sandbox)}), REFUSED),
     "state: a call in it": (inserted("state.pt", metrics=touch), REFUSED),
     "rank: a call in it": (inserted("rank_0.pt", workload=touch), REFUSED),
-    "state: eval": (
-        inserted("state.pt", best=lambda sandbox: Runs(eval, f"open({str(sandbox.canary)!r}, 'w')")),
-        REFUSED,
-    ),
     "state: a plain pickle": (forged_bytes("state.pt", lambda sandbox: pickle.dumps(touch(sandbox))), REFUSED),
     "state: memory of a call": (inserted("state.pt", best=lambda sandbox: Runs(bytearray, 10**12)), REFUSED),
-    "state: a module": (inserted("state.pt", best=lambda sandbox: torch.nn.Linear(1, 1)), REFUSED),
-    "state: an array": (inserted("state.pt", best=lambda sandbox: np.zeros(2)), REFUSED),
-    "state: TorchScript": (forged_bytes("state.pt", script), REFUSED),
     "state: compressed": (deflated("state.pt"), REFUSED),
-    "rank: compressed": (deflated("rank_0.pt"), REFUSED),
-    "state: absolute names": (forged_bytes("state.pt", zip_with_absolute_names), REFUSED),
     "model: a pickle": (forged_bytes("model.safetensors", lambda sandbox: pickle.dumps(touch(sandbox))), REFUSED),
     "model: a large header": (forged_bytes("model.safetensors", lambda sandbox: header(b"{}", 2**62)), REFUSED),
-    "model: a deep header": (forged_bytes("model.safetensors", lambda sandbox: header(b"[" * 10_000)), REFUSED),
     "model: a large shape": (
         forged_bytes(
             "model.safetensors",
             lambda sandbox: header(b'{"w":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}'),
         ),
-        REFUSED,
-    ),
-    "manifest: a path": (
-        lambda sandbox: rewrite_manifest(sandbox.checkpoint, files={str(sandbox.secret): "0" * 64}),
         REFUSED,
     ),
     "manifest: a path up": (
@@ -471,33 +395,17 @@ def saved_by_torch(content: Callable[[Sandbox], Any], **options: Any) -> Callabl
     return data
 
 
-def tar(sandbox: Sandbox) -> bytes:
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo(str(sandbox.canary)), io.BytesIO())
-    return content.getvalue()
-
-
 WEIGHTS: dict[str, Callable[[Sandbox], bytes]] = {
     "a call": saved_by_torch(lambda sandbox: {"w": touch(sandbox)}),
     "a call, old format": saved_by_torch(lambda sandbox: touch(sandbox), _use_new_zipfile_serialization=False),
     "a plain pickle": lambda sandbox: pickle.dumps(touch(sandbox)),
     "a pickle of protocol 0": lambda sandbox: f"cos\nsystem\n(S'touch {sandbox.canary}'\ntR.".encode(),
-    "a module": saved_by_torch(lambda sandbox: torch.nn.Linear(2, 2)),
-    "TorchScript": script,
-    "an array": saved_by_torch(lambda sandbox: {"w": np.zeros(3)}),
     "objects of NumPy": lambda sandbox: pickle.dumps(np.array([touch(sandbox)], dtype=object)),
     "a gigabyte": saved_by_torch(lambda sandbox: {"w": Runs(bytearray, 10**12)}),
     "no dictionary": saved_by_torch(lambda sandbox: [torch.zeros(1)]),
-    "no tensors": saved_by_torch(lambda sandbox: {"w": {"w": {"w": 1}}}),
     "other names": saved_by_torch(lambda sandbox: {"../../w": torch.zeros(1), "\x1b[31m": torch.zeros(1)}),
     "the text of a secret": lambda sandbox: sandbox.secret.read_bytes(),
-    "a tar archive": tar,
     "a zip archive": zip_with_absolute_names,
-    "gzip": lambda sandbox: gzip.compress(bytes(10**7)),
-    "HTML": lambda sandbox: b"<html><script>alert(1)</script></html>",
-    "Python": lambda sandbox: f"import os; os.system('touch {sandbox.canary}')".encode(),
-    "zeros": lambda sandbox: bytes(1000),
 }
 
 
@@ -546,54 +454,29 @@ def text_chunk(size: int) -> bytes:
     return struct.pack(">I", len(content)) + b"zTXt" + content + struct.pack(">I", zlib.crc32(b"zTXt" + content))
 
 
-def encoded(kind: str, size: tuple[int, int] = (8, 8), **options: Any) -> bytes:
-    content = io.BytesIO()
-    Image.new("RGB", size).save(content, kind, **options)
-    return content.getvalue()
-
-
 IMAGES: dict[str, Callable[[Sandbox, Path], object]] = {
     "EPS": lambda sandbox, path: path.write_bytes(
         f"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n({sandbox.canary}) (w) file closefile\nshowpage\n".encode()
     ),
-    "EPS by Pillow": lambda sandbox, path: path.write_bytes(encoded("EPS")),
-    "PDF": lambda sandbox, path: path.write_bytes(encoded("PDF")),
-    "SVG": lambda sandbox, path: path.write_text(f"<svg><image href='file://{sandbox.secret}'/></svg>"),
     "a secret": lambda sandbox, path: path.symlink_to(sandbox.secret),
-    "a script": lambda sandbox, path: path.write_text(f"#!/bin/sh\ntouch {sandbox.canary}\n"),
     "a pickle": lambda sandbox, path: path.write_bytes(pickle.dumps(touch(sandbox))),
-    "ImageMagick": lambda sandbox, path: path.write_text(
-        f"push graphic-context\nimage over 0,0 0,0 '{sandbox.secret}'\n"
-    ),
     "a device": lambda sandbox, path: path.symlink_to("/dev/zero"),
-    "a terminal": lambda sandbox, path: path.symlink_to("/dev/tty"),
     "a pipe": lambda sandbox, path: os.mkfifo(path),
     "a link to nothing": lambda sandbox, path: path.symlink_to(sandbox.outside / "nothing"),
-    "a link to itself": lambda sandbox, path: path.symlink_to(path.name),
     "a directory": lambda sandbox, path: path.mkdir(),
     "100 GB": lambda sandbox, path: path.write_bytes(b"\x89PNG\r\n\x1a\n") and os.truncate(path, 10**11),
     "PNG of a billion pixels": lambda sandbox, path: path.write_bytes(png(30_000, 40_000)),
-    "PNG of no pixel": lambda sandbox, path: path.write_bytes(png(0, 8)),
     "PNG whose text is a gigabyte": lambda sandbox, path: path.write_bytes(
         png(8, 8, bytes(8 * 25), text_chunk(10**8) * 3)
     ),
-    "PNG without pixels": lambda sandbox, path: path.write_bytes(png(8, 8)),
     "half a PNG": lambda sandbox, path: path.write_bytes(png(64, 64, os.urandom(64 * 193))[:5000]),
-    "half a JPEG": lambda sandbox, path: path.write_bytes(encoded("JPEG", (64, 64))[:300]),
-    "half a GIF": lambda sandbox, path: path.write_bytes(encoded("GIF", (64, 64))[:40]),
-    "half a TIFF": lambda sandbox, path: path.write_bytes(encoded("TIFF", (64, 64))[:100]),
     "GIF of a billion pixels": lambda sandbox, path: path.write_bytes(
         b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 0, 0, 0) + b";"
     ),
-    "BMP of a billion pixels": lambda sandbox, path: path.write_bytes(
-        b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + struct.pack("<IiiHHIIiiII", 40, 60_000, 60_000, 1, 24, *[0] * 6)
-    ),
-    "PPM of a billion pixels": lambda sandbox, path: path.write_bytes(b"P6 99999 99999 255\n"),
     "TIFF whose directory is itself": lambda sandbox, path: path.write_bytes(
         b"II*\0" + struct.pack("<IHI", 8, 0, 8) + bytes(50)
     ),
     "nothing": lambda sandbox, path: path.touch(),
-    "zeros": lambda sandbox, path: path.write_bytes(bytes(10_000)),
 }
 
 

@@ -25,7 +25,8 @@ from helpers.fault_checks import (
 )
 from helpers.handmade_runs import save_and_wait
 
-from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.checkpoint import Checkpoint
+from runner.storage.checkpoint_writing import Checkpoints
 from runner.storage.manifest import DamagedError
 from runner.tracking.event_file import EventFile, points
 

@@ -8,7 +8,6 @@ with `RUNNER_FAULTS=all`.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import random
 import shutil
@@ -25,10 +24,12 @@ from helpers.runs import assert_bitwise_equal, run_outcome
 
 from runner.api.run_job import run_one
 from runner.config.errors import ConfigError
-from runner.resume.claimed_directory import claimed_directory, finished
+from runner.resume.claimed_directory import claimed_directory
 from runner.run import Run, build_run, config_hash
 from runner.session import Session
-from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.checkpoint import Checkpoint
+from runner.storage.checkpoint_writing import Checkpoints
+from runner.storage.run_directory import read_result
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
 from runner.tracking.event_file import EventFile
@@ -157,14 +158,14 @@ class Found:
             return
         reference = self.recorded.references[config_hash(values)]
         run, session = prepared(values, "auto" if self.number % 2 else str(path))
-        with claimed_directory(run, session, path.parent, None, []) as claimed:
-            result = finished(claimed)
-            if claimed != path:
-                assert (finished(path) or result, run.resume) != (None, "auto"), "the run begins anew"
+        with claimed_directory(run, session, path.parent, None, []) as claim:
+            if claim.path != path:
+                assert run.resume != "auto" or read_result(path), "the run begins anew"
                 return
-            if result is not None:
-                self._check_done(path, result["steps"], reference)
+            if claim.result is not None:
+                self._check_done(path, claim.result["steps"], reference)
             else:
+                claim.begin()
                 self._check_resumed(path, reference)
 
     def _check_done(self, path: Path, steps: int, reference: Reference) -> None:
@@ -179,23 +180,11 @@ class Found:
         assert not list(path.rglob("*.corrupt*")), "a checkpoint was damaged"
         if found is not None:
             assert_content(found, reference)
-            self._check_index(path, found.step)
             EventFile(path, step + 1).close()
             logged = {tag: [point for point in points if point[0] <= step] for tag, points in compared(path).items()}
             for tag, points in reference.curves.items():
                 wanted = [point for point in points if point[0] <= step]
                 assert logged.get(tag, []) == wanted, tag
-
-    def _check_index(self, path: Path, newest: int) -> None:
-        """Fail unless the index names an existing checkpoint, not older than the newest one that must survive."""
-        file = path / "checkpoints" / "index.json"
-        if not file.exists():
-            assert self.mark.saved == 0, "the index is lost"
-            return
-        last = json.loads(file.read_text())["last"]
-        if not list(file.parent.glob("*.superseded")):  # else it describes the old checkpoints until the next save
-            assert self.mark.saved <= last["step"] <= newest
-            assert (file.parent / last["checkpoint"]).is_dir()
 
 
 def assert_content(found: Checkpoint | None, reference: Reference) -> None:

@@ -29,6 +29,12 @@ def rewrite_manifest(path: Path, **changes: Any) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": seal}))
 
 
+def sealed_config(content: bytes) -> bytes:
+    """Return the text of a saved config with the comment that has its SHA-256, whatever the text is."""
+    text = content + b"\n"
+    return text + f"# sha256 of the lines above: {hashlib.sha256(text).hexdigest()}\n".encode()
+
+
 def sha256(file: Path) -> str:
     """The hash of a regular file, or a dummy for any other entry, which must not be opened."""
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() and not file.is_symlink() else "0" * 64

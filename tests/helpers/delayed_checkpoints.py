@@ -5,30 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import runner.storage.checkpoint
+from runner.storage import checkpoint_writing
 
 
-class DeferredFuture:
-    """A future that calls its function when `result` is called."""
+class DeferredWriting:
+    """Stands for the thread that writes a checkpoint: it writes when `join` is called."""
 
-    def __init__(self, function: Callable[[], None]):
-        self.function = function
+    def __init__(self, write: Callable[[], None]):
+        self.join, self.error = write, None
 
-    def done(self) -> bool:
-        return False
-
-    def result(self) -> None:
-        self.function()
+    def is_alive(self) -> bool:
+        return True
 
 
 def delay_checkpoint_writes(*_: Any) -> None:
     """Delay the checkpoints of this process until `restore_checkpoint_writes` is called."""
-    setattr(runner.storage.checkpoint, _IN_THREAD, DeferredFuture)
+    checkpoint_writing.Writing = DeferredWriting  # type: ignore[misc]
 
 
 def restore_checkpoint_writes(*_: Any) -> None:
-    setattr(runner.storage.checkpoint, _IN_THREAD, _original)
+    checkpoint_writing.Writing = _original  # type: ignore[misc]
 
 
-_IN_THREAD = "_in_thread"
-_original = getattr(runner.storage.checkpoint, _IN_THREAD)
+_original = checkpoint_writing.Writing

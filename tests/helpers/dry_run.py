@@ -17,14 +17,14 @@ from unittest import mock
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from runner.api.run_job import trained
+from runner.api.run_job import trained, write_result
 from runner.commands.train import run_command
 from runner.result import Result
-from runner.resume.claimed_directory import finished
 from runner.run import Run
 from runner.session import Session
 from runner.state import State
-from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.checkpoint import Checkpoint
+from runner.storage.checkpoint_writing import Checkpoints
 from runner.training import prepare, train_step
 
 
@@ -56,22 +56,25 @@ def run_up_to_training(*arguments: str, cwd: Path, train_one_step: bool = False)
     """
     seen: dict[str, Any] = {}
 
-    def looked_up(directory: Path) -> dict[str, Any] | None:
-        seen["directory"], found = directory, finished(directory)
-        seen["result"] = found and Result(**found)
-        return found
+    def written(run: Run, directory: Path, result: Result) -> None:
+        if "directory" not in seen:  # nothing was left to do
+            seen["directory"], seen["result"] = directory, result
+        write_result(run, directory, result)
 
-    def instead(run: Run, session: Session, _: object, directory: Path) -> Result:
+    def instead(run: Run, session: Session, _: object, directory: Path, begin: Callable[[], None]) -> Result:
+        seen["directory"] = directory
         if train_one_step:
             seen["state"] = state = prepare(run, session, directory)
+            begin()
             if state.step < session.num_steps:
                 batches = session.workload.batches(state.model, session.plan, state.step, session.device)
                 train_step(state, batches, next(session.plan.steps(state.step, session.num_steps)), log_due=True)
         else:
+            begin()
             seen["checkpoint"] = Checkpoints(directory, keep=2).latest()
         return Result("stopped")
 
-    with mock.patch("runner.api.run_job.finished", looked_up):
+    with mock.patch("runner.api.run_job.write_result", written):
         code, console = run_in_this_process(list(arguments), cwd, instead)
     found = (seen.get(key) for key in ("directory", "checkpoint", "result", "state"))
     return CommandOutcome(code, console, *found)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from helpers.compose import compose_config
-from runner.storage.checkpoint import Checkpoint, Checkpoints
+from runner.storage.checkpoint import Checkpoint
+from runner.storage.checkpoint_writing import Checkpoints
 from runner.storage.run_directory import step_name, write_config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.compose import TINY_CPU, compose_config
 
-from runner.resume.changed_options import check_resumable, differences
+from runner.resume.changed_options import check_resumable, differences, lost_options
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,21 @@ def test_the_length_of_an_agents_run_distinguishes_it() -> None:
     check_resumable(saved, now, "PATH")
 
 
-def test_options_that_an_earlier_version_did_not_have_are_the_defaults() -> None:
+@pytest.mark.parametrize(
+    ("typed", "lost"),
+    [
+        (["parallel=ddp"], "parallel.split_size=5"),
+        (["parallel=pipeline"], "parallel.split_size=5"),
+        (["parallel=pipeline", "parallel.split_size=6"], ""),
+        (["log_every=3"], ""),
+    ],
+)
+def test_the_options_of_a_mode_that_its_choice_resets_are_named(typed: list[str], lost: str) -> None:
+    saved = compose_config(*TINY_CPU, "parallel=pipeline", "parallel.split_size=5")
+    assert lost_options(saved, compose_config(*TINY_CPU, *typed), typed) == lost
+
+
+def test_options_that_a_component_did_not_have_are_the_defaults() -> None:
     config = compose_config(*TINY_CPU)
     saved = {key: value for key, value in config.items() if key != "max_grad_norm"}
     assert differences(saved | {"model": {k: v for k, v in config["model"].items() if k != "freeze"}}, config) == []

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ from helpers.handmade_runs import save_and_wait
 from helpers.ranks import PersistentRanks
 from helpers.runs import assert_bitwise_equal
 
-import runner.storage.checkpoint
+import runner.storage.checkpoint_writing
 from runner.result import CrashedError
-from runner.storage.checkpoint import Checkpoint, Checkpoints, load
+from runner.storage.checkpoint import Checkpoint, load
+from runner.storage.checkpoint_writing import Checkpoints
+from runner.storage.retention import saved_steps
 from runner.storage.run_directory import StorageError
 
 EVERY = ("steps=12", "save_every=4", "eval_every=6", "log_every=3", "keep=9")
@@ -86,7 +87,7 @@ def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(t
     checkpoints.save(content(1))
     assert gate.arrived.wait(60)
     checkpoints.check()
-    assert checkpoints.steps() == []
+    assert saved_steps(checkpoints.root) == []
     next_one = threading.Thread(target=checkpoints.save, args=(content(2),))
     next_one.start()
     time.sleep(0.1)
@@ -95,7 +96,7 @@ def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(t
     gate.opened.set()
     next_one.join(60)
     checkpoints.wait()
-    assert checkpoints.steps() == [1, 2]
+    assert saved_steps(checkpoints.root) == [1, 2]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(
@@ -113,7 +114,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     monkeypatch.setattr(Progress, "step", step)
     run = trained("steps=12", "save_every=4", "eval_every=0", "keep=9")
     assert (run.result.status, seen) == ("done", list(range(1, 13)))
-    assert Checkpoints(run.directory, keep=9).steps() == [4, 8, 12]
+    assert saved_steps(run.directory / "checkpoints") == [4, 8, 12]
 
 
 def test_an_error_of_the_thread_ends_the_run(
@@ -181,7 +182,7 @@ def test_a_checkpoint_is_completed_after_the_training_failed(
     else:
         with pytest.raises(CrashedError):
             trained(*overrides)
-    assert Checkpoints(tmp_path / "run", keep=9).steps() == [4]
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [4]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ def test_rank_0_commits_when_the_files_of_all_ranks_are_complete(
         time.sleep(0.01)
     (part / "rank_1.pt.part").write_bytes(b"half")
     time.sleep(0.1)
-    assert ranks[0].steps() == []
+    assert saved_steps(ranks[0].root) == []
     opened.set()
     for rank in ranks:
         rank.wait()
@@ -241,7 +242,7 @@ def test_a_rank_that_does_not_write_its_file_is_named(tmp_path: Path, monkeypatc
     save_on_both(ranks, 3)
     with pytest.raises(StorageError, match=r"rank 1 has not written its file .*parallel\.timeout"):
         ranks[0].wait()
-    assert ranks[0].steps() == []
+    assert saved_steps(ranks[0].root) == []
     opened.set()
 
 
@@ -253,14 +254,14 @@ def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(
     since = time.monotonic()
     ranks[0].finish_after_error()
     assert time.monotonic() - since < 50, "not the timeout"
-    assert ranks[0].steps() == []
+    assert saved_steps(ranks[0].root) == []
     opened.set()
     save_and_wait(Checkpoints(tmp_path, keep=9), content(4))
-    assert ranks[0].steps() == [4]
+    assert saved_steps(ranks[0].root) == [4]
 
 
 def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = runner.storage.checkpoint._save
+    save = runner.storage.checkpoint_writing._save
 
     def full(value: Any, path: Path) -> None:
         if path.name.startswith("rank_1"):
@@ -268,7 +269,7 @@ def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path: Path, monke
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         save(value, path)
 
-    monkeypatch.setattr(runner.storage.checkpoint, "_save", full)
+    monkeypatch.setattr(runner.storage.checkpoint_writing, "_save", full)
     ranks = two_ranks(tmp_path, timeout=1)
     save_on_both(ranks, 3)
     with pytest.raises(StorageError, match="No space left on device"):
@@ -279,15 +280,8 @@ def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path: Path, monke
     assert not list(tmp_path.rglob("tmp.*"))
 
 
-def test_wait_returns_after_the_thread_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread frees tensors after setting its result; a process that exits meanwhile would be aborted."""
-
-    class LateEnd(Future):
-        def set_result(self, result: Any) -> None:
-            super().set_result(result)
-            time.sleep(0.2)
-
-    monkeypatch.setattr(runner.storage.checkpoint, "Future", LateEnd)
+def test_wait_returns_after_the_thread_has_ended(tmp_path: Path) -> None:
+    """The thread frees tensors after writing them; a process that exits meanwhile would be aborted."""
     checkpoints = Checkpoints(tmp_path, keep=2)
     for wait in (checkpoints.wait, checkpoints.finish_after_error):
         checkpoints.save(content(1))

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import random
 import re
 import shutil
@@ -29,11 +28,11 @@ from helpers.handmade_runs import save_and_wait
 import runner.storage.checkpoint
 import runner.storage.manifest
 from runner.config.errors import ConfigError
-from runner.storage.checkpoint import Checkpoint, Checkpoints
-from runner.storage.checkpoint_selection import chosen_checkpoint
-from runner.storage.manifest import CONFIG, saved_text
-from runner.storage.retention import delete_all
-from runner.storage.run_directory import StorageError
+from runner.storage.checkpoint import Checkpoint
+from runner.storage.checkpoint_writing import Checkpoints
+from runner.storage.manifest import saved_text
+from runner.storage.retention import prune, saved_steps
+from runner.storage.run_directory import CONFIG, StorageError
 from runner.storage.saved_config import config_text, parse_config
 
 
@@ -59,11 +58,6 @@ def equals_checkpoint(found: Checkpoint | None, step: int) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A crash at every point
-
-
-def indexed(directory: Path) -> dict[str, Any]:
-    """The content of the index of a run's checkpoints."""
-    return json.loads((directory / "checkpoints" / "index.json").read_text(encoding="utf-8"))
 
 
 class Crash(BaseException):
@@ -149,12 +143,8 @@ def test_a_crash_at_any_call_leaves_an_intact_checkpoint(
         assert equals_checkpoint(found, 1) or equals_checkpoint(found, 2), (point, disk.calls[-1])
         assert ended or renamed or equals_checkpoint(found, 1), "not there before it is renamed"
         assert not list(directory.rglob("*.corrupt*")), (point, disk.calls[-1])
-        assert 0 <= found.step - indexed(directory)["last"]["step"] <= 1, (
-            "the index is whole, one checkpoint late at most"
-        )
         save_and_wait(Checkpoints(directory, keep=1), checkpoint(3))  # the next session deletes leftovers
-        assert {path.name for path in (directory / "checkpoints").iterdir()} == {"step_00000003", "index.json"}
-        assert indexed(directory) == {"last": {"checkpoint": "step_00000003", "step": 3}, "best": None}
+        assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_00000003"]
         assert equals_checkpoint(Checkpoints(directory, keep=1).latest(), 3)
     assert point > 15, "every write, sync, rename and deletion is one point"
 
@@ -170,9 +160,7 @@ def test_the_order_is_sync_rename_sync_delete(tmp_path: Path, monkeypatch: pytes
     assert written == {"model.safetensors", "state.pt", "rank_0.pt.part", "manifest.json"}
     assert {name for call, name in order[:commit] if call == "fsync"} >= {*written, "tmp.step_00000002"}
     assert order[commit + 1] == ("fsync", "checkpoints")
-    index = order.index(("replace", ".index.json.part"))
-    assert order[index - 1 : index + 2 : 2] == [("fsync", ".index.json.part"), ("fsync", "checkpoints")]
-    assert commit + 2 < index < order.index(("replace", "step_00000001")), "the old one goes only then"
+    assert commit + 1 < order.index(("replace", "step_00000001")), "the old one goes only then"
     assert not disk.unsynced
 
 
@@ -180,9 +168,7 @@ def test_saving_a_step_again_renames_the_first_checkpoint(tmp_path: Path) -> Non
     checkpoints = Checkpoints(tmp_path, keep=2)
     save_and_wait(checkpoints, checkpoint(1))
     save_and_wait(checkpoints, checkpoint(1))
-    assert {path.name for path in checkpoints.root.iterdir()} == {
-        *("step_00000001", "step_00000001.superseded", "index.json")
-    }
+    assert {path.name for path in checkpoints.root.iterdir()} == {*("step_00000001", "step_00000001.superseded")}
     assert equals_checkpoint(checkpoints.latest(), 1)
 
 
@@ -234,7 +220,7 @@ def test_a_damaged_checkpoint_is_set_aside(
     left = {file.name for file in path.parent.iterdir()}
     with caplog.at_level(logging.WARNING, logger="runner"):
         assert equals_checkpoint(two.latest(), 1)
-    assert two.steps() == [1]
+    assert saved_steps(two.root) == [1]
     assert {file.name for file in (two.root / "step_00000002.corrupt").iterdir()} == left, "nothing is deleted"
     assert name in caplog.text
     assert "step_00000002.corrupt" in caplog.text
@@ -252,6 +238,11 @@ def test_an_invalid_manifest_is_damage(two: Checkpoints, text: str) -> None:
     assert (two.root / "step_00000002.corrupt").is_dir()
 
 
+def test_files_that_are_not_in_the_manifest_are_ignored(two: Checkpoints) -> None:
+    (two.root / "step_00000002" / "more").write_text("later")
+    assert equals_checkpoint(two.latest(), 2)
+
+
 def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> None:
     for step in (1, 2):
         (two.root / f"step_{step:08d}" / "state.pt").write_bytes(b"")
@@ -262,7 +253,7 @@ def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> No
         assert "step_00000001, step_00000002" in refused.value.why
         assert "a new run, without resume" in refused.value.remedy
     names = {path.name for path in two.root.iterdir()}
-    assert names == {"step_00000001", "step_00000002", "index.json"}, "what is refused stays as it was"
+    assert names == {"step_00000001", "step_00000002"}, "what is refused stays as it was"
 
 
 def test_damaged_checkpoints_that_were_set_aside_are_kept(two: Checkpoints) -> None:
@@ -286,18 +277,18 @@ def test_a_file_without_read_permission_is_not_damage(two: Checkpoints, monkeypa
     monkeypatch.setattr(os, "open", denied)
     with pytest.raises(PermissionError):
         two.latest()
-    assert two.steps() == [1, 2], "nothing was set aside"
+    assert saved_steps(two.root) == [1, 2], "nothing was set aside"
 
 
-@pytest.mark.parametrize("read", ["_tensors", "_plain"])
+@pytest.mark.parametrize("read", ["safetensors.torch.load_file", "torch.load"])
 def test_too_little_memory_is_not_damage(two: Checkpoints, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
-    def too_large(_: Path) -> None:
+    def too_large(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(runner.storage.checkpoint, read, too_large)
+    monkeypatch.setattr(read, too_large)
     with pytest.raises(MemoryError):
         two.latest()
-    assert two.steps() == [1, 2], "nothing was set aside"
+    assert saved_steps(two.root) == [1, 2], "nothing was set aside"
 
 
 def update_hashes(path: Path, **changes: Any) -> None:
@@ -315,39 +306,7 @@ def test_a_checkpoint_with_another_schema_is_refused_and_not_renamed(two: Checkp
         two.latest()
     assert (caught.value.key, caught.value.got) == ("resume", str(two.root / "step_00000002"))
     assert re.findall(r"\d+", caught.value.why) == ["3", "2"], "the schema found, and the one that is read"
-    assert two.steps() == [1, 2]
-
-
-class Payload:
-    """An object that runs a command when it is unpickled."""
-
-    def __init__(self, command: str):
-        self.command = command
-
-    def __reduce__(self) -> tuple:
-        return os.system, (self.command,)
-
-
-@pytest.mark.parametrize("name", ["state.pt", "rank_0.pt"])
-@pytest.mark.parametrize("form", ["torch", "pickle"])
-def test_a_malicious_file_with_the_right_hash_runs_nothing(
-    two: Checkpoints, tmp_path: Path, name: str, form: str
-) -> None:
-    mark = tmp_path / "it ran"
-    payload = {"optimizer": Payload(f"touch '{mark}'")}
-    path = two.root / "step_00000002"
-    if form == "torch":
-        torch.save(payload, path / name)
-    else:
-        (path / name).write_bytes(pickle.dumps(payload, protocol=2))
-    update_hashes(path)
-    with pytest.raises(ConfigError) as caught:
-        two.latest()
-    assert (caught.value.key, caught.value.got) == ("resume", str(path))
-    assert "trust" in caught.value.remedy
-    assert not mark.exists()
-    torch.load(path / name, weights_only=False) if form == "torch" else pickle.loads((path / name).read_bytes())
-    assert mark.exists(), "the payload works"
+    assert saved_steps(two.root) == [1, 2]
 
 
 def test_every_torch_load_uses_weights_only() -> None:
@@ -358,7 +317,7 @@ def test_every_torch_load_uses_weights_only() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Retention and index
+# Retention
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -368,7 +327,7 @@ def test_the_latest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int |
     for step in range(1, 7):
         save_and_wait(checkpoints, checkpoint(step), best)
     latest = list(range(7 - keep, 7))
-    assert checkpoints.steps() == sorted({*latest, *([best] if best else [])})
+    assert saved_steps(checkpoints.root) == sorted({*latest, *([best] if best else [])})
     assert equals_checkpoint(checkpoints.latest(), 6)
 
 
@@ -376,83 +335,20 @@ def test_keep_0_deletes_all_checkpoints_once_the_run_is_done(tmp_path: Path) -> 
     checkpoints = Checkpoints(tmp_path, keep=0)
     for step in (1, 2, 3):
         save_and_wait(checkpoints, checkpoint(step), best_step=1)
-    assert checkpoints.steps() == [1, 3], "until then, one to go on from, and the best"
-    delete_all(tmp_path)
+    assert saved_steps(checkpoints.root) == [1, 3], "until then, one to go on from, and the best"
+    prune(checkpoints.root, keep=0)
     assert list(checkpoints.root.iterdir()) == []
-    delete_all(tmp_path / "without any")
+    prune(tmp_path / "without any", keep=0)
 
 
-def test_the_index_names_the_last_and_the_best_checkpoint(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    best: dict[str, Any] = {}
-    for step, value in ((1, 0.25), (2, 0.75), (3, None), (4, None)):
-        best = best if value is None else {"metric": "eval/accuracy", "value": value, "step": step}
-        saved = checkpoint(step)
-        saved.state["best"] = dict(best)
-        save_and_wait(checkpoints, saved, best["step"])
-    assert indexed(tmp_path) == {
-        "last": {"checkpoint": "step_00000004", "step": 4},
-        "best": {"checkpoint": "step_00000002", "metric": "eval/accuracy", "value": 0.75, "step": 2},
-    }
-    assert checkpoints.steps() == [2, 4], "what it names is there"
-    shutil.rmtree(checkpoints.root / "step_00000002")
-    saved = checkpoint(5)
-    saved.state["best"] = dict(best)
-    save_and_wait(checkpoints, saved, 2)
-    assert indexed(tmp_path) == {"last": {"checkpoint": "step_00000005", "step": 5}, "best": None}
-
-
-def test_an_index_that_cannot_be_written_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    save_and_wait(checkpoints, checkpoint(1))
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, logger="runner"):
-        patched.setattr(runner.storage.checkpoint, "write_index", full)
-        caplog.clear()
-        save_and_wait(checkpoints, checkpoint(2))
-    assert equals_checkpoint(checkpoints.latest(), 2)
-    [record] = caplog.records
-    assert "index.json cannot be written: [Errno 28] No space left on device" in record.getMessage()
-    assert indexed(tmp_path)["last"]["step"] == 1
-    save_and_wait(checkpoints, checkpoint(3))
-    assert indexed(tmp_path)["last"]["step"] == 3
-
-
-def test_a_resumed_run_writes_the_index_that_an_interrupted_save_has_not(tmp_path: Path) -> None:
-    """The index is written when the run is resumed, because the run may have no steps left and not save again."""
+def test_only_what_an_interrupted_save_has_left_is_deleted_when_a_run_is_resumed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2):
         save_and_wait(checkpoints, checkpoint(step))
-    index = checkpoints.root / "index.json"
-    index.rename(checkpoints.root / ".index.json.part")
-    index.write_text(json.dumps({"last": {"checkpoint": "step_00000001", "step": 1}, "best": None}))
-    (checkpoints.root / "tmp.step_00000003").mkdir()
-    newest = checkpoints.latest()
-    assert newest is not None
-    checkpoints.finish_interrupted(newest)
-    assert indexed(tmp_path)["last"] == {"checkpoint": "step_00000002", "step": 2}
-    names = {path.name for path in checkpoints.root.iterdir()}
-    assert names == {"step_00000001", "step_00000002", "index.json"}
-
-
-def test_a_forged_index_changes_nothing(tmp_path: Path) -> None:
-    """The index affects neither which checkpoint is resumed nor which ones `best` and `last` name."""
-    checkpoints = Checkpoints(tmp_path, keep=3)
-    for step in (1, 2, 3):
-        saved = checkpoint(step)
-        saved.state["best"] = {"metric": "eval/accuracy", "value": 0.5, "step": 2}
-        save_and_wait(checkpoints, saved, 2)
-    forged = {"last": {"checkpoint": "step_00000001", "step": 1}, "best": {"checkpoint": "../x", "step": 10**40}}
-    for text in (json.dumps(forged), "[" * 100_000, "\0"):
-        (checkpoints.root / "index.json").write_text(text)
-        assert chosen_checkpoint(tmp_path, "last") == checkpoints.root / "step_00000003"
-        assert chosen_checkpoint(tmp_path, "best") == checkpoints.root / "step_00000002"
-        assert equals_checkpoint(checkpoints.latest(), 3)
+    for name in ("tmp.step_00000003", "step_00000001.pruned"):
+        (checkpoints.root / name).mkdir()
+    prune(checkpoints.root, keep=None)
+    assert {path.name for path in checkpoints.root.iterdir()} == {"step_00000001", "step_00000002"}
 
 
 def test_a_completed_run_without_checkpoints_has_nothing_left_to_do(tmp_path: Path) -> None:
@@ -471,7 +367,7 @@ def test_checkpoints_set_aside_are_not_pruned(tmp_path: Path) -> None:
         (checkpoints.root / name).mkdir(parents=True)
     for step in (3, 4):
         save_and_wait(checkpoints, checkpoint(step))
-    assert {path.name for path in checkpoints.root.iterdir()} == {*asides, "step_00000004", "index.json"}
+    assert {path.name for path in checkpoints.root.iterdir()} == {*asides, "step_00000004"}
 
 
 def test_other_directories_are_left_alone(two: Checkpoints) -> None:
@@ -481,7 +377,7 @@ def test_other_directories_are_left_alone(two: Checkpoints) -> None:
     (two.root / "tmp.txt").touch()
     assert equals_checkpoint(two.latest(), 2)
     save_and_wait(two, checkpoint(3))
-    assert two.steps() == [2, 3]
+    assert saved_steps(two.root) == [2, 3]
     assert {path.name for path in two.root.iterdir()} >= {*others, "tmp.txt"}
 
 
@@ -505,7 +401,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     assert "step_00000001" in record.getMessage()
     assert "step_00000003" not in record.getMessage()
     save_and_wait(two, checkpoint(4))  # this tries to delete it again
-    assert {path.name for path in two.root.iterdir()} == {"step_00000003", "step_00000004", "index.json"}
+    assert {path.name for path in two.root.iterdir()} == {"step_00000003", "step_00000004"}
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o027, 0o640)])
@@ -627,7 +523,7 @@ def test_a_failed_write_leaves_the_earlier_checkpoints(two: Checkpoints, monkeyp
             with pytest.raises(StorageError) as caught:
                 save_and_wait(two, checkpoint(3))
         assert caught.value.why == "No space left on device"
-        assert two.steps() == [1, 2]
+        assert saved_steps(two.root) == [1, 2]
         assert not list(two.root.glob("tmp.*")), "the room is given back"
     assert equals_checkpoint(two.latest(), 2)
 
@@ -652,7 +548,7 @@ def test_a_full_disk_raises_a_storage_error(tiny_disk: Path) -> None:
         with pytest.raises(StorageError, match="No space left on device"):
             save_and_wait(checkpoints, Checkpoint(2, tensors, state, local))
         assert equals_checkpoint(checkpoints.latest(), 1)
-        assert checkpoints.steps() == [1]
+        assert saved_steps(checkpoints.root) == [1]
 
 
 def test_a_run_on_a_full_disk_crashes_and_resumes_later(tiny_disk: Path, tmp_path: Path) -> None:
@@ -673,7 +569,7 @@ def test_a_run_on_a_full_disk_crashes_and_resumes_later(tiny_disk: Path, tmp_pat
     assert "Traceback" not in said
     [directory] = (tiny_disk / "outputs/a").iterdir()
     found = Checkpoints(directory, keep=30)
-    steps = found.steps()
+    steps = saved_steps(found.root)
     assert steps
     result = json.loads((directory / "result.json").read_text())
     # The checkpoint that had no room was written in the background of at most one interval of steps.
@@ -684,7 +580,7 @@ def test_a_run_on_a_full_disk_crashes_and_resumes_later(tiny_disk: Path, tmp_pat
     code, said = run_command(f"resume={directory}", "keep=1", cwd=tmp_path)
     assert code == 0, said
     assert f"resumed after step {steps[-1]}" in said
-    assert found.steps()[-1] == 40
+    assert saved_steps(found.root)[-1] == 40
 
 
 def test_a_disk_that_is_full_from_the_start_is_refused(tiny_disk: Path, tmp_path: Path) -> None:
@@ -718,6 +614,6 @@ def test_a_file_size_limit_raises_a_storage_error(tmp_path: Path) -> None:
 
 def test_the_best_checkpoint_of_a_run_is_kept(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=24", "eval_every=2", "save_every=2", "keep=1", "optimizer.lr=0.3")
-    steps = Checkpoints(run.directory, keep=1).steps()
+    steps = saved_steps(run.directory / "checkpoints")
     assert steps == sorted({24, run.result.best["step"]})
     assert build_composed_run(*TINY_CPU).keep == 2, "the default keeps a second one, should the newest be damaged"

@@ -1,4 +1,4 @@
-"""Tests of `runner.storage.checkpoint_selection`: a checkpoint is chosen by `best`, `last` or its step, or refused."""
+"""Tests of `runner.storage.checkpoint`: a checkpoint is chosen by `best`, `last` or its step, or refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
-from runner.storage.checkpoint_selection import chosen_checkpoint
+from runner.storage.checkpoint import chosen_checkpoint
 
 
 def refusal(run: Path, choice: str | int) -> ConfigError:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_count, check_like, check_plain
+from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_count, check_like
 
 ROWS = TensorSpec(torch.float32, (None, 2))
 
@@ -30,6 +30,7 @@ GOOD: list[tuple[Any, Any]] = [
 
 BAD: list[tuple[Any, Any]] = [
     (True, int),
+    (2**256, int),
     (1.0, int),
     (float("nan"), float),
     (True, float),
@@ -69,10 +70,20 @@ def test_a_value_of_another_form_is_refused(value: Any, like: Any) -> None:
 
 
 def test_the_error_names_the_value_and_the_difference() -> None:
-    with pytest.raises(UnexpectedContentError, match=r"^state, 'w', step: float32 \[2\] instead of float32 \[\]$"):
+    with pytest.raises(UnexpectedContentError, match=r"^state, 'w', 'step': torch.float32 \[2\] instead of .* \[\]$"):
         check_like({"w": {"step": torch.zeros(2)}}, {str: {"step": torch.zeros(())}}, "state")
-    with pytest.raises(UnexpectedContentError, match=r"without 'a', 'b', 'c' and 1 more and with 'x'"):
-        check_like({"x": 1}, dict.fromkeys("abcd", int), "state")
+    with pytest.raises(UnexpectedContentError, match=r"^state: other keys \('a', 'x'\)"):
+        check_like({"x": 1}, {"a": int}, "state")
+
+
+def test_only_what_the_form_describes_is_examined() -> None:
+    value: list = []
+    for _ in range(10_000):
+        value = [value] * 2
+    check_like({"a": value}, {"a": object}, "it")
+    for form in (int, [int], {str: int}):
+        with pytest.raises(UnexpectedContentError):
+            check_like({"a": value}, {"a": form}, "it")
 
 
 def test_a_count_is_an_integer_in_its_range() -> None:
@@ -83,24 +94,3 @@ def test_a_count_is_an_integer_in_its_range() -> None:
             check_count(value, "it", most=3)
     with pytest.raises(UnexpectedContentError, match=r"instead of a count$"):
         check_count(-1, "it")
-
-
-def nested(depth: int, width: int) -> list:
-    value: list = []
-    for _ in range(depth):
-        value = [value] * width
-    return value
-
-
-def test_plain_content_is_valid() -> None:
-    check_plain({"a": [2**256 - 1, 2.5, None, "b", (True, {3})], "c": {"d": torch.zeros(2, 3).T}}, "it")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [nested(60, 2), nested(10_000, 1), [object()], [2**256], [b"bytes"], {(1, 2): 3}, [torch.zeros(1).expand(10**12)]],
-    ids=["doubled 60 times", "deep", "an object", "a huge number", "bytes", "a tuple as key", "shared elements"],
-)
-def test_content_that_is_not_plain_or_too_large_is_refused(content: Any) -> None:
-    with pytest.raises(UnexpectedContentError):
-        check_plain([content], "it")

@@ -6,12 +6,11 @@ import os
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from itertools import cycle, islice
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from helpers.checkpoint_edits import (
     REMOVE_KEY,
@@ -30,61 +29,32 @@ from runner.training import prepare, train_step
 AGENT = ("device=cpu", "device.threads=1", "workload=dqn", "env.num_envs=2", "workload.replay_size=64")
 AGENT += ("workload.warm_up=40", "workload.env_steps=80", "workload.eval_episodes=1", "batch_size=8")
 AGENT += ("workload.epsilon_repeat=4",)
-
-RUNS = {
-    "sgd": (*TINY_CPU, "optimizer=sgd"),
-    "adam": (*TINY_CPU, "optimizer=adam"),
-    "adamw": (*TINY_CPU, "optimizer=adamw", "precision=16"),
-    "agent": AGENT,
-}
-
-
+RUNS = {"sgd": (*TINY_CPU, "optimizer=sgd"), "adamw": (*TINY_CPU, "optimizer=adamw", "precision=16"), "agent": AGENT}
 STEPS = ("steps=3", "save_every=2", "eval_every=2", "log_every=5")
 
 
-def nested(depth: int) -> list:
+def nested(depth: int, width: int = 1) -> list:
     value: list = []
     for _ in range(depth):
-        value = [value]
+        value = [value] * width
     return value
 
 
-def billion_laughs() -> list:
-    """Return nested lists that stand for 2^60 strings, as in the "billion laughs" attack."""
-    value = ["ha"]
-    for _ in range(60):
-        value = [value, value]
-    return value
+VALUES: tuple[Any, ...] = ("1", None, float("nan"), -5, 10**400, True, [1], {"a": 1}, nested(150), nested(60, 2))
+VALUES += (torch.zeros(7),)
 
-
-VALUES: dict[str, Callable[[Any], Any]] = {
-    "a text": lambda _: "1",
-    "null": lambda _: None,
-    "NaN": lambda _: float("nan"),
-    "negative": lambda _: -5,
-    "a huge integer": lambda _: 10**400,
-    "a boolean": lambda _: True,
-    "a list": lambda _: [1],
-    "a dict": lambda _: {"a": 1},
-    "deep": lambda _: nested(150),
-    "a tensor": lambda _: torch.zeros(7),
-}
-
-TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "short": lambda t: t.flatten()[:-1].clone() if t.dim() else torch.zeros(0, dtype=t.dtype),
-    "one value": lambda t: t.flatten()[:1].clone() if t.numel() != 1 or t.dim() != 1 else t.reshape(()).clone(),
-    "long": lambda t: torch.cat((t.flatten(), t.flatten()[:1])),
-    "other shape": lambda t: t[None].clone(),
-    "half": lambda t: t.half() if t.is_floating_point() else t.float(),
-    "integers": lambda t: t.to(torch.int16),
-    "complex": lambda t: t.to(torch.complex64),
-    "not finite": lambda t: torch.full_like(t, float("inf")) if t.is_floating_point() else t[None].clone(),
-    "shared elements": lambda t: torch.zeros(1, dtype=t.dtype).expand(t.shape if t.numel() > 1 else 2),
-    "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 and 1 not in t.shape else t[None].clone(),
-    "sparse": lambda t: t.to_sparse() if t.dim() else t[None].to_sparse(),
-    "with gradient": lambda t: t.clone().requires_grad_() if t.is_floating_point() else t[None].clone(),
-    "meta": lambda t: torch.empty_like(t, device="meta"),
-}
+TENSORS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda t: t.flatten()[:-1].clone() if t.dim() else torch.zeros(0, dtype=t.dtype),
+    lambda t: torch.cat((t.flatten(), t.flatten()[:1])),
+    lambda t: t[None].clone(),
+    lambda t: t.half() if t.is_floating_point() else t.float(),
+    lambda t: t.to(torch.complex64),
+    lambda t: torch.full_like(t, float("inf")) if t.is_floating_point() else t[None].clone(),
+    lambda t: torch.zeros(1, dtype=t.dtype).expand(t.shape if t.numel() > 1 else 2),
+    lambda t: t.to_sparse() if t.dim() else t[None].to_sparse(),
+    lambda t: t.clone().requires_grad_() if t.is_floating_point() else t[None].clone(),
+    lambda t: torch.empty_like(t, device="meta"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +80,7 @@ class Forger:
         self.path = directory / "checkpoints" / self.original.name
         self.run = build_composed_run(*RUNS[name], *STEPS)
         self.session = prepare_session(self.run)
+        self.restore()
 
     def restore(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -138,38 +109,23 @@ def forger(saved: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Forg
 
 
 def chosen(content: Any) -> Iterator[tuple[Keys, Any]]:
-    """Yield (keys, value) for the values in `content`, the content of a checkpoint file, that a test changes.
-
-    For the optimizer state, only the values of the first parameter are yielded. For vectorized environments, only the
-    values of a few attributes are yielded.
-    """
+    """Yield (keys, value) for the values that a test changes: those of one parameter, and of a few attributes."""
     kept = {next(iter(content.get("optimizer", [""])))}
     for keys, value in nested_values(content):
-        if keys[0] == "optimizer" and len(keys) > 1 and keys[1] not in kept:
-            continue
-        attribute = keys[4:5] if keys[:4] == ("workload", "environments", "envs", "vector") else ()
-        if not attribute or attribute[0] in ("state", "steps", "gravity", "num_envs", "_np_random"):
+        is_other_parameter = keys[0] == "optimizer" and len(keys) > 1 and keys[1] not in kept
+        attribute = keys[4] if keys[:4] == (*ENVS, "vector") and len(keys) > 4 else "state"
+        if not is_other_parameter and attribute in ("state", "steps", "num_envs", "_np_random"):
             yield keys, value
 
 
-def is_free(keys: Keys) -> bool:
-    """Whether a checkpoint with another value at `keys` may be accepted; true for the environments' state and seed."""
-    return keys[:3] == ("workload", "environments", "envs") or keys[:3] == ("workload", "environments", "seed")
+ENVS = ("workload", "environments", "envs")
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_an_unchanged_copy_is_resumed(forger: Callable[[str], Forger], name: str) -> None:
-    run = forger(name)
-    run.restore()
-    rewrite_manifest(run.path)
-    assert run.outcome() == "resumed"
-
-
-def is_valid(keys: Keys, value: Any, forged: Any) -> bool:
-    """Whether a checkpoint may have `forged` in place of `value`."""
-    if forged is REMOVE_KEY:  # the metrics of a run without evaluation, a parameter that never had a gradient
-        was_added_later = keys in (("workload", "rewards"), ("num_steps",))  # earlier versions did not save them
-        return isinstance(keys[-1], int) or (keys[0] in ("metrics", "optimizer") and len(keys) == 2) or was_added_later
+def may_be(keys: Keys, value: Any, forged: Any) -> bool:
+    """Whether a run may have saved `forged` in place of `value`."""
+    if forged is REMOVE_KEY:  # a run without evaluation, a parameter without gradient, an element of a list
+        is_optional = keys[0] in ("metrics", "optimizer") and len(keys) == 2
+        return isinstance(keys[-1], int) or is_optional or keys in (("workload", "rewards"), ("num_steps",))
     if forged is None and keys == ("workload", "environments"):  # of environments whose state cannot be saved
         return True
     return type(forged) is type(value) or (type(forged) is int and isinstance(value, float))
@@ -178,72 +134,49 @@ def is_valid(keys: Keys, value: Any, forged: Any) -> bool:
 @pytest.mark.parametrize("file", ["state.pt", "rank_0.pt"])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_value_of_another_form_is_refused(forger: Callable[[str], Forger], name: str, file: str) -> None:
-    """Each value is replaced by three forged values, one after another, and then removed.
-
-    The forged values come from the functions in `TENSORS` if the value is a tensor, and from the functions in `VALUES`
-    otherwise. The functions are used in turn, so that each function is tried in several places. For a value that is
-    not a tensor, changes that a checkpoint may have (see `is_valid`) are skipped.
-    """
+    """Each value is replaced by the next three of `VALUES` or `TENSORS`, one after another, and then removed."""
     run = forger(name)
-    content, forms = (
-        read_checkpoint_file(run.original / file),
-        {True: cycle(TENSORS.values()), False: cycle(VALUES.values())},
-    )
+    assert run.outcome() == "resumed", "the original"
+    content, values, tensors = read_checkpoint_file(run.original / file), cycle(VALUES), cycle(TENSORS)
     for keys, value in chosen(content):
         is_tensor = isinstance(value, torch.Tensor)
-        forgeries = [form(value) for form in islice(forms[is_tensor], 3)] + [REMOVE_KEY]
-        for forged in forgeries:
-            if not is_tensor and is_valid(keys, value, forged):
-                continue
-            outcome = run.with_content(file, with_value_changed(content, keys, lambda _, forged=forged: forged))
-            assert outcome == "refused" or is_free(keys), (keys, type(forged), outcome)
+        forgeries = [next(tensors)(value) if is_tensor else next(values) for _ in range(3)]
+        for forged in [*forgeries, REMOVE_KEY]:
+            if is_tensor or not may_be(keys, value, forged):
+                outcome = run.with_content(file, with_value_changed(content, keys, lambda _, forged=forged: forged))
+                is_free = keys[:3] in (ENVS, ("workload", "environments", "seed"))  # nothing is raised
+                assert outcome == "refused" or is_free, (keys, type(forged), outcome)
 
 
-@pytest.mark.parametrize("kind", [*TENSORS, "absent"])
-def test_weights_of_another_form_are_refused(forger: Callable[[str], Forger], kind: str) -> None:
-    if kind in ("sparse", "meta", "shared elements", "transposed", "with gradient"):
-        return  # safetensors cannot store these
-    if kind == "complex":
-        try:
-            safetensors.torch.save({"t": torch.zeros(1, dtype=torch.complex64)})
-        except KeyError:
-            pytest.skip("this safetensors writes no complex numbers")
+def test_weights_of_another_form_are_refused(forger: Callable[[str], Forger]) -> None:
     run = forger("sgd")
     content = read_checkpoint_file(run.original / "model.safetensors")
-    for key, value in content.items():
-        forged = (
-            {**content, key: TENSORS[kind](value)}
-            if kind != "absent"
-            else {k: t for k, t in content.items() if k != key}
-        )
-        assert run.with_content("model.safetensors", forged) == "refused", key
+    (key, value), *_ = content.items()
+    for form in (TENSORS[0], TENSORS[1], TENSORS[2], TENSORS[3], TENSORS[5]):
+        assert run.with_content("model.safetensors", {**content, key: form(value).contiguous()}) == "refused"
     assert run.with_content("model.safetensors", {**content, "more": torch.zeros(1)}) == "refused"
+    assert run.with_content("model.safetensors", {k: t for k, t in content.items() if k != key}) == "refused"
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.pt", "rank_0.pt"])
-@pytest.mark.parametrize("content", [b"", b"\0" * 100, b"PK\5\6" + bytes(18), b"[]", b"\x80\x02]."], ids=range(5))
+@pytest.mark.parametrize("content", [b"", b"PK\5\6" + bytes(18), b"[]", b"\x80\x02]."], ids=range(4))
 def test_a_file_of_another_format_is_refused(forger: Callable[[str], Forger], file: str, content: bytes) -> None:
     run = forger("sgd")
-    run.restore()
     (run.path / file).write_bytes(content)
     rewrite_manifest(run.path)
     assert run.outcome() == "refused"
 
 
-@pytest.mark.parametrize(
-    "content", [None, 3, "text", [], (), {}, {"optimizer": {}}, nested(150), billion_laughs()], ids=range(9)
-)
+@pytest.mark.parametrize("content", [None, 3, [], {}, nested(60, 2)], ids=range(5))
 def test_a_file_with_unrelated_content_is_refused(forger: Callable[[str], Forger], content: Any) -> None:
     run = forger("sgd")
     assert run.with_content("state.pt", content) == "refused"
     assert run.with_content("rank_0.pt", content) == "refused" or content == {}  # {} means that there is no state
 
 
-@pytest.mark.parametrize("depth", [150, 10_000, 1_000_000])
-def test_deep_content_is_refused(forger: Callable[[str], Forger], depth: int) -> None:
+def test_deep_content_is_refused(forger: Callable[[str], Forger]) -> None:
     """The pickle is written by hand, because `torch.save` cannot write lists that are nested so deeply."""
-    run = forger("sgd")
-    run.restore()
+    run, depth = forger("sgd"), 1_000_000
     file, nest = run.path / "state.pt", b"\x80\x02}X\t\0\0\0optimizer" + b"]" * depth + b"a" * (depth - 1) + b"s."
     with zipfile.ZipFile(run.original / "state.pt") as plain, zipfile.ZipFile(file, "w") as out:
         for entry in plain.infolist():
@@ -252,68 +185,43 @@ def test_deep_content_is_refused(forger: Callable[[str], Forger], depth: int) ->
     assert run.outcome() == "refused"
 
 
-MANIFESTS: dict[str, dict[str, Any]] = {
-    "files is a list": {"files": ["state.pt"]},
-    "files is absent": {"files": REMOVE_KEY},
-    "files is empty": {"files": {}},
-    "a path upwards": {"files": {"../../../secret": "0" * 64}},
-    "an absolute path": {"files": {"/dev/zero": "0" * 64}},
-    "a directory": {"files": {"..": "0" * 64}},
-    "a long name": {"files": {"a" * 5000: "0" * 64}},
-    "a NUL": {"files": {"a\0b": "0" * 64}},
-    "half a surrogate": {"files": {"\udcff": "0" * 64}},
-    "a hash that is no text": {"files": {"state.pt": 1}},
-    "step is text": {"step": "2"},
-    "step is a boolean": {"step": True},
-    "step is negative": {"step": -2},
-    "step is NaN": {"step": float("nan")},
-    "step is another": {"step": 3},
-    "step is absent": {"step": REMOVE_KEY},
-    "world_size is text": {"world_size": "1"},
-    "world_size is zero": {"world_size": 0},
-    "schema is long": {"schema": "x" * 100_000},
-}
+MANIFESTS: tuple[dict[str, Any], ...] = (
+    *({"files": ["state.pt"]}, {"files": REMOVE_KEY}, {"files": {}}, {"files": {"..": "0" * 64}}),
+    *({"files": {"../../../secret": "0" * 64}}, {"files": {"/dev/zero": "0" * 64}}, {"files": {"a" * 5000: "0" * 64}}),
+    *({"files": {"a\0b": "0" * 64}}, {"files": {"\udcff": "0" * 64}}, {"files": {"state.pt": 1}}),
+    *({"step": "2"}, {"step": True}, {"step": -2}, {"step": 3}, {"step": REMOVE_KEY}),
+    *({"world_size": "1"}, {"world_size": 0}, {"schema": "x" * 100_000}),
+)
 
 
-@pytest.mark.parametrize("kind", MANIFESTS)
+@pytest.mark.parametrize("changes", MANIFESTS, ids=range(len(MANIFESTS)))
 def test_a_manifest_with_invalid_values_and_correct_hashes_is_refused(
-    forger: Callable[[str], Forger], kind: str
+    forger: Callable[[str], Forger], changes: dict[str, Any]
 ) -> None:
     run = forger("sgd")
-    run.restore()
-    rewrite_manifest(run.path, **MANIFESTS[kind])
+    rewrite_manifest(run.path, **changes)
     assert run.outcome() == "refused"
 
 
 def test_a_huge_manifest_is_refused(forger: Callable[[str], Forger]) -> None:
     run = forger("sgd")
-    run.restore()
     os.truncate(run.path / "manifest.json", 10**12)  # a sparse file, which takes no space on the disk
     assert run.outcome() == "refused"
 
 
-FILES: dict[str, Callable[[Path], None]] = {
-    "a pipe": os.mkfifo,
-    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
-    "a link to itself": lambda path: path.symlink_to(path.name),
-    "a link to the right content": lambda path: path.symlink_to("../../elsewhere"),
-}
-
-
-@pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize("file", ["model.safetensors", "state.pt", "rank_0.pt", "config.yaml", "manifest.json"])
-def test_a_link_or_pipe_in_place_of_a_file_is_refused(forger: Callable[[str], Forger], kind: str, file: str) -> None:
+@pytest.mark.parametrize("file", ["model.safetensors", "state.pt", "config.yaml", "manifest.json"])
+def test_a_link_or_pipe_in_place_of_a_file_is_refused(forger: Callable[[str], Forger], file: str) -> None:
     run = forger("sgd")
-    run.restore()
     shutil.move(run.path / file, run.directory / "elsewhere")
-    FILES[kind](run.path / file)
-    assert run.outcome() == "refused"
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("../../elsewhere")):
+        make(run.path / file)
+        assert run.outcome() == "refused"
+        (run.path / file).unlink()
 
 
 @pytest.mark.parametrize("kind", ["checkpoints", "step"])
 def test_a_link_in_place_of_a_directory_is_refused(forger: Callable[[str], Forger], kind: str) -> None:
     run = forger("sgd")
-    run.restore()
     path, target = (run.path.parent if kind == "checkpoints" else run.path), run.directory / "elsewhere"
     shutil.move(path, target)
     path.symlink_to(target)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from helpers.run_directory_processes import FIXED_TIME
 
 from runner.config.errors import ConfigError
 from runner.storage import run_directory as directory
-from runner.storage.durable_write import write_json
-from runner.storage.regular_file import UnsafeFileError
+from runner.storage.files import UnsafeFileError, write_json
 
 NAME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{6}")
 
@@ -89,12 +87,6 @@ def test_the_new_directory_of_another_process_is_not_removed(tmp_path: Path, mon
     assert (tmp_path / "a").is_dir()
 
 
-def test_threads_get_directories_of_their_own(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(20) as pool:
-        made = list(pool.map(lambda _: directory.create(tmp_path / "deep" / "down"), range(100)))
-    assert len(set(made)) == 100
-
-
 def test_creating_a_directory_that_exists_is_refused(tmp_path: Path) -> None:
     assert directory.create(tmp_path, "000-seed=1") == (tmp_path / "000-seed=1").resolve()
     with pytest.raises(ConfigError) as refusal:
@@ -140,17 +132,6 @@ def test_newest_step_is_0_if_the_checkpoints_cannot_be_read(tmp_path: Path) -> N
     for path in (tmp_path, tmp_path / "checkpoints"):
         with enforced_permissions(path, 0):
             assert directory.newest_step(tmp_path) == 0
-
-
-@pytest.mark.slow
-def test_twenty_runs_in_the_same_second_have_twenty_directories(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "runner", *TINY_CPU, "debug=smoke"]
-    pipes = {"cwd": tmp_path, "env": child_environment(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    processes = [subprocess.Popen(program, **pipes) for _ in range(20)]
-    assert [process.wait(timeout=2 * TIMEOUT_SECONDS) for process in processes] == [0] * 20
-    found = list((tmp_path / "outputs" / "smoke").iterdir())
-    assert len(found) == 20
-    assert all(directory.read_result(path)["status"] == "done" for path in found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from runner.config.errors import ConfigError, check, check_range
-from runner.storage.regular_file import UnsafeFileError, check_no_link, read_regular
+from runner.storage.files import UnsafeFileError, check_no_link, read_regular
 from runner.sweep.engines.base import Ended, Job, Pool, Started
 from runner.sweep.engines.child import task
 from runner.sweep.engines.cluster import ClusterEngine, Resources

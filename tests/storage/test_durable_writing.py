@@ -1,4 +1,4 @@
-"""Tests of `runner.storage.durable_write`: after a crash or a power loss, a file has its old or its new content."""
+"""Tests of durable writing in `runner.storage.files`: after a power loss, a file has its old or its new content."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runner.storage import durable_write
+from runner.storage import files
 
 
 def test_the_order_is_write_sync_rename_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_the_order_is_write_sync_rename_sync(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "fsync", recorded("fsync", os.fsync, path_of))
     monkeypatch.setattr(os, "replace", recorded("replace", os.replace, lambda a, b: f"{a.name} -> {b.name}"))
-    durable_write.write_text(tmp_path / "a.yaml", "1")
+    files.write_text(tmp_path / "a.yaml", "1")
     assert calls == [("fsync", ".a.yaml.part"), ("replace", ".a.yaml.part -> a.yaml"), ("fsync", tmp_path.name)]
     assert (tmp_path / "a.yaml").read_text() == "1"
 
@@ -37,17 +37,17 @@ def test_the_order_is_write_sync_rename_sync(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_failure_leaves_the_old_content(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
-    durable_write.write_json(path, {"grüße": 1})
+    files.write_json(path, {"grüße": 1})
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(OSError, match="No space"):
-        durable_write.write_json(path, {"grüße": 2})
+        files.write_json(path, {"grüße": 2})
     monkeypatch.undo()
     assert json.loads(path.read_text(encoding="utf-8")) == {"grüße": 1}
-    durable_write.write_json(path, {"grüße": 3})
+    files.write_json(path, {"grüße": 3})
     assert json.loads(path.read_text(encoding="utf-8")) == {"grüße": 3}
     assert [found.name for found in tmp_path.iterdir()] == ["a.json"]
 
@@ -56,7 +56,7 @@ def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path: Pat
     other = tmp_path / "other"
     other.write_text("mine")
     (tmp_path / ".a.part").symlink_to(other)
-    durable_write.write_text(tmp_path / "a", "theirs")
+    files.write_text(tmp_path / "a", "theirs")
     assert (other.read_text(), (tmp_path / "a").read_text()) == ("mine", "theirs")
     assert not (tmp_path / "a").is_symlink()
 
@@ -65,7 +65,7 @@ def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path: Pat
 def test_the_mode_follows_the_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
-        durable_write.write_text(tmp_path / "a", "")
+        files.write_text(tmp_path / "a", "")
     finally:
         os.umask(before)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666 & ~umask

@@ -1,4 +1,4 @@
-"""Tests of `runner.storage.regular_file`: safe reading of files from untrusted sources."""
+"""Tests of `runner.storage.files`: safe reading of files from untrusted sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.nested_directories import nested
 from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
-from runner.storage.regular_file import (
+from runner.storage.files import (
     UnsafeFileError,
     check_no_link,
     check_readable,
@@ -72,7 +72,7 @@ def test_a_file_that_is_replaced_between_check_and_opening_is_refused(
     regular.write_bytes(b"")
     NOT_REGULAR[kind](path)
     status = os.lstat(regular)
-    monkeypatch.setattr("runner.storage.regular_file.os.lstat", lambda _: status)
+    monkeypatch.setattr("runner.storage.files.os.lstat", lambda _: status)
     free = os.dup(0)
     os.close(free)
     with pytest.raises(OSError, match="file"):

@@ -1,0 +1,265 @@
+"""Crash-safe writing of the checkpoints of a run, in the background.
+
+All files of a checkpoint are written to a temporary directory and synced to disk; renaming the directory commits the
+checkpoint. A thread of each rank writes its files while the training goes on. The threads use no collectives, because
+these would get mixed up with those of the training: rank 0 waits until the files of the other ranks are there.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from runner.config.errors import ConfigError
+from runner.storage.checkpoint import EMA, MODEL, STATE, Checkpoint, load, rank_file
+from runner.storage.files import UnsafeFileError, check_no_link, sync
+from runner.storage.manifest import NAME as MANIFEST
+from runner.storage.manifest import SIGNATURE, DamagedError, manifest_of, untrusted
+from runner.storage.retention import prune, saved_steps
+from runner.storage.run_directory import CONFIG, MovedError, StorageError, free_name, identity, step_name
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.005
+
+
+class Checkpoints:
+    """The checkpoints of one run directory.
+
+    Args:
+        directory: the run directory.
+        keep: number of newest checkpoints to keep in addition to the best one; 0 is treated as 1.
+        rank: the rank of this process.
+        world_size: the number of ranks, all of which must call `save`.
+        barrier: function that returns once all ranks have called it.
+        timeout: seconds that rank 0 waits for the files of the other ranks.
+        config_hash: hash of the config, for the manifest.
+        config: the text of the config, which is written to each checkpoint; empty to write no config.
+        signature: function that returns the text of `model.json`; empty to write none. It is called by a thread.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        rank: int = 0,
+        world_size: int = 1,
+        barrier: Callable[[], None] = lambda: None,
+        timeout: float = math.inf,
+        config_hash: str = "",
+        config: str = "",
+        signature: Callable[[], str] = str,
+    ):
+        self.root = directory / "checkpoints"
+        self.keep, self.rank, self.world_size, self.barrier, self.timeout = keep, rank, world_size, barrier, timeout
+        self.config_hash = config_hash
+        self.texts: dict[str, Callable[[], str]] = {CONFIG: lambda: config, SIGNATURE: signature}
+        self._writing: Writing | None = None
+        self._failed = threading.Event()
+        self._identity = identity(directory)
+
+    def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> None:
+        """Wait until the previous checkpoint is written, and begin to write `checkpoint` in a thread.
+
+        Every rank must call this. `check`, `wait` or the next `save` raises the error of the thread.
+
+        Args:
+            checkpoint: the content, which must not change any more. Each rank writes its `local`, and rank 0 the rest.
+            best_step: the step of the checkpoint with the best evaluation, which is not deleted; None if there is none.
+
+        Raises:
+            StorageError: as in `wait`, or if the directory of the new checkpoint cannot be made.
+        """
+        self.wait()
+        part = self.root / f"tmp.{step_name(checkpoint.step)}"
+        if self.rank == 0:
+            with self._deleted_on_failure(part):
+                self.check_directory()
+                check_no_link(self.root)
+                shutil.rmtree(part, ignore_errors=True)
+                self.root.mkdir(exist_ok=True)
+                part.mkdir()
+                sync(self.root.parent)
+        self.barrier()
+        self._writing = Writing(lambda: self._write(checkpoint, part, best_step))
+
+    def check_directory(self) -> None:
+        """On rank 0, raise a `MovedError` if the run directory has been removed or renamed, or another is there."""
+        if self.rank == 0 and identity(self.root.parent) != self._identity:
+            raise MovedError(self.root.parent)
+
+    def check(self) -> None:
+        """Raise the error of the last `save`, as `wait` does, if its thread has already failed."""
+        if self._writing is not None and not self._writing.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written. On ranks other than 0, wait only for this rank's file.
+
+        Raises:
+            StorageError: if the disk is full or fails, or another rank's file does not appear before the timeout.
+                Earlier checkpoints are not affected.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.join()
+            if writing.error is not None:
+                raise writing.error
+
+    def finish_after_error(self) -> None:
+        """After the training has failed, wait until the thread of the last `save` has ended, and ignore its errors.
+
+        Rank 0 does not wait for files of other ranks, which may have failed too: without them, nothing is committed.
+        """
+        self._failed.set()
+        if self._writing is not None:
+            self._writing.join()
+
+    def _write(self, checkpoint: Checkpoint, part: Path, best_step: int | None) -> None:
+        """Write this rank's files to the directory `part`; on rank 0, also commit the checkpoint."""
+        since, state_file = time.perf_counter(), part / rank_file(self.rank)
+        with self._deleted_on_failure(part):
+            _write_synced(_unfinished(state_file), lambda path: _save(checkpoint.local, path))
+            os.replace(_unfinished(state_file), state_file)  # tells rank 0 that it is complete
+            if self.rank == 0:
+                self._commit(checkpoint, part)
+        if self.rank == 0:
+            prune(self.root, max(1, self.keep), best_step)
+        log.debug("the checkpoint of step %d took %.2f s to write", checkpoint.step, time.perf_counter() - since)
+
+    @contextmanager
+    def _deleted_on_failure(self, part: Path) -> Iterator[None]:
+        """Convert an OSError to a `StorageError`, and delete this rank's files in `part`: the log needs the space.
+
+        Rank 0 alone deletes the directory. If it were missing, rank 0 might fail with an error that hides the cause.
+        """
+        try:
+            yield
+        except OSError as error:
+            names = [rank_file(self.rank), f"{rank_file(self.rank)}.part"]
+            names += [MODEL, EMA, STATE, *self.texts, MANIFEST] if self.rank == 0 else []
+            with suppress(OSError):
+                for name in names:
+                    (part / name).unlink(missing_ok=True)
+                if self.rank == 0:
+                    part.rmdir()
+            self.check_directory()
+            raise StorageError(part, error.strerror or str(error)) from error
+
+    def _commit(self, checkpoint: Checkpoint, part: Path) -> None:
+        weights = {MODEL: checkpoint.tensors} | ({EMA: checkpoint.ema} if checkpoint.ema else {})
+        for name, tensors in weights.items():
+            _write_synced(part / name, partial(safetensors.torch.save_file, tensors))
+        _write_synced(part / STATE, lambda path: _save(checkpoint.state, path))
+        # safetensors makes its files unreadable for other users; give them the mode of the other files, from the umask.
+        for name in weights:
+            (part / name).chmod(stat.S_IMODE((part / STATE).stat().st_mode))
+        for name, text_of in self.texts.items():
+            if text := text_of():
+                _write_synced(part / name, partial(Path.write_text, data=text, encoding="utf-8"))
+        self._wait_for_other_ranks(part)
+        manifest = manifest_of(part, step=checkpoint.step, world_size=self.world_size, config_hash=self.config_hash)
+        _write_synced(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
+        sync(part)
+        final = self.root / step_name(checkpoint.step)
+        if final.exists():  # resumed from an earlier step: keep the other checkpoint under another name
+            os.replace(final, free_name(final, "superseded"))
+        os.replace(part, final)
+        sync(self.root)
+
+    def _wait_for_other_ranks(self, part: Path) -> None:
+        waited = 0.0  # the time in which this process was suspended does not count
+        for rank in range(1, self.world_size):
+            while not (part / rank_file(rank)).exists():
+                if self._failed.is_set() or waited > self.timeout:
+                    why = f"rank {rank} has not written its file after {waited:.0f} s (parallel.timeout)"
+                    raise OSError(errno.ETIMEDOUT, why)
+                time.sleep(_POLL_SECONDS)
+                waited += _POLL_SECONDS
+
+    def latest(self, last_step: float = math.inf) -> Checkpoint | None:
+        """Return the newest intact checkpoint, with the state of this rank; None if the run has no checkpoint.
+
+        Checkpoints of steps after `last_step` are ignored. Every rank must call this. Rank 0 renames the damaged
+        checkpoints that are newer than the returned one; if there is no intact one, nothing is renamed.
+
+        Raises:
+            ConfigError: if there are damaged checkpoints, but no intact one; if the newest intact one was written by an
+                incompatible version of this project or by something else; or if `checkpoints` is a link.
+            OSError: if a file cannot be read for another reason, or a damaged checkpoint cannot be renamed.
+        """
+        try:
+            steps = [step for step in saved_steps(self.root) if step <= last_step]
+        except UnsafeFileError as error:
+            raise untrusted(self.root, str(error.strerror)) from None
+        damaged: dict[Path, DamagedError] = {}
+        found = None
+        for path in (self.root / step_name(step) for step in reversed(steps)):
+            try:
+                found = load(path, self.rank)
+                break
+            except DamagedError as error:
+                damaged[path] = error
+        if damaged:
+            self.barrier()  # all ranks have read them before rank 0 renames them
+        if found is not None and self.rank == 0:
+            for path, error in damaged.items():
+                aside = free_name(path, "corrupt")
+                os.replace(path, aside)
+                log.warning("%s; renamed to %s, trying the previous checkpoint", error, aside.name)
+        names = sorted([path.name for path in damaged] + [path.name for path in self.root.glob("step_*.corrupt*")])
+        if found is None and names:
+            why = f"none of its checkpoints is intact: {', '.join(names)}"
+            remedy = "start a new run, without resume (overrides.yaml has what was typed)"
+            raise ConfigError("resume", str(self.root.parent), why, remedy)
+        return found
+
+
+def _save(value: object, path: Path) -> None:
+    with path.open("wb") as file:  # given a path, torch would hide the OSError of a full disk
+        torch.save(value, file)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
+
+
+def _write_synced(path: Path, write: Callable[[Path], object]) -> None:
+    try:
+        write(path)
+    except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
+        raise OSError(errno.EIO, str(error.__context__ or error).splitlines()[0]) from error
+    sync(path)
+
+
+class Writing(threading.Thread):
+    """A thread that writes a checkpoint; `error` is what it raised. It does not keep the process from exiting.
+
+    Callers wait with `join`: after writing, the thread still has to free the tensors. An interpreter that exits
+    meanwhile stops this daemon thread in the middle of torch's C++ code, which aborts the process.
+    """
+
+    def __init__(self, write: Callable[[], None]):
+        super().__init__(target=write, name="checkpoint", daemon=True)
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            super().run()  # it frees the target, and with it the tensors
+        except BaseException as error:
+            self.error = error
