@@ -14,8 +14,6 @@ from models.recompute import Block
 class ConvNet(nn.Sequential):
     """Convolutions, each followed by ReLU and 2×2 max pooling, then two linear layers.
 
-    With the default arguments and 28×28 inputs, the first linear layer has 20·4·4 = 320 input features.
-
     Args:
         in_channels: number of channels of the inputs [n, in_channels, height, width].
         height: height of the inputs in pixels.
@@ -26,10 +24,9 @@ class ConvNet(nn.Sequential):
         padding: zero padding of each convolution, in pixels on each side.
         hidden: number of output features of the first linear layer.
         dropout: dropout probability after the first linear layer.
-        checkpoint_activations: store only each block's inputs, and recompute other activations in the backward pass.
+        checkpoint_activations: recompute activations in the backward pass.
 
-    Raises:
-        ValueError: if the inputs are too small for the pooling layers.
+    Raises `ValueError` if the inputs are too small for the pooling layers.
     """
 
     def __init__(

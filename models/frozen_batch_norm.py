@@ -9,11 +9,8 @@ from torch import nn
 class FrozenBatchNorm(nn.Module):
     """Batch normalization with the running statistics, in training mode too: a fixed affine map of each channel.
 
-    This class is for batch normalization layers whose weight and bias are frozen. Such a layer is converted in place,
-    by setting its `__class__`; it keeps its tensors and their names.
-
-    The class is not a subclass of torch's batch normalization. Therefore, parallel modes that synchronize, defer or
-    average the statistics of batch normalization layers do not change layers of this class.
+    A layer whose weight and bias are frozen is converted by setting its `__class__`. This is not a subclass of torch's
+    batch normalization, so that parallel modes do not synchronize or average its statistics.
     """
 
     weight: torch.Tensor

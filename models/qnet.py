@@ -75,18 +75,11 @@ class Dueling(nn.Module):
 
 
 class WithTarget(nn.Module):
-    """An online network, which computes action values, and its target network.
+    """An online network, which computes action values, and its target network (Mnih et al., 2015), first a copy of it.
 
-    One forward pass computes everything that the loss needs from both networks. Wrappers that gather parameters, split
-    batches or synchronize gradients therefore see one call per batch and need no special case for the target network.
-    See Mnih et al., Human-level Control through Deep Reinforcement Learning (2015).
-
-    Args:
-        online: the network that is trained; it is copied to initialize the target network.
-        shift: a tensor [num_inputs] that is subtracted from the observations before both networks; None if observations
-            are not normalized.
-        scale: a tensor [num_inputs] by which the shifted observations are multiplied; None if observations are not
-            normalized.
+    One forward pass computes everything that the loss needs from both, so that wrappers which gather parameters, split
+    batches or synchronize gradients see one call per batch. `shift` is subtracted from the observations before both
+    networks, and `scale` multiplies them, [num_inputs] each.
     """
 
     def __init__(self, online: nn.Module, shift: torch.Tensor | None = None, scale: torch.Tensor | None = None):
@@ -104,8 +97,7 @@ class WithTarget(nn.Module):
         """Return the values of all actions, [n, num_actions]; with `next_observations`, and the best next value.
 
         The latter is a detached tensor [n, 1]. If `double`, the online network selects the next action and the target
-        network evaluates it (van Hasselt, Guez and Silver, Deep Reinforcement Learning with Double Q-learning, 2016);
-        otherwise, the target network does both.
+        network evaluates it (van Hasselt et al., 2016); otherwise, the target network does both.
         """
         values = self.online(self._normalized(observations))
         if next_observations is None:

@@ -1,9 +1,8 @@
 """Activation checkpointing: blocks that recompute their activations in the backward pass.
 
-Chen et al., Training Deep Nets with Sublinear Memory Cost (2016). Only the inputs of blocks are stored, which saves
-memory at the cost of a second forward pass. The results are bitwise the same: `torch.utils.checkpoint` restores the
-random number generators and autocast, and this module prevents a second update of the running statistics of batch
-normalization.
+Chen et al., Training Deep Nets with Sublinear Memory Cost (2016). The results are bitwise the same:
+`torch.utils.checkpoint` restores the random number generators and autocast, and this module prevents a second update of
+the running statistics of batch normalization.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ Forward = TypeVar("Forward", bound=Callable[..., torch.Tensor])
 
 
 def recomputable(forward: Forward) -> Forward:
-    """Decorate a module's method `forward` with activation checkpointing.
+    """Decorate a module's method `forward` with activation checkpointing, if `module.checkpoint_activations` is True.
 
-    If `module.checkpoint_activations` is True, only the inputs of `forward` are stored, and the backward pass calls
-    `forward` again to recompute the other activations. The module itself is not wrapped. Therefore, it behaves the same
-    in any stage of a pipeline, and its hooks (such as the hooks of FSDP) run only once.
+    The module itself is not wrapped, so that it behaves the same in any stage of a pipeline, and its hooks run once.
     """
 
     @functools.wraps(forward)
@@ -44,22 +41,14 @@ def recomputable(forward: Forward) -> Forward:
 
 
 def make_recomputable(module: nn.Module) -> None:
-    """Turn on activation checkpointing for `module`: the backward pass recomputes its activations.
-
-    The class of `module` is replaced in place by a subclass with the same name.
-    """
+    """Turn on activation checkpointing for `module`, whose class is replaced by a subclass with the same name."""
     cls = type(module)
     changed = {"forward": recomputable(cls.forward), "checkpoint_activations": True}
     module.__class__ = type(cls.__name__, (cls,), changed)
 
 
 class Block(nn.Sequential):
-    """A sequence of layers that stay together in one stage if the network is split into stages.
-
-    Args:
-        checkpoint_activations: store only the block's input, and recompute other activations in the backward pass.
-        layers: the layers by name. A layer may also belong to another module; both modules then share its parameters.
-    """
+    """A sequence of layers that stay together in one stage; one may share its parameters with another module."""
 
     def __init__(self, checkpoint_activations: bool, **layers: nn.Module):
         super().__init__(OrderedDict(layers))
@@ -69,14 +58,11 @@ class Block(nn.Sequential):
 
 
 class _FrozenStatistics:
-    """A context manager in which the batch normalization layers of `block` do not update their running statistics.
+    """A context manager in which the batch normalization layers of `block` update temporary buffers instead of theirs.
 
-    The layers update temporary buffers instead. Two simpler ways fail. `track_running_stats=False` would change which
-    tensors are saved for the backward pass. A momentum of zero would still increase `num_batches_tracked`, and would
-    make the running statistics NaN if the statistics of the batch are infinite (0·∞).
-
-    The context manager is a class, because a context manager made from a generator function can be entered only once.
-    If the graph is retained, each backward pass enters the same context manager again.
+    `track_running_stats=False` would change which tensors are saved for the backward pass; a momentum of zero would
+    make the statistics NaN if those of the batch are infinite (0·∞). If the graph is retained, it is entered
+    repeatedly.
     """
 
     def __init__(self, block: nn.Module):

@@ -44,10 +44,9 @@ STEMS = ("imagenet", "cifar")
 
 
 class ResNet(resnet.ResNet):
-    """A residual network, version 1.5, for inputs [n, in_channels, height, width].
+    """A residual network, version 1.5, for inputs [n, in_channels, height, width], with torchvision's parameter names.
 
-    He et al., Deep Residual Learning for Image Recognition (2016). Parameter names and initialization are the same as
-    in torchvision, so that torchvision's pretrained weights can be loaded.
+    He et al., Deep Residual Learning for Image Recognition (2016).
 
     Args:
         depth: number of layers, a key of `DEPTHS`.
@@ -55,9 +54,8 @@ class ResNet(resnet.ResNet):
         num_classes: number of outputs.
         stem: `imagenet` downsamples the inputs by 4 (7×7 convolution with stride 2, max pooling); `cifar` keeps the
             size of inputs of about 32×32 (3×3 convolution, no pooling; section 4.2 of the paper).
-        norm: `batch` for batch normalization, or `group` for group normalization with 32 groups (Wu and He, 2018).
-            Group normalization is computed per sample, so that the results do not depend on how a batch is split.
-        checkpoint_activations: store only each block's inputs, and recompute other activations in the backward pass.
+        norm: `batch`, or `group` for group normalization with 32 groups (Wu and He, 2018), computed per sample.
+        checkpoint_activations: recompute the activations of blocks in the backward pass.
     """
 
     def __init__(
@@ -84,9 +82,8 @@ class ResNet(resnet.ResNet):
     def blocks(self) -> list[tuple[str, nn.Module]]:
         """Return the blocks between which the network can be split, in forward order: stem, residual blocks, head.
 
-        Residual blocks are named as in `named_modules()`. The stem and the head are created in each call, so that they
-        contain the current layers: a wrapper may have replaced a layer, for example with synchronized batch
-        normalization.
+        The stem and the head are created in each call, so that they contain layers with which a wrapper has replaced
+        others.
         """
         recompute = self.checkpoint_activations
         stem = Block(recompute, conv1=self.conv1, bn1=self.bn1, relu=self.relu, maxpool=self.maxpool)

@@ -1,7 +1,6 @@
 """torchvision's classification networks as chains of blocks, between which they can be split into stages.
 
-`CHAINS` lists the classes of networks whose forward pass calls their layers one after another. Parameter names,
-initialization and the forward pass of the whole network are torchvision's own.
+Parameter names, initialization and the forward pass of the whole network are torchvision's own.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from models.frozen_batch_norm import FrozenBatchNorm
 from models.recompute import Block, make_recomputable
 
 Layers = list[tuple[str, nn.Module]]
-"""Layers by name, in forward order."""
-
 _FLATTEN = nn.Flatten()
 _NORMS = (_BatchNorm, FrozenBatchNorm, nn.LayerNorm, nn.GroupNorm)
 
@@ -102,14 +99,13 @@ CHAINS: dict[type[nn.Module], Callable[[Any], Layers]] = {
     models.VGG: _flatten_before("classifier"),
     models.VisionTransformer: _vit,
 }
-"""For each class of networks, a function that returns the layers of a network in forward order."""
 
 
 def blocks_of_chain(network: nn.Module) -> Layers:
-    """Return the blocks of `network` in forward order: stem, …, head.
+    """Return the blocks of `network`, whose class is in `CHAINS`, in forward order: stem, …, head.
 
-    The class of `network` must be in `CHAINS`. Blocks that group several layers are created in each call, so that they
-    contain the current layers: a wrapper may have replaced a layer.
+    Blocks that group several layers are created in each call, so that they contain layers with which a wrapper has
+    replaced others.
     """
     groups = list(_grouped(_flattened(CHAINS[_listed_class(network)](network))))
     names = ["stem", *(_name(group) for group in groups[1:-1]), "head"]
@@ -118,11 +114,7 @@ def blocks_of_chain(network: nn.Module) -> Layers:
 
 
 def with_blocks(network: nn.Module) -> nn.Module:
-    """Give `network` the method `blocks()` if its class is in `CHAINS`, and return `network`.
-
-    As in `fully_shard`, its class is replaced by a subclass with the same name, after it has been created, because
-    torchvision's builder functions cannot create a network of a given class.
-    """
+    """Give `network` the method `blocks()` if its class is in `CHAINS`, and return it; as `fully_shard` does."""
     cls = type(network)
     if cls in CHAINS:
         network.__class__ = type(cls.__name__, (cls,), {"blocks": blocks_of_chain})
@@ -132,8 +124,8 @@ def with_blocks(network: nn.Module) -> nn.Module:
 def checkpoint_activations(network: nn.Module) -> int:
     """Let the backward pass recompute the activations in the blocks of `network`; return the number of such blocks.
 
-    Blocks without submodules are left out, and those that `network.blocks()` creates from several layers in each call,
-    which the forward pass of `network` does not use.
+    Blocks without submodules are left out, and those that `network.blocks()` groups, which its forward pass does not
+    use.
     """
     own = {id(module) for module in network.modules()}
     blocks = [block for _, block in blocks_of(network) if id(block) in own and any(True for _ in block.children())]
@@ -162,13 +154,10 @@ def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
 def _grouped(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[Layers]:
     """Yield groups of layers that stay together, in forward order.
 
-    Each group contains one main layer: a convolution, a linear layer, or a module with submodules. All other layers are
-    simple layers (normalization, activation, pooling). If the main layer before a simple layer has submodules, and the
-    main layer after it has none, the simple layer joins the group of the main layer after it. Otherwise, it joins the
-    group of the main layer before it.
-
-    In the networks of `CHAINS`, no group begins with an in-place activation, which would overwrite the inputs of a
-    stage.
+    Each group contains one main layer: a convolution, a linear layer, or a module with submodules. The others are
+    simple (normalization, activation, pooling). Between a main layer with submodules and one without, they join the
+    latter; otherwise, the one before. In the networks of `CHAINS`, no group begins with an in-place activation, which
+    would overwrite the inputs of a stage.
     """
     group: Layers = []
     waiting: Layers = []  # simple layers after a module with submodules: the next layer decides on their group

@@ -36,15 +36,6 @@ def create(name: str, shape: tuple[int, ...], num_classes: int, options: Mapping
 
     If the inputs do not have three channels, the first convolution is replaced; its weights are initialized as in
     torchvision's residual networks (He et al., 2015, fan out).
-
-    Args:
-        name: one of `names()`.
-        shape: shape of an input, (channels, height, width).
-        num_classes: number of outputs.
-        options: values of options by name; `options_of` returns the options that the network has.
-
-    Raises:
-        AssertionError, TypeError, ValueError: if the network does not take the options, or inputs of this size.
     """
     channels, height, width = shape
     cls, given = _class_of(name), dict(options)
@@ -66,10 +57,7 @@ def _class_of(name: str) -> type[nn.Module]:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` so that the tensors it creates are on the CPU and have values, even under `FakeTensorMode`.
-
-    The function needs the values of these tensors.
-    """
+    """Wrap `function` so that the tensors it creates have the values that it needs, even under `FakeTensorMode`."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         with torch.device("cpu"), _disable_current_modes():  # FakeTensorMode

@@ -25,13 +25,9 @@ LoadState = Callable[["torch.optim.Optimizer", Any], None]
 class Ema:
     """An exponential moving average of the weights (Polyak averaging; Tarvainen and Valpola, Mean Teacher, 2017).
 
-    It is equivalent to `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`: the
-    average begins with the weights after the first step; buffers, such as the running statistics of batch
-    normalization, are not averaged. Evaluations use the averaged weights with the model's own buffers, so the best
-    checkpoint is the one whose averaged weights evaluate best.
-
-    Args:
-        decay: weight of the previous average in each update, above 0 and below 1; None for no average.
+    As `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`: it begins with the
+    weights after the first step; buffers are not averaged. Evaluations, and so the best checkpoint, use the averaged
+    weights.
     """
 
     decay: float | None = None
@@ -44,10 +40,7 @@ class Ema:
         return Average() if self.decay is None else MovingAverage(model, self.decay)
 
     def too_slow(self, num_steps: int) -> str:
-        """Return a warning if `decay` is too large for a run of `num_steps` steps; otherwise, return "".
-
-        After the last step, the weights after the first step have a share of decay^(num_steps − 1) in the average.
-        """
+        """Return a warning if the weights after the first step keep a share of 10 %, decay^(num_steps − 1), or more."""
         share = 0.0 if self.decay is None else self.decay ** (num_steps - 1)
         if share < 0.1:
             return ""
@@ -74,24 +67,14 @@ class Average:
         yield
 
     def full_tensors(self, collect: CollectState) -> dict[str, torch.Tensor]:
-        """Return the full tensors of the model by name, with the averaged weights in place of the trained parameters.
-
-        Called on every rank. The dict is empty on ranks other than 0, and if there is no average.
-        """
+        """Return the full tensors of the model by name, with the averaged weights; empty on ranks other than 0."""
         return {}
 
     def load(self, tensors: Mapping[str, torch.Tensor], load: LoadState) -> None:
-        """Restore the average from `tensors`, which `full_tensors` returned on rank 0; called on every rank.
-
-        `load` takes a state in the form of `full_state`. If `tensors` is empty, the average begins after the next step.
-        """
+        """Restore the average from `tensors`, which `full_tensors` returned on rank 0; called on every rank."""
 
     def local_state(self, state_of: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> dict[str, Any]:
-        """Return what `full_tensors` does not include, for the rank's own checkpoint file; empty without an average.
-
-        For example, each rank of an ensemble returns the averaged weights of its member. `state_of(optimizer)` is
-        `local_state(model, optimizer)` of the parallel mode.
-        """
+        """Return what `full_tensors` lacks, such as the average of a member of an ensemble, by `state_of`."""
         return {}
 
     def load_local(self, state: dict[str, Any], load: LoadState) -> None:
@@ -99,15 +82,7 @@ class Average:
 
 
 class MovingAverage(Average):
-    """The exponential moving average of the trainable parameters of a model.
-
-    The first update copies the parameters; each later update computes `decay · average + (1 − decay) · parameter`. The
-    average is the state of an optimizer, because parallel modes can shard, gather, save and load such a state.
-
-    Args:
-        model: the model, as the parallel mode has placed it.
-        decay: the weight of the previous average, above 0 and below 1.
-    """
+    """The average of the trainable parameters; the state of an optimizer, which modes can shard, gather and save."""
 
     def __init__(self, model: torch.nn.Module, decay: float):
         self._model = model
@@ -149,7 +124,7 @@ class MovingAverage(Average):
 
 @functools.cache
 def _averages_class() -> Any:
-    """Return the class `Averages`. It is defined in a function, because its base class would load torch on import."""
+    """Return the class `Averages`; its base class would load torch on import."""
 
     class Averages(torch.optim.Optimizer):
         @torch.no_grad()

@@ -22,11 +22,8 @@ MAX_RATE = 1000  # a larger value is a typo: with it, every optimizer here diver
 class ParameterGroup(NamedTuple):
     """Parameters with the same learning rate and weight decay.
 
-    Args:
-        name: the pattern or the block that determines the learning rate; empty for the base learning rate.
-        lr: the learning rate, which the schedule multiplies by a factor.
-        weight_decay: as in `Optimizer`.
-        parameters: names of the parameters. Only the group of the base learning rate may be empty.
+    `name` is the pattern or the block that determines the rate; empty for the base learning rate, whose group alone may
+    have no parameters.
     """
 
     name: str
@@ -39,10 +36,8 @@ class ParameterGroup(NamedTuple):
 class Optimizer(ABC):
     """The options from which `build` creates a `torch.optim.Optimizer` for a model's trainable parameters.
 
-    They are explained in `conf/optimizer/_optimizer.yaml`. The first pattern in `groups` (see
-    `runner.config.name_patterns`) that matches a parameter decides on its `lr` and `weight_decay`, before `layer_decay`
-    (Clark et al., ELECTRA, 2020) and `decay_norms`. `fused` is for torch's fused kernels or, where there are none, for
-    its `foreach` implementation, in which each operation is one kernel for many parameters.
+    They are explained in `conf/optimizer/_optimizer.yaml`. The first pattern in `groups` that matches a parameter
+    decides on its `lr` and `weight_decay`, before `layer_decay` and `decay_norms`.
     """
 
     lr: float
@@ -53,7 +48,7 @@ class Optimizer(ABC):
     decay_norms: bool = True
 
     needs_whole_parameters: ClassVar[bool] = False
-    """Whether an update needs the whole parameter. If so, parallel modes that shard parameters are refused."""
+    """Whether parallel modes that shard parameters are refused."""
 
     def __post_init__(self) -> None:
         check_range(self, "lr", above=0, most=MAX_RATE)
@@ -81,22 +76,15 @@ class Optimizer(ABC):
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
         """Return an optimizer for the parameters of `model` that require gradients.
 
-        Args:
-            model: the model, or the part of it that this rank holds.
-            groups: what `parameter_groups` returns for the whole model; None if `model` is the whole model.
-
-        Raises:
-            ConfigError: as `parameter_groups` does, if `groups` is None.
+        `groups` is what `parameter_groups` returns for the whole model, if `model` is the part of it that this rank
+        holds.
         """
 
     def parameter_groups(self, model: torch.nn.Module) -> list[ParameterGroup]:
-        """Return the groups of the trainable parameters of `model`, which must be the whole model.
+        """Return the groups of the trainable parameters of the whole model, first that of the base learning rate.
 
-        The first group is that of the base learning rate, and may have no parameters.
-
-        Raises:
-            ConfigError: if a pattern matches no trainable parameter, or only parameters that match an earlier pattern,
-                or if `layer_decay` is below 1 and the network lists no blocks.
+        Raises `ConfigError` if a pattern matches no trainable parameter, or only parameters of an earlier pattern, or
+        if `layer_decay` is below 1 and the network lists no blocks.
         """
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         pattern_of = self._patterns(model, parameters)
@@ -119,7 +107,7 @@ class Optimizer(ABC):
         return [ParameterGroup(*key, names) for key, names in groups.items()]
 
     def _patterns(self, model: torch.nn.Module, parameters: Mapping[str, Any]) -> dict[str, str]:
-        """Return a dict from the name of a trained parameter to the first pattern in `groups` that matches it."""
+        """Return the first pattern in `groups` that matches a trained parameter, by its name."""
         found: dict[str, str] = {}
         names = names_to_match(model) if self.groups else {}
         trained = {name: each for name, each in names.items() if name in parameters}
@@ -133,7 +121,6 @@ class Optimizer(ABC):
         return found
 
     def _torch_groups(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None) -> list[dict[str, Any]]:
-        """Return the parameter groups as torch takes them; arguments and errors are those of `build`."""
         held = dict(model.named_parameters())
         return [
             {
@@ -166,7 +153,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of `model` that require gradients. Frozen parameters are left out."""
+    """Return the parameters of `model` that require gradients."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -259,7 +246,7 @@ class RMSprop(Optimizer):
 
 
 _ELSEWHERE = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
-"""Not by name: the base class; what needs a closure, or sparse gradients; and what takes matrices alone."""
+"""The base class; what needs a closure, or sparse gradients; and what takes matrices alone."""
 
 
 @dataclass
@@ -298,15 +285,10 @@ class Named(Optimizer):
 class Muon(AdamW):
     """Muon (Jordan et al., 2024; `torch.optim.Muon`) for matrices, and AdamW for all other parameters.
 
-    Matrices are parameters with two dimensions: the weights of linear layers, but not those of convolutions. Updates of
-    matrices are scaled to the size of AdamW's updates (Liu et al., Muon is Scalable for LLM Training, 2025), so that
-    Muon and AdamW share one learning rate and one weight decay. `fused` applies only to AdamW.
-
-    Muon orthogonalizes its updates in bfloat16. If the gradients in two parallel modes differ by float32 rounding, the
-    updates may differ by bfloat16 rounding, which is larger.
-
-    Args:
-        ns_steps: number of Newton-Schulz iterations of each orthogonalization.
+    Matrices are parameters with two dimensions: the weights of linear layers, but not those of convolutions. Their
+    updates are scaled to the size of AdamW's (Liu et al., Muon is Scalable for LLM Training, 2025), so that both share
+    one learning rate. Updates are orthogonalized in bfloat16, by `ns_steps` Newton-Schulz iterations: if the gradients
+    in two modes differ by float32 rounding, the updates may differ by bfloat16 rounding.
     """
 
     needs_whole_parameters: ClassVar[bool] = True
@@ -334,10 +316,10 @@ class Muon(AdamW):
 
 @functools.cache
 def _joined_class() -> Any:
-    """Return the class `Joined`. It is defined in a function, because its base class would load torch on import."""
+    """Return the class `Joined`; its base class would load torch on import."""
 
     class Joined(torch.optim.Optimizer):
-        """An optimizer made of several optimizers of different parameters, with one list of groups and one state."""
+        """Several optimizers of different parameters, with one list of groups and one state."""
 
         def __init__(self, *parts: torch.optim.Optimizer):
             for number, part in enumerate(parts):

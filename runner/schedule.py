@@ -1,7 +1,6 @@
-"""Learning rate schedules: a factor for the optimizer's learning rate, as a pure function of the number of updates.
+"""Learning rate schedules: a factor for the learning rate, as a pure function of the number of updates.
 
-A pure function has no state to save: even if a run is resumed, or loss scaling has skipped steps, the number of updates
-is enough to compute the factor.
+It has no state to save, even if loss scaling has skipped steps.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Schedule:
         return self.after_warmup(update - warmup, max(num_updates - warmup, 1))
 
     def after_warmup(self, update: int, num_updates: int) -> float:
-        """Return the factor after the warm-up; `update` and `num_updates` are counted from the end of the warm-up."""
+        """Return the factor after the warm-up; `update` and `num_updates` are counted from its end."""
         return 1.0
 
     def set_lr(self, optimizer: torch.optim.Optimizer, update: int, num_updates: int) -> None:
@@ -83,10 +82,7 @@ class OneCycle(Schedule):
 
 @dataclass
 class Step(Schedule):
-    """Step decay: the factor is multiplied by `gamma` at each milestone (`torch.optim.lr_scheduler.MultiStepLR`).
-
-    Milestones are fractions of the updates after the warm-up.
-    """
+    """Step decay: the factor is multiplied by `gamma` at each milestone, a fraction of the run after the warm-up."""
 
     milestones: tuple[float, ...] = (0.5, 0.75)
     gamma: float = 0.1

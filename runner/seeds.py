@@ -1,9 +1,7 @@
 """Independent random number streams, each seeded by the root seed and the name of the stream.
 
-The seed of the initial weights depends only on the root seed and the name of the stream, so that all ranks with the
-same root seed build the same model. (Each member of an ensemble has a different root seed.) The seeds of exploration,
-dropout and environments also depend on an index that the parallel mode gives to each process. The random numbers of
-augmentation also depend on the epoch and the sample.
+Weights depend only on the root seed, so that all ranks build the same model. Exploration, dropout and environments
+also depend on the index of the process; augmentation on the epoch and the sample.
 """
 
 from __future__ import annotations
@@ -27,10 +25,9 @@ def derive(seed: int, *path: int | str) -> int:
 
 
 def uniforms(seed: int, epochs: torch.Tensor, samples: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` uniform random numbers in [0, 1) for each pair (epoch, sample): float32 [n, count].
+    """Return `count` uniform random numbers in [0, 1) for each pair (epoch, sample), int64 [n]: float32 [n, count].
 
-    The numbers of a sample are the same on every device and in every batch. The generator is counter-based: it hashes
-    the epoch, the sample and the index of the number, and has no state to save. `epochs` and `samples` are int64 [n].
+    They are the same on every device and in every batch: hashes of the epoch, the sample and the index of the number.
     """
     draws = torch.arange(count, device=samples.device)
     keys = _mix(_mix(_mix(samples + derive(seed, "augmentation")) + epochs)[:, None] + draws)
@@ -43,10 +40,7 @@ def sample_seeds(seed: int, epochs: torch.Tensor, samples: torch.Tensor) -> list
 
 
 def random_state(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
-    """Return the states of torch's default generators, which dropout uses, of the CPU and of `devices`.
-
-    The keys are `cpu` and the type of each device; for devices after the first one, followed by its position: `cuda 1`.
-    """
+    """Return the states of torch's default generators, which dropout uses, of the CPU and of `devices`."""
     state = {"cpu": torch.get_rng_state()}
     for name, device in _generator_names(devices).items():
         state[name] = torch.mps.get_rng_state() if device.type == "mps" else torch.cuda.get_rng_state(device)
@@ -54,7 +48,7 @@ def random_state(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
 
 
 def set_random_state(state: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
-    """Set the generators to the `state` that `random_state` returned; those that are not in `state` do not change."""
+    """Set the generators to `state`, of `random_state`; those that are not in it do not change."""
     torch.set_rng_state(state["cpu"])
     for name, device in _generator_names(devices).items():
         if name in state and device.type == "mps":

@@ -1,4 +1,4 @@
-"""The rules that end a run before its last step, either after an evaluation or when its time is up."""
+"""The rules that end a run before its last step, after an evaluation or when its time is up."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from runner.storage.content_checks import check_count, check_like
 
 @dataclass
 class Stop:
-    """The rules that end a run early, explained in `conf/stop/default.yaml`. A rule that is null is not applied.
+    """The rules that end a run early, explained in `conf/stop/default.yaml`; null is no rule.
 
-    The rules `patience` (early stopping; Prechelt, Early Stopping – But When?, 1998) and `target` are applied after
-    each evaluation. They end the run as if it had reached its last step: the run saves a checkpoint and exits with
-    code 0, and `result.json` says which rule ended it. After `max_time`, a resumed run has as many seconds again.
+    `patience` (early stopping; Prechelt, Early Stopping – But When?, 1998) and `target` are applied after each
+    evaluation. They end the run as if it had reached its last step.
     """
 
     metric: str | None = None
@@ -49,15 +48,10 @@ class Stop:
     def check_evaluations(
         self, directions: Mapping[str, str], eval_every: int, best_possible: Mapping[str, float] = {}
     ) -> None:
-        """If `metric` is set, check that evaluations measure it and can reach `target`.
+        """Raise `ConfigError` if `metric` is set and evaluations do not measure it, or cannot reach `target`.
 
-        Args:
-            directions: whether the `min` or the `max` is better, of each evaluation metric by which a run may end.
-            eval_every: number of steps between evaluations; 0 if there is only one, at the end.
-            best_possible: the best value that a metric can have, by name without the part up to its last slash.
-
-        Raises:
-            ConfigError: if `metric` is set, but is not in `directions`, cannot reach `target`, or `eval_every` is 0.
+        `directions` has the `min` or `max` of each metric by which a run may end, `best_possible` the best value of
+        some; there is one evaluation in `eval_every` steps, or only one at the end if it is 0.
         """
         if self.metric is None:
             return
@@ -83,11 +77,7 @@ class Stop:
 
 @dataclass
 class _Evaluations:
-    """What the rules know of the evaluations so far; saved in checkpoints.
-
-    `best` is the value of the latest evaluation that was an improvement, which was after `best_step`; `latest` is that
-    of the latest evaluation, and `waited` the number of evaluations since the improvement.
-    """
+    """The evaluations so far: `best` at `best_step`, the `latest`, and how many there were since the best."""
 
     metric: str
     best: float
@@ -139,11 +129,7 @@ class Stopping:
         return {} if self._evaluations is None else asdict(self._evaluations)
 
     def load_state_dict(self, state: dict[str, Any], last_step: int) -> None:
-        """Restore `state`, which `state_dict` returned after step `last_step`, unless it is of another `metric`.
-
-        Raises:
-            UnexpectedContentError: if `state` does not have the form that `state_dict` returns.
-        """
+        """Restore `state`, which `state_dict` returned after step `last_step`, unless it is of another `metric`."""
         if not state:
             return
         like = {"metric": str, "best": float, "best_step": int, "latest": float, "waited": int}

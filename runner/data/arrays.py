@@ -12,18 +12,7 @@ from runner.data.base import Batch, Samples, shard_bounds
 
 
 class ArraySamples(Samples):
-    """Samples in two tensors: sample i has the input `inputs[i]` and the target `targets[i]`.
-
-    Inputs may be rows of a table, for example, or sequences that all have the same length; no dtype is converted. At
-    first use, the tensors are moved to the device of the batches.
-
-    Args:
-        inputs: any dtype, [n, *shape].
-        targets: any dtype, [n, …].
-
-    Raises:
-        ValueError: if the two tensors have different numbers of samples.
-    """
+    """Samples in two tensors of any dtype, `inputs` [n, *shape] and `targets` [n, …], moved to the device when used."""
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor):
         if len(inputs) != len(targets):

@@ -15,10 +15,7 @@ POLICIES = ("none", "randaugment", "trivialaugment")
 
 @contextmanager
 def borrowed_generator() -> Iterator[torch.Generator]:
-    """A context with torch's default generator of the CPU, which torchvision's transforms use, to be seeded anew.
-
-    At the end, the generator continues as before. Those of other devices are not changed: dropout uses them.
-    """
+    """A context with torch's default CPU generator, which transforms use, to be seeded anew; at the end, it goes on."""
     before = torch.get_rng_state()
     try:
         yield torch.default_generator
@@ -31,9 +28,8 @@ class Augment:
     """Random transforms of a training image after it was cropped and mirrored.
 
     Args:
-        policy: `randaugment`: two random operations of magnitude 9 of 30 (Cubuk et al., RandAugment, 2020);
-            `trivialaugment`: one random operation of random magnitude (Müller and Hutter, TrivialAugment, 2021); or
-            `none`. The operations are those of `RandAugment` and `TrivialAugmentWide` in `torchvision.transforms.v2`.
+        policy: `randaugment` (Cubuk et al., 2020), `trivialaugment` (Müller and Hutter, 2021) or `none`; those of
+            `torchvision.transforms.v2`.
         erase: probability of erasing a random rectangle (Zhong et al., Random Erasing, 2020), after the policy.
         mean: mean of each channel, for pixels in [0, 1]; erased rectangles have this color.
     """
@@ -64,4 +60,3 @@ class Augment:
 
 
 NO_AUGMENT = Augment()
-"""The augmentation that returns images unchanged."""

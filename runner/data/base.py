@@ -1,8 +1,4 @@
-"""The interface of data sets: `Data` holds options and loads samples, and `Samples` yields batches of them.
-
-Inputs and targets may be any tensors. What only some workloads need, such as the names of classes, is in subclasses of
-`Samples`: `LabeledSamples` for classification, `RegressionSamples` for regression.
-"""
+"""The interface of data sets: `Data` holds options and loads samples, and `Samples` yields batches of them."""
 
 from __future__ import annotations
 
@@ -25,11 +21,7 @@ class Batch(NamedTuple):
     inputs: torch.Tensor
     """[n, *shape], as the model takes them: float32 [n, channels, height, width] for images, normalized."""
     targets: torch.Tensor
-    """[n, …], as the loss takes them.
-
-    For classification, class indices int64 [n] or, with mixup or CutMix, probabilities float32 [n, num_classes]. For
-    regression, the values to predict float32 [n, num_targets].
-    """
+    """[n, …], as the loss takes them: class indices int64 [n], or probabilities or values float32 [n, m]."""
 
 
 class DataError(Exception):
@@ -44,11 +36,7 @@ class DataError(Exception):
 
 
 class Samples(ABC):
-    """A data set that orders, augments and batches its samples; there is no collate function.
-
-    A data set of sequences of different lengths must pad the sequences of a batch to the same length, and mark the
-    padding in the targets.
-    """
+    """A data set that orders, augments and batches its samples; there is no collate function."""
 
     shape: tuple[int, ...]
     """Shape of one input, such as (channels, height, width)."""
@@ -63,37 +51,20 @@ class Samples(ABC):
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         """Yield shuffled and augmented training batches, one for each of `micros`.
 
-        Args:
-            micros: the micro-batches of this process, as ranges of positions in the stream of shuffled samples.
-            seed: the seed for the order of the samples. The augmentation of a sample depends on this seed, on the epoch
-                and on the index of the sample.
-            device: device of the batches.
-
-        Raises:
-            DataError: if samples cannot be read.
+        `micros` are ranges of positions in the stream of shuffled samples. `seed` determines their order; the
+        augmentation of a sample depends on it, the epoch and the index of the sample. Raises `DataError` if samples
+        cannot be read.
         """
 
     def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch] | None:
-        """Return batches like those of `batches`, but made of fake tensors, which have no values.
-
-        Called inside `runner.system.fake_tensors.fake_tensors`, so that new tensors are fake. Return None (the default)
-        if `batches` itself works with fake tensors.
-        """
+        """Return batches like those of `batches`, made of fake tensors; None if `batches` itself works with those."""
         return None
 
     @abstractmethod
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
-        """Yield batches of the samples of one shard, in order and without augmentation; each sample is used once.
+        """Yield batches of the shard (index, number of shards), in order and without augmentation.
 
-        A data set may leave out samples that cannot be read.
-
-        Args:
-            batch_size: number of samples in a batch; the last batch may be smaller.
-            shard: (index of the shard, number of shards).
-            device: device of the batches.
-
-        Raises:
-            DataError: if samples cannot be read.
+        Each sample is used once. A data set may leave out samples that cannot be read.
         """
 
     def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
@@ -101,19 +72,11 @@ class Samples(ABC):
         return {}
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of the whole data set, training and held-out samples, as hexadecimal digits.
-
-        It shows that a data set has changed between two sessions. Empty (the default) if the options of the data set
-        determine its samples.
-        """
+        """Return a SHA-256 of the whole data set, training and held-out samples; empty if its options determine it."""
         return ""
 
     def joined(self, other: Samples) -> Samples:
-        """Return the samples of both, for an evaluation.
-
-        Raises:
-            ConfigError: with the key `--split`, if this is not possible, as with samples of another type.
-        """
+        """Return the samples of both, for an evaluation."""
         why = f"{type(self).__name__} cannot be joined"
         raise ConfigError("--split", "all", why, "evaluate --split train and --split val")
 
@@ -130,10 +93,7 @@ class LabeledSamples(Samples):
     """(channels, height, width) of one input."""
 
     def labels(self) -> torch.Tensor:
-        """Return the class index of every sample, int64 [n] on the CPU.
-
-        This implementation loads all samples. Whether samples that cannot be read are included depends on the data set.
-        """
+        """Return the class index of every sample, int64 [n] on the CPU."""
         import torch
 
         return torch.cat([batch.targets for batch in self.in_order(256, (0, 1), torch.device("cpu"))])
@@ -141,7 +101,7 @@ class LabeledSamples(Samples):
     def in_order_with_indices(
         self, batch_size: int, shard: tuple[int, int], device: torch.device
     ) -> Iterator[tuple[torch.Tensor, Batch]]:
-        """Yield (indices of the samples in the data set, int64 [n] on `device`; batch) for each batch of `in_order`.
+        """Yield (indices of the samples, int64 [n] on `device`; batch) for each batch of `in_order`.
 
         A subclass whose `in_order` may leave out samples must override this method.
         """
@@ -155,16 +115,10 @@ class LabeledSamples(Samples):
 
     @abstractmethod
     def display_images(self, indices: list[int]) -> torch.Tensor:
-        """Return samples as images for display, without normalization: uint8 [n, 1 or 3, height, width] on the CPU.
-
-        The image of a sample that cannot be read is black.
-        """
+        """Return samples without normalization, uint8 [n, 1 or 3, height, width] on the CPU; black if unreadable."""
 
     def image_input(self) -> dict[str, Any] | None:
-        """Return the fields of the `ImageInput` that converts image files to inputs, saved with every checkpoint.
-
-        Return None (the default) if image files cannot be converted to inputs.
-        """
+        """Return the fields of the `ImageInput` that converts image files to inputs; None if there is none."""
         return None
 
 
@@ -181,10 +135,7 @@ class RegressionSamples(Samples):
     target_std: list[float]
 
     def standardization(self) -> dict[str, dict[str, list[float]]]:
-        """Return the `mean` and the `std` of `targets` and, in some data sets, of flattened `inputs`, plain for JSON.
-
-        The result has the form `{"targets": {"mean": […], "std": […]}, …}`.
-        """
+        """Return the `mean` and the `std` of `targets` and, in some data sets, of flattened `inputs`, as lists."""
         return {"targets": {"mean": self.target_mean, "std": self.target_std}}
 
 
@@ -196,15 +147,9 @@ def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:
 
 @dataclass
 class Data(ABC):
-    """The base class for the options of a data set; `load` returns the samples.
-
-    Args:
-        changed: on resume, `refuse` other samples than those of the checkpoint, or `accept` them.
-    """
+    """The options of a data set; on resume, `changed` says to `refuse` or to `accept` other samples than before."""
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
-    """Options that may differ on resume, because they do not affect the samples."""
-
     changed: str = field(default="refuse", kw_only=True)
 
     @classmethod
@@ -214,25 +159,14 @@ class Data(ABC):
 
     @abstractmethod
     def load(self) -> tuple[Samples, Samples]:
-        """Load and return the training samples and the held-out samples, which are used for evaluation.
-
-        Raises:
-            ConfigError: if files are missing or damaged, or an option does not suit the data.
-        """
+        """Load the training samples and the held-out samples; raises `ConfigError` if this is impossible."""
 
     def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
-        """Return functions that load the samples of each split, for the model of a checkpoint.
+        """Return functions that load each split: `train`, `val` (held out), `all`, and `test` if there is one.
 
-        The splits are `train`, `val` (the held-out samples), `all`, and `test` if there is one. The first of them is
-        the one to evaluate of data that the run was not trained on. This implementation is for data sets whose
-        normalization and columns do not depend on the samples.
-
-        Args:
-            saved: the signature of the checkpoint (see `Workload.signature`), which has the columns and the
-                normalization to use; empty if the checkpoint has none.
-
-        Raises:
-            ConfigError: as in `load`, or if the data lacks what the model was trained on, such as a column.
+        The first is the one to evaluate of data that the run was not trained on. `saved`, the signature of the
+        checkpoint, has the columns and the normalization to use; it may be empty. Raises `ConfigError` if the data
+        lacks some of it.
         """
         return two_splits(*self.load())
 

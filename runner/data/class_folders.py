@@ -35,15 +35,9 @@ Files = dict[str, list[str]]
 def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
     """Return the training images and the held-out images below `root`; both have the same classes.
 
-    Args:
-        root: a directory with one of two layouts. In the first, it contains the directory `train` and a directory of
-            held-out images (the first that exists of `val`, `valid`, `validation` and `test`), both with one directory
-            per class. In the second, it contains one directory per class.
-        holdout: fraction of the images of each class to hold out; used only for the second layout.
-
-    Raises:
-        ConfigError: with the key `root`, if `root` has neither of these layouts, if directories cannot be listed or are
-            nested too deeply, or if a class has too few images.
+    `root` contains either `train` and a directory of held-out images (the first that exists of `val`, `valid`,
+    `validation` and `test`), both with one directory per class; or one directory per class, of each of which the
+    fraction `holdout` is held out. Raises `ConfigError` with the key `root` for anything else.
     """
     folders = _folders(root)
     name = next((name for name in HELD_OUT if name in folders), None)
@@ -71,12 +65,8 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
 def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
     """Return the images of each split below `root`: `all`, and those of `train`, `val` and `test` that there are.
 
-    In contrast to `training_and_held_out`, no split must exist, a class may have a single image or none, and there may
-    be only one class. The first split is `all`, but if the splits are directories, it is `val`: the first that exists
-    of `val`, `valid`, `validation` and `test`.
-
-    Raises:
-        ConfigError: as in `training_and_held_out`.
+    In contrast to `training_and_held_out`, no split must exist, and a class may have a single image or none. The first
+    split is `all`, but if the splits are directories, it is `val`.
     """
     folders = {name: _with_images(root / name, root) for name in _split_folders(root)}
     if not folders:
@@ -114,10 +104,7 @@ def _split_folders(root: Path) -> list[str]:
 
 
 def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
-    """Split the images of each class into training and held-out images, and return both.
-
-    The images whose paths have the smallest hashes are held out, so that every run holds out the same images.
-    """
+    """Hold out the images of each class whose paths have the smallest hashes, which are the same in every run."""
     train, held_out = {}, {}
     for name, paths in classes.items():
         order = sorted(paths, key=lambda path: derive(0, "holdout", _relative(path, root).replace(os.sep, "/")))
@@ -127,7 +114,6 @@ def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
 
 
 def _training_classes(folder: Path, root: Path) -> Files:
-    """Return the images of each class; there must be two classes, and images of each."""
     classes = _classes(folder, root)
     why = f"{folder} contains {len(classes)} class directories, and classification needs at least two"
     check(len(classes) > 1, "root", str(folder), why, "put the images of each class into a separate directory")
@@ -138,7 +124,6 @@ def _training_classes(folder: Path, root: Path) -> Files:
 
 
 def _with_images(folder: Path, root: Path) -> Files:
-    """Return the images of each class that has any."""
     classes = {name: paths for name, paths in _classes(folder, root).items() if paths}
     why = f"{folder} contains no class directory with images ({' '.join(EXTENSIONS)})"
     check(bool(classes), "root", str(folder), why, "put the images of each class into a separate directory")

@@ -1,8 +1,4 @@
-"""Decode, crop and resize an image file.
-
-Images are decoded by Pillow, which supports more formats than torchvision and detects damaged files. They are resized
-by torch, whose uint8 kernels are three times as fast as Pillow's.
-"""
+"""Decode an image file with Pillow, crop it, and resize it with torch, whose kernels are three times as fast."""
 
 from __future__ import annotations
 
@@ -26,11 +22,7 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """The formats that Pillow may decode. Other formats are refused: for an EPS file, Pillow would start Ghostscript."""
 
 MAX_BYTES = 256 * 2**20
-"""The maximum size of a file in bytes.
-
-Because a small file may have many pixels, `ImageReader` also refuses images with more than 89,478,485 pixels, which is
-the number at which Pillow warns.
-"""
+"""The maximum size of a file in bytes. An image of more than 89,478,485 pixels is refused, too: Pillow warns of it."""
 
 _ORIENTATION, _SWAPPED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that swap width and height
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 0x0102, 0x0106, 0  # TIFF tags, and a value of the second
@@ -56,8 +48,7 @@ class ImageReader:
     def __call__(self, path: str, for_training: bool) -> torch.Tensor:
         """Return the image at `path`; if `for_training`, transformed with random numbers of torch's CPU generator.
 
-        Raises:
-            Exception: an exception of any type, if the file cannot be read.
+        Raises an exception of any type if the file cannot be read.
         """
         from PIL import Image, UnidentifiedImageError  # config errors are reported before Pillow is imported
 
@@ -86,11 +77,7 @@ class ImageReader:
         return v2.RandomResizedCrop(self.size, (self.least_area, 1.0))
 
     def _scaled(self, image: Image, random_crop: bool) -> torch.Tensor:
-        """Crop `image`, and resize the crop to a square.
-
-        A JPEG is decoded at 1/2, 1/4 or 1/8 of its resolution if this leaves the crop at least twice as large as the
-        square.
-        """
+        """Crop `image`, and resize the crop to a square."""
         import numpy
         from PIL import ImageOps
         from PIL.JpegImagePlugin import JpegImageFile
@@ -128,11 +115,7 @@ class ImageReader:
 
 
 def _in_8_bits(image: Image) -> Image:
-    """Scale gray pixels of more than 8 bits to 8 bits; `Image.convert` would clip them.
-
-    Raises:
-        ValueError: if the value of white is unknown.
-    """
+    """Scale gray pixels of more than 8 bits to 8 bits; `Image.convert` would clip them."""
     import numpy
     from PIL import Image
 

@@ -24,24 +24,18 @@ _MAX_NAMED = 20
 
 
 class Reader(Protocol):
-    """A function that reads one sample; it is pickled and sent to worker processes."""
-
     def __call__(self, path: str, for_training: bool) -> torch.Tensor:
-        """Return the sample at `path`, uint8 [channels, height, width].
-
-        If `for_training`, it may be augmented with random numbers of torch's default generator of the CPU.
-        """
+        """Return the sample at `path`, uint8 [channels, height, width]; `for_training`, with torch's random numbers."""
         ...
 
 
 class Job(NamedTuple):
-    """A description of a batch to load, as lists with one item for each sample."""
+    """A batch to load, as lists with one item for each sample; without `seeds`, samples are not augmented."""
 
     indices: list[int]
     paths: list[str]
     targets: list[int]
     seeds: list[int] | None
-    """The seed of the augmentation of each sample; None for no augmentation."""
 
 
 class Loaded(NamedTuple):
@@ -95,20 +89,19 @@ class Unreadable:
 
 
 class FileSamples(LabeledSamples):
-    """Labeled images in files.
+    """Labeled images in files, which `fetch` loads in `workers`.
 
     Args:
         paths: the file of each sample.
         targets: the class index of each sample.
         class_names: the name of each class.
         fetch: what loads batches of images.
-        mean: mean of each channel, for pixels in [0, 1]; it is subtracted from the inputs.
-        std: standard deviation of each channel, for pixels in [0, 1]; the inputs are divided by it.
+        mean: mean of each channel, for pixels in [0, 1].
+        std: standard deviation of each channel, for pixels in [0, 1].
         workers: the processes that load batches.
         pin_memory: whether to load batches into page-locked memory; None to do so only for CUDA devices.
         unreadable: record of the files that cannot be read; may be shared with another `FileSamples`.
-        center: side of the central square to which images are cropped in evaluations, as a fraction of the image's
-            shorter side. None if they are not cropped in this way; the method `image_input` then returns None.
+        center: side of the central square of evaluations (see `ImageInput`); None if they have another transform.
         content: function that returns the `fingerprint` of the data set.
     """
 
@@ -223,10 +216,7 @@ class FileSamples(LabeledSamples):
         return Job(indices, [self.paths[i] for i in indices], [self.targets[i] for i in indices], seeds)
 
     def _replace(self, loaded: Loaded) -> None:
-        """Replace each unreadable sample in `loaded` with the next readable sample of the data set.
-
-        Batches thus keep their size. Samples are replaced in the main process, because workers do not know all paths.
-        """
+        """Replace each unreadable sample with the next readable one of the data set: batches keep their size."""
         seeds = loaded.job.seeds
         assert seeds is not None
         for row, why in loaded.failures:

@@ -19,7 +19,7 @@ class ImageInput:
     """The transform with which the evaluations of a run turn an image file into an input of the model.
 
     Args:
-        shape: (channels, height, width) of an input; 1 channel is gray, 3 are RGB. The height equals the width.
+        shape: (channels, side, side) of an input; 1 channel is gray, 3 are RGB.
         mean: mean of each channel, for pixels in [0, 1]; it is subtracted.
         std: standard deviation of each channel, for pixels in [0, 1]; normalization divides by it.
         center: side of the central square that is resized, as a fraction of the image's shorter side.
@@ -32,16 +32,11 @@ class ImageInput:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ImageInput:
-        """Return the `ImageInput` with the fields `values`, which may contain lists in place of tuples, as in JSON."""
         shape, mean, std = (tuple(values[key]) for key in ("shape", "mean", "std"))
         return ImageInput(shape, mean, std, values["center"])
 
     def read(self, path: str) -> torch.Tensor:
-        """Return the image in the file `path`, without normalization: uint8 of the shape `shape`.
-
-        Raises:
-            Exception: an exception of any type, if the file cannot be read.
-        """
+        """Return the image in the file `path`, uint8 of the shape `shape`; raises anything if it cannot be read."""
         image = ImageReader(self.shape[1], "none", 1.0, self.center)(path, False)
         if self.shape[0] == 3:
             return image
@@ -53,13 +48,10 @@ class ImageInput:
 
 
 def per_channel(values: Sequence[float], device: torch.device | None = None) -> torch.Tensor:
-    """Return one value for each channel as a tensor that broadcasts with images: float32 [channels, 1, 1]."""
+    """Return one value for each channel, float32 [channels, 1, 1]."""
     return torch.tensor(values, device=device)[:, None, None]
 
 
 def normalized(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """Return images, uint8 [n, channels, height, width], as inputs of a network, float32 of the same shape.
-
-    `mean` and `std` are those of each channel, for pixels in [0, 1], as `per_channel` returns them.
-    """
+    """Return images, uint8 [n, channels, height, width], as float32 inputs; the others are from `per_channel`."""
     return images.to(torch.float32).div_(255).sub_(mean).div_(std)

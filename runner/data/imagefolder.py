@@ -22,11 +22,8 @@ from runner.system.utf8 import printable
 class ImageFolder(Data):
     """Images of any size, loaded from files during training; the options are explained in `conf/data/imagefolder.yaml`.
 
-    The formats are BMP, GIF, JPEG, PNG, PPM, TIFF and WebP. A file must be a regular file, or a link to one, of at most
-    256 MiB and 89,478,485 pixels; any other file with the extension of an image counts as unreadable.
-
-    Args:
-        root: a directory with one of the two layouts that `training_and_held_out` describes.
+    A file is BMP, GIF, JPEG, PNG, PPM, TIFF or WebP, and a regular file, or a link to one, of at most 256 MiB and
+    89,478,485 pixels; any other file with the extension of an image counts as unreadable.
     """
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = (

@@ -19,14 +19,13 @@ class TensorSamples(ArraySamples, LabeledSamples):
     """Labeled images in two tensors.
 
     Args:
-        inputs: [n, channels, height, width]. Either float32 and already normalized; or uint8, which takes a quarter of
-            the memory and is normalized batch by batch.
+        inputs: [n, channels, height, width], float32 and normalized; or uint8, which is normalized batch by batch.
         targets: class indices, int64 [n].
         class_names: the name of each class.
-        mean: mean of each channel, for pixels in [0, 1]; it is subtracted in normalization.
-        std: standard deviation of each channel, for pixels in [0, 1]; normalization divides by it.
+        mean: mean of each channel, for pixels in [0, 1].
+        std: standard deviation of each channel, for pixels in [0, 1].
         flip: mirror each training image horizontally with probability 1/2.
-        crop: shift training images by up to this many pixels in each direction; the empty border is filled with black.
+        crop: shift training images by up to this many pixels in each direction; the empty border is black.
         augment: further transforms of training images, one image at a time.
     """
 
@@ -104,17 +103,10 @@ def _pixels(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torc
 def _shift_and_flip(
     images: torch.Tensor, draws: torch.Tensor, crop: int, flip: bool, black: torch.Tensor
 ) -> torch.Tensor:
-    """Shift each image by up to `crop` whole pixels in each direction; if `flip`, mirror it with probability 1/2.
+    """Shift images [n, channels, height, width] by up to `crop` pixels; if `flip`, mirror them with probability 1/2.
 
-    The whole batch is transformed by one gather operation: `RandomCrop` and `RandomHorizontalFlip` of torchvision, one
-    image at a time, would take longer than a step of a small network.
-
-    Args:
-        images: normalized images, [n, channels, height, width].
-        draws: uniform random numbers in [0, 1), [n, 3], for the shift down, the shift right and the mirroring.
-        crop: the largest shift in pixels.
-        flip: whether to mirror images.
-        black: the normalized value of black in each channel, which fills the border, [channels, 1, 1].
+    The whole batch takes one gather operation: torchvision's `RandomCrop`, one image at a time, would take longer than
+    a step of a small network. `draws`, [n, 3], are uniform random numbers; `black`, [channels, 1, 1], fills the border.
     """
     n, channels, height, width = images.shape
     down, right = ((draws[:, i] * (2 * crop + 1)).long() - crop for i in (0, 1))

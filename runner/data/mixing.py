@@ -19,16 +19,13 @@ from runner.seeds import derive
 class Mixing:
     """Mixes each sample of a global batch with the previous sample, and the first sample with the last.
 
-    As in `torchvision.transforms.v2.MixUp` and `CutMix`, all samples of a global batch are mixed in the same
-    proportion, which is drawn from a beta distribution; if both are chosen, one of the two is drawn for each batch. The
-    result does not depend on how a global batch is divided among processes and micro-batches: the random numbers depend
-    on the seed and the index of the batch, and each micro-batch also loads the sample before its first sample.
+    As in `torchvision.transforms.v2`, all samples of a global batch are mixed in one random proportion, by mixup or by
+    CutMix. The random numbers depend on the seed and the index of the batch, and each micro-batch also loads the sample
+    before its first, so that the result does not depend on how the batch is divided.
 
     Args:
-        mixup: α of mixup (Zhang et al., mixup, 2018), which blends two images in a proportion drawn from Beta(α, α). 0
-            for no mixup.
-        cutmix: α of CutMix (Yun et al., CutMix, 2019), which replaces a rectangle by the same part of the other image.
-            The area of the rectangle, as a fraction of the image's, is drawn from Beta(α, α). 0 for no CutMix.
+        mixup: α of mixup (Zhang et al., mixup, 2018): two images are blended in a proportion drawn from Beta(α, α).
+        cutmix: α of CutMix (Yun et al., CutMix, 2019): a rectangle is replaced by that of the other image.
     """
 
     mixup: float = 0.0
@@ -40,10 +37,7 @@ class Mixing:
     def batches(
         self, samples: LabeledSamples, micros: Iterable[MicroBatch], batch_size: int, seed: int, device: torch.device
     ) -> Iterator[Batch]:
-        """Yield mixed batches, whose targets are probabilities: float32 [n, num_classes].
-
-        The arguments are those of `Samples.batches`, and `batch_size`, the number of samples in a global batch.
-        """
+        """Yield mixed parts of global batches of `batch_size`; targets are probabilities, float32 [n, num_classes]."""
         asked: deque[MicroBatch] = deque()
 
         def with_partners() -> Iterator[MicroBatch]:
@@ -79,10 +73,9 @@ class Mixing:
 
 
 def _rectangle(height: int, width: int, share: float, draws: random.Random) -> tuple[int, int, int, int]:
-    """Return the edges of a random rectangle in an image, in pixels: (top, bottom, left, right).
+    """Return (top, bottom, left, right) of a random rectangle of a fraction (1 − `share`) of the image's area.
 
-    It has the aspect ratio of the image, a fraction (1 − `share`) of its area, and a center that is drawn uniformly; a
-    part that lies outside the image is then cut off.
+    It has the aspect ratio of the image; its center is drawn uniformly, and what lies outside is cut off.
     """
     half = 0.5 * math.sqrt(1 - share)
     y, x = draws.randrange(height), draws.randrange(width)

@@ -13,15 +13,10 @@ from runner.system.copy_stream import CopyStream, Tensors, Transfer
 
 
 def to_device(batches: Generator[Tensors], device: torch.device, cuda: Any = None) -> Generator[Tensors]:
-    """Yield `batches` after copying them to `device`. Each batch is ready for use on the current stream.
+    """Yield `batches`, tuples of CPU tensors, after copying them to `device`; ready for use on the current stream.
 
-    For a CUDA device, the next batch is copied on a separate stream while the model computes. For other devices, copies
-    are synchronous.
-
-    Args:
-        batches: tuples of tensors on the CPU. Copies block the host unless the tensors are in page-locked memory.
-        device: device to copy the batches to.
-        cuda: object that replaces `torch.cuda` in tests; None for `torch.cuda` itself.
+    For a CUDA device, the next batch is copied on a separate stream while the model computes. `cuda` replaces
+    `torch.cuda` in tests.
     """
     with closing(batches):
         if device.type != "cuda":

@@ -36,14 +36,7 @@ _ARRAYS = "write it with numpy.savez(FILE, inputs=…, targets=…), or torch.sa
 
 
 class Table(NamedTuple):
-    """Inputs and targets of all samples.
-
-    Args:
-        inputs: real numbers [n, …] that are finite in float32, in the precision of the file.
-        targets: the same, [n, num_targets].
-        target_names: the name of each target.
-        input_names: the name of each input; empty if they have no names.
-    """
+    """Inputs [n, …] and targets [n, num_targets]: numbers that are finite in float32, in the precision of the file."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -62,19 +55,9 @@ class Table(NamedTuple):
 def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimiter: str) -> Table:
     """Read columns of numbers from a CSV file whose first line has the names of the columns.
 
-    Columns without a name, such as the row numbers that pandas writes, are left out, and this is logged.
-
-    Args:
-        path: the file.
-        inputs: names of columns; empty for all named columns that are not targets.
-        targets: names of columns; empty for the last named column.
-        delimiter: the character between two cells.
-
-    Raises:
-        ConfigError: if the file cannot be read or is not a CSV file; if it has fewer than two named columns; if all
-            names are numbers and no columns were chosen by them; if it has no row below the first line, or a row with
-            more cells than the first line; if a column does not exist or is chosen twice; if no column is left for the
-            inputs; or if a cell in a chosen column is not a number that is finite in float32.
+    Columns without a name, such as the row numbers that pandas writes, are left out, and this is logged. No `inputs`
+    are all named columns that are not targets; no `targets`, the last one. Raises `ConfigError` with the line and the
+    column.
     """
     import numpy
     import pandas  # takes half a second
@@ -135,12 +118,8 @@ def _check_columns(key: str, chosen: list[str], names: Collection[str]) -> None:
 def read_arrays(path: Path) -> Table:
     """Read the arrays `inputs`, [n, …], and `targets`, [n] or [n, num_targets], of a `.npz` or `.pt` file.
 
-    The inputs must have at least two dimensions: [n, 1] if each sample has a single value. The targets are named
-    `target_0`, `target_1` and so on.
-
-    Raises:
-        ConfigError: if the file cannot be read, has no such arrays or is too large, or if not all values are real
-            numbers that are finite in float32.
+    The targets are named `target_0`, `target_1` and so on. Raises `ConfigError` if the file has no such arrays or is
+    too large, or if not all values are real numbers that are finite in float32.
     """
     try:
         content = _npz(path) if path.suffix == ".npz" else load_tensors(path.resolve())
@@ -192,12 +171,7 @@ def _content(path: Path) -> bytes:
 
 
 def existing(path: str) -> Path:
-    """Return `path` with the home directory in place of `~`, after checking that the file exists.
-
-    Raises:
-        ConfigError: with the key `file`, if there is no such file, or if this process lacks the permission to search a
-            directory above it.
-    """
+    """Return `path` with the home directory in place of `~`; raises `ConfigError` if there is no such file."""
     file = Path(path).expanduser()
     check_readable("file", file)
     why = f"there is no such file in {file.parent.absolute()}"

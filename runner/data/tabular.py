@@ -26,14 +26,10 @@ _ROWS = 65_536
 class Tabular(Data):
     """A table with a row per sample; the options are explained in `conf/data/tabular.yaml`.
 
-    The arrays `inputs` and `targets` of an `.npz` or `.pt` file are [n, …] with at least two dimensions, and [n] or
-    [n, num_targets]. Inputs and targets are standardized by the mean and the standard deviation of the training
-    samples. The loss is that of standardized targets; the mean absolute error is in the units of the file.
+    Inputs and targets are standardized by the training samples; the mean absolute error is in the units of the file.
     """
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("file",)
-    """Options that may differ on resume, as the fingerprint of the samples shows whether they do."""
-
     file: str | None = None
     inputs: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
@@ -108,15 +104,7 @@ class Tabular(Data):
 
 
 class TableSamples(ArraySamples, RegressionSamples):
-    """Samples that are some of the rows of a table.
-
-    Args:
-        table: all rows.
-        rows: the indices of the rows to use, int64 [n].
-        input_scale: mean and standard deviation by which inputs are standardized, float64 of the shape of an input.
-        target_scale: the same for targets, float64 [num_targets].
-        content: the `fingerprint` of the table.
-    """
+    """The `rows`, int64 [n], of a table, standardized by (mean, standard deviation), float64 of the shape of a row."""
 
     def __init__(
         self,
@@ -144,9 +132,8 @@ class TableSamples(ArraySamples, RegressionSamples):
 def friedman(count: int) -> Table:
     """Return `count` samples of y = 10 sin(π x₁ x₂) + 20 (x₃ − 1/2)² + 10 x₄ + 5 x₅ + ε, with ε ~ N(0, 1).
 
-    The inputs are x₁ to x₁₀, uniform in [0, 1]; the last five have no influence. The variance of y is about 24.8.
-    The noise ε, which cannot be predicted, has a variance of 1, so that an R² of 0.96 is the most that a model can
-    reach. Friedman (1991), section 4.3.
+    The inputs are x₁ to x₁₀, uniform in [0, 1]. The variance of y is about 24.8, so that R² is at most 0.96.
+    Friedman (1991), section 4.3.
     """
     generator = torch.Generator().manual_seed(derive(0, "friedman"))
     x = torch.rand(count, 10, generator=generator, dtype=torch.float64)
@@ -164,7 +151,6 @@ def _standardized(values: torch.Tensor, rows: torch.Tensor, mean: torch.Tensor, 
 
 
 def _saved_scale(scale: Mapping[str, list[float]] | None, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and the standard deviation in a signature, float64 of the shape of a row."""
     shape = values.shape[1:]
     if scale is None:
         return torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)

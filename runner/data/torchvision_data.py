@@ -36,16 +36,10 @@ class Downloadable(Data):
     """The base class of data sets that torchvision can download; for options, see `conf/data/_torchvision.yaml`."""
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("root", "download")
-    """Options that may differ on resume, because they do not affect the samples."""
-
     dataset: ClassVar[str]
-    """The name of the class in `torchvision.datasets`."""
     folder: ClassVar[str]
-    """The directory of the data set's files, relative to `root`."""
     files: ClassVar[tuple[str, ...]]
-    """The names of the files that must be there."""
     shape: ClassVar[tuple[int, int, int]]
-    """(channels, height, width) of an image."""
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
     class_names: ClassVar[list[str]]
@@ -97,7 +91,6 @@ class Downloadable(Data):
         return [path for name in self.files if not (path := self._directory / name).is_file()]
 
     def _split(self, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the images, uint8 [n, *shape], and the class indices, int64 [n], of the training or the test set."""
         try:
             large = [name for name in self.files if (self._directory / name).stat().st_size > _MAX_BYTES]
             if large:

@@ -47,14 +47,7 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Workers:
-    """The settings of the worker processes of one rank.
-
-    Args:
-        count: number of worker processes of this rank; 0 to load batches in this process.
-        timeout: number of seconds to wait for a batch before the run ends with an error.
-        ahead: number of batches that each worker loads in advance.
-        pin_memory: whether to load batches into page-locked memory, from which copies to CUDA devices are asynchronous.
-    """
+    """The worker processes of one rank: number, seconds to wait for a batch, and batches that each loads ahead."""
 
     count: int
     timeout: float = 120
@@ -65,10 +58,10 @@ class Workers:
 class Loader:
     """A loader of batches in worker processes. They start in the first `read`, wait between two, and end in `close`.
 
-    The timeout of DataLoader covers only the wait for the message that a batch is ready. It then requests the file
-    descriptor of the batch's shared memory over a connection without a timeout, which blocks forever if the worker is
-    suspended (SIGSTOP). A thread kills the workers if this takes too long, which closes the connection. Without a
-    timeout, DataLoader checks every five seconds whether a worker has died.
+    DataLoader's timeout covers only the wait for the message that a batch is ready. It then requests the file
+    descriptor of the batch's shared memory, which blocks forever if the worker is suspended (SIGSTOP). A thread kills
+    the workers if this takes too long. Without a timeout, DataLoader checks every five seconds whether a worker has
+    died.
     """
 
     def __init__(self, fetch: Fetch, workers: Workers):
@@ -83,13 +76,10 @@ class Loader:
         self._problem: DataError | None = None
 
     def read(self, jobs: Iterable[Any]) -> Generator[Any]:
-        """Yield `fetch[job]` for every job, always in the order of the jobs.
+        """Yield `fetch[job]` for every job, in their order. The workers end with an iteration that is not completed.
 
-        The workers end with an iteration that is not completed.
-
-        Raises:
-            DataError: if a worker died, no batch arrived in time, or there is too little shared memory.
-            Exception: any exception that `fetch` raises.
+        Raises `DataError` if a worker died, no batch arrived in time, or there is too little shared memory; and
+        whatever `fetch` raises.
         """
         self.reading, self._jobs.jobs, batches = True, jobs, None
         try:
@@ -107,7 +97,6 @@ class Loader:
             self.reading = False
 
     def close(self) -> None:
-        """End the workers."""
         self._loader = None
         self._closed.set()
         self._kill()
@@ -144,7 +133,6 @@ class Loader:
         return batches
 
     def _wait_for(self, receive: Callable[[], T]) -> T:
-        """Return the result of `receive`, which waits for the workers; if they are at fault, raise a `DataError`."""
         self._waiting = True
         try:
             return receive()
@@ -222,7 +210,6 @@ class Loaders:
             raise
 
     def close(self) -> None:
-        """End all workers, including those that are in use."""
         while self._loaders:
             self._loaders.pop().close()
 
@@ -233,10 +220,9 @@ def start_worker_server() -> None:
 
 
 def default_count() -> int:
-    """Return the default number of workers per rank: with an accelerator, its share of the CPU cores minus one.
+    """Return the default number of workers per rank, at most eight: its share of the CPU cores minus one.
 
-    Otherwise about a quarter of the share, and less than the share: a network on a CPU takes much longer than decoding
-    its inputs. At most eight in both cases.
+    Without an accelerator, about a quarter of the share: a network on a CPU takes much longer than decoding its inputs.
     """
     cores = cores_per_process()
     accelerated = torch.cuda.is_available() or torch.backends.mps.is_available()
@@ -244,10 +230,7 @@ def default_count() -> int:
 
 
 def _exit_with_parent(_: int) -> None:
-    """Make the worker exit when the process of the run ends, even if that process is killed with SIGKILL.
-
-    DataLoader's watchdog checks the worker's parent process, the fork server, which outlives the run.
-    """
+    """Make the worker exit when the process of the run ends, even by SIGKILL: DataLoader watches the fork server."""
     run = multiprocessing.parent_process()
     assert run is not None
 
@@ -259,14 +242,11 @@ def _exit_with_parent(_: int) -> None:
 
 
 class SharedMemoryError(RuntimeError):
-    """Raised in a worker if there is no shared memory for a batch."""
+    pass
 
 
 def _shared(batch: Any) -> Any:
-    """Move the tensors of a batch to shared memory if this process is a worker.
-
-    DataLoader would do this in a thread, in which an error is only printed, and the batch would be waited for.
-    """
+    """Move the tensors of a batch to shared memory in a worker: in DataLoader's thread, an error is only printed."""
     if torch.utils.data.get_worker_info() is not None:
         try:
             for each in batch if isinstance(batch, tuple) else (batch,):

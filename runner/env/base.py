@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MAX_ENVS = 4096  # a larger number is most likely a typing error
 _MAX_PROCESSES = 128  # thousands of processes would overload a machine before any limit of the system is reached
 _EXTRAS = {"box2d": "box2d", "classic_control": "classic-control"}
-"""For each family of environments: the pip extra of gymnasium that installs its dependencies."""
+"""The pip extra of gymnasium for each family of environments."""
 
 
 @dataclass
@@ -43,11 +43,7 @@ class Env:
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Check saved options that were not typed again; return those to change with their new values: none.
-
-        Raises:
-            ConfigError: if `id` names a module to import, as in `module:Name-v0`: a saved config does not decide this.
-        """
+        """Refuse a saved `id` that names a module to import, as in `module:Name-v0`; change nothing."""
         name = str(values.get("id", ""))
         why = "a saved config does not decide which modules are imported"
         check(":" not in name, "id", name, why, f"if you trust it, type it again: {text_override('env.id', name)}")
@@ -56,13 +52,9 @@ class Env:
     def prepare(self) -> None:
         """Create an environment to find out its properties, and set them as attributes.
 
-        The attributes are `shape` (of an observation), `num_actions`, `longest` (the maximum number of steps of an
-        episode; None without a limit), `frames_per_second` (of videos of the environment) and `shared_rng` (whether
-        environments that are stepped together share one random number generator).
-
-        Raises:
-            ConfigError: if the environment does not exist, cannot be created, or has spaces that are not supported;
-                with `vectorization=async`, also if the processes of all environments cannot be started and reset.
+        They are `shape` (of an observation), `num_actions`, `longest` (steps of an episode; None without a limit),
+        `frames_per_second`, and `shared_rng` (whether environments that are stepped together share a random number
+        generator). Raises `ConfigError` if it cannot be created, or has spaces that are not supported.
         """
         from runner.env.vector import EnvironmentBrokenError, shape_and_actions
 
@@ -87,15 +79,12 @@ class Env:
                     raise ConfigError("id", self.id, str(error), "choose another environment") from None
 
     def vector(self, num_envs: int, in_process: bool = False, render_mode: str | None = None) -> Vector:
-        """Create environments that are stepped together. The result is a context manager that closes the environments.
+        """Create environments that are stepped together: a context manager that closes them.
 
         Args:
             num_envs: number of environments to create.
             in_process: run the environments in this process even if `vectorization` is `async`.
             render_mode: `rgb_array` enables `Vector.render`, and `human` shows a window; None renders nothing.
-
-        Raises:
-            ConfigError: if the environments cannot be started.
         """
         from runner.env.vector import Vector, make
 
@@ -158,11 +147,7 @@ class Env:
 
 
 def envs_per_process(num_envs: int, count: int) -> int:
-    """Divide `num_envs` environments among `count` processes, and return the number of environments of each process.
-
-    Raises:
-        ConfigError: if `num_envs` is not divisible by `count`.
-    """
+    """Return the number of environments of each of `count` processes, which must divide `num_envs`."""
     why = f"it is not divisible by the number of processes, {count}"
     check(num_envs % count == 0, "env.num_envs", num_envs, why, f"env.num_envs={-(-num_envs // count) * count}")
     return num_envs // count

@@ -26,12 +26,7 @@ def state_of(envs: VectorEnv) -> dict[str, Any] | None:
 
 
 def restore(envs: VectorEnv, state: dict[str, Any]) -> None:
-    """Set the state of `envs` to `state`, which `state_of` returned for the same kind and number of environments.
-
-    Raises:
-        Exception: one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state` does not fit `envs`. A part of the
-            state of `envs` may have been replaced already.
-    """
+    """Set the state of `envs` to `state`; if it does not fit and an error is raised, a part may have been replaced."""
     _set_attributes(envs, state["vector"])
     if isinstance(envs, SyncVectorEnv):
         for env, layers in zip(envs.envs, state["layers"], strict=True):
@@ -52,7 +47,7 @@ def _layers(env: Any) -> list[Any]:
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
-    """Return the attributes of `layer` with plain values and its random generator; others, as spaces, do not change."""
+    """Return the attributes with plain values, and the random generator; others, as spaces, do not change."""
     kept = {name: plain(value) for name, value in vars(layer).items() if _is_plain(value)}
     generator = vars(layer).get("_np_random")
     return kept if generator is None else kept | {"_np_random": {"random": generator.bit_generator.state}}

@@ -46,11 +46,7 @@ class Steps(NamedTuple):
 
 
 def shape_and_actions(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], int]:
-    """Return the shape of the observations of `env`, called `name`, and its number of actions; and close `env`.
-
-    Raises:
-        ConfigError: if actions are not discrete, or observations cannot be flattened to a fixed number of values.
-    """
+    """Return the shape of the observations of `env`, called `name`, and its number of actions; and close `env`."""
     actions, observations = env.action_space, env.observation_space
     env.close()
     why = f"its action space is {_description(actions)}, and deep Q-learning needs discrete actions"
@@ -73,17 +69,10 @@ def _description(space: gymnasium.Space) -> str:
 
 
 def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, Any]) -> VectorEnv:
-    """Create vectorized environments. Each environment is reset in the step after its episode ends.
+    """Create vectorized environments, each of which is reset in the step after its episode ends.
 
-    Observations that are not arrays are flattened to vectors.
-
-    Args:
-        spec: the entry in gymnasium's registry.
-        num_envs: number of environments.
-        vectorization: `sync` (one after another), `async` (one process each) or `auto`: the vectorized implementation
-            that is registered for the environment, if it resets an environment in the step after its episode ends and
-            observations are arrays; otherwise, `sync`.
-        options: keyword arguments of the environment.
+    `vectorization` is `sync` (one after another), `async` (one process each) or `auto`: the registered implementation
+    if it resets in that step and returns arrays; otherwise, `sync`. `options` are those of the environment.
     """
     if vectorization == "auto" and spec.vector_entry_point is not None:
         envs = gymnasium.make_vec(spec, num_envs, "vector_entry_point", **options)
@@ -110,8 +99,7 @@ _PRELOADED = ("gymnasium", "runner.env.vector")
 def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
     """Make the process of an environment exit on SIGTERM and ignore Ctrl-C; return `env` unchanged.
 
-    It is forked from the fork server, in whose children stop signals are blocked. gymnasium calls this function, as a
-    wrapper, there and in the process of the run, `parent`, where it changes nothing.
+    A child of the fork server begins with stop signals blocked. gymnasium calls this in the process `parent`, too.
     """
     if os.getpid() != parent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -150,15 +138,7 @@ class Vector:
                 raise
 
     def reset(self, seed: int | Sequence[int]) -> None:
-        """Reset all environments.
-
-        Args:
-            seed: one seed if all environments share one random number generator; otherwise, one seed per environment,
-                or one from which gymnasium derives `seed + i` for environment i.
-
-        Raises:
-            EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.
-        """
+        """Reset all environments, with one seed each, or one from which gymnasium derives `seed + i`."""
         self._seed = seed
         self._episodes = np.zeros(self.num_envs, np.int64)
         self._lengths = np.zeros(self.num_envs, np.int64)
@@ -168,15 +148,10 @@ class Vector:
         self._observe(observations, np.zeros(self.num_envs))
 
     def step(self, actions: np.ndarray) -> Steps:
-        """Take one step in each environment.
+        """Take one step in each environment, given the index of its action, int64 [num_envs].
 
         If the previous step ended the episode of an environment, the environment is reset, and its action is ignored.
-
-        Args:
-            actions: the index of each environment's action, int64 [num_envs]; 0 is the first action of the space.
-
-        Raises:
-            EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.
+        Raises `EnvironmentBrokenError` if an environment raises an error, or returns NaN or infinity.
         """
         taken = ~self._ended
         self._lengths = (self._lengths + 1) * taken
@@ -202,7 +177,6 @@ class Vector:
             raise EnvironmentBrokenError(self._message(f"raised {type(error).__name__}: {error}")) from error
 
     def _message(self, what: str, index: int | None = None) -> str:
-        """Return an error message with seed, episode and step of environment `index`; of the first four for None."""
         shown = range(self.num_envs)[:4] if index is None else [index]
         seed = self._seed
         if isinstance(seed, int):
@@ -217,10 +191,7 @@ class Vector:
         return f"{self.name} {what}; {one_of}{'; '.join(places)}{more}"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the lower and the upper bounds of an observation, float64 arrays of the observation's shape.
-
-        None if observations are not arrays, or a bound is infinite or not below its upper bound.
-        """
+        """Return the lower and upper bounds of an observation, float64 arrays of its shape; None if one is infinite."""
         space = self.envs.single_observation_space
         if not isinstance(space, gymnasium.spaces.Box):
             return None
@@ -246,11 +217,9 @@ class Vector:
         return counts | {"seed": self._seed, "envs": state, "observations": environment_state.plain(self.observations)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned. The environments must have been reset before.
+        """Restore the state that `state_dict` returned; the environments must have been reset before.
 
-        Raises:
-            Exception: one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state` does not match these
-                environments; their state may then be partly replaced.
+        Raises one of `CONTENT_ERRORS` if it does not match; their state may then be partly replaced.
         """
         like = {"episodes": [int], "lengths": [int], "ended": [bool], "seed": object, "envs": dict}
         check_like(state, like | {"observations": torch.from_numpy(self.observations)}, "environments")

@@ -21,11 +21,7 @@ MOST_UNITS = 10_000_000
 
 @dataclass
 class Model(ABC):
-    """The options of a network, explained in `conf/model/_model.yaml`; `build` creates the network.
-
-    For `checkpoint_activations`, see Chen et al., Training Deep Nets with Sublinear Memory Cost (2016). The patterns in
-    `freeze` and `unfreeze` are those of `runner.config.name_patterns`.
-    """
+    """The options of a network, explained in `conf/model/_model.yaml`; `build` creates the network."""
 
     checkpoint_activations: bool = False
     weights: str | None = None
@@ -34,8 +30,6 @@ class Model(ABC):
     unfreeze: tuple[str, ...] = ()
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("checkpoint_activations", "weights", "reset_head")
-    """Options that may differ on resume, because they affect only the memory use, the speed or the initial weights."""
-
     num_dims: ClassVar[int | None] = 3
     """Number of dimensions of one input: 3 for images; None if the network flattens inputs of any shape."""
 
@@ -53,15 +47,9 @@ class Model(ABC):
         check(path.is_file(), "weights", self.weights, f"there is no such file in {path.parent.absolute()}", remedy)
 
     def build(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Create the network, with random weights or those in the file `weights`, and freeze parameters.
+        """Create the network for inputs of `shape`, with random weights or those in the file, and freeze parameters.
 
-        Args:
-            shape: shape of one input; (channels, height, width) for images.
-            num_classes: number of outputs.
-
-        Raises:
-            ConfigError: if the network cannot process inputs of this shape, or if `weights`, `reset_head`, `freeze` or
-                `unfreeze` does not fit the network.
+        Raises `ConfigError` if the network cannot process inputs of this shape, or an option does not fit it.
         """
         why = f"this network needs inputs of {self.num_dims} dimensions"
         check(self.num_dims is None or len(shape) == self.num_dims, "inputs", list(shape), why, "use model=qnet")

@@ -57,18 +57,16 @@ class NamedModel(Model):
     def create(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         """Return the network `name` with random weights; nothing is downloaded.
 
-        Raises:
-            ConfigError: with the key `options`, if the network has no such option.
-            AssertionError, TypeError, ValueError: if the library refuses the options or the shape of inputs.
+        Raises `ConfigError` for an unknown option, and `AssertionError`, `TypeError` or `ValueError` if the library
+        refuses.
         """
 
 
 @dataclass
 class Torchvision(NamedModel):
-    """A classification network of torchvision (`models.torchvision_network`).
+    """A classification network of torchvision, without auxiliary classifiers (`models.torchvision_network`).
 
     The numbers of classes and input channels, and the image size of vision transformers, are taken from the data.
-    Networks with auxiliary classifiers (googlenet, inception_v3) are built without them.
     """
 
     def names(self) -> Iterable[str]:
@@ -97,10 +95,7 @@ class Torchvision(NamedModel):
 
 
 _TAKEN = ("num_classes", "in_chans", "device", "dtype", "checkpoint_path", "cache_dir")
-"""Arguments of timm's networks that are refused, because they are set elsewhere or name files.
-
-All arguments whose names begin with `pretrained` are refused, too.
-"""
+"""Arguments that are set elsewhere or name files; all whose names begin with `pretrained` are refused, too."""
 
 
 @dataclass

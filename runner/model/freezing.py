@@ -15,10 +15,6 @@ def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable
 
     A batch normalization layer whose weight and bias are frozen normalizes with its running statistics, which no longer
     change (see `models.frozen_batch_norm`). Dropout in frozen layers works as before.
-
-    Raises:
-        ConfigError: with the key `freeze`, if one of `patterns` matches no parameter, or if no parameter is left to
-            train; with the key `unfreeze`, if one of `exceptions` matches no frozen parameter.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 

@@ -14,14 +14,9 @@ from models.blocks import blocks_of
 class Row(NamedTuple):
     """A block of a network, or the whole network.
 
-    Args:
-        name: name of the block.
-        kind: class of the block or, if it groups several layers, the classes of the layers.
-        output: shape of the output for one sample; None if it is not known, or not that of a tensor.
-        parameters: number of parameters.
-        trained: number of parameters that require gradients.
-        flops: floating-point operations of the forward pass for one sample; None if they are not known. Only matrix
-            products, convolutions and attention count; a multiplication and an addition are two operations.
+    `kind` is its class or, if it groups several layers, those of the layers. `output` is the shape for one sample, and
+    `flops` the floating-point operations of its forward pass; None if they are not known. Only matrix products,
+    convolutions and attention count; a multiplication and an addition are two operations.
     """
 
     name: str
@@ -33,11 +28,9 @@ class Row(NamedTuple):
 
 
 def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
-    """Return the table of a network for the log, before it is placed on its devices.
+    """Return the table of a network for the log; if `shape` does not suit it, without outputs and operations.
 
-    To find out the outputs, the network is called with an input of zeros of `shape`; its weights and buffers do not
-    change. It is not copied to the meta device, whose operators import sympy, which takes as long as a small run. If
-    `shape` is None or does not suit the network, the table lacks outputs and floating-point operations.
+    The network is called with zeros. It is not copied to the meta device, whose operators import sympy for a second.
     """
     if shape is not None:
         with suppress(Exception):  # whatever is wrong with the network, training says it better
@@ -48,12 +41,7 @@ def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
 def rows_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> list[Row]:
     """Return a row for each block of `model` (each child if `model` lists no blocks), and a row for the whole network.
 
-    Args:
-        model: the network, on any device. Its weights, buffers and training mode do not change.
-        shape: shape of one input; None to leave out outputs and floating-point operations, without calling the model.
-
-    Raises:
-        Exception: whatever the forward pass of the network raises for an input of this shape.
+    Raises whatever the forward pass raises for an input of `shape`; None leaves out outputs and operations.
     """
     parts = blocks_of(model) or _children(model)
     outputs: dict[str, Any] = {}

@@ -18,17 +18,10 @@ SAVE_WEIGHTS = "save only the weights: torch.save(model.state_dict(), 'weights.p
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a weights file by name, on the CPU.
+    """Return the tensors of a `.safetensors` or `torch.save` file by name, on the CPU.
 
-    What wrappers add to the names is removed: `module.` before all of them (DataParallel, DistributedDataParallel,
-    AveragedModel), and `_orig_mod` anywhere (torch.compile of the network or of its blocks).
-
-    Args:
-        path: a `.safetensors` file, or a file by `torch.save` that contains a `state_dict`, or a dictionary with one
-            under the key `state_dict`, `model_state_dict` or `model`.
-
-    Raises:
-        ConfigError: if the file cannot be read or contains anything else.
+    The latter has a `state_dict`, or a dictionary with one under the key `state_dict`, `model_state_dict` or `model`.
+    What wrappers add to the names is removed: `module.` before all of them, and `_orig_mod` anywhere.
     """
     content = _load(path)
     if isinstance(content, Mapping):
@@ -68,10 +61,6 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
 
     From the weights of an agent, only its online network is loaded. If all names begin with the name of one attribute,
     such as `model.`, it is removed. If `reset_head`, the last layer in `model.blocks()` keeps its parameters.
-
-    Raises:
-        ConfigError: if the file cannot be read, if the names or shapes of its tensors differ from the model's, or if
-            `reset_head` is True and the model has no `blocks()`.
     """
     from models.qnet import online_tensors
 

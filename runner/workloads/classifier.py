@@ -26,11 +26,8 @@ _MAX_CLASSES = 1000  # in a confusion matrix
 class Classifier(DataWorkload[LabeledSamples]):
     """The training and evaluation of an image classifier; the options are explained in `conf/workload/classifier.yaml`.
 
-    With `class_weights`, the loss is the weighted sum over the samples divided by their number; dividing by the sum of
-    the weights, as torch does, would make the loss of a sample depend on how the batch is divided. `balance_classes`
-    gives each class c the weight n / (num_classes · n_c), where n is the number of training samples and n_c that of
-    class c. Evaluations are not weighted. With `mixup` or `cutmix` (see `Mixing`), the training accuracy counts a
-    prediction as correct if it is the class with the largest share of the mixture.
+    With class weights, the loss is the weighted sum divided by the number of samples; dividing by the sum of the
+    weights, as torch does, would make the loss of a sample depend on how the batch is divided.
     """
 
     label_smoothing: float = 0.0
@@ -111,10 +108,7 @@ class Classifier(DataWorkload[LabeledSamples]):
         return super().micro_batches(plan, micros, device)
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of the logits `outputs`, [n, num_classes], and the targets.
-
-        Targets are class indices, int64 [n], or probabilities of classes, float32 [n, num_classes].
-        """
+        """Return the mean cross-entropy of logits [n, num_classes]; targets are as in `Batch`."""
         if self._weights is None:
             return torch.nn.functional.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
         dtype = torch.promote_types(outputs.dtype, torch.float32)
@@ -189,7 +183,6 @@ class Classifier(DataWorkload[LabeledSamples]):
     def _captioned(
         self, indices: torch.Tensor, predictions: torch.Tensor, targets: torch.Tensor, confidence: torch.Tensor
     ) -> torch.Tensor:
-        """Return a grid of held-out images, each with its predicted class and, if that is wrong, its true class."""
         names, rows = self.held_out.class_names, indices.tolist()
         pairs = [(int(predictions[i]), int(targets[i])) for i in rows]
         predicted = [f"{names[p]} {int(confidence[i]) / 10:.0f}%" for i, (p, _) in zip(rows, pairs, strict=True)]
@@ -199,13 +192,10 @@ class Classifier(DataWorkload[LabeledSamples]):
 
 
 def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the indices of at most 36 samples, int64 [m], taken in rounds of one sample of every class.
+    """Return the indices of at most 36 samples where `shown`, int64 [m], in rounds of one sample of every class.
 
-    Args:
-        shown: bool [n]; only samples for which it is True are taken.
-        targets: the class of each sample, int64 [n].
-        keys: the sort key of each sample, int64 [n], descending within a class and within a round. None to keep the
-            order of the samples of a class, and sort a round by class.
+    With `keys`, int64 [n], they are sorted by them, descending, within a class and within a round; otherwise, the
+    samples of a class keep their order, and a round is sorted by class.
     """
     indices = shown.nonzero().flatten()
     order = torch.zeros_like(indices) if keys is None else -keys[indices]

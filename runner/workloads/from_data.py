@@ -45,11 +45,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
 
     @abstractmethod
     def usable(self, samples: Samples) -> S:
-        """Return `samples`, if this workload can be trained on them.
-
-        Raises:
-            ConfigError: with the key `data`, if this workload cannot be trained on them.
-        """
+        """Return `samples`; raises `ConfigError` with the key `data` if this workload cannot be trained on them."""
 
     @property
     def num_data_workers(self) -> int:
@@ -62,11 +58,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         self.use(train, held_out)
 
     def use(self, train: Samples, held_out: Samples) -> None:
-        """Train on `train`, and evaluate on `held_out`.
-
-        Raises:
-            ConfigError: if the model or an option of the workload does not suit them.
-        """
+        """Train on `train`, and evaluate on `held_out`; raises `ConfigError` if an option does not suit them."""
         self.train, self.held_out = self.usable(train), self.usable(held_out)
         shapes = self.train.shape, self.held_out.shape
         assert shapes[0] == shapes[1], f"training inputs have shape {shapes[0]}, held-out inputs {shapes[1]}"
@@ -142,10 +134,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         return self.train.batches(micros, plan.seed, device)
 
     def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return `micros`; if `overfit_batches` is n > 0, return micro-batches of the first n batches instead.
-
-        Batch k of the run, counted from 0, is then replaced by batch k modulo n.
-        """
+        """Return `micros`; with `overfit_batches` n > 0, micro-batches of batch k modulo n in place of batch k."""
         if not self.overfit_batches:
             return micros
         span = self.overfit_batches * plan.batch_size

@@ -9,11 +9,7 @@ from runner.workloads.base import Workload
 
 
 def check_listed(workload: Workload) -> None:
-    """Check that `best` and `eval_metrics` of `workload` say `min` or `max` for each metric; called after `prepare`.
-
-    Raises:
-        ConfigError: if one of them has another value, or `eval_metrics` does not list the metric `best`.
-    """
+    """Raise `ConfigError` unless `best` and `eval_metrics` of `workload` agree, and say `min` or `max`."""
     name, (metric, goal), listed = type(workload).__name__, workload.best, workload.eval_metrics()
     for each, direction in (*listed.items(), (metric, goal)):
         if direction not in ("min", "max"):
@@ -27,11 +23,7 @@ def check_listed(workload: Workload) -> None:
 
 
 def check_measured(workload: Workload, measured: Collection[str]) -> None:
-    """Check that an evaluation has measured every metric that `best` and `eval_metrics` of `workload` name.
-
-    Raises:
-        ConfigError: if a metric is missing in `measured`.
-    """
+    """Raise `ConfigError` unless an evaluation has measured every metric that `workload` names."""
     for metric in dict([workload.best]) | workload.eval_metrics():
         if metric not in measured:
             name = type(workload).__name__

@@ -20,13 +20,11 @@ _LOSSES = ("mse", "mae", "huber")
 
 @dataclass
 class Regression(DataWorkload[RegressionSamples]):
-    """The training and evaluation of a network that predicts numbers.
+    """The training and evaluation of a network that predicts numbers; for options, see `conf/workload/regression.yaml`.
 
-    The loss is the mean over samples and targets: the mean squared error, the mean absolute error or the Huber loss
-    (Huber, 1964). If the data set standardizes the targets, it is that of the standardized targets. The metric `mae` is
-    the mean absolute error in the units of the data. The metric `r2` is the coefficient of determination
-    1 − Σ(y − ŷ)² / Σ(y − ȳ)² of the held-out samples, averaged over targets: 1 is perfect, and 0 is as good as
-    predicting the mean ȳ. The options are explained in `conf/workload/regression.yaml`.
+    The loss, of standardized targets, is the mean over samples and targets. The metric `mae` is in the units of the
+    data. `r2` is 1 − Σ(y − ŷ)² / Σ(y − ȳ)² of the held-out samples, averaged over targets: 1 is perfect, and 0 is as
+    good as predicting the mean ȳ.
     """
 
     loss_function: str = "mse"
@@ -81,7 +79,6 @@ class Regression(DataWorkload[RegressionSamples]):
         return self._losses(*_comparable(outputs, targets)).mean()
 
     def _losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each sample and target, [n, num_targets]."""
         if self.loss_function == "huber":
             return functional.huber_loss(outputs, targets, reduction="none", delta=self.huber_delta)
         return {"mse": functional.mse_loss, "mae": functional.l1_loss}[self.loss_function](
@@ -93,7 +90,6 @@ class Regression(DataWorkload[RegressionSamples]):
         return ((outputs - targets).abs() * self._std(outputs)).mean(1, keepdim=True)
 
     def _std(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the standard deviation by which the data set has divided each target, on the device of `like`."""
         if self._scale is None or (self._scale.device, self._scale.dtype) != (like.device, like.dtype):
             self._scale = torch.tensor(self.train.target_std, dtype=like.dtype, device=like.device)
         return self._scale
@@ -134,9 +130,6 @@ class Regression(DataWorkload[RegressionSamples]):
 
 
 def _comparable(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both tensors in float64 if the outputs are float64, and otherwise in float32.
-
-    16 bits are too few for a loss.
-    """
+    """Return both in float32, or in float64 if the outputs are: 16 bits are too few for a loss."""
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     return outputs.to(dtype), targets.to(dtype)

@@ -25,8 +25,6 @@ Policy = Callable[[np.ndarray], np.ndarray]
 
 
 def greedy_policy(model: torch.nn.Module, device: torch.device) -> Policy:
-    """Return a policy that selects the action with the highest value, by the current weights of `model`."""
-
     def policy(observations: np.ndarray) -> np.ndarray:
         with torch.no_grad():
             return model(torch.from_numpy(observations).to(device)).argmax(1).cpu().numpy()
@@ -35,15 +33,9 @@ def greedy_policy(model: torch.nn.Module, device: torch.device) -> Policy:
 
 
 class Actor:
-    """An actor that steps the environments of one process, and stores transitions in the process's replay buffer.
+    """Steps the environments of one process, ε-greedily, and stores transitions in the process's replay buffer.
 
-    Args:
-        vector: the environments of this process.
-        num_actions: number of actions.
-        n_step_buffer: the buffer that combines steps into n-step transitions.
-        replay: the replay buffer that stores the transitions.
-        seed: the seed for the environments, the exploration and the sampling.
-        repeats: the repetitions of random actions; None to take each random action for one step.
+    `seed` is that of the environments, the exploration and the sampling.
     """
 
     def __init__(
@@ -71,13 +63,8 @@ class Actor:
     def step(self, policy: Policy | None, epsilon: float) -> None:
         """Take one ε-greedy step in each environment (Watkins, 1989), and store the completed transitions.
 
-        Args:
-            policy: function that returns greedy actions; None to make all actions random.
-            epsilon: the probability of a random action or, if random actions are repeated (see `Repeats`), that an
-                environment that is not repeating an action begins to repeat one.
-
-        Raises:
-            EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.
+        Without a policy, all actions are random. If random actions are repeated, `epsilon` is the probability that an
+        environment that is not repeating an action begins to repeat one.
         """
         vector, num_envs = self.vector, self.vector.num_envs
         previous = vector.observations
@@ -108,11 +95,10 @@ class Actor:
             self.num_episodes += int(ended.sum())
 
     def possible_returns(self) -> tuple[float, float]:
-        """Return the least and the greatest discounted return that an episode can have.
+        """Return the least and the greatest discounted return that an episode can have; they include 0.
 
-        They are those of an endless episode in which every reward is the smallest or the largest reward seen so far.
-        The range always contains 0, the return after the end of an episode. If rewards are not discounted, or a return
-        exceeds the range of float32, the result is (-inf, inf).
+        Those of an endless episode in which every reward is the smallest or the largest reward seen so far: (-inf, inf)
+        if rewards are not discounted, or a return exceeds the range of float32.
         """
         scale = 1 - self.n_step_buffer.discount
         least, greatest = self._reward_range()
@@ -154,11 +140,7 @@ class Actor:
         """Restore the state that `state_dict` returned.
 
         If the state of the environments was not saved, or the number of environments differs, all environments start
-        new episodes, and a warning is logged.
-
-        Raises:
-            Exception: an `EnvironmentBrokenError` or one of `runner.storage.content_checks.CONTENT_ERRORS`, if `state`
-                cannot be restored. The state of this actor may then be partly replaced.
+        new episodes, and a warning is logged. If an error is raised, the state may be partly replaced.
         """
         self.replay.load_state_dict(state["replay"])
         self.num_episodes = state["num_episodes"]

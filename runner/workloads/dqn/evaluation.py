@@ -20,24 +20,10 @@ _MAX_STEPS = 10_000  # per episode, if the environment has no limit
 
 
 def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], device: torch.device) -> MetricSums:
-    """Play one shard of the evaluation episodes, all at the same time, and return the sums of returns and lengths.
+    """Play one shard of the evaluation episodes, all at the same time, and return sums `return`, `length` and `count`.
 
-    The environments' seeds are independent of the run's seed, so that all runs are evaluated from the same initial
-    states. Each environment plays exactly one episode, because counting the episodes that end first would favor short
-    episodes. If the length of episodes is not limited, they are cut off after 10,000 steps.
-
-    Args:
-        env: the options of the environment.
-        infer: function that returns action values for observations on the device.
-        num_episodes: total number of episodes in all shards.
-        shard: (index of the shard, number of shards).
-        device: device of the model.
-
-    Returns:
-        The sums `return` and `length`, and the number `count` of episodes in this shard, as scalars on the device.
-
-    Raises:
-        EnvironmentBrokenError: if an environment raises an error, or returns NaN or infinity.
+    The environments' seeds are independent of the run's seed. Each environment plays exactly one episode, because
+    counting the episodes that end first would favor short ones.
     """
     first, last = shard_bounds(num_episodes, shard)
     counted = slice(first, last)
@@ -62,7 +48,7 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
 
 
 def record_video(env: Env, infer: Infer, device: torch.device) -> torch.Tensor:
-    """Play an episode and return every second frame at half resolution, uint8 [frames, 3, height, width] on the CPU."""
+    """Play an episode; return every second frame at half resolution, uint8 [frames, 3, height, width] on the CPU."""
     frames: list[torch.Tensor] = []
 
     def keep(vector: Vector, step: int) -> None:
@@ -83,13 +69,7 @@ def play_one(
 ) -> tuple[float, int]:
     """Play an episode in a rendered environment, and return the sum of the rewards and the number of steps.
 
-    Args:
-        env: the options of the environment.
-        infer: function that returns action values for observations on the device.
-        device: device of the model.
-        seed: the seed of the initial state.
-        render_mode: `rgb_array`, or `human` for a window.
-        before_step: called before each step with the environment and the number of the step, counted from 0.
+    `before_step` is called with the environment and the number of the step, counted from 0.
     """
     total, length = 0.0, 0
     with env.vector(1, in_process=True, render_mode=render_mode) as vector:
@@ -104,7 +84,6 @@ def play_one(
 
 
 def frame(vector: Vector) -> torch.Tensor:
-    """Return what the first environment shows, uint8 [3, height, width] on the CPU."""
     return torch.from_numpy(vector.render().copy()).permute(2, 0, 1)
 
 
@@ -115,9 +94,8 @@ def _greedy_actions(infer: Infer, observations: np.ndarray, device: torch.device
 def observation_scaling(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the offset and the factor that scale each component of the observations, float32 [size] on the CPU.
 
-    If the observation space has bounds, scaled observations are between -1 and 1. Otherwise, they have a mean of 0 and
-    a standard deviation of 1 over `num_steps` steps of a random policy. Bounds are preferred, because in many
-    environments a random policy visits only a few of the states.
+    To [-1, 1] if the observation space has bounds; otherwise, to a mean of 0 and a standard deviation of 1 over
+    `num_steps` steps of a random policy, which in many environments visits only a few of the states.
     """
     with env.vector(env.num_envs, in_process=True) as vector:
         if bounds := vector.bounds():

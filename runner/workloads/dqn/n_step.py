@@ -11,17 +11,11 @@ from runner.workloads.dqn.replay import row_width
 
 
 class NStepBuffer:
-    """A buffer that sums the discounted rewards of `length` steps, or of fewer steps at the end of an episode.
+    """Sums the discounted rewards of `length` steps, or of fewer at the end of an episode, into n-step transitions.
 
-    For n-step returns see Sutton and Barto, Reinforcement Learning (2018), chapter 7; for their use in deep Q-learning
-    see Hessel et al., Rainbow (2018). The value after a terminated episode is 0; a truncated episode is bootstrapped
-    from its last observation (Pardo et al., Time Limits in Reinforcement Learning, 2018).
-
-    Args:
-        num_envs: number of environments.
-        observation_size: number of values in an observation.
-        length: n, the number of steps in a transition.
-        discount: γ, the discount factor.
+    Sutton and Barto, Reinforcement Learning (2018), chapter 7; Hessel et al., Rainbow (2018). The value after a
+    terminated episode is 0; a truncated episode is bootstrapped from its last observation (Pardo et al., Time Limits in
+    Reinforcement Learning, 2018).
     """
 
     def __init__(self, num_envs: int, observation_size: int, length: int, discount: float):
@@ -47,17 +41,8 @@ class NStepBuffer:
     ) -> np.ndarray:
         """Add one step of each environment, and return the transitions that these steps complete.
 
-        Args:
-            observations: the observations before the step, [num_envs, observation_size].
-            actions: the actions of the step, int64 [num_envs].
-            rewards: the rewards of the step, [num_envs].
-            next_observations: the observations after the step, [num_envs, observation_size].
-            terminated: whether the episode reached a terminal state, bool [num_envs].
-            truncated: whether the episode was truncated, bool [num_envs].
-            taken: False where the environment was reset instead of taking a step, bool [num_envs].
-
-        Returns:
-            Packed transitions, float32 [m, row_width]; later calls may overwrite this array.
+        The arguments are arrays [num_envs, …]; `taken` is False where the environment was reset instead of taking a
+        step. Transitions are packed, float32 [m, row_width]; later calls may overwrite this array.
         """
         slot = self._time % self.length
         self._time += 1
@@ -80,10 +65,9 @@ class NStepBuffer:
     def _close(
         self, slot: int, oldest: int, ended: np.ndarray, terminated: np.ndarray, next_observations: np.ndarray
     ) -> np.ndarray:
-        """Complete and return the transitions that end with this step, in which at least one episode ends.
+        """Return the transitions that end with this step, in which at least one episode ends.
 
-        In an environment whose episode ends, all incomplete transitions are completed, with fewer than `length` steps
-        if necessary; in the others, the one in the slot `oldest`. The step was written to `slot`.
+        In an environment whose episode ends, all incomplete transitions are completed; in the others, the oldest one.
         """
         closing = self._open & ended
         closing[oldest] |= self._open[oldest]
@@ -97,7 +81,6 @@ class NStepBuffer:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the incomplete transitions as tensors, and the number of calls of `push` so far."""
         arrays = {"rows": self._rows, "returns": self._returns, "open": self._open}
         return {"time": self._time} | {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 

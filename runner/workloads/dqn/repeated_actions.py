@@ -8,14 +8,8 @@ import numpy as np
 class Repeats:
     """Temporally extended ε-greedy exploration (Dabney, Ostrovski and Barreto, ICLR 2021).
 
-    Plain ε-greedy exploration takes a random action for one step. This class repeats the action for n steps, where n is
-    drawn from the heavy-tailed distribution p(n) ∝ n^(-exponent) over 1 to `longest`. The end of an episode ends the
-    repetition.
-
-    Args:
-        num_envs: number of environments.
-        longest: the largest number of steps n.
-        exponent: the exponent, μ in the paper, which uses 2. With less, long repetitions are more frequent.
+    A random action is repeated for n steps, where n is drawn from p(n) ∝ n^(-exponent) over 1 to `longest`, but not
+    beyond the end of the episode. The paper's exponent μ is 2.
     """
 
     def __init__(self, num_envs: int, longest: int, exponent: float = 2.0):
@@ -29,10 +23,7 @@ class Repeats:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return which environments take a random action now, bool [num_envs], and their actions, int64 [num_envs].
 
-        Args:
-            explores: which environments begin a new repetition, unless they are repeating an action, bool [num_envs].
-            actions: the random action to repeat in each environment that begins a repetition, int64 [num_envs].
-            random: the generator for the lengths of the new repetitions.
+        Where `explores` is True, a repetition of `actions` begins, unless the environment is repeating an action.
         """
         begins = explores & (self._left == 0)
         drawn = np.searchsorted(self._cumulative, random.random(len(begins)), side="right") + 1
@@ -43,11 +34,9 @@ class Repeats:
         return explores, self._actions.copy()
 
     def end(self, ended: np.ndarray) -> None:
-        """End the repetitions in the environments where `ended`, bool [num_envs], is True."""
         self._left[ended] = 0
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Return the repeated actions, and the numbers of steps for which they will still be repeated."""
         return {"actions": self._actions.tolist(), "left": self._left.tolist()}
 
     def load_state_dict(self, state: dict[str, list[int]]) -> None:

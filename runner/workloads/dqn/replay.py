@@ -32,7 +32,6 @@ def row_width(observation_size: int) -> int:
 
 
 def unpack(rows: torch.Tensor, possible_returns: tuple[float, float] = (-math.inf, math.inf)) -> Transitions:
-    """Split packed transitions, float32 [n, row_width], into their fields; `possible_returns` is stored as it is."""
     size = (rows.shape[1] - 3) // 2
     observations, following, actions, returns, discounts = rows.split_with_sizes((size, size, 1, 1, 1), 1)
     # Actions are stored as float32, which is exact up to 2²⁴.
@@ -42,13 +41,8 @@ def unpack(rows: torch.Tensor, possible_returns: tuple[float, float] = (-math.in
 class Replay:
     """A replay buffer of the last `capacity` transitions (Lin, 1992; Mnih et al., 2015).
 
-    Each transition is one row of a float32 tensor, so that no Python object per transition is needed.
-
-    Args:
-        capacity: maximum number of transitions. On the CPU, the operating system allocates memory only as rows are
-            filled.
-        observation_size: number of values in an observation.
-        device: device of the transitions.
+    Each transition is one row of a float32 tensor. On the CPU, the operating system allocates memory as rows are
+    filled.
     """
 
     def __init__(self, capacity: int, observation_size: int, device: torch.device | str = "cpu"):
@@ -77,12 +71,10 @@ class Replay:
             self.rows[start : start + len(rows)].copy_(torch.from_numpy(rows))
 
     def at(self, indices: np.ndarray) -> torch.Tensor:
-        """Return packed transitions of the rows `indices`, int64 [n]: float32 [n, row_width] on the buffer's device."""
         rows = torch.from_numpy(indices)
         return self.rows.index_select(0, rows.to(self.rows.device, non_blocking=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the filled rows on the CPU, and the index of the row that will be written next."""
         return {"rows": self.rows[: self._length].to("cpu", copy=True), "cursor": self._cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

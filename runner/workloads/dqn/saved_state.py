@@ -11,17 +11,9 @@ from runner.workloads.dqn.replay import row_width
 
 
 def check(state: dict[str, Any], observation_size: int, num_actions: int, n_step: int, longest_repeat: int) -> None:
-    """Check the saved state of an agent, except the state of the environments, which is checked when it is loaded.
+    """Check what `DQN.state_dict` returned, except the state of the environments, which is checked when it is loaded.
 
-    Args:
-        state: what `DQN.state_dict` returned.
-        observation_size: number of values in an observation.
-        num_actions: number of actions.
-        n_step: number of steps in a transition.
-        longest_repeat: the largest number of steps for which a random action is repeated.
-
-    Raises:
-        UnexpectedContentError: if `state` cannot have been saved by an agent with these sizes.
+    Raises `UnexpectedContentError` if it cannot have been saved by an agent with these sizes.
     """
     width = row_width(observation_size)
     replay = {"rows": TensorSpec(torch.float32, (None, width)), "cursor": int}

@@ -37,16 +37,10 @@ log = logging.getLogger(__name__)
 class DQN(Workload):
     """Deep Q-learning with a replay buffer and a target network (Mnih et al., Human-level control, 2015).
 
-    Each process steps its share of the environments and holds its share of the replay buffer. The options are explained
-    in `conf/workload/dqn.yaml`. `clip_targets` keeps bootstrapping from raising values above every possible return, by
-    the range of rewards seen so far (see `Actor.possible_returns`). `normalize` scales observations to [-1, 1] by the
-    bounds of the observation space; without finite bounds, to a mean of 0 and a standard deviation of 1 under random
-    actions. The scaling does not change during the training, so that stored transitions stay valid.
-
-    For `replay_ratio`, see Fedus et al., Revisiting Fundamentals of Experience Replay (2020); `replay_size`, Lin
-    (1992); `n_step`, Hessel et al., Rainbow (2018); `double`, van Hasselt et al. (2016); `clip_targets`, Andrychowicz
-    et al., Hindsight Experience Replay (2017); `target_tau`, Lillicrap et al., Continuous Control with Deep
-    Reinforcement Learning (2016); `epsilon_start`, Watkins (1989); `epsilon_repeat`, `Repeats`.
+    Each process steps its share of the environments and holds its share of the replay buffer (Lin, 1992). The options
+    are explained in `conf/workload/dqn.yaml`. `clip_targets` keeps values below every possible return, by the range of
+    rewards seen so far (Andrychowicz et al., Hindsight Experience Replay, 2017). The scaling of `normalize` does not
+    change during the training, so that stored transitions stay valid.
     """
 
     model: Model
@@ -189,14 +183,14 @@ class DQN(Workload):
                 yield unpack(rows.to(device))
 
     def _due(self, step: int) -> float:
-        """Return the number of environment steps that each process must have taken before optimizer step `step`.
+        """Return the number of environment steps of each process before optimizer step `step`; it may be fractional.
 
-        It may be fractional, and is reduced so that a rounding error does not cause an additional environment step.
+        Reduced, so that a rounding error does not cause an additional environment step.
         """
         return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count
 
     def _epsilon(self, env_steps: int) -> float:
-        """Return ε, the probability of a random action after `env_steps` steps, summed over all processes."""
+        """Return the probability of a random action after `env_steps` steps of all processes."""
         progress = min(1.0, env_steps / max(self.epsilon_fraction * self.env_steps, 1))
         return self.epsilon_start + (self.epsilon_final - self.epsilon_start) * progress
 
@@ -228,15 +222,7 @@ class DQN(Workload):
     def _check_memory(self, capacity: int, row_bytes: int) -> None:
         """Check that the replay buffers of the processes on this machine fit into its free memory.
 
-        Creating a buffer that is too large may raise no error: the operating system allocates memory only as the buffer
-        is filled, and kills the run when none is left.
-
-        Args:
-            capacity: number of transitions in the buffer of each process.
-            row_bytes: size of a transition in bytes.
-
-        Raises:
-            ConfigError: with the key `workload.replay_size`, if the buffers do not fit.
+        The operating system allocates memory only as a buffer is filled, and kills the run when none is left.
         """
         free_bytes, count = host_memory()["available_bytes"] or 0, local_world_size()
         num_bytes = count * capacity * row_bytes
@@ -339,11 +325,7 @@ class DQN(Workload):
         return {} if self._actor is None else self._actor.state_dict() | {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check `state`, and keep it until `batches` creates the environments and buffers and restores their state.
-
-        Raises:
-            UnexpectedContentError: if `state` is not the state of an agent in these environments.
-        """
+        """Check `state`, and keep it until `batches` creates the environments and buffers."""
         from runner.workloads.dqn import saved_state
 
         if state:
