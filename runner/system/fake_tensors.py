@@ -2,9 +2,8 @@
 
 Fake tensors have a shape, a dtype and a device, but no values: https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html
 
-`FakeTensorMode` and the fake process group are private in torch, and some of torch's own Python code does not expect
-fake tensors. Most of this file becomes unnecessary once torch has a public mode in which a training step can be traced
-(https://github.com/pytorch/pytorch/issues/77085 is about fake tensors in general).
+Both are private in torch, and some of its own Python code does not expect fake tensors. A public mode in which a
+training step can be traced would replace most of this file (https://github.com/pytorch/pytorch/issues/77085).
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ import torch
 def fake_tensors() -> Iterator[Any]:
     """Within this context, every new tensor is fake, and existing tensors are treated as fake tensors of their shapes.
 
-    Yields:
-        The `FakeTensorMode`, which every fake tensor of this context has as its attribute `fake_mode`.
+    The `FakeTensorMode` is yielded, which every fake tensor of this context has as its attribute `fake_mode`.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -51,9 +49,8 @@ real tensors and compute the update, which takes 4 s for ResNet50."""
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Within this context, the default process group has `world_size` ranks; only this process, `rank`, exists.
 
-    Collectives return at once, without communication. The values in their outputs mean nothing: they are unchanged, or
-    copied from this process's own input. DDP and `init_device_mesh` are patched so that they need no values from other
-    ranks.
+    Collectives return at once, and the values in their outputs mean nothing. DDP and `init_device_mesh` are patched so
+    that they need no values from other ranks.
 
     Raises:
         ValueError: if there is a default process group already.
@@ -94,10 +91,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _all_reduced(bucket: Any) -> Any:
-    """Return a future of the bucket's gradients, as DDP's default hook does.
-
-    The default hook cannot be used, because the future of a fake all-reduce has no result.
-    """
+    """Return a future of the bucket's gradients: that of a fake all-reduce in DDP's default hook has no result."""
     from torch import distributed
 
     distributed.all_reduce(bucket.buffer())
@@ -123,10 +117,7 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def _apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """Do what `torch.nn.Module._apply` does, but replace tensors of the module instead of swapping their contents.
-
-    Fake tensors cannot be swapped, because `FakeTensorMode` holds weak references to them.
-    """
+    """Do what `Module._apply` does, but replace tensors: fake ones, to which weak references exist, cannot be swapped."""
     for child in module.children() if recurse else ():
         child._apply(function)
     tensors: Any

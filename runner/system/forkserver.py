@@ -1,8 +1,7 @@
 """The fork server of `multiprocessing`: a single-threaded process that imports torch, and then forks the children.
 
-Forking the main process could deadlock, as Python 3.12 warns, because the child would inherit locks that threads of the
-main process hold (OpenMP, CUDA, TensorBoard). Spawning would import torch in each child, which takes seconds and 290 MB
-per process. The server imports torch once, in parallel with the main process; a child then starts in 0.1 s.
+Forking the main process could deadlock, because the child would inherit locks that its threads hold (OpenMP, CUDA,
+TensorBoard). Spawning would import torch in each child: seconds, and 290 MB. A child of the server starts in 0.1 s.
 """
 
 from __future__ import annotations
