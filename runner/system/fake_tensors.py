@@ -117,7 +117,7 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def _apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """Do what `Module._apply` does, but replace tensors: fake ones, to which weak references exist, cannot be swapped."""
+    """Do what `Module._apply` does, but replace tensors: fake ones cannot be swapped, as weak references exist."""
     for child in module.children() if recurse else ():
         child._apply(function)
     tensors: Any
