@@ -120,14 +120,11 @@ def _apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Ten
     """Do what `Module._apply` does, but replace tensors: fake ones cannot be swapped, as weak references exist."""
     for child in module.children() if recurse else ():
         child._apply(function)
-    tensors: Any
-    for tensors in (module._parameters, module._buffers):
-        for name, tensor in tensors.items():
-            if tensor is None:
-                continue
-            with torch.no_grad():
-                new = function(tensor)
-            if new is not tensor:
-                is_parameter = isinstance(tensor, torch.nn.Parameter)
-                tensors[name] = torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    for name, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+        with torch.no_grad():
+            new = function(tensor)
+        if new is not tensor:
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            setattr(module, name, torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new)
     return module
