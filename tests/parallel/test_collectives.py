@@ -92,7 +92,11 @@ def saved(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("value", [object(), print, torch.nn.Linear, Path(), pytest.raises], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [object(), print, torch.nn.Linear, Path(), pytest.raises],
+    ids=["object", "builtin", "class", "path", "function"],
+)
 def test_other_values_are_not_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="can be sent"):
         encode([value])
