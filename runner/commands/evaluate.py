@@ -12,13 +12,11 @@ Exit codes: 0: evaluated. 1: the evaluation crashed. 2: there is no such run or 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 
 from runner.commands.arguments import Parser
 from runner.commands.messages import report_error
-from runner.parallel.launch.supervisor import RankError
-from runner.system.exit_codes import CRASHED, DONE
+from runner.system.exit_codes import DONE
 from runner.tracking.log_file import LogFile
 
 
@@ -38,9 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with LogFile(None):  # on the console: which files are ignored, for example
             evaluation = evaluate_checkpoint(checkpoint, options.overrides, options.split)
     except Exception as error:
-        if isinstance(error, RankError):
-            print(f"{error.trace}{error}", file=sys.stderr)
-            return CRASHED
         return report_error(error)
     if options.json:
         step = int(checkpoint.name.removeprefix("step_"))

@@ -27,7 +27,9 @@ def report_error(error: Exception) -> int:
         return CRASHED
     if isinstance(error, HydraException | OmegaConfBaseException | ConfigError):
         print(wrapped(explain(error)), file=sys.stderr)
-    else:
-        print(printable(redacted("".join(traceback.format_exception(error)))), end="", file=sys.stderr)
-        return CRASHED
-    return REFUSED
+        return REFUSED
+    from runner.parallel.launch.supervisor import RankError
+
+    trace = [f"{error.trace}{error}\n"] if isinstance(error, RankError) else traceback.format_exception(error)
+    print(printable(redacted("".join(trace))), end="", file=sys.stderr)
+    return CRASHED

@@ -31,7 +31,6 @@ from runner.commands.arguments import Parser, check_not_resumed
 from runner.commands.composed_run import compose_run, replaced
 from runner.commands.messages import report_error
 from runner.config.errors import check
-from runner.parallel.launch.supervisor import RankError
 from runner.precision import Double
 from runner.run import check_used
 from runner.system.exit_codes import REFUSED
@@ -54,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         outcome = verify(*parsed(arguments))
     except Exception as error:
-        if isinstance(error, RankError):
-            print(f"{error.trace}{error}", file=sys.stderr)
-        elif report_error(error) == REFUSED:
+        if report_error(error) == REFUSED:
             return REFUSED
         print(f"{_HEADLINES[UNJUDGED]}: the config crashed", file=sys.stderr)
         return UNJUDGED
