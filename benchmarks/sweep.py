@@ -34,10 +34,10 @@ from runner.config.errors import WIDTH
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import read_result
 from runner.sweep.display import Display
-from runner.sweep.engines.base import Ended, Job, Pool, Started
+from runner.sweep.engines.base import Ended, Job, Pool
 from runner.sweep.engines.local import Local
 from runner.sweep.ledger import Ledger
-from runner.sweep.scheduler import JobSource, PlannedJob, Scheduler
+from runner.sweep.scheduler import JobCommand, JobSource, Scheduler
 from runner.system.exit_codes import DIVERGED, DONE
 from runner.system.signals import StopRequest
 
@@ -93,18 +93,17 @@ class _Instant(Pool):
     def __init__(self) -> None:
         self._started: list[int] = []
 
-    def submit(self, job: Job) -> Started | None:
+    def submit(self, job: Job) -> str | None:
         if len(self._started) == 2:
             return None
         self._started.append(job.number)
-        return Started("nowhere")
+        return "nowhere"
 
     def wait(self, seconds: float) -> list[Ended]:
         ended, self._started = self._started, []
         return [Ended(number, 0) for number in ended]
 
-    def stop(self, numbers: list[int]) -> list[int]:
-        return []
+    def stop(self, numbers: list[int]) -> None: ...
 
     def kill(self) -> None: ...
 
@@ -116,10 +115,10 @@ class _Many(JobSource):
     def __len__(self) -> int:
         return self._count
 
-    def next(self) -> PlannedJob | None:
+    def next(self) -> JobCommand | None:
         number, self._next = self._next, self._next + 1
         words = [f"seed={number}", "optimizer.lr=0.1", "model=resnet18"]
-        return PlannedJob(number, words, words, self._path / f"{number:03d}", "hash") if number < self._count else None
+        return JobCommand(number, words, words, self._path / f"{number:03d}", "hash") if number < self._count else None
 
 
 def overhead() -> dict[str, Any]:

@@ -34,7 +34,7 @@ LAYERS = [
     ["runner.state", "runner.resume"],
     ["runner.training", "runner.analysis"],
     ["runner.sweep", "runner.planning", "runner.verification"],
-    [("runner.api", "runner.cli")],
+    ["runner.api"],
     [("runner.commands", "runner.__main__"), "runner"],
 ]
 

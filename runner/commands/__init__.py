@@ -13,7 +13,7 @@ COMMANDS = {
     "plan": "predicts memory, messages and the bubble of a pipeline, without training",
     "tune": "finds the fastest way to train a config on this machine",
     "verify": "compares a config with plain training on a single device",
-    "sweep": "shows, stops or resumes a sweep",
+    "sweep": "shows what became of the jobs of a sweep",
     "runs": "lists the runs below a directory",
     "compare": "prints a table of runs: their options and results",
     "plot": "draws the figures of a sweep",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import SUPPRESS, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 
 RUN_DIRECTORY = "--run-directory"
 """The flag that sets the run directory. The scheduler of a sweep passes this flag to the jobs."""
+
+
+PRELOADED = (
+    *("torch.utils.flop_counter", "PIL.ImageDraw", "psutil", "runner.tracking.event_file", "runner.tracking.hparams"),
+    *("runner.api.run_job", "runner.commands.train"),
+)
+"""Modules that the jobs of a sweep need. Their server imports them once, also those that a run imports late."""
 
 
 def main() -> int:
@@ -62,7 +69,6 @@ def parser() -> Parser:
         parser.add_argument(*flag, action="store_true")
     parser.add_argument("--package", "-p", metavar="KEY")
     parser.add_argument(RUN_DIRECTORY, metavar="DIR")
-    parser.add_argument("--detached", help=SUPPRESS)  # the pipe to the command that started this sweep
     what = parser.add_mutually_exclusive_group()
     for flag in (["--multirun", "-m"], ["--summary"], ["--shell-completion", "-sc"]):
         what.add_argument(*flag, action="store_true")
@@ -99,15 +105,11 @@ def _run(arguments: list[str]) -> list[int]:
     from runner.config.composition import Composer
 
     if options.multirun:
-        from runner.cli.run_sweep import run_sweep
-        from runner.cli.sweep_jobs import SweepJobs
+        from runner.sweep.run_sweep import run_sweep
+        from runner.sweep.sweep_jobs import SweepJobs
 
         jobs = SweepJobs(Composer(options.config_dir), [quoted(word, sweep=True) for word in options.overrides])
-        if jobs.engine.detach and options.detached is None:
-            from runner.cli.detached import start_detached
-
-            return [start_detached(arguments)]
-        return run_sweep(jobs, options.overrides, options.config_dir, options.detached)
+        return run_sweep(jobs, options.overrides, options.config_dir, PRELOADED)
     composer = composer_of(options.overrides, options.config_dir)
     if options.shell_completion:
         composer.complete(options.overrides)

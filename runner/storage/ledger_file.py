@@ -15,23 +15,18 @@ from runner.system.utf8 import printable
 log = logging.getLogger(__name__)
 
 LEDGER = "sweep.json"
-_LIMIT_BYTES = 24_000_000
+MAX_BYTES = 24_000_000
 """The maximum size of a ledger file in bytes: four times the size of a ledger with 10,000 jobs.
 
 In memory, a ledger takes at most 20 times as much.
 """
-_ENTRY = {
-    "state": str,
-    "code": int,
-    "config_hash": str,
+MAX_NUMBER = 10**9
+_HEAD = {"typed": list, "complete": bool, "jobs": dict, "num_jobs": int, "pid": int}
+_ENTRY: dict[str, type] = {
+    **dict.fromkeys(("state", "config_hash", "directory", "error", "slot"), str),
+    **dict.fromkeys(("code", "tries"), int),
+    **dict.fromkeys(("started", "seconds"), float),
     "overrides": list,
-    "directory": str,
-    "error": str,
-    "slot": str,
-    "pid": int,
-    "tries": int,
-    "started": float,
-    "seconds": float,
 }
 """The keys of a job's entry, and the types of their values; only `config_hash` is required.
 
@@ -52,14 +47,14 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
 
     Returns:
         A dictionary with the keys `typed`, `complete` (whether the sweep is complete) and `jobs` (the entry of each
-        job, by its number as a string), and usually `command`, `num_jobs` and `pid` (of the scheduler).
+        job, by its number as a string), and usually `num_jobs` and `pid` (of the scheduler).
 
     Raises:
         ConfigError: if the ledger is damaged, but it can be parsed as JSON and its overrides are `typed`.
     """
     ledger = None
     try:
-        ledger = json.loads(read_regular(path / LEDGER, _LIMIT_BYTES), object_pairs_hook=_unique)
+        ledger = json.loads(read_regular(path / LEDGER, MAX_BYTES), object_pairs_hook=_unique)
         _check(ledger)
         return ledger
     except (FileNotFoundError, NotADirectoryError):
@@ -101,26 +96,18 @@ def _check(ledger: Any) -> None:
     """Raise ValueError unless `ledger` is a valid ledger."""
     if not isinstance(ledger, dict):
         raise ValueError("it is not a JSON object")
-    typed, jobs = ledger.get("typed"), ledger.get("jobs")
-    if not isinstance(typed, list) or not all(isinstance(text, str) for text in typed):
+    _check_types({"typed": None, "complete": None, "jobs": None, **ledger}, _HEAD, "the sweep")
+    if not all(isinstance(text, str) for text in ledger["typed"]):
         raise ValueError("its overrides are not a list of strings")
-    command = ledger.get("command", [])
-    if not isinstance(command, list) or not all(isinstance(text, str) for text in command):
-        raise ValueError("its command is not a list of strings")
-    if not isinstance(ledger.get("complete"), bool):
-        raise ValueError("it does not say whether the sweep is complete")
-    if type(ledger.get("pid", 0)) is not int:
-        raise ValueError("its process is not a number")
-    total = ledger.get("num_jobs", 0)
-    if type(total) is not int or not 0 <= total < 10**9:
-        raise ValueError("its number of jobs is not possible")
-    if not isinstance(jobs, dict):
-        raise ValueError("its jobs are not a JSON object")
-    for number, entry in jobs.items():
-        if not isinstance(entry, dict) or "config_hash" not in entry or not re.fullmatch("[0-9]{1,9}", number):
-            raise ValueError(f"job {number[:20]} has no number or no hash of its config")
-        for key, expected in _ENTRY.items():
-            if key in entry and type(entry[key]) is not expected:
-                raise ValueError(f"{key} of job {number[:20]} is not of type {expected.__name__}")
-        if not 0 <= entry.get("tries", 0) < 10**6:
-            raise ValueError(f"tries of job {number[:20]} is not a possible number")
+    for number, entry in ledger["jobs"].items():
+        if not isinstance(entry, dict) or not re.fullmatch("[0-9]{1,9}", number):
+            raise ValueError(f"job {number[:20]} has no number or no entry")
+        _check_types({"config_hash": None, **entry}, _ENTRY, f"job {number}")
+
+
+def _check_types(values: dict[str, Any], types: dict[str, type], what: str) -> None:
+    for key, expected in types.items():
+        if key in values and type(values[key]) is not expected:
+            raise ValueError(f"{key} of {what} is not of type {expected.__name__}")
+        if expected is int and abs(values.get(key, 0)) >= MAX_NUMBER:
+            raise ValueError(f"{key} of {what} is not a possible number")

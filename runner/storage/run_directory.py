@@ -155,7 +155,7 @@ def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> 
     The keys `swept`, whose values differ between the jobs, come first, because the end of a long name is cut off.
     """
     ordered = sorted(redacted_values(overrides), key=lambda text: override_key(text) not in swept)
-    first, *others = (_label(text) for text in ordered) if ordered else ("",)
+    first, *others = (_label(text) for text in ordered) if ordered else ("defaults",)
     return _cut([f"{number:03d}-{first}", *others], ",", _MAX_NAME).rstrip(".-")
 
 

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 import time
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from itertools import accumulate
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
-from unicodedata import east_asian_width
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from runner.config.errors import escaped
 from runner.config.overrides import override_key
+from runner.sweep.console import last_line
 from runner.system.secrets import redacted_values
 
 _REFRESH_SECONDS = 0.5
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 
 
 class Shown(Protocol):
@@ -51,13 +52,10 @@ class Display:
         self._failures: list[str] = []
 
     def title(self, job: Shown) -> str:
-        """Return the title of a job: its number and its overrides of `swept` keys.
-
-        If the job overrides no `swept` key, the title contains all of its overrides.
-        """
+        """Return the title of a job: its number and its overrides, of `swept` keys if there are any."""
         overrides = [text for text in job.overrides if override_key(text) in self.swept]
         words = escaped(" ".join(redacted_values(overrides or job.overrides)))
-        line = f"job {job.number}: {words}".replace("\n", "\\n")
+        line = f"job {job.number}{': ' * bool(words)}{words}".replace("\n", "\\n")
         return line if len(line) <= self.width else line[: self.width - 1] + "…"
 
     def settled_before(self, states: Mapping[int, str]) -> None:
@@ -70,13 +68,7 @@ class Display:
         print(text, file=sys.stderr, flush=True)
 
     def started(self, job: Shown, slot: str, console: Path) -> None:
-        """Show that a job has been started.
-
-        Args:
-            job: the job.
-            slot: the devices or the queue entry of the job, for example `GPU 0`.
-            console: the file with everything that the job prints.
-        """
+        """Show that a job has been started on `slot`, for example `GPU 0`; it prints to `console`."""
         self._states.pop(job.number, None)  # of a paused job that continues
         self.line(f"{self.title(job)}: started on {slot}")
 
@@ -116,6 +108,9 @@ class Display:
     def refresh(self) -> None:
         """Update the display of the running jobs. The scheduler calls this method several times per second."""
 
+    def close(self) -> None:
+        """Remove the display of the running jobs."""
+
     def summary(self) -> None:
         """Print a summary at the end of the sweep: the failures again, and the number of jobs that are done."""
         for reason, (first, *others) in self._refusals.items():
@@ -142,63 +137,44 @@ class Table(Display):
     Args:
         num_jobs: the number of jobs in the sweep.
         swept: the config keys that have several values; the title of a job shows its values of these keys.
-        last_line: a function that returns the last line of a file.
+        console: the terminal; None: standard error.
     """
 
-    def __init__(self, num_jobs: int, swept: Collection[str], last_line: Callable[[Path], str]):
+    def __init__(self, num_jobs: int, swept: Collection[str], console: Console | None = None):
         super().__init__(num_jobs, swept)
-        self._last_line = last_line
         self._rows: dict[int, tuple[str, Path]] = {}
-        self._num_shown, self._drawn = 0, 0.0
-        self._begun, self._most_at_once = time.monotonic(), 1
+        self._refreshed, self._begun = 0.0, time.monotonic()
+        console = console or Console(stderr=True)
+        self._live = Live(console=console, auto_refresh=False, transient=True, get_renderable=self._table)
 
     def line(self, text: str) -> None:
-        self._erase()
-        super().line(text)
+        self._live.console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
     def started(self, job: Shown, slot: str, console: Path) -> None:
         self._states.pop(job.number, None)
         self._rows[job.number] = f"{self.title(job)} ({slot})", console
-        self._most_at_once = max(self._most_at_once, len(self._rows))
 
     def ended(self, job: Shown, state: str, error: str, result: Mapping[str, Any], console: Path) -> None:
         self._rows.pop(job.number, None)
         super().ended(job, state, error, result, console)
 
     def refresh(self) -> None:
-        if time.monotonic() < self._drawn + _REFRESH_SECONDS:
-            return
-        self._erase()
-        self._drawn = time.monotonic()
-        columns, height = shutil.get_terminal_size()
-        shown = list(self._rows.values())[
-            : max(0, min(_MOST_ROWS, height - 2))
-        ]  # a line that has scrolled is not erased
-        lines = [self._status(), *(f"  {title}  {self._last_line(console)}" for title, console in shown)]
-        print("\n".join(_cut(line, columns - 1) for line in lines), file=sys.stderr, flush=True)
-        self._num_shown = len(lines)
+        if time.monotonic() >= self._refreshed + _REFRESH_SECONDS:
+            self._live.start()
+            self._live.refresh()
+            self._refreshed = time.monotonic()
 
-    def summary(self) -> None:
-        self._erase()
-        super().summary()
+    def close(self) -> None:
+        self._live.stop()
 
-    def _erase(self) -> None:
-        if self._num_shown:
-            print(f"\x1b[{self._num_shown}A\x1b[J", end="", file=sys.stderr, flush=True)
-            self._num_shown = 0
-
-    def _status(self) -> str:
-        """Return one line with the number of jobs in each state, and the estimated time until all jobs have ended."""
+    def _table(self) -> Text:
+        """Return the number of jobs in each state, the estimated time until all have ended, and the running jobs."""
         ended = len(self._states)
         counts = {"running": len(self._rows), **self.counts, "waiting": self.num_jobs - ended - len(self._rows)}
         text = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
-        if ended <= self._num_before:
-            return text
-        seconds = round((time.monotonic() - self._begun) / (ended - self._num_before) * (self.num_jobs - ended))
-        return f"{text}; about {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
-
-
-def _cut(line: str, width: int) -> str:
-    """Return the beginning of `line` that takes at most `width` columns of a terminal, where CJK and emoji take two."""
-    columns = accumulate(1 + (east_asian_width(char) in "FW") for char in line)
-    return line[: bisect_right([*columns], width)].replace("\t", " ")
+        if ended > self._num_before:
+            seconds = round((time.monotonic() - self._begun) / (ended - self._num_before) * (self.num_jobs - ended))
+            text += f"; about {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
+        rows = list(self._rows.values())[:_MAX_ROWS]
+        lines = [text, *(f"  {title}  {last_line(console)}" for title, console in rows)]
+        return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,6 @@ from runner.storage import run_directory
 from runner.storage.files import UnsafeFileError, write_text
 from runner.storage.ledger_file import LEDGER, read_ledger
 from runner.storage.run_directory import StorageError
-from runner.sweep.unfinished_commands import forget_command, remember_command
 from runner.system.secrets import redacted, redacted_values
 from runner.system.utf8 import printable
 
@@ -45,15 +45,13 @@ class Ledger:
     With `resume=auto`, the newest unfinished sweep with the overrides `typed` is resumed, if there is one. Otherwise, a
     new sweep is created.
 
-    This class is a context manager. It locks the sweep's directory until the context ends, so that only one process at
-    a time can run the sweep. If the sweep is new and none of its jobs has run, its directory is removed at the end.
-    Credentials in overrides and error messages are not stored.
+    This class is a context manager, which locks the sweep's directory: only one process at a time can run the sweep. If
+    the sweep is new and none of its jobs has run, its directory is removed at the end. Credentials are not stored.
 
     Args:
         typed: the overrides on the command line.
         root: the directory that contains all sweeps with the same value of the config key `name`.
         resume: `auto` or `never`.
-        command: the overrides and flags with which the user can repeat the command; None: the same as `typed`.
         has_more: a function `has_more(path, ledger)` that returns whether the complete sweep at `path`, with the same
             overrides and this content of its ledger, has more jobs now, so that it is resumed, too.
 
@@ -75,11 +73,9 @@ class Ledger:
         typed: Iterable[str],
         root: Path,
         resume: str,
-        command: Iterable[str] | None = None,
         has_more: Callable[[Path, dict[str, Any]], bool] = lambda *_: False,
     ):
         typed = list(typed)
-        self._command = [printable(text) for text in redacted_values(typed if command is None else list(command))]
         last = {override_key(text): canonical_override(text) for text in typed}
         shown = redacted_values([text for key, text in last.items() if key.partition(".")[0] not in _MAY_DIFFER])
         self.typed = sorted(printable(text) for text in shown)
@@ -107,32 +103,29 @@ class Ledger:
                 why = f"{LEDGER} cannot be written there ({error.why})"
                 raise ConfigError("output_root", str(root), why, "make room, or output_root=DIR elsewhere") from None
             undo.pop_all()
-            remember_command(path, self._command)
 
     def _unfinished(self, root: Path) -> Path | None:
-        """Load the newest unfinished sweep in `root` with the same overrides, if any; return its directory or None.
-
-        The newest sweep with the same overrides is also loaded if it is complete and has more jobs now.
-
-        Raises:
-            ConfigError: if `root` cannot be read, or the ledger of the sweep is damaged.
+        """Load the newest sweep in `root` with the same overrides that is unfinished, or has more jobs now; return its
+        directory, or None if there is none.
         """
         other, has_newer = "", False
         for path in reversed(run_directory.readable_entries(root)):
             found = read_ledger(path, self.typed)
             if not found:
                 continue
-            typed = sorted(map(canonical_override, found["typed"]))  # earlier versions wrote what was typed
-            if found["complete"] and (typed != self.typed or has_newer or not self._has_more(path, found)):
-                has_newer |= typed == self.typed
-                continue
-            if typed == self.typed:
+            typed = found["typed"]
+            is_same = typed == self.typed
+            if found["complete"] and not (is_same and not has_newer and self._has_more(path, found)):
+                has_newer |= is_same
+            elif is_same:
                 for number, entry in found["jobs"].items():
                     self._set(int(number), entry)
                 return path
-            more, less = (" ".join(sorted({*one} - {*two})) for one, two in ((self.typed, typed), (typed, self.typed)))
-            what = [f"has {less}"] * bool(less) + [f"lacks {more}"] * bool(more)
-            other = other or f"{path} {' and '.join(what)}"
+            else:
+                more = " ".join(sorted({*self.typed} - {*typed}))
+                less = " ".join(sorted({*typed} - {*self.typed}))
+                what = [f"has {less}"] * bool(less) + [f"lacks {more}"] * bool(more)
+                other = other or f"{path} {' and '.join(what)}"
         if other:
             log.warning(
                 "no unfinished sweep has these overrides, so a new one begins; the newest, %s", printable(other)
@@ -140,10 +133,7 @@ class Ledger:
         return None
 
     def settled(self, number: int, config_hash: str) -> int | None:
-        """Return the exit code of job `number` if the job need not run again, otherwise None.
-
-        A job need not run again if it is done or has diverged, and the hash of its config is still `config_hash`.
-        """
+        """Return the exit code of job `number` if it is done or has diverged with this config, otherwise None."""
         entry = self.jobs.get(number, {})
         is_settled = entry.get("config_hash") == config_hash and entry.get("code") in SETTLED
         return entry["code"] if is_settled else None
@@ -164,7 +154,8 @@ class Ledger:
         """
         for key, show in (("overrides", redacted_values), ("error", redacted)):
             if changes.get(key) is not None:
-                changes[key] = _printable(show(changes[key]))
+                value = show(changes[key])
+                changes[key] = [printable(text) for text in value] if isinstance(value, list) else printable(value)
         entry = {**self.jobs.get(number, {}), **changes}
         self._set(number, {key: value for key, value in entry.items() if value is not None})
         self._write()
@@ -176,26 +167,13 @@ class Ledger:
         return {number: str(job.get("state", "")) for number, job in settled.items()}
 
     def end(self, complete: bool) -> None:
-        """Record that the sweep has ended.
-
-        Args:
-            complete: whether all jobs are complete; otherwise, the sweep can be resumed.
+        """Record that the sweep has ended; if it is not `complete`, it can be resumed.
 
         Raises:
             StorageError: if the ledger cannot be written.
         """
         self._complete = complete
         self._write()
-        if complete:
-            forget_command(self.path)
-
-    def close(self) -> None:
-        """Unlock the sweep. If the sweep is new and none of its jobs has run, remove its files and directories."""
-        if self._existing is not None:
-            _remove_if_unused(self.path, self._existing)
-            if not self.path.exists():
-                forget_command(self.path)
-        self._lock.close()
 
     def __enter__(self) -> Ledger:
         return self
@@ -203,12 +181,18 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def close(self) -> None:
+        """Unlock the sweep. If the sweep is new and none of its jobs has run, remove its files and directories."""
+        if self._existing is not None:
+            _remove_if_unused(self.path, self._existing)
+        self._lock.close()
+
     def _set(self, number: int, entry: dict[str, Any]) -> None:
         self.jobs[number] = entry
         self._lines[number] = f'"{number}": {json.dumps(entry, ensure_ascii=False)}'
 
     def _write(self) -> None:
-        head = {"typed": self.typed, "command": self._command, "complete": self._complete, "pid": os.getpid()}
+        head = {"typed": self.typed, "complete": self._complete, "pid": os.getpid()}
         head |= {"num_jobs": self.num_jobs}
         jobs = ",\n".join(self._lines.values())  # only changed entries are encoded again: a sweep may have thousands
         try:
@@ -230,12 +214,7 @@ def _one_at_a_time(parent: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> IO[str]:
-    """Lock the sweep at `path`, and return the open lock file.
-
-    Raises:
-        ConfigError: if another process holds the lock, the file cannot be locked, or a link in the directory would let
-            the sweep write to files elsewhere.
-    """
+    """Lock the sweep at `path`, and return the lock file. Links, through which it would write, are refused."""
     try:
         for folder in (path / CONSOLE, path / OPTIONS):
             if os.path.lexists(folder):
@@ -254,18 +233,11 @@ def _locked(path: Path) -> IO[str]:
     return lock
 
 
-def _printable(value: Any) -> Any:
-    return [printable(text) for text in value] if isinstance(value, list) else printable(value)
-
-
 def _remove_if_unused(path: Path, existing: Path) -> None:
     """Remove the sweep's directory `path` and its empty parents below `existing`, unless `path` has a run directory."""
     with suppress(OSError):  # on a disk that fails, the few files stay
         if not any(entry.is_dir() and entry.name != CONSOLE for entry in path.iterdir()):
-            for file in (path / CONSOLE).glob("*.txt"):
-                file.unlink()
-            with suppress(OSError):
-                (path / CONSOLE).rmdir()
+            shutil.rmtree(path / CONSOLE, ignore_errors=True)
             for file in (LEDGER, f".{LEDGER}.part", STUDY, ".lock"):
                 (path / file).unlink(missing_ok=True)
             run_directory.remove_empty(path, existing)

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError
-from runner.storage.ledger_file import is_plain_name
 from runner.storage.run_directory import StorageError, read_result
 from runner.sweep.console import message
 from runner.sweep.display import Display
-from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
+from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool
 from runner.sweep.ledger import Ledger
 from runner.system.exit_codes import CRASHED, DIVERGED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.system.signals import StopRequest
-from runner.system.utf8 import printable
 
 STATES = {
     DONE: "done",
@@ -37,8 +35,8 @@ _CODES = {state: code for code, state in reversed(STATES.items())}
 _POLL_SECONDS = 0.25
 
 
-class PlannedJob(NamedTuple):
-    """A job whose command has been planned.
+class JobCommand(NamedTuple):
+    """The command of a job.
 
     Args:
         number: the number of the job, starting at 0.
@@ -63,11 +61,8 @@ class JobSource(ABC):
     """The source of a sweep's jobs, such as a grid of all combinations or a search."""
 
     @abstractmethod
-    def next(self) -> PlannedJob | None:
-        """Return the next job; None if no job is available now.
-
-        No job is available if all jobs have been returned, or if the next job depends on the results of running jobs.
-        """
+    def next(self) -> JobCommand | None:
+        """Return the next job; None if there is none, or if the next one depends on the results of running jobs."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -81,19 +76,16 @@ class JobSource(ABC):
         """
 
     def close(self) -> None:
-        """Finish the work of this source. The sweep calls this method when no job is running anymore."""
+        """Finish the work of this source, when no job is running anymore."""
 
     def is_complete(self, num_settled: int) -> bool:
         """Return whether the sweep is complete, given that `num_settled` jobs need not run again."""
         return num_settled >= len(self)
 
     def unpromising(self, running: Collection[int]) -> list[int]:
-        """Return the numbers of the running jobs that should save a checkpoint and stop, because others are better.
+        """Return those of the `running` jobs that should save a checkpoint and stop, because others are better.
 
         `next` may later return a stopped job again. The job then continues from its checkpoint.
-
-        Args:
-            running: the numbers of the running jobs that have not been asked to stop yet.
         """
         return []
 
@@ -111,16 +103,12 @@ class Scheduler:
 
     def __init__(self, source: JobSource, pool: Pool, ledger: Ledger, options: Engine, display: Display):
         self.source, self.pool, self.ledger, self.options, self.display = source, pool, ledger, options, display
-        self._waiting: deque[PlannedJob] = deque()
-        self._running: dict[int, PlannedJob] = {}
-        self._earlier: dict[int, Ended | None] = {}
-        """For each job of an earlier command that the source has not returned yet: how it ended; None while it runs."""
-        self._outdated: set[int] = set()
-        """Jobs in `_earlier` that were asked to stop, because the source's job of this number has another config."""
+        self._waiting: deque[JobCommand] = deque()
+        self._running: dict[int, JobCommand] = {}
         self._pruned: set[int] = set()
         self._attempts: Counter[int] = Counter()
-        self._printed_before: dict[int, int] = {}
-        """For each job that was started, the size of its console file in bytes before its last attempt."""
+        self._console_bytes: dict[int, int] = {}
+        """For each job that was started, the size of its console file before its last attempt."""
         self._codes: dict[int, int] = {}
         self._stopping = False
         self._error: StorageError | ConfigError | None = None
@@ -142,91 +130,45 @@ class Scheduler:
                 continue. A StorageError or ConfigError is raised only after the running jobs have been asked to save a
                 checkpoint and have exited.
         """
-        self._take_over()
-        while not self._stopping or self._running or self._has_earlier():
+        settled = self.ledger.settled_states.items()
+        self.display.settled_before({number: state for number, state in settled if number < len(self.source)})
+        while not self._stopping or self._running:
             if stop.received:
                 self.stop(stop.received, "; press Ctrl-C to stop without saving")
             started = self._start_jobs()
-            if not self._running and not started and not self._waiting and not self._has_earlier():
+            if not self._running and not started and not self._waiting:
                 break
             for ended in self.pool.wait(_POLL_SECONDS):
-                if ended.number in self._earlier:
-                    self._earlier[ended.number] = ended
-                else:
-                    self._end(ended)
-            self._prune()
+                self._end(ended)
+            if not self._stopping and (pruned := self.source.unpromising(self._running.keys() - self._pruned)):
+                self._pruned.update(pruned)
+                self.pool.stop(pruned)
             self.display.refresh()
-        for number, ended in self._earlier.items():
-            if ended is not None:
-                self._record_earlier(number, ended)
         if self._error is not None:
             raise self._error
         return [self._codes[number] for number in sorted(self._codes)]
 
     def stop(self, reason: str, hint: str = "") -> None:
-        """Start no more jobs, and ask the running jobs to save a checkpoint and exit.
-
-        Args:
-            reason: why the sweep is stopped.
-            hint: the end of the message to the user.
-        """
+        """Start no more jobs, and ask the running jobs to save a checkpoint and exit; print the `reason` and a hint."""
         if self._stopping:
             return
         self._stopping = True
-        running = [*self._running, *(number for number, ended in self._earlier.items() if ended is None)]
-        count = len(running)
+        count = len(self._running)
         what = "1 running job saves and stops" if count == 1 else f"{count} running jobs save and stop"
         self.display.line(f"{reason}: {what}{hint}")
-        self._ask_to_stop(running)
-
-    def _take_over(self) -> None:
-        """Count the jobs that an earlier command has settled, and let the pool take over those that still run."""
-        settled = self.ledger.settled_states.items()
-        self.display.settled_before({number: state for number, state in settled if number < len(self.source)})
-        for number, entry in self.ledger.jobs.items():
-            if entry.get("state") == "running":
-                job = Job(number, [], self.ledger.console(number), Demand())
-                if self.pool.adopt(job, Started(entry.get("slot", ""), entry.get("pid", 0))):
-                    self._earlier[number] = None
-        if count := len(self._earlier):
-            what = "job of an earlier command still runs" if count == 1 else "jobs of an earlier command still run"
-            self.display.line(f"{count} {what}")
-
-    def _has_earlier(self) -> bool:
-        """Return whether any of the jobs in `_earlier` is still running."""
-        return None in self._earlier.values()
-
-    def _ask_to_stop(self, numbers: list[int]) -> None:
-        """Ask jobs to save a checkpoint and exit.
-
-        Jobs that cannot be asked keep running, but the scheduler no longer waits for them.
-
-        Args:
-            numbers: the numbers of the jobs.
-        """
-        for number in self.pool.stop(numbers):
-            if self._running.pop(number, None) is not None:
-                self._codes[number] = STOPPED
-            self._earlier.pop(number, None)
-
-    def _prune(self) -> None:
-        """Ask unpromising jobs to save a checkpoint and stop."""
-        pruned = [] if self._stopping else self.source.unpromising(self._running.keys() - self._pruned)
-        self._pruned.update(pruned)
-        if pruned:
-            self._ask_to_stop(pruned)
+        self.pool.stop(list(self._running))
 
     def _start_jobs(self) -> int:
         """Start jobs while the pool has room; return the number of jobs that were started or needed no start."""
         count = 0
         while not self._stopping and self.pool.has_room() and (job := self._next()) is not None:
-            if not self._started(job):
+            if not self._start(job):
                 self._waiting.appendleft(job)
                 break
             count += 1
         return count
 
-    def _next(self) -> PlannedJob | None:
+    def _next(self) -> JobCommand | None:
         if self._waiting:
             return self._waiting.popleft()
         try:
@@ -235,15 +177,8 @@ class Scheduler:
             self._fail(_storage_error(error, self.ledger.path))
             return None
 
-    def _started(self, job: PlannedJob) -> bool:
-        """Start `job` if this is necessary and possible; return False if the job has to wait, otherwise True.
-
-        A job is not started if it need not run again (see `Ledger.settled`), if it is refused, or if an earlier command
-        started it with the same config and the pool has taken it over.
-
-        A job has to wait while the pool has no room for it. If an earlier command started the job with another config,
-        the earlier job is asked to save a checkpoint and exit, and the new job has to wait until the earlier job ends.
-        """
+    def _start(self, job: JobCommand) -> bool:
+        """Start `job`, unless it is settled or refused; return False if it has to wait until the pool has room."""
         code = self.ledger.settled(job.number, job.config_hash)
         if code is not None:
             self._codes[job.number] = code
@@ -254,43 +189,31 @@ class Scheduler:
             self._record(job, REFUSED, error=job.refusal)
             return True
         entry, console = self.ledger.jobs.get(job.number, {}), self.ledger.console(job.number)
-        command = Job(job.number, job.arguments, console, job.demand)
-        if job.number in self._earlier and entry.get("config_hash") != job.config_hash:
-            if self._earlier[job.number] is None:  # it trains with another config: an option file was edited
-                if job.number not in self._outdated:
-                    self._outdated.add(job.number)
-                    self.display.line(f"{self.display.title(job)} runs with another config: it saves and stops first")
-                    self._ask_to_stop([job.number])
-                return False
-            del self._earlier[job.number]
-        if job.number in self._earlier:
-            ended = self._earlier.pop(job.number)
-            self._running[job.number] = job
-            self.display.started(job, f"{printable(entry.get('slot', ''))}, by an earlier command", console)
-            if ended is not None:
-                self._end(ended)
-            return True
         console.parent.mkdir(exist_ok=True)
-        self._printed_before[job.number] = console.stat().st_size if console.exists() else 0
+        self._console_bytes[job.number] = console.stat().st_size if console.exists() else 0
+        earlier = entry.get("slot", "") if entry.get("state") == "running" else ""
+        is_changed = entry.get("config_hash") != job.config_hash
         try:
-            started = self.pool.submit(command)
+            slot = self.pool.submit(Job(job.number, job.arguments, console, job.demand, earlier, is_changed))
         except ConfigError as error:
             self._record(job, REFUSED, error=str(error))
             return True
-        if started is None:
+        if slot is None:
             return False
         self._running[job.number] = job
         self._attempts[job.number] += 1
         self._pruned.discard(job.number)
-        where = {"slot": started.slot, "pid": started.pid, "tries": entry.get("tries", 0) + 1, "started": time.time()}
+        where = {"slot": slot, "tries": entry.get("tries", 0) + 1, "started": time.time()}
         self._update(job, **where, state="running", code=None, error=None, seconds=None)
-        self.display.started(job, started.slot, console)
+        self.display.started(job, slot, console)
         return True
 
     def _end(self, ended: Ended) -> None:
         """Record the end of a job. If the job crashed and has retries left, queue it again instead."""
         job = self._running.pop(ended.number)
-        code = _exit_code(ended, job.directory)
+        code = ended.code
+        if code is None:  # the pool does not know it, but the result of the run may tell it
+            code = _CODES.get(read_result(job.directory).get("status", ""))
         text = "" if code in STATES else how_it_died(ended)
         code = code if code in STATES else CRASHED
         if code == CRASHED and not self._stopping and self._attempts[job.number] <= self.options.retries:
@@ -304,42 +227,18 @@ class Scheduler:
         if code in (CRASHED, REFUSED) and self.options.on_failure == "stop":
             self.stop(f"{self.display.title(job)} failed, and sweep.on_failure=stop")
 
-    def _record_earlier(self, number: int, ended: Ended) -> None:
-        """Record in the ledger the end of a job that an earlier command started.
-
-        This method is called if the sweep is stopped before the source has returned the job. The source does not learn
-        from this method how the job ended. When a later command resumes the sweep, and the source returns the job, the
-        scheduler either tells the source how the job ended, or starts the job again if this is necessary.
-
-        Args:
-            number: the number of the job.
-            ended: how the job ended.
-        """
-        entry = self.ledger.jobs[number]
-        name = entry.get("directory", "")
-        directory = self.ledger.path / name if is_plain_name(name) else None
-        code = _exit_code(ended, directory)
-        code = code if code in STATES else CRASHED
-        self._codes[number] = code
-        error = self._reason(number, code, {} if directory is None else read_result(directory))
-        try:
-            self.ledger.update(number, state=STATES[code], code=code, error=error)
-        except StorageError as failure:
-            self._fail(failure)
-
-    def _record(self, job: PlannedJob, code: int, error: str, **more: Any) -> None:
-        console = self.ledger.console(job.number)
+    def _record(self, job: JobCommand, code: int, error: str, **more: Any) -> None:
         result = read_result(job.directory) if code != REFUSED else {}
         error = error or self._reason(job.number, code, result)
         state = "pruned" if code == STOPPED and job.number in self._pruned else STATES[code]
         self._codes[job.number] = DONE if state == "pruned" else code
         self._update(job, state=state, code=code, error=error, **more)
-        self.display.ended(job, state, error, result, console)
+        self.display.ended(job, state, error, result, self.ledger.console(job.number))
         self._tell(job.number, code, result)
 
     def _reason(self, number: int, code: int, result: dict[str, Any]) -> str:
         """Return the reason why a job ended with `code`, in its own words; empty if it is done or was stopped."""
-        printed = message(self.ledger.console(number), self._printed_before.get(number, 0))
+        printed = message(self.ledger.console(number), self._console_bytes.get(number, 0))
         if code == REFUSED:
             return printed
         said = "\n".join(result.get("error", "").splitlines()[:10])
@@ -353,11 +252,8 @@ class Scheduler:
         except OSError as error:  # a search records its trials in a file
             self._fail(_storage_error(error, self.ledger.path))
 
-    def _update(self, job: PlannedJob, **changes: Any) -> None:
-        """Update the entry of `job` in the ledger. If the ledger cannot be written, stop the sweep.
-
-        Without the ledger, a later command could not find the running jobs.
-        """
+    def _update(self, job: JobCommand, **changes: Any) -> None:
+        """Update the entry of `job` in the ledger. If it cannot be written, stop the sweep, which could not resume."""
         known = {"overrides": job.overrides, "config_hash": job.config_hash, "directory": job.directory.name}
         try:
             self.ledger.update(job.number, **known, **changes)
@@ -372,17 +268,6 @@ class Scheduler:
 
 def _storage_error(error: OSError, path: Path) -> StorageError:
     return StorageError(error.filename or path, str(error.strerror))
-
-
-def _exit_code(ended: Ended, directory: Path | None) -> int | None:
-    """Return the exit code of a job; None if it is not known.
-
-    The pool may not know the exit code, for example if an earlier command started the job. The exit code is then
-    derived from the result in `directory`, the run directory of the job, if there is a result.
-    """
-    if ended.code is not None or directory is None:
-        return ended.code
-    return _CODES.get(read_result(directory).get("status", ""))
 
 
 def how_it_died(ended: Ended) -> str:

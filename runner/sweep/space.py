@@ -1,9 +1,15 @@
-"""The dimensions of a sweep: lists of values to combine, and intervals to search."""
+"""The dimensions of a sweep, which are lists of values and intervals, and the combinations that a search may try."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+from collections.abc import Callable, Collection
+from functools import cached_property
 from typing import NamedTuple
+
+from runner.sweep.engines.base import MAX_TRIALS
 
 
 class Interval(NamedTuple):
@@ -54,7 +60,7 @@ class Dimension(NamedTuple):
 
     @property
     def first(self) -> list[str]:
-        """The overrides that set the first value of the list, or the lowest value of the interval."""
+        """The overrides that set the first value, or the lowest one of the interval."""
         return self.choices[0] if self.interval is None else [f"{self.name}={self.interval.low}"]
 
     def contains(self, word: str) -> bool:
@@ -71,3 +77,59 @@ class Dimension(NamedTuple):
     def varies(self) -> bool:
         """Whether the dimension has several values."""
         return len(self.choices) > 1 or self.interval is not None
+
+
+class Space:
+    """The combinations of values that a search may try.
+
+    Args:
+        dimensions: the dimensions of the sweep, including dimensions with a single value.
+        exists: returns whether the config that is composed with some overrides of config groups has a key.
+        groups: the names of all config groups.
+    """
+
+    def __init__(self, dimensions: list[Dimension], exists: Callable[[list[str], str], bool], groups: Collection[str]):
+        self.dimensions = sorted(dimensions, key=lambda each: not _sets_group(each, groups))
+        self._groups, self._exists = groups, exists
+
+    def overrides(self, value: Callable[[Dimension], list[str]]) -> list[str]:
+        """Return the overrides of one combination, of which `value` chooses those of each dimension.
+
+        The options of the config groups are chosen first. Other keys, which they do not have, are left out.
+        """
+        words: list[str] = []
+        chosen: list[str] = []
+        for each in self.dimensions:
+            if _sets_group(each, self._groups):
+                chosen += value(each)
+            elif all(self._exists(chosen, key) for key in each.keys):
+                words += value(each)
+        return [*chosen, *words]
+
+    @cached_property
+    def combinations(self) -> list[list[str]] | None:
+        """The overrides of each distinct combination; None if there are more than a search can try."""
+        if math.prod(each.num_values for each in self.dimensions) > MAX_TRIALS:
+            return None
+        found: dict[tuple[str, ...], list[str]] = {}
+        for combination in itertools.product(*(each.values for each in self.dimensions)):
+            by_name = {each.name: words for each, words in zip(self.dimensions, combination, strict=True)}
+            overrides = self.overrides(lambda each, by_name=by_name: by_name[each.name])
+            found[tuple(overrides)] = overrides
+        return [*found.values()]
+
+    def contains(self, overrides: object) -> bool:
+        """Return whether `overrides` is a list of overrides that set values in this space.
+
+        It may be of any type, because it is read from the file of a study, which may be damaged or somebody else's.
+        """
+        return isinstance(overrides, list) and all(
+            isinstance(word, str) and any(each.contains(word) for each in self.dimensions) for word in overrides
+        )
+
+    def __repr__(self) -> str:
+        return json.dumps(self.dimensions)
+
+
+def _sets_group(dimension: Dimension, groups: Collection[str]) -> bool:
+    return any(key.partition("@")[0] in groups for key in dimension.keys)

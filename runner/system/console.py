@@ -59,18 +59,13 @@ def _text(stream: _Descriptor, before: TextIO | None, line_buffering: bool) -> T
     return io.TextIOWrapper(io.BufferedWriter(stream), encoding, "backslashreplace", line_buffering=line_buffering)
 
 
-def reader_left() -> bool:
-    """Return whether standard output is a pipe whose reader, such as `head`, has closed it."""
-    return _output is not None and isinstance(_output.error, BrokenPipeError)
-
-
 def output_code() -> int:
     """Return the exit code of a command whose result is what it prints: 1, after a message, if printing has failed.
 
     The code is 0 if the reader of a pipe has left, as after `| head`.
     """
     sys.stdout.flush()
-    if _output is None or _output.error is None or reader_left():
+    if _output is None or isinstance(_output.error, BrokenPipeError | None):
         return DONE
     print(f"standard output: it cannot be written ({_output.error.strerror})", file=sys.stderr)
     return CRASHED

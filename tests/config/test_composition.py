@@ -10,10 +10,10 @@ import pytest
 from helpers.command import ROOT, run_command
 from hydra.core.hydra_config import HydraConfig
 
-from runner.cli.sweep_jobs import MOST_JOBS, SweepJobs
 from runner.config.composition import Composer
 from runner.config.errors import ConfigError
 from runner.config.options import groups
+from runner.sweep.sweep_jobs import MAX_JOBS, SweepJobs
 
 
 def test_shared_files_with_an_underscore_are_not_listed_as_options() -> None:
@@ -158,7 +158,7 @@ def test_a_sweep_of_too_many_jobs_is_refused_without_listing_them(values: str) -
     with pytest.raises(ConfigError) as refusal:
         SweepJobs(Composer(), [f"seed={values}", "batch_size=8,16"])
     assert refusal.value.key == "seed"
-    assert f"2,000,000,000 jobs, more than {MOST_JOBS:,}" in refusal.value.why
+    assert f"2,000,000,000 jobs, more than {MAX_JOBS:,}" in refusal.value.why
 
 
 @pytest.mark.parametrize("values", ["interval(0,1)", "range(0,3,0)", "range(0,inf)"])

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from helpers.compose import compose_config
 
-from runner.cli.sweep_jobs import SweepJobs
 from runner.commands import COMMANDS as SUBCOMMANDS
 from runner.config.composition import Composer
 from runner.config.overrides import quoted
 from runner.run import build_run
+from runner.sweep.sweep_jobs import SweepJobs
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from helpers.command import ROOT, child_environment, run_command, wait_until
+from helpers.command import ROOT, child_environment, run_command
 
 from runner.commands import COMMANDS
 from runner.config.options import groups, option_keys, root_keys
@@ -132,11 +132,7 @@ def test_commands_of_a_sweep_and_its_search_work(tmp_path):
     (tmp_path / AWKWARD).mkdir()
     root = text_override("output_root", AWKWARD)
     search = ("-m", *words_of(root), *SMALL, "sweep.search=random", "optimizer.lr=0.1,0.01", "sweep.trials=2")
-    console = run_here(tmp_path, *search, "sweep.detach=true")
-    [shown] = commands_in(console)
-    wait_until(lambda: " complete" in accepted(tmp_path, shown))
-    [sweep] = tmp_path.glob("*/sweeps/*/*/")
-    train, *others = commands_in((sweep / "console" / "sweep.txt").read_text())
+    train, *others = commands_in(run_here(tmp_path, *search))
     assert "done after step 4/4" in accepted(tmp_path, train)
     assert {words[0] if words[0] == "tensorboard" else words[3] for words in others} == {
         "tensorboard",
@@ -145,16 +141,6 @@ def test_commands_of_a_sweep_and_its_search_work(tmp_path):
     }
     for words in others:
         accepted(tmp_path, words)
-
-
-def test_the_command_of_a_resumed_sweep_works(tmp_path):
-    (tmp_path / AWKWARD).mkdir()
-    swept = ("-m", *words_of(text_override("output_root", AWKWARD)), *SMALL, "seed=0,1")
-    run_here(tmp_path, *swept, "stop.max_time=1e-6", "sweep.slots=1")
-    [sweep] = tmp_path.glob("*/sweeps/*/*/")
-    [command] = commands_in(accepted(tmp_path, ["python", "-m", "runner", "sweep", str(sweep), "--resume"]))
-    accepted(tmp_path, command)
-    assert len(list(tmp_path.glob("*/sweeps/*/*/"))) == 1
 
 
 @pytest.mark.parametrize("name", COMMANDS)

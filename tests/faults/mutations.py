@@ -203,12 +203,6 @@ MUTATIONS = [
         ("tests/api/test_saved_defaults.py",),
     ),
     Mutation(
-        "the command in somebody else's sweep.json is run",
-        "    ledger, words = read_ledger(path), remembered_command(path)\n",
-        '    ledger = read_ledger(path)\n    words = ledger["command"]\n',
-        ("tests/commands/test_sweep_tool.py",),
-    ),
-    Mutation(
         "tags in a saved config are accepted",
         "    if short not in _PLAIN:\n",
         "    if False:\n",

@@ -30,7 +30,7 @@ from runner.commands.train import run_command
 from runner.config.errors import WIDTH, escaped
 from runner.config.options import groups, groups_in_defaults, option_keys, root_keys
 from runner.result import Result
-from runner.sweep.engines.base import Ended, Job, Pool, Started
+from runner.sweep.engines.base import Ended, Job, Pool
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
 COMMANDS, FILES = (2000, 1000) if ALL else (100, 50)
@@ -109,10 +109,10 @@ class InThisProcess(Pool):
     def __init__(self) -> None:
         self._ended: list[Ended] = []
 
-    def submit(self, job: Job) -> Started:
+    def submit(self, job: Job) -> str:
         with job.console.open("w") as console, redirect_stdout(console), redirect_stderr(console):
             self._ended.append(Ended(job.number, run_command(job.arguments)))
-        return Started("this process")
+        return "this process"
 
     def wait(self, seconds: float) -> list[Ended]:
         ended, self._ended = self._ended, []

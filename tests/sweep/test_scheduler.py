@@ -19,13 +19,13 @@ from runner.result import EXIT_CODES
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import StorageError
 from runner.sweep.display import Display
-from runner.sweep.engines.base import Ended, Engine, Job, Started
+from runner.sweep.engines.base import Ended, Engine, Job
 from runner.sweep.engines.local import Local
 from runner.sweep.ledger import Ledger
 from runner.sweep.scheduler import (
     STATES,
+    JobCommand,
     JobSource,
-    PlannedJob,
     Scheduler,
     how_it_died,
 )
@@ -49,7 +49,7 @@ class FakeJobSource(JobSource):
     def __len__(self) -> int:
         return self.count
 
-    def next(self) -> PlannedJob | None:
+    def next(self) -> JobCommand | None:
         number = self.num_yielded
         if number == self.count or (self.one_by_one and len(self.told) < number):
             return None
@@ -57,9 +57,9 @@ class FakeJobSource(JobSource):
         self.on_next()
         return self.job(number)
 
-    def job(self, number: int) -> PlannedJob:
+    def job(self, number: int) -> JobCommand:
         overrides, refusal = [f"seed={number}"], "seed: got it: it is refused" if number in self.refused else ""
-        return PlannedJob(number, overrides, overrides, self.path / f"{number:03d}", f"hash {number}", refusal=refusal)
+        return JobCommand(number, overrides, overrides, self.path / f"{number:03d}", f"hash {number}", refusal=refusal)
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
         self.told.append((number, code))
@@ -181,7 +181,7 @@ def test_a_failure_stops_the_sweep_if_on_failure_is_stop(
 
 def test_a_job_that_can_never_run_is_refused_and_the_others_run(ledger: Ledger) -> None:
     class Small(FakePool):
-        def submit(self, job: Job) -> Started | None:
+        def submit(self, job: Job) -> str | None:
             check(job.number != 1, "sweep", "local", "job 1 needs more than there is", "use less")
             return super().submit(job)
 
@@ -238,65 +238,19 @@ def test_attempts_of_earlier_commands_do_not_use_up_the_retries(ledger: Ledger) 
     assert read_ledger(ledger.path)["jobs"]["0"]["tries"] == 5
 
 
-def test_a_crash_of_an_adopted_job_does_not_use_up_the_retries(ledger: Ledger) -> None:
-    """The job is started again even with `retries=0`, as if it had crashed before this command began."""
-    ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
-    pool = FakePool({0: [1, 1]})
-    pool.surviving_jobs = {0}
-    assert run_scheduler(ledger, FakeJobSource(ledger.path, 1), pool, Local(retries=0)) == [1]
-    assert pool.started == [0]
-
-
-def test_a_job_that_a_killed_scheduler_left_running_is_waited_for(ledger: Ledger) -> None:
-    ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
-    pool, directory = FakePool({0: [None]}, slots=1), ledger.path / "000"
-    directory.mkdir()
-    (directory / "result.json").write_text(json.dumps({"status": "diverged", "steps": 3}))
-    pool.surviving_jobs = {0}
-    assert run_scheduler(ledger, FakeJobSource(ledger.path, 2), pool) == [3, 0]
-    assert pool.started == [1]
-    assert states(ledger) == ["diverged", "done"]
-
-
-def test_a_job_that_was_left_running_keeps_its_slot_whatever_its_number(ledger: Ledger) -> None:
-    ledger.update(2, config_hash="hash 2", state="running", pid=0, started=0.0, tries=1, slot="a slot")
-    pool = FakePool({2: [0]}, slots=1)
-    pool.surviving_jobs = {2}
-    at_once = []
-    pool.on_wait = lambda: at_once.append(list(pool.running))
-    assert run_scheduler(ledger, FakeJobSource(ledger.path, 4), pool) == [0, 0, 0, 0]
-    assert pool.started == [0, 1, 3]
-    assert at_once == [[2], [0], [1], [3]]
-    assert states(ledger) == ["done"] * 4
-
-
-def test_a_job_that_was_left_running_is_stopped_with_the_sweep(
-    ledger: Ledger, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ledger.update(2, config_hash="hash 2", state="running", pid=0, started=0.0, tries=1, slot="a slot")
-    pool, stop = FakePool({}, slots=1), StopRequest()
-    pool.surviving_jobs = {2}
-    stop.received = "SIGTERM"
-    source = FakeJobSource(ledger.path, 4)
-    assert Scheduler(source, pool, ledger, Local(), Display(4, ["seed"])).run(stop) == [75]
-    assert (pool.stopped, pool.running, source.num_yielded, source.told) == ({2}, [], 0, [])
-    assert "1 job of an earlier command still runs\n" in capsys.readouterr().err
-    [entry] = read_ledger(ledger.path)["jobs"].values()
-    assert (entry["state"], entry["code"], entry["config_hash"]) == ("stopped", 75, "hash 2"), "it will be continued"
-
-
-def test_a_job_that_was_left_running_with_another_config_runs_again(
-    ledger: Ledger, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The scheduler that started the job was killed, and then an option file was edited."""
-    ledger.update(1, config_hash="hash of another config", state="running", pid=0, started=0.0, tries=1)
-    pool = FakePool({}, slots=2)
-    pool.surviving_jobs = {1}
+def test_the_pool_is_told_where_a_killed_command_had_started_a_job(ledger: Ledger) -> None:
+    ledger.update(0, config_hash="hash 0", state="running", slot="here")
+    ledger.update(1, config_hash="hash of another config", state="running", slot="there")
+    ledger.update(2, config_hash="hash 2", state="stopped", slot="there", code=75)
+    pool = FakePool({})
     assert run_scheduler(ledger, FakeJobSource(ledger.path, 3), pool) == [0, 0, 0]
-    assert pool.started == [0, 1, 2]
-    assert states(ledger) == ["done"] * 3
-    assert read_ledger(ledger.path)["jobs"]["1"]["config_hash"] == "hash 1"
-    assert capsys.readouterr().err.count("runs with another config: it saves and stops first") == 1
+    assert pool.earlier == [("here", False), ("there", True), ("", False)]
+
+
+def test_the_result_tells_how_a_job_ended_whose_exit_code_is_unknown(ledger: Ledger) -> None:
+    (ledger.path / "000").mkdir()
+    (ledger.path / "000" / "result.json").write_text(json.dumps({"status": "diverged", "steps": 3}))
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 1), FakePool({0: [None]})) == [3]
 
 
 @pytest.mark.parametrize("where", ["next", "tell"])
@@ -315,40 +269,12 @@ def test_a_study_that_cannot_be_written_stops_the_sweep(where: str, ledger: Ledg
     assert pool.stopped
 
 
-@pytest.mark.parametrize("name", ["002", "../002", ""])
-def test_the_result_of_an_adopted_job_is_read_only_from_the_sweep_directory(name: str, ledger: Ledger) -> None:
-    """The exit code of an adopted job is unknown, so it is derived from the result in the directory of the job.
-
-    If the ledger does not give the plain name of a directory, the result is not read, and the job counts as crashed.
-    """
-    ledger.update(2, config_hash="hash 2", state="running", pid=0, started=0.0, tries=1, directory=name)
-    for directory in (ledger.path / "002", ledger.path.parent / "002"):
-        directory.mkdir()
-        (directory / "result.json").write_text(json.dumps({"status": "done", "steps": 3}))
-    pool, stop = FakePool({2: [None]}, slots=1), StopRequest()
-    pool.surviving_jobs, pool.on_wait = {2}, lambda: pool.stopped.clear()
-    stop.received = "SIGTERM"
-    code = 0 if name == "002" else 1
-    assert Scheduler(FakeJobSource(ledger.path, 4), pool, ledger, Local(), Display(4, ["seed"])).run(stop) == [code]
-    assert states(ledger) == ["done" if name == "002" else "crashed"]
-
-
-def test_a_stopped_sweep_does_not_wait_for_a_job_that_it_cannot_stop(ledger: Ledger) -> None:
-    ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
-    pool, stop = FakePool({}), StopRequest()
-    pool.surviving_jobs, pool.unstoppable_jobs = {0}, {0}
-    source = FakeJobSource(ledger.path, 2)
-    source.on_next = lambda: setattr(stop, "received", "SIGTERM")
-    assert Scheduler(source, pool, ledger, Local(), Display(2, ["seed"])).run(stop) == [75, 0]
-    assert states(ledger) == ["running", "done"], "the next command looks for it"
-
-
 def test_unpromising_jobs_are_stopped_and_may_continue_later(ledger: Ledger) -> None:
     class Search(FakeJobSource):
         def unpromising(self, running: Collection[int]) -> list[int]:
             return [1] if self.told == [(0, 0)] and 1 in running else []
 
-        def next(self) -> PlannedJob | None:
+        def next(self) -> JobCommand | None:
             if self.told[1:] == [(1, 75)] and not seen:
                 seen.append(states(ledger))
                 return self.job(1)
@@ -363,18 +289,6 @@ def test_unpromising_jobs_are_stopped_and_may_continue_later(ledger: Ledger) -> 
     assert states(ledger) == ["done", "done"]
     ledger.end(len(ledger.settled_states) == 2)
     assert read_ledger(ledger.path)["complete"]
-
-
-def test_an_unpromising_job_that_cannot_be_stopped_is_not_waited_for(ledger: Ledger) -> None:
-    class Search(FakeJobSource):
-        def unpromising(self, running: Collection[int]) -> list[int]:
-            return list(running)
-
-    ledger.update(0, config_hash="hash 0", state="running", pid=0, started=0.0, tries=1)
-    pool = FakePool({})
-    pool.surviving_jobs, pool.unstoppable_jobs = {0}, {0}
-    assert run_scheduler(ledger, Search(ledger.path, 1), pool) == [75]
-    assert states(ledger) == ["running"], "the next command looks for it"
 
 
 def test_a_sweep_is_complete_with_pruned_jobs(ledger: Ledger) -> None:

@@ -14,7 +14,6 @@ from helpers.handmade_runs import write_run_directory
 
 from runner.commands import COMMANDS
 from runner.storage import run_directory
-from runner.sweep.ledger import Ledger
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 
@@ -74,13 +73,6 @@ def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_lea
     assert full.returncode == 1
     assert full.stderr == "standard output: it cannot be written (No space left on device)\n"
     left = run_in_shell(f"{command} | true", tmp_path)
-    assert (left.returncode, left.stderr) == (0, "")
-
-
-def test_following_a_sweep_ends_when_the_reader_leaves(tmp_path: Path) -> None:
-    with Ledger(["seed=0,1"], tmp_path, "never") as ledger:  # the sweep is still running
-        ledger.update(0, config_hash="", state="running", directory="000")
-        left = run_in_shell(f" sweep {ledger.path} --follow | true", tmp_path)
     assert (left.returncode, left.stderr) == (0, "")
 
 

@@ -30,7 +30,7 @@ class Task(NamedTuple):
         words: the arguments of the Python interpreter.
         console: the absolute path of the file for everything that the command prints.
         directory: the working directory of the command.
-        variables: additional environment variables; they take precedence over those of the parent process.
+        variables: environment variables, which take precedence over those of the parent process.
     """
 
     words: list[str]
@@ -40,22 +40,12 @@ class Task(NamedTuple):
 
 
 def task(arguments: list[str], console: Path, variables: dict[str, str]) -> Task:
-    """Return a task that runs `python -m runner` with `arguments` in the current working directory.
-
-    Args:
-        arguments: the arguments of the command.
-        console: the file for everything that the command prints.
-        variables: additional environment variables.
-    """
+    """Return a task that runs `python -m runner` with `arguments` in the current working directory."""
     return Task([*COMMAND, *arguments], str(console.absolute()), os.getcwd(), variables)
 
 
 class Child:
-    """A child process that runs a task. Signal handlers and other threads may call `stop` and `kill`.
-
-    Args:
-        task: the task to run.
-    """
+    """A child process that runs a task. Signal handlers and other threads may call `stop` and `kill`."""
 
     def __init__(self, task: Task):
         self.task = task
@@ -105,10 +95,7 @@ class Child:
         return self.wait()
 
     def wait(self) -> int:
-        """Wait until the task has ended, and return its exit code.
-
-        If the task has not begun, return 75 without waiting.
-        """
+        """Wait until the task has ended, and return its exit code; 75 if it has not begun."""
         if self.code is None and self._process is None:  # it never began
             self.code = STOPPED
         if self.code is None:
@@ -142,7 +129,6 @@ class Child:
 
 
 def _locked(console: int) -> bool:
-    """Lock the file with the descriptor `console`. Return False if another process holds the lock."""
     try:
         fcntl.flock(console, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -153,11 +139,7 @@ def _locked(console: int) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment variables of this process, except those by which a launcher tells a process its rank.
-
-    The job must not take itself for a rank of a larger run: it is a single process, and if `parallel=ddp` needs more
-    processes, the job itself starts them.
-    """
+    """Return the environment without the variables by which a launcher tells a process its rank: a job has none."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     slurm = ("SLURM_STEP_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SUBMITIT_")
     return {k: value for k, value in os.environ.items() if k not in ranks and not k.startswith(slurm)}

@@ -19,13 +19,7 @@ class Resources(NamedTuple):
 
 @dataclass
 class ClusterEngine(Engine):
-    """An engine whose jobs may run on other machines.
-
-    Args:
-        threads: the number of CPU threads of each process of a job; one core is requested for each thread. The option
-            `device.threads` of a job takes precedence.
-        gpus: the number of GPUs of each job; null: as many as the job would use on this machine.
-    """
+    """An engine whose jobs may run on other machines. It requests a core for each thread of each process."""
 
     threads: int = 1
     gpus: int | None = None

@@ -2,8 +2,7 @@
 
 Each job is a process that is forked from a server. The server has already imported torch, so that a job starts in a
 fraction of a second. The server itself runs no jobs, so that no job inherits state from another job. A job starts only
-on CPU cores and GPUs that no other running job of the sweep is known to use. The cores and GPUs of jobs that have been
-taken over from an earlier command are known only on Linux.
+on CPU cores and GPUs that no other job of the sweep uses.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -26,20 +25,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import check, check_range
-from runner.sweep.console import is_open_in, is_running
-from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool, Started
+from runner.storage.files import is_locked
+from runner.sweep.engines.base import Ended, Engine, Job, Pool
 from runner.system.cpu import usable_core_numbers
-from runner.system.exit_codes import STOPPED
+from runner.system.exit_codes import CRASHED, STOPPED
 from runner.system.forkserver import METHOD, become_command, start_server
 from runner.system.gpu import busy_gpus, visible_gpus
 
 log = logging.getLogger(__name__)
-
-PRELOADED = (
-    *("torch", "torch.utils.flop_counter", "PIL.ImageDraw"),
-    *("runner.api.run_job", "runner.commands.train", "runner.tracking.event_file", "runner.tracking.hparams", "psutil"),
-)
-"""Modules that the server imports once for all jobs, including some that a run imports only when it needs them."""
 
 _SERVER_DIED = 255
 """The exit code that multiprocessing reports for all children of a fork server that has died, also if they run on."""
@@ -50,13 +43,7 @@ _RECHECK_GPUS = 5.0
 
 @dataclass
 class Local(Engine):
-    """The engine that runs jobs on this machine.
-
-    Args:
-        slots: the maximum number of jobs that run at once; `auto`: as many as the GPUs and CPU cores allow.
-        threads: the number of CPU threads of each process of a job; `auto`: the cores are divided among the jobs that
-            run at once. The option `device.threads` of a job takes precedence.
-    """
+    """The engine that runs jobs on this machine; see conf/sweep/local.yaml for the options."""
 
     slots: int | str = "auto"
     threads: int | str = "auto"
@@ -70,12 +57,12 @@ class Local(Engine):
             if isinstance(value, int):
                 check_range(self, key, least=1, most=1024)
 
-    def prepare(self, overrides: Sequence[str] = (), config_dir: str | None = None) -> None:
-        start_server(*PRELOADED)
+    def prepare(self, *modules: str) -> None:
+        start_server("torch", *modules)
 
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
-        self.prepare()
+        self.prepare()  # unless the caller has done so
         pool = LocalPool(self.slots, self.threads, num_jobs)
         try:
             yield pool
@@ -87,15 +74,6 @@ class _Running(NamedTuple):
     process: BaseProcess
     console: Path
     cores: list[int]
-    gpus: list[str]
-
-
-class _Adopted(NamedTuple):
-    """A job that an earlier command started; `cores` and `gpus` are empty on systems without /proc."""
-
-    console: Path
-    pid: int
-    cores: set[int]
     gpus: list[str]
 
 
@@ -120,71 +98,49 @@ class LocalPool(Pool):
         self._orphans: set[int] = set()
         """Running jobs whose fork server was killed, so that their exit code will not be known."""
         self._asked_to_stop: set[int] = set()
-        self._adopted: dict[int, _Adopted] = {}
         self._checked_gpus = -_RECHECK_GPUS
 
     def has_room(self) -> bool:
-        return len(self._running) + len(self._adopted) < self._slots and bool(self._free_cores())
+        return len(self._running) < self._slots and bool(self._cores)
 
-    def submit(self, job: Job) -> Started | None:
+    def submit(self, job: Job) -> str | None:
         demand = job.demand
         if self._gpus is None:  # only now, because it imports torch, which is not needed if all jobs are refused
             self._gpus = visible_gpus()
             self._num_gpus = len(self._gpus)
         why = f"{self._num_gpus} GPUs are visible, and job {job.number} needs {demand.gpus}"
         check(demand.gpus <= self._num_gpus, "sweep", "local", why, "use fewer processes, or device=cpu")
-        num_cores, free = self._cores_for(demand), self._free_cores()
-        if not self.has_room() or num_cores > len(free):
+        if demand.gpus:
+            num_cores = min(len(self._cores), max(1, self._num_cores * demand.gpus // self._num_gpus))
+        else:  # a job that asks for more cores than there are gets all of them
+            num_cores = min(self._num_cores, demand.processes * (demand.threads or self._threads))
+        if not self.has_room() or num_cores > len(self._cores):
             return None
-        held = {gpu for adopted in self._adopted.values() for gpu in adopted.gpus}
-        gpus = self._free_gpus([gpu for gpu in self._gpus if gpu not in held], demand.gpus)
+        gpus = self._free_gpus(demand.gpus)
         if gpus is None:
             return None
-        cores = free[:num_cores]
-        self._cores = [core for core in self._cores if core not in cores]
+        cores = self._cores[:num_cores]
+        self._cores = self._cores[num_cores:]
         self._gpus = [gpu for gpu in self._gpus if gpu not in gpus]
         threads = demand.threads or max(1, num_cores // demand.processes)
-        own = {"OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if self._num_gpus else {})
-        arguments = (job.arguments, str(job.console), cores, threads, {**os.environ, **own})
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        if self._num_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        arguments = (job.arguments, str(job.console), cores, threads, environment)
         context: Any = get_context(METHOD)
         process = context.Process(target=_run_command, args=arguments, name=f"job {job.number}")
         process.start()
         self._running[job.number] = _Running(process, job.console, cores, gpus)
-        return Started(f"GPU {','.join(gpus)}" if gpus else f"core {_ranges(cores)}", process.pid)
+        return f"GPU {','.join(gpus)}" if gpus else f"core {_ranges(cores)}"
 
-    def adopt(self, job: Job, started: Started) -> bool:
-        if not is_running(job.console):
-            return False
-        cores, gpus = set[int](), list[str]()
-        if is_open_in(started.pid, job.console):  # anybody may have written the ledger
-            with suppress(ProcessLookupError):
-                cores = os.sched_getaffinity(started.pid)
-                gpus = started.slot.removeprefix("GPU ").split(",")
-        self._adopted[job.number] = _Adopted(job.console, started.pid, cores, gpus)
-        return True
-
-    def _free_cores(self) -> list[int]:
-        """Return the cores that neither a job of this command nor an adopted job uses."""
-        held = {core for job in self._adopted.values() for core in job.cores}
-        return [core for core in self._cores if core not in held]
-
-    def _cores_for(self, demand: Demand) -> int:
-        """Return the number of CPU cores for a job. A job that asks for more cores than there are gets all of them."""
-        if demand.gpus:
-            return min(len(self._free_cores()), max(1, self._num_cores * demand.gpus // self._num_gpus))
-        return min(self._num_cores, demand.processes * (demand.threads or self._threads))
-
-    def _free_gpus(self, idle: list[str], count: int) -> list[str] | None:
-        """Return `count` of the `idle` GPUs that no other user uses; None if there are not enough.
+    def _free_gpus(self, count: int) -> list[str] | None:
+        """Return `count` GPUs that neither this sweep nor another user uses; None if there are not enough.
 
         If other users occupy too many GPUs, calls in the next few seconds return None without checking again.
-
-        Args:
-            idle: the GPUs that no job of this sweep uses.
-            count: the number of GPUs that a job needs.
         """
         if not count:
             return []
+        idle = self._gpus or []
         if len(idle) < count or time.monotonic() < self._checked_gpus + _RECHECK_GPUS:
             return None
         busy = busy_gpus(idle)
@@ -196,12 +152,8 @@ class LocalPool(Pool):
         return free[:count]
 
     def wait(self, seconds: float) -> list[Ended]:
-        ended = [Ended(number, None) for number, job in self._adopted.items() if not is_running(job.console)]
-        for each in ended:
-            del self._adopted[each.number]
-        ended += [
-            self._ended(number, None) for number in [*self._orphans] if not is_running(self._running[number].console)
-        ]
+        gone = [number for number in self._orphans if not is_locked(self._running[number].console)]
+        ended = [self._ended(number, None) for number in gone]
         sentinels = {job.process.sentinel: n for n, job in self._running.items() if n not in self._orphans}
         if not sentinels:
             time.sleep(0 if ended else seconds)
@@ -211,7 +163,7 @@ class LocalPool(Pool):
             job = self._running[number]
             job.process.join()
             code = job.process.exitcode
-            if code == _SERVER_DIED and is_running(job.console):
+            if code == _SERVER_DIED and is_locked(job.console):
                 self._orphans.add(number)
             else:
                 ended.append(self._ended(number, None if code == _SERVER_DIED else code))
@@ -229,38 +181,21 @@ class LocalPool(Pool):
         self._asked_to_stop.discard(number)
         return Ended(number, code, "" if code is not None else "the server that started it was killed")
 
-    def stop(self, numbers: list[int]) -> list[int]:
-        unreached = []
+    def stop(self, numbers: list[int]) -> None:
         for number in numbers:
-            if number in self._running:
-                self._asked_to_stop.add(number)
-                _signal(self._running[number].process, signal.SIGTERM)
-            elif number in self._adopted:
-                job = self._adopted[number]
-                if is_open_in(job.pid, job.console):  # anybody may have written the ledger
-                    with suppress(ProcessLookupError):
-                        os.kill(job.pid, signal.SIGTERM)
-                else:
-                    del self._adopted[number]
-                    unreached.append(number)
-        return unreached
+            self._asked_to_stop.add(number)
+            with suppress(ProcessLookupError):
+                os.kill(self._running[number].process.pid or 0, signal.SIGTERM)
 
     def kill(self) -> None:
         for job in self._running.values():
-            _signal(job.process, signal.SIGKILL)
+            assert job.process.pid is not None
+            with suppress(ProcessLookupError):  # it may not have begun a process group yet
+                os.killpg(job.process.pid, signal.SIGKILL)
+            job.process.kill()
         for job in self._running.values():
             job.process.join()
         self._running.clear()
-
-
-def _signal(process: BaseProcess, number: signal.Signals) -> None:
-    """Send the signal `number` to a job's process. If it is SIGKILL, kill the job's whole process group."""
-    assert process.pid is not None
-    with suppress(ProcessLookupError):
-        if number == signal.SIGKILL:
-            with suppress(ProcessLookupError):  # it has not yet begun a process group of its own
-                os.killpg(process.pid, signal.SIGKILL)
-        os.kill(process.pid, number)
 
 
 def _ranges(cores: list[int]) -> str:
@@ -279,19 +214,21 @@ def _run_command(
 ) -> None:
     """Run `python -m runner` with `arguments` in this forked process, and exit with the exit code of the command.
 
+    This process locks its console file until it ends. If a scheduler was killed, and the next one starts its jobs again
+    while they still run, each new process therefore waits until the earlier one has ended, and then goes on from there.
+
     Args:
         arguments: the arguments of the command.
-        console: the path of the file to which everything that the command prints is appended. This process locks the
-            file until it ends, so that other schedulers can see that the job is running.
+        console: the path of the file to which everything that the command prints is appended.
         cores: the numbers of the CPU cores that the process may use.
         threads: the number of CPU threads of the process.
         environment: all environment variables of the command; they replace those of this process.
     """
+    become_command()
     file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    fcntl.flock(file, fcntl.LOCK_EX)  # until this process ends: another scheduler sees that the job is running
+    fcntl.flock(file, fcntl.LOCK_EX)
     for stream in (1, 2):
         os.dup2(file, stream)
-    become_command()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     os.environ.clear()
@@ -300,11 +237,11 @@ def _run_command(
 
     torch.set_num_threads(threads)
     sys.argv[1:] = arguments
-    code = 1
+    code = CRASHED
     try:
         runpy.run_module("runner", run_name="__main__", alter_sys=True)  # as `python -m runner` does
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
+        code = ended.code if isinstance(ended.code, int) else CRASHED
     except BaseException:
         traceback.print_exc()
     finally:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError, check, check_range
-from runner.sweep.engines.base import Ended, Job, Pool, Started
+from runner.sweep.engines.base import Ended, Job, Pool
 from runner.sweep.engines.child import task
 from runner.sweep.engines.cluster import ClusterEngine
 from runner.sweep.engines.ray_task import RayTask, import_ray
@@ -42,12 +42,7 @@ _SECONDS_TO_KILL = 5.0
 
 @dataclass
 class Ray(ClusterEngine):
-    """The engine that runs jobs with Ray.
-
-    Args:
-        slots: the maximum number of jobs that run at once; `auto`: as many as the cluster's CPU cores and GPUs allow.
-        address: the address of the cluster (`auto`, `HOST:PORT` or `ray://HOST:PORT`); null: start Ray on this machine.
-    """
+    """The engine that runs jobs with Ray; see conf/sweep/ray.yaml for the options."""
 
     slots: int | str = "auto"
     address: str | None = None
@@ -64,9 +59,8 @@ class Ray(ClusterEngine):
 
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
-        missing = not is_installed("ray")
         remedy = "pip install ray, or sweep=local"
-        check(not missing, "sweep", "ray", "the package ray is not installed", remedy)
+        check(is_installed("ray"), "sweep", "ray", "the package ray is not installed", remedy)
         ray = import_ray()
         is_ours = not ray.is_initialized()
         if is_ours:
@@ -81,11 +75,7 @@ class Ray(ClusterEngine):
                     ray.shutdown()
 
     def _init(self) -> None:
-        """Start Ray on this machine, or connect to the cluster at `address`.
-
-        Raises:
-            ConfigError: if Ray cannot be started, or the connection fails.
-        """
+        """Start Ray on this machine, or connect to the cluster at `address`."""
         ray = import_ray()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers over the network
         here = {
@@ -104,13 +94,7 @@ class Ray(ClusterEngine):
             raise ConfigError("sweep.address", self.address, f"Ray cannot be used: {why}", _REMEDY) from None
 
     def _check_reachable(self) -> None:
-        """Check that `address` can be reached, unless it is `auto` or null.
-
-        If the address could not be reached, Ray would try for minutes and then end this process.
-
-        Raises:
-            ConfigError: if nothing accepts a connection at the address.
-        """
+        """Raise a `ConfigError` if `address` cannot be reached: Ray would try for minutes, then end this process."""
         match = _ADDRESS.fullmatch(self.address or "")
         if match is None:
             return
@@ -130,11 +114,7 @@ class _Running(NamedTuple):
 
 
 class RayPool(Pool):
-    """The jobs that Ray runs.
-
-    Args:
-        options: the options of the sweep.
-    """
+    """The jobs that Ray runs."""
 
     def __init__(self, options: Ray):
         self._ray, self._options = import_ray(), options
@@ -142,7 +122,7 @@ class RayPool(Pool):
         self._running: dict[int, _Running] = {}
         self._ended: list[Ended] = []
 
-    def submit(self, job: Job) -> Started | None:
+    def submit(self, job: Job) -> str | None:
         cores, gpus, threads = self._options.resources(job.demand)
         self._check_possible(job.number, cores, gpus)
         if not self._has_room(cores, gpus):
@@ -152,13 +132,10 @@ class RayPool(Pool):
         actor = self._actor.options(num_cpus=cores, num_gpus=gpus, **_ACTOR).remote(what, dict(os.environ))
         self._running[job.number] = _Running(actor, actor.run.remote(), actor.ready.remote(), cores, gpus)
         devices = [f"{gpus} GPU{'s' * (gpus > 1)}"] * bool(gpus)
-        return Started("Ray, " + ", ".join([f"{cores} core{'s' * (cores > 1)}", *devices]))
+        return "Ray, " + ", ".join([f"{cores} core{'s' * (cores > 1)}", *devices])
 
     def _check_possible(self, number: int, cores: int, gpus: int) -> None:
-        """Raise a `ConfigError` if no machine has enough cores and GPUs for job `number`.
-
-        Without this check, Ray would wait forever for a larger machine.
-        """
+        """Raise a `ConfigError` if no machine is large enough for job `number`: Ray would wait for one forever."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         possible = any(node.get("CPU", 0) >= cores and node.get("GPU", 0) >= gpus for node in nodes)
         largest = max(((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes), default=(0, 0))
@@ -196,7 +173,7 @@ class RayPool(Pool):
             self._ended.append(Ended(number, None, reason if len(reason) <= 300 else f"{reason[:299]}…"))
         self._ray.kill(job.actor)  # it keeps its cores otherwise, until Python forgets it
 
-    def stop(self, numbers: list[int]) -> list[int]:
+    def stop(self, numbers: list[int]) -> None:
         for number in numbers:
             job = self._running.get(number)
             if job is None:
@@ -207,7 +184,6 @@ class RayPool(Pool):
                 self._ray.kill(job.actor)
                 del self._running[number]
                 self._ended.append(Ended(number, STOPPED))
-        return []
 
     def kill(self) -> None:
         jobs = list(self._running.values())

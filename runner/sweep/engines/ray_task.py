@@ -22,13 +22,7 @@ def import_ray() -> Any:
 
 
 class RayTask:
-    """The Ray actor that runs a job.
-
-    Args:
-        task: the task to run.
-        variables: the environment variables of the process that schedules the sweep. They do not replace variables
-            that are already set in the actor's process.
-    """
+    """The Ray actor that runs a job. It gets those `variables` of the scheduler that are not set here."""
 
     def __init__(self, task: Task, variables: dict[str, str]):
         self._child, self._variables = Child(task), variables

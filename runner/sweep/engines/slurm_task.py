@@ -73,10 +73,7 @@ class SlurmTask:
         return code
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """Save a checkpoint, and return the task that submitit should requeue; None if the job should not be requeued.
-
-        submitit calls this method when it receives SIGUSR2.
-        """
+        """Save a checkpoint, and return the task to requeue, or None; submitit calls this method on SIGUSR2."""
         from submitit.helpers import DelayedSubmission  # imported here: the scheduler may lack it
 
         self._child.stop()

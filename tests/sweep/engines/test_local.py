@@ -1,4 +1,4 @@
-"""Tests of `sweep=local`: the cores and GPUs that each job gets, and how jobs are stopped, killed and adopted."""
+"""Tests of `sweep=local`: the cores and GPUs that each job gets, and how jobs are stopped and killed."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from multiprocessing import active_children, forkserver
 from pathlib import Path
 
 import pytest
-from helpers.command import TIMEOUT_SECONDS, wait_until
+from helpers.command import wait_until
 from helpers.compose import TINY_CPU
 
 from runner.config.errors import ConfigError
 from runner.storage import run_directory
-from runner.sweep.console import is_running
+from runner.storage.files import is_locked
 from runner.sweep.engines import local
-from runner.sweep.engines.base import Demand, Ended, Job, Pool, Started
+from runner.sweep.engines.base import Demand, Ended, Job, Pool
 from runner.sweep.engines.local import Local, LocalPool
 
 
@@ -57,29 +55,29 @@ def test_a_stopped_job_saves_and_a_killed_job_does_not(pool: Pool, tmp_path: Pat
     for number in (0, 1):
         pool.submit(job(tmp_path, number, "steps=1000000", "save_every=5"))
     wait_until(lambda: all(list((tmp_path / n / "checkpoints").glob("step_*")) for n in "01"))
-    assert is_running(tmp_path / "0.txt")
+    assert is_locked(tmp_path / "0.txt")
     pool.stop([0])
     assert ended(pool, 0) == {0: 75}
-    assert not is_running(tmp_path / "0.txt")
-    assert is_running(tmp_path / "1.txt"), "the other one goes on"
+    assert not is_locked(tmp_path / "0.txt")
+    assert is_locked(tmp_path / "1.txt"), "the other one goes on"
     pool.kill()
-    assert not is_running(tmp_path / "1.txt")
+    assert not is_locked(tmp_path / "1.txt")
     assert not (tmp_path / "1" / "result.json").exists()
 
 
 def test_the_exit_code_of_a_job_killed_by_a_signal_is_negative(pool: Pool, tmp_path: Path) -> None:
-    started = pool.submit(job(tmp_path, 0, "steps=1000000"))
-    assert started is not None
-    os.kill(started.pid, signal.SIGSEGV)
+    pool.submit(job(tmp_path, 0, "steps=1000000"))
+    [process] = [each for each in active_children() if each.name == "job 0"]
+    os.kill(process.pid or 0, signal.SIGSEGV)
     assert ended(pool, 0) == {0: -signal.SIGSEGV}
 
 
 def test_killing_a_job_ends_its_ranks(pool: Pool, tmp_path: Path) -> None:
     pool.submit(job(tmp_path, 0, "steps=1000000", "save_every=5", "parallel=ddp", processes=2))
     wait_until(lambda: list((tmp_path / "0" / "checkpoints").glob("step_*")))
-    assert is_running(tmp_path / "0.txt")
+    assert is_locked(tmp_path / "0.txt")
     pool.kill()
-    wait_until(lambda: not is_running(tmp_path / "0.txt"), what="a rank is left")
+    wait_until(lambda: not is_locked(tmp_path / "0.txt"), what="a rank is left")
     assert not (tmp_path / "0" / "result.json").exists(), "it had no time to end by itself"
 
 
@@ -89,46 +87,35 @@ def test_jobs_go_on_when_the_fork_server_is_killed(pool: Pool, tmp_path: Path) -
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     wait_until(lambda: (tmp_path / "1" / "config.yaml").exists())
     os.kill(server, signal.SIGSTOP)  # so that it does not tell how the first job ends
-    wait_until(lambda: (tmp_path / "0" / "result.json").exists() and not is_running(tmp_path / "0.txt"))
+    wait_until(lambda: (tmp_path / "0" / "result.json").exists() and not is_locked(tmp_path / "0.txt"))
     os.kill(server, signal.SIGKILL)
     assert ended(pool, 0) == {0: None}, "the result in its directory tells"
     assert pool.wait(0) == []
     assert pool.submit(job(tmp_path, 2, processes=1024)) is None, "the second job still has its core"
-    assert pool.stop([1]) == []
+    pool.stop([1])
     assert ended(pool, 1) == {1: None}
     assert run_directory.read_result(tmp_path / "1")["status"] == "stopped"
     pool.submit(job(tmp_path, 2, "steps=2"))
     assert ended(pool, 2) == {2: 0}
 
 
-def test_a_job_of_an_earlier_command_is_adopted_while_it_runs(pool: Pool, tmp_path: Path) -> None:
-    earlier = job(tmp_path, 0)
-    assert not pool.adopt(earlier, Started("core 0"))
-    with earlier.console.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert pool.adopt(earlier, Started("core 0"))
-        assert pool.wait(0) == []
-    assert pool.wait(0) == [Ended(0, None)]
-    assert pool.wait(0) == [], "only once"
+def test_a_job_that_a_killed_command_left_running_is_waited_for(pool: Pool, tmp_path: Path) -> None:
+    console = tmp_path / "0.txt"
+    with console.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as the earlier process holds it
+        pool.submit(job(tmp_path, 0, "steps=2"))
+        pool.submit(job(tmp_path, 1, "steps=2"))
+        assert ended(pool, 1) == {1: 0}
+        assert pool.wait(0.3) == []
+    assert ended(pool, 0) == {0: 0}
 
 
-def test_stop_signals_only_the_process_that_has_opened_the_console_file(tmp_path: Path) -> None:
-    """The process ID in the ledger is not trusted, because somebody else may have written the ledger."""
-    earlier, words = job(tmp_path, 0), [sys.executable, "-c", "import time; time.sleep(300)"]
-    with earlier.console.open("w") as file:
-        own, other = subprocess.Popen(words, stdout=file), subprocess.Popen(words, stdout=subprocess.DEVNULL)
+def test_a_job_that_waits_for_an_earlier_one_can_be_stopped(pool: Pool, tmp_path: Path) -> None:
+    with (tmp_path / "0.txt").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            for process, unreached in ((other, [0]), (own, [])):
-                pool = LocalPool("auto", "auto", 1)
-                assert pool.adopt(earlier, Started("core 0", process.pid))
-                assert pool.stop([0]) == unreached
-            assert own.wait(TIMEOUT_SECONDS) == -signal.SIGTERM
-            assert other.poll() is None
-        finally:
-            for process in (own, other):
-                process.kill()
-                process.wait()
+        pool.submit(job(tmp_path, 0, "steps=2"))
+        pool.stop([0])
+        assert ended(pool, 0) == {0: 75}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,8 +152,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
 
 
 def submitted(pool: LocalPool, *demands: Demand) -> list[str | None]:
-    started = [pool.submit(Job(n, [], Path("console"), demand)) for n, demand in enumerate(demands)]
-    return [None if each is None else each.slot for each in started]
+    return [pool.submit(Job(n, [], Path("console"), demand)) for n, demand in enumerate(demands)]
 
 
 @pytest.mark.parametrize(
@@ -221,29 +207,6 @@ def test_a_job_waits_for_a_gpu_that_another_user_occupies(
     pool = LocalPool("auto", "auto", 20)
     assert submitted(pool, Demand(gpus=2), Demand(gpus=1)) == [None, "GPU 1"]
     assert caplog.messages == ["waiting for a GPU: others use GPU 0"]
-
-
-def test_an_adopted_job_keeps_its_cores_and_gpus_until_it_ends(
-    machine: dict[str, list], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alive, earlier = [True], Job(20, [], Path("console"), Demand())
-    monkeypatch.setattr(local, "is_running", lambda console: alive[0])
-    monkeypatch.setattr(local, "is_open_in", lambda pid, console: pid == 7)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 99}, raising=False)
-    pool = LocalPool("auto", "auto", 20)
-    assert pool.adopt(earlier, Started("core 0-3", 7))
-    assert submitted(pool, *[Demand()] * 5) == ["core 4", "core 5", "core 6", "core 7", None]
-    assert not pool.has_room()
-    alive[0] = False
-    assert pool.wait(0) == [Ended(20, None), Ended(0, 0)]
-    assert submitted(pool, Demand(threads=5)) == ["core 0-4"]
-    alive[0], machine["gpus"] = True, ["0", "1"]
-    pool = LocalPool("auto", "auto", 20)
-    assert pool.adopt(earlier, Started("GPU 0", 7))
-    assert submitted(pool, Demand(gpus=1), Demand(gpus=1)) == ["GPU 1", None]
-    pool = LocalPool("auto", "auto", 20)
-    assert pool.adopt(earlier, Started("GPU 0", 8)), "of whose process nothing is known"
-    assert submitted(pool, Demand(gpus=2)) == ["GPU 0,1"]
 
 
 def test_a_job_that_needs_more_gpus_than_there_are_is_refused(machine: dict[str, list]) -> None:

@@ -17,8 +17,8 @@ from helpers.fake_slurm import ACTIVE_STATES, FakeSlurm
 from helpers.pool_jobs import exit_codes_of, reports_of_job, wait_until_ended, wait_until_started
 
 from runner.config.errors import ConfigError
-from runner.sweep.engines import child, slurm
-from runner.sweep.engines.base import Demand, Ended, Job, Pool, Started
+from runner.sweep.engines import child, slurm, slurm_programs
+from runner.sweep.engines.base import Demand, Ended, Job, Pool
 from runner.sweep.engines.child import task
 from runner.sweep.engines.slurm import Slurm, SlurmPool
 from runner.sweep.engines.slurm_task import SlurmTask
@@ -54,8 +54,8 @@ def pool(cluster: FakeSlurm) -> Iterator[Pool]:
         yield pool
 
 
-def job(number: int, *words: str, **demand: int) -> Job:
-    return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand))
+def job(number: int, *words: str, earlier: str = "", is_changed: bool = False, **demand: int) -> Job:
+    return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand), earlier, is_changed)
 
 
 def test_jobs_with_the_same_demand_form_one_array_and_get_what_they_request(
@@ -112,7 +112,7 @@ def test_stop_makes_running_jobs_save_and_cancels_waiting_jobs(pool: Pool, clust
     pool.submit(job(2, "saved=saved2"))
     wait_until(lambda: (pool.wait(0.05), "102" in cluster.jobs)[1])
     pool.submit(job(3, "saved=saved3"))
-    assert pool.stop([0, 2, 3]) == []
+    pool.stop([0, 2, 3])
     assert exit_codes_of(pool, 0, 2, 3) == {0: 75, 2: 75, 3: 75}
     assert [path.name for path in Path.cwd().glob("saved*")] == ["saved0"]
     assert cluster.jobs["101_0"]["starts"] == 1, "it is not requeued"
@@ -144,50 +144,62 @@ def test_a_command_ends_when_its_parent_task_process_is_killed(pool: Pool, clust
 def test_a_job_that_is_canceled_with_scancel_counts_as_stopped_not_as_lost(pool: Pool, cluster: FakeSlurm) -> None:
     pool.submit(job(0, "until=never"))
     wait_until_started(pool, 0)
-    slurm._answer("scancel", "101")
+    slurm_programs.cancel(["101"])
     assert exit_codes_of(pool, 0) == {0: 75}
 
 
 def test_a_later_command_adopts_the_jobs_of_a_killed_scheduler(cluster: FakeSlurm) -> None:
     earlier = SlurmPool(Slurm(), Path.cwd())
     words = (("exit=3",), ("until=go", "exit=3"), ("exit=75",))
-    slots = [earlier.submit(job(number, *each)) or Started("") for number, each in enumerate(words)]
+    slots = [earlier.submit(job(number, *each)) or "" for number, each in enumerate(words)]
     wait_until_started(earlier, 1)
     wait_until(lambda: all(cluster.jobs[f"101_{index}"]["state"] == "COMPLETED" for index in (0, 2)))
     with Slurm().connect(3, Path.cwd()) as pool:
-        assert [pool.adopt(job(number), each) for number, each in enumerate(slots)] == [True, True, False]
-        assert exit_codes_of(pool, 0) == {0: 3}, "it has ended in the meantime"
+        again = [pool.submit(job(number, "exit=2", earlier=each)) for number, each in enumerate(slots)]
+        assert [slot == each for slot, each in zip(again, slots, strict=True)] == [True, True, False]
+        assert exit_codes_of(pool, 0, 2) == {0: 3, 2: 2}, "the first one has ended in the meantime"
         Path("go").touch()
         assert exit_codes_of(pool, 1) == {1: 3}
-    assert len(cluster.calls("sbatch")) == 1, "nothing is run twice"
+    assert [each["starts"] for each in cluster.jobs.values()] == [1, 1, 1, 1], "nothing that has a result is run twice"
 
 
-def test_an_adopted_job_is_not_killed_with_the_pool_but_can_be_stopped(cluster: FakeSlurm) -> None:
+def test_a_job_that_was_taken_over_can_be_stopped(cluster: FakeSlurm) -> None:
     earlier = SlurmPool(Slurm(), Path.cwd())
-    slot = earlier.submit(job(0, "until=never")) or Started("")
+    slot = earlier.submit(job(0, "until=never")) or ""
     wait_until_started(earlier, 0)
     with Slurm().connect(3, Path.cwd()) as pool:
-        assert pool.adopt(job(0), slot)
-    assert cluster.jobs["101"]["state"] == "RUNNING"
-    with Slurm().connect(3, Path.cwd()) as pool:
-        assert pool.adopt(job(0), slot)
-        assert pool.stop([0]) == []
+        assert pool.submit(job(0, earlier=slot)) == slot
+        pool.stop([0])
         assert exit_codes_of(pool, 0) == {0: 75}
 
 
-def test_only_handles_of_running_jobs_of_this_sweep_are_adopted(pool: Pool, cluster: FakeSlurm, tmp_path: Path) -> None:
+def test_a_job_of_a_killed_scheduler_is_stopped_if_its_config_has_changed(cluster: FakeSlurm) -> None:
+    earlier = SlurmPool(Slurm(), Path.cwd())
+    slot = earlier.submit(job(0, "until=never")) or ""
+    wait_until_started(earlier, 0)
+    with Slurm().connect(3, Path.cwd()) as pool:
+        assert pool.submit(job(0, "exit=3", earlier=slot, is_changed=True)) != slot
+        assert exit_codes_of(pool, 0) == {0: 3}
+    wait_until(lambda: cluster.jobs["101"]["state"] not in ACTIVE_STATES)
+
+
+def test_only_handles_of_running_jobs_of_this_sweep_are_taken_over(
+    pool: Pool, cluster: FakeSlurm, tmp_path: Path
+) -> None:
     slot = pool.submit(job(0, "until=never"))
     assert slot is not None
     wait_until_started(pool, 0)
     token = cluster.jobs["101"]["options"]["job-name"].rpartition("-")[2]
-    assert slot.slot == f"slurm {token}_0"
-    others = ("", "core 0", "slurm 101", "slurm 101_0", "slurm {}", "slurm {}_1", "slurm {}_0 ", "slurm ../{}_0")
-    with Slurm().connect(3, Path.cwd()) as later:
-        assert [text for text in others if later.adopt(job(0), Started(text.format(token)))] == []
-        assert later.adopt(job(0), slot)
-        assert not later.adopt(job(1), slot), "it is one job"
-    with Slurm().connect(3, tmp_path / "copied" / "sweep") as elsewhere:
-        assert not elsewhere.adopt(job(0), slot)
+    assert slot == f"slurm {token}_0"
+    others = ("core 0", "slurm 101", "slurm 101_0", "slurm {}", "slurm {}_1", "slurm {}_0 ", "slurm ../{}_0")
+    later = SlurmPool(Slurm(), Path.cwd())
+    for number, text in enumerate(others, start=1):
+        earlier = text.format(token)
+        assert later.submit(job(number, earlier=earlier)) != earlier
+    assert later.submit(job(0, earlier=slot)) == slot
+    assert later.submit(job(9, earlier=slot)) != slot, "it is one job"
+    elsewhere = SlurmPool(Slurm(), tmp_path / "copied" / "sweep")
+    assert elsewhere.submit(job(0, earlier=slot)) != slot
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,7 +242,7 @@ def test_no_job_is_lost_while_squeue_fails(out: str, code: int, pool: Pool, clus
 def test_sacct_is_called_again_after_a_failure(
     out: str, pool: Pool, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "_MOST_LOOKS", 100)
+    monkeypatch.setattr(slurm, "_MAX_LOOKS", 100)
     cluster.fail("sacct", 1, out=out, code=int(not out))
     pool.submit(job(0, "until=never"))
     wait_until_started(pool, 0)

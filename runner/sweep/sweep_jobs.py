@@ -11,7 +11,6 @@ from typing import Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import OmegaConf
 
-from runner.cli.zipped import parse_zip
 from runner.config.composition import Composer, Job, composition_errors
 from runner.config.errors import ABSENT, check
 from runner.config.options import groups_in_defaults, root_keys
@@ -19,8 +18,9 @@ from runner.config.overrides import is_sweep_option, quoted
 from runner.config.schema import build
 from runner.sweep.engines.base import Engine
 from runner.sweep.space import Dimension, Interval
+from runner.sweep.zipped import parse_zip
 
-MOST_JOBS = 10_000
+MAX_JOBS = 10_000
 """The maximum number of jobs in a sweep. A larger sweep is probably a typing error, or should be divided."""
 
 _SAME_FOR_ALL = ("output_root", "resume")
@@ -41,7 +41,7 @@ class SweepJobs:
         common: the overrides of `output_root` and `resume`, which are the same for all jobs.
 
     Raises:
-        ConfigError: if there are more than `MOST_JOBS` combinations, a key has no value or the same value twice, an
+        ConfigError: if there are more than `MAX_JOBS` combinations, a key has no value or the same value twice, an
             interval or paired values are invalid, or a paired key is also set by another override.
         ConfigError, HydraException, OmegaConfBaseException: if the config of the sweep cannot be composed.
     """
@@ -85,9 +85,8 @@ class SweepJobs:
     def samples(self) -> Iterator[list[str]]:
         """Yield the overrides of one job for each combination of the options of the swept config groups.
 
-        Every other key has its first value, unless it is paired with a config group. For example,
-        `model=tiny,resnet18 optimizer.lr=0.1,0.2` gives two jobs: one for each model, both with the first learning
-        rate. The other values are left out, because only the options of the config groups determine which keys exist.
+        Every other key has its first value, because only the options of the config groups determine which keys exist:
+        `model=tiny,resnet18 optimizer.lr=0.1,0.2` gives one job for each model, both with the first learning rate.
         """
         groups = groups_in_defaults()
         few = [
@@ -98,11 +97,7 @@ class SweepJobs:
             yield list(itertools.chain(*words))
 
     def compose(self, number: int, overrides: list[str]) -> Job:
-        """Compose the config of a job.
-
-        Args:
-            number: the number of the job, from 0.
-            overrides: the overrides of the job; the overrides in `common` are added to them.
+        """Compose the config of job `number` from its overrides and those in `common`.
 
         Raises:
             ConfigError, HydraException, OmegaConfBaseException: if the config cannot be composed.
@@ -125,7 +120,7 @@ class SweepJobs:
         return Dimension(key, (_bare(key),), [[]], _interval(key, typed, value))
 
     def _pairs(self, word: str) -> Dimension:
-        """Return the dimension for the override `word`, which has the form `NAME=zip(KEY=[…],KEY=[…])`."""
+        """Return the dimension for an override of the form `NAME=zip(KEY=[…],KEY=[…])`."""
         name, members = parse_zip(word) or ("", [])
         why = "it names the pairs, and must not be a key of the config"
         typed = word.partition("=")[2]
@@ -150,8 +145,8 @@ class SweepJobs:
     def _check_count(self, counts: dict[str, int]) -> None:
         most = max(counts, key=lambda key: counts[key], default="")
         count = math.prod(counts.values())
-        why = f"the sweep has {count:,} jobs, more than {MOST_JOBS:,}"
-        check(count <= MOST_JOBS, most, ABSENT, why, "sweep over fewer values, or in several sweeps")
+        why = f"the sweep has {count:,} jobs, more than {MAX_JOBS:,}"
+        check(count <= MAX_JOBS, most, ABSENT, why, "sweep over fewer values, or in several sweeps")
 
 
 def _interval(key: str, typed: str, value: IntervalSweep) -> Interval:
@@ -167,11 +162,7 @@ def _interval(key: str, typed: str, value: IntervalSweep) -> Interval:
 
 
 def _count(override: Override) -> int:
-    """Return the number of values of an override.
-
-    The values are listed and counted, except for a range with more than about `MOST_JOBS` values: their number is
-    computed from the bounds and the step of the range.
-    """
+    """Return the number of values of an override, without listing those of a range that is too long anyway."""
     swept = override.value()
     if not override.is_discrete_sweep():
         return 1
@@ -180,13 +171,13 @@ def _count(override: Override) -> int:
         key, typed = override.key_or_group, str(override.input_line).partition("=")[2]
         usable = step != 0 and all(math.isfinite(value) for value in (start, stop, step, (stop - start) / step))
         check(usable, key, typed, "a range needs finite numbers, and a step that is not 0", f"{key}=range(0,10,1)")
-        if (stop - start) / step > MOST_JOBS + 1:  # of fewer, rounding may add or remove one: Hydra has to list them
+        if (stop - start) / step > MAX_JOBS + 1:  # of fewer, rounding may add or remove one: Hydra has to list them
             return math.ceil((stop - start) / step)
     return len(list(override.sweep_string_iterator()))
 
 
 def _words(override: Override) -> list[list[str]]:
-    """Return one override for each value of `override`, each in its own list: `lr=1,2` gives `[["lr=1"], ["lr=2"]]`."""
+    """Return a list of one override for each value: `lr=1,2` gives `[["lr=1"], ["lr=2"]]`."""
     key = override.get_key_element()
     if override.is_sweep_override():
         return [[f"{key}={value}"] for value in override.sweep_string_iterator()]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
 from runner.analysis.sweep_summary import find_best, write_summary
-from runner.cli.detached import Background
-from runner.cli.plan_jobs import GridJobs, Planner
-from runner.cli.sweep_jobs import SweepJobs
 from runner.config.errors import ABSENT, WIDTH, check
 from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
@@ -19,12 +16,14 @@ from runner.config.overrides import typed_path
 from runner.config.schema import build
 from runner.parallel.launch.cluster import external_rank_info
 from runner.storage.files import write_text
-from runner.sweep.console import last_line
 from runner.sweep.display import Display, Table
 from runner.sweep.ledger import OPTIONS, Ledger
 from runner.sweep.objective import Objective
+from runner.sweep.plan_jobs import GridJobs, Planner
 from runner.sweep.scheduler import Scheduler
-from runner.sweep.search import Search, SearchJobs, Space
+from runner.sweep.search import Search, SearchJobs
+from runner.sweep.space import Space
+from runner.sweep.sweep_jobs import SweepJobs
 from runner.system.exit_codes import CRASHED, DIVERGED, DONE, REFUSED, STOPPED
 from runner.system.forkserver import run_in_child
 from runner.system.installed import is_installed
@@ -35,7 +34,7 @@ _FOR_ALL_JOBS = ("output_root", "resume", "sweep")
 """Keys and groups that cannot be swept over."""
 
 
-def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: str | None = None) -> list[int]:
+def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preloaded: Sequence[str] = ()) -> list[int]:
     """Run the jobs of a sweep, and return their exit codes.
 
     In a search, the codes of failed jobs of earlier commands, which are not run again, are returned, too. If the search
@@ -45,8 +44,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
         jobs: the combinations of values in the sweep.
         typed: the overrides on the command line.
         config_dir: the directory of `--config-dir`; None if the flag was not typed.
-        pipe: None for a sweep in the foreground. If another command has started this sweep in the background, the file
-            descriptor of a pipe to that command.
+        preloaded: modules that the jobs import, so that they may be imported for all jobs at once.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the sweep or its search is invalid, or no job can run.
@@ -60,15 +58,12 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
     for key in jobs.swept:
         name = key.partition(".")[0]
         check(name not in _FOR_ALL_JOBS, key, ABSENT, "it is the same for all jobs of a sweep", "give it one value")
-    background = None if pipe is None else Background(pipe)
-    if background is None:  # else after `leave_terminal`: the server would keep the typed command's output open
-        jobs.engine.prepare(next(jobs.samples()), config_dir)
+    jobs.engine.prepare(*preloaded)
     engine, planner = jobs.engine, Planner(jobs, config_dir)
     root = Path(planner.config["output_root"], "sweeps", planner.config["name"])
-    command = typed if config_dir is None else [*typed, f"--config-dir={os.path.abspath(config_dir)}"]
     search = None if engine.search is None else _search(jobs, planner)
     more = (lambda *_: False) if search is None else search.has_more
-    with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), command, more) as ledger:
+    with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), more) as ledger:
         planner.path = ledger.path
         source = GridJobs(jobs, planner) if search is None else SearchJobs(search, planner.plan, ledger)
         ledger.num_jobs = len(source)
@@ -77,13 +72,8 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, pipe: s
             what = f"there are only {search.num_trials:,} combinations, and each is tried once"
             print(f"sweep.trials={engine.trials}: {what}", file=sys.stderr)
         terminal = sys.stderr.isatty()
-        display = Table(len(source), jobs.swept, last_line) if terminal else Display(len(source), jobs.swept, WIDTH)
-        if background is not None:
-            background.leave_terminal(ledger.path)
-            engine.prepare(next(jobs.samples()), config_dir)
-        with engine.connect(len(source), ledger.path) as pool:
-            if background is not None:
-                background.announce_start()
+        display = Table(len(source), jobs.swept) if terminal else Display(len(source), jobs.swept, WIDTH)
+        with engine.connect(len(source), ledger.path) as pool, closing(display):
             codes = Scheduler(source, pool, ledger, engine, display).run(stop)
         source.close()
         ledger.end(source.is_complete(len(ledger.settled_states)))
@@ -115,11 +105,7 @@ class StopSweep(StopRequest):
 
 
 def _search(jobs: SweepJobs, planner: Planner) -> Search:
-    """Check the options of a search, and return what it does.
-
-    Raises:
-        ConfigError: if an option of the search is invalid.
-    """
+    """Check the options of a search, and return what it does."""
     options, (metric, goal) = jobs.engine, planner.best
     intervals = [each.name for each in jobs.dimensions if each.interval]
     listed = options.search != "grid" or not intervals

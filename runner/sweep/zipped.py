@@ -17,10 +17,7 @@ _EXAMPLE = "'pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])'"
 
 
 def parse_zip(word: str) -> tuple[str, list[str]] | None:
-    """Parse an override of the form `NAME=zip(…)`; return None for other overrides.
-
-    The result is a tuple of NAME and a list, which has one override for each paired key, with all values of that key.
-    For example, `pairs=zip(a=[1,2],b=choice(3,4))` gives `("pairs", ["a=1,2", "b=3,4"])`.
+    """Parse `NAME=zip(…)`: `pairs=zip(a=[1,2],b=choice(3,4))` gives `("pairs", ["a=1,2", "b=3,4"])`, others None.
 
     Raises:
         ConfigError: if fewer than two keys are paired, a key is paired twice, or a value is not a list.

@@ -1,4 +1,4 @@
-"""Tests of `runner.cli.sweep_jobs`: lists, paired values, ranges and intervals in the overrides of a sweep."""
+"""Tests of `runner.sweep.sweep_jobs`: lists, paired values, ranges and intervals in the overrides of a sweep."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.cli.plan_jobs import Planner
-from runner.cli.sweep_jobs import SweepJobs
-from runner.cli.zipped import parse_zip
 from runner.config.composition import Composer
 from runner.config.errors import ConfigError
 from runner.sweep.engines.base import Demand
+from runner.sweep.plan_jobs import Planner
 from runner.sweep.space import Interval
+from runner.sweep.sweep_jobs import SweepJobs
+from runner.sweep.zipped import parse_zip
 
 
 def jobs(*overrides: str) -> SweepJobs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,16 +12,16 @@ from typing import Any, NamedTuple
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.cli.sweep_jobs import SweepJobs
 from runner.config.errors import ConfigError, errors_under, wrapped
 from runner.config.hydra_errors import explain
-from runner.config.options import groups_in_defaults
+from runner.config.options import groups_in_defaults, option_files
 from runner.config.overrides import override_key, override_value
 from runner.config.schema import load_class
 from runner.run import Run, build_run, config_hash
 from runner.storage.run_directory import job_name
 from runner.sweep.engines.base import Demand
-from runner.sweep.scheduler import JobSource, PlannedJob
+from runner.sweep.scheduler import JobCommand, JobSource
+from runner.sweep.sweep_jobs import SweepJobs
 from runner.workloads.base import Workload
 
 REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
@@ -28,11 +29,8 @@ REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
 
 
 class _Base(NamedTuple):
-    """Values that are computed once for all jobs with the same overrides of config groups and devices.
-
-    Args:
-        config_hash: the hash of the config of the first of these jobs.
-        demand: the processes, GPUs and CPU threads that each of these jobs needs.
+    """What jobs with the same overrides of config groups and devices share: a hash of the first one's config, and what
+    each of them needs.
     """
 
     config_hash: str
@@ -50,16 +48,18 @@ class Planner:
         config_dir: the directory of `--config-dir`; None if the flag was not typed.
 
     Attributes:
-        config: the config of the first job in `jobs.samples()` that can run. If `build_run` refuses a job because of
-            a swept key, the job counts as able to run, because other values of the key may be accepted.
+        config: the config of the first job in `jobs.samples()` that can run, or is refused because of a swept key, of
+            which other values may be accepted.
         path: the directory of the sweep. It must be set before `plan` is called.
 
     Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if no job in `jobs.samples()` can run.
+        ConfigError, HydraException, OmegaConfBaseException: if no job in `jobs.samples()` can run, or an option that is
+            swept over does not exist.
     """
 
     def __init__(self, jobs: SweepJobs, config_dir: str | None):
         self._jobs, self._flags = jobs, [] if config_dir is None else [f"--config-dir={config_dir}"]
+        self._check_options(*([] if config_dir is None else [Path(os.path.expanduser(config_dir))]))
         self._bases: dict[tuple[str, ...], _Base] = {}
         self._configs: dict[tuple[str, ...], dict[str, Any] | None] = {}
         self.path = Path()
@@ -67,38 +67,45 @@ class Planner:
 
     @property
     def best(self) -> tuple[str, str]:
-        """A pair (metric, goal) by which the workload selects its best checkpoint.
-
-        The metric is named without the prefix `eval/`; the goal is `min` or `max`.
-        """
+        """The metric, without the prefix `eval/`, and its goal (`min` or `max`) that select the best checkpoint."""
         with errors_under("workload"):
             return load_class((self.config.get("workload") or {}).get("_target_"), Workload).best
 
-    def plan(self, number: int, overrides: list[str]) -> PlannedJob:
-        """Return the planned job with this number and these overrides. It has a `refusal` if its config cannot run."""
+    def _check_options(self, *folders: Path) -> None:
+        """Raise the error of an option that does not exist, before any job runs."""
+        options = option_files(*folders)
+        for words in (words for each in self._jobs.dimensions for words in each.choices):
+            for word in words:
+                key = override_key(word)
+                if key in options and override_value([word], key) not in options[key]:
+                    self._jobs.compose(0, [word])
+
+    def plan(self, number: int, overrides: list[str]) -> JobCommand:
+        """Return the job with this number and these overrides. It has a `refusal` if its config cannot run."""
         directory = self.path / job_name(number, overrides, self._jobs.swept)
         base = self._base(number, overrides)
         if isinstance(base, str):
-            return PlannedJob(number, overrides, [], directory, "", refusal=base)
+            return JobCommand(number, overrides, [], directory, "", refusal=base)
         where = [word for word in self._jobs.common if override_value([word], "resume") is None]
         arguments = [*overrides, *where, "resume=auto", f"--run-directory={directory}", *self._flags]
         known = hashlib.sha256(json.dumps([base.config_hash, overrides]).encode()).hexdigest()[:12]
-        return PlannedJob(number, overrides, arguments, directory, known, base.demand)
+        return JobCommand(number, overrides, arguments, directory, known, base.demand)
 
     def has_key(self, groups: list[str], key: str) -> bool:
-        """Return whether the config composed from `groups` has `key`; True if no config can be composed from `groups`.
-
-        Args:
-            groups: overrides of config groups.
-            key: a dotted key.
-        """
+        """Return whether the config composed from overrides of groups has the dotted `key`; True if there is none."""
         if tuple(groups) not in self._configs:
             try:
                 self._configs[tuple(groups)] = self._jobs.compose(0, groups).config
             except REFUSALS:
                 self._configs[tuple(groups)] = None
-        config = self._configs[tuple(groups)]
-        return config is None or _has(config, key.split("."))
+        config: Any = self._configs[tuple(groups)]
+        if config is None:
+            return True
+        for name in key.split("."):
+            if not isinstance(config, dict) or name not in config:
+                return False
+            config = config[name]
+        return True
 
     def _first_config(self) -> dict[str, Any]:
         first = None
@@ -147,12 +154,7 @@ class Planner:
 
 
 class GridJobs(JobSource):
-    """A job source with one job for each combination of the swept values.
-
-    Args:
-        jobs: the combinations of values in the sweep.
-        planner: the planner of the jobs.
-    """
+    """A job source with one job for each combination of the swept values."""
 
     def __init__(self, jobs: SweepJobs, planner: Planner):
         self._jobs, self._planner = jobs, planner
@@ -161,25 +163,13 @@ class GridJobs(JobSource):
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def next(self) -> PlannedJob | None:
+    def next(self) -> JobCommand | None:
         number, overrides = next(self._all, (-1, []))
         return None if number < 0 else self._planner.plan(number, overrides)
 
 
-def _has(config: Any, path: list[str]) -> bool:
-    for name in path:
-        if not isinstance(config, dict) or name not in config:
-            return False
-        config = config[name]
-    return True
-
-
 def _shared(overrides: list[str]) -> tuple[str, ...]:
     """Return the overrides of config groups and devices. Only these can change the resources that a job needs."""
+    places, groups = ("parallel.", "device."), groups_in_defaults()
     keys = {text: override_key(text) for text in overrides}
-    groups = groups_in_defaults()
-    return tuple(
-        text
-        for text, key in keys.items()
-        if key.partition("@")[0] in groups or key.startswith(("parallel.", "device."))
-    )
+    return tuple(text for text, key in keys.items() if key.partition("@")[0] in groups or key.startswith(places))

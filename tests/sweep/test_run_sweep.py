@@ -10,10 +10,8 @@ import pytest
 from helpers.command import Command, glob, names_left_in, run_command, wait_until
 from helpers.compose import TINY_CPU
 
-from runner.commands import sweep as sweep_tool
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import read_result
-from runner.sweep.console import is_running
 
 pytest.importorskip("optuna")
 
@@ -29,6 +27,7 @@ REFUSED = {
     f"{LR}  sweep.search=tpe  sweep.prune=median  tracking=csv": ["sweep.prune: got 'median'", "tracking=tensorboard"],
     f"{LR}  sweep.search=tpe  sweep.trials=0": ["sweep.trials: got 0"],
     f"{LR}  seed=1,2  sweep.search=tpe  sweep.seeds=3": ["sweep.seeds: got 3", "seed is swept, too"],
+    "parallel=single,pipline": ["parallel: got 'pipline'", "did you mean pipeline?"],
     "p=zip(seed=[1,2],epochs=[1])": ["p: got 'zip(seed=[1,2],epochs=[1])'", "seed has 2, epochs has 1"],
 }
 
@@ -92,18 +91,9 @@ STOPPED = {
 """Sweeps of two jobs."""
 
 
-# `runner sweep --resume` runs the command in a fresh interpreter after either signal. Therefore, it is enough to
-# test it once with each kind and each signal.
-@pytest.mark.parametrize(
-    ("kind", "sent", "by_tool"),
-    [
-        *itertools.product(STOPPED, (signal.SIGTERM, signal.SIGKILL), [False]),
-        ("a sweep", signal.SIGKILL, True),
-        ("a search", signal.SIGTERM, True),
-    ],
-)
+@pytest.mark.parametrize(("kind", "sent"), [*itertools.product(STOPPED, (signal.SIGTERM, signal.SIGKILL))])
 def test_a_stopped_sweep_resumes_where_it_was_stopped(
-    kind: str, sent: signal.Signals, by_tool: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The resumed sweep keeps the directories of its jobs, although the sweep was started without `resume=auto`."""
     monkeypatch.chdir(tmp_path)
@@ -120,12 +110,8 @@ def test_a_stopped_sweep_resumes_where_it_was_stopped(
     (tmp_path / "go").touch()  # the jobs keep running after the command was killed
     [path] = tmp_path.glob("runs/sweeps/*/*")
     before = sorted(job.name for job in path.glob("0*"))
-    if by_tool:
-        wait_until(lambda: not any(map(is_running, (path / "console").iterdir())))
-        assert sweep_tool.main([str(path), "--resume"]) == 0
-    else:
-        code, output = run_command(*words, "resume=auto", cwd=tmp_path)
-        assert code == 0, output
+    code, output = run_command(*words, "resume=auto", cwd=tmp_path)
+    assert code == 0, output
     assert [path] == list(tmp_path.glob("runs/sweeps/*/*")), "the same sweep"
     jobs = sorted(path.glob("0*"))
     assert set(before) <= {job.name for job in jobs}

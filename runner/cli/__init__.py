@@ -1,1 +1,0 @@
-"""The command line: its arguments, its help, and the run or sweep that it starts."""
