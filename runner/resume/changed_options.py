@@ -14,23 +14,17 @@ from runner.run import Run
 from runner.system.secrets import redacted_values
 
 _ESSENTIAL = ("seed", "batch_size", "workload", "model", "data", "env")
-"""Keys that determine what is computed, and therefore must not change on resume.
-
-Of the components among them, the options in `may_change_on_resume` may change. Keys that are not listed here may
-change, except that the type of the optimizer must stay the same.
-"""
+"""Keys that must not change on resume, as the type of the optimizer; but options in `may_change_on_resume` may."""
 
 _HOW = (
     *(*LOCATION_KEYS, "tracking", "parallel", "device", "accumulation", "compile", "profiler"),
     *("channels_last", "deterministic", "log_every", "eval_every", "save_every", "keep", "stop.max_time"),
     *("optimizer.fused", "data.changed"),
 )
-"""Keys and groups that determine how a run is computed and what is written: with other values, it is the same run."""
+"""Keys and groups that determine how a run is computed and what is written: they make no other run."""
 
 _DISTINCT = ("model.weights", "model.reset_head", "workload.env_steps", "data.root", "data.file")
 """Options in `may_change_on_resume` that distinguish runs: the weights that they begin with, their lengths, their data.
-
-Data that has been moved is recognized by its fingerprint (see `Samples.fingerprint`).
 """
 
 

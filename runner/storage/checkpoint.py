@@ -1,16 +1,6 @@
 """A checkpoint, which does not depend on the parallel mode: its files, reading it, and choosing one of a run.
 
-The directory of a checkpoint, for example `checkpoints/step_00000100/`, contains these files:
-
-- `model.safetensors`: the full tensors of the model, by parameter or buffer name;
-- `ema.safetensors`: the same with averaged weights, if the run averages them;
-- `state.pt`: the state that all ranks share, such as the optimizer state, the loss scaling, the metric sums since the
-  last log and the best evaluation;
-- `rank_0.pt` and so on: the state that differs between ranks;
-- `config.yaml`: the config of the run, so that a checkpoint can be resumed without the rest of the run directory;
-- `model.json`, if the workload has a signature: the shape of the model's inputs, and the names of the classes or
-  targets;
-- `manifest.json`: the SHA-256 of the other files and of the manifest itself.
+Its files are listed in docs/checkpoints-and-resume.md.
 
 A checkpoint may come from somebody else, and then correct hashes do not make it safe. So links, pipes and devices are
 not opened, a pickle cannot run code or claim more memory than its file takes, and whoever loads a value checks it

@@ -40,22 +40,15 @@ def check_like(value: Any, like: Any, where: str) -> None:
 
     `like` has one of these forms:
 
-    - a tensor or a `TensorSpec`: the value must be a tensor of this shape and dtype (see `TensorSpec`);
-    - a dict: the value must be a dict with the same keys, whose items have the forms of the items in `like`;
-    - `{str: form}`: the value must be a dict with strings as keys, whose items have the form `form`;
-    - `[form]`: the value must be a list of any length, whose items have the form `form`;
-    - a tuple: the value must be a tuple of the same length, whose items have the forms of the items in `like`;
-    - a type: the value must have exactly this type, except that `float` also allows an int, and `object` allows any
-      type. The value must not be NaN.
+    - a tensor or a `TensorSpec`: the value must be a tensor of this shape and dtype;
+    - a dict or a tuple: the same keys or length, and each item must have the form of the item in `like`;
+    - `{str: form}` or `[form]`: a dict with strings as keys or a list, of any length, with items of this form;
+    - a type: exactly this type, and not NaN; `float` also allows an int, and `object` allows everything.
 
-    Args:
-        value: the value to check. Only the parts that `like` describes are examined, so a deep or cyclic value does no
-            harm.
-        like: the form that the value must have.
-        where: the name of the value in the error message.
+    Only the parts that `like` describes are examined, so a deep or cyclic value does no harm.
 
     Raises:
-        UnexpectedContentError: if `value` has another form.
+        UnexpectedContentError: if `value`, which the message calls `where`, has another form.
     """
     if isinstance(like, torch.Tensor):
         like = TensorSpec(like.dtype, tuple(like.shape))
@@ -82,11 +75,7 @@ def check_like(value: Any, like: Any, where: str) -> None:
 
 
 def check_count(value: Any, where: str, most: float = math.inf) -> None:
-    """Check that a value from a checkpoint is an integer from 0 to `most`.
-
-    Raises:
-        UnexpectedContentError: if the value is anything else; the message contains its name, `where`.
-    """
+    """Check as `check_like` does that a value from a checkpoint is an integer from 0 to `most`."""
     check_like(value, int, where)
     wanted = "a count" if most == math.inf else f"a count of at most {most}"
     _require(0 <= value <= most, where, "a negative or too large number", wanted)

@@ -90,9 +90,7 @@ def unique_name(overrides: Iterable[str] = ()) -> str:
 def create(parent: Path, name: str | None = None, overrides: Iterable[str] = ()) -> Path:
     """Create a new directory in `parent`, and return the absolute path of the new directory.
 
-    Args:
-        parent: a directory, which is created if it does not exist.
-        name: the name of the new directory; None for `unique_name(overrides)`.
+    `parent` is created if it does not exist. The name is `name`, or `unique_name(overrides)` if that is None.
 
     Raises:
         ConfigError: if the new directory cannot be created, for example because `name` exists, or the disk is full.
@@ -235,7 +233,7 @@ def entries(directory: Path) -> list[Path]:
     """Return the paths of the entries of `directory`, sorted by name; an empty list if there is no such directory.
 
     Raises:
-        OSError: if the directory cannot be read. `Path.glob` would find no entries instead.
+        OSError: if it cannot be read. `Path.glob` would find no entries instead.
     """
     try:
         return sorted(directory.iterdir())
@@ -253,10 +251,7 @@ def readable_entries(parent: Path) -> list[Path]:
 
 
 def lock(directory: Path) -> IO[str] | None:
-    """Lock the run directory for this process, until the returned file is closed or the process exits.
-
-    Returns:
-        The open lock file; None if another process holds the lock.
+    """Lock the run directory until the returned file is closed or this process exits; None if another one holds it.
 
     Raises:
         OSError: if the lock file cannot be opened or created.

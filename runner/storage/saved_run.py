@@ -13,14 +13,7 @@ from runner.storage.saved_config import UnreadableConfigError, is_sealed, parse_
 
 
 class SavedConfig(NamedTuple):
-    """The config of a run, as read from a file.
-
-    Args:
-        values: the config as plain values.
-        file: the path of the file.
-        unreadable: messages about the files that were tried before `file` and rejected. Each message contains the path
-            of a file and the reason.
-    """
+    """The plain values of a config, and the file from which they were read; `unreadable` says why others were not."""
 
     values: dict[str, Any]
     file: Path

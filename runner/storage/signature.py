@@ -44,10 +44,7 @@ def saved_signature(checkpoint: Path) -> dict[str, Any]:
     """Return the signature in a checkpoint (see `Workload.signature`); empty if the checkpoint was written without one.
 
     Raises:
-        DamagedError: if the manifest is missing or damaged, or if it lists a `model.json` that is missing or damaged.
-        ConfigError: if one of these files is unsafe to read, has invalid content, or was written by an incompatible
-            version of this project.
-        OSError: if one of these files cannot be read for another reason.
+        DamagedError, ConfigError, OSError: as in `verified_manifest`, or if it has other content than a run writes.
     """
     text = saved_text(checkpoint, SIGNATURE)
     if text is None:
@@ -63,11 +60,7 @@ def saved_signature(checkpoint: Path) -> dict[str, Any]:
 
 
 def _check(signature: Any) -> None:
-    """Check the types of all entries, and that the sizes and the moments fit each other.
-
-    Raises:
-        UnexpectedContentError: if they do not.
-    """
+    """Raise an `UnexpectedContentError` if an entry has another type, or the sizes do not fit each other."""
     check_like(signature, dict, "it")
     entries = {key: value for key, value in signature.items() if (key, value) != ("image", None)}
     check_like(entries, {key: form for key, form in _FORMS.items() if key in entries}, "it")
