@@ -1,12 +1,6 @@
 """The subcommands: `python -m runner NAME …` runs `main` of the module NAME."""
 
-from __future__ import annotations
-
-import importlib
-from collections.abc import Sequence
-
-from runner.system.console import open_console, output_code
-from runner.system.lazy_import import import_lazily
+# Nothing is imported here: `python -m runner` runs this file before it removes the working directory from its path.
 
 COMMANDS = {
     "doctor": "describes this machine, and what will run on it",
@@ -23,10 +17,3 @@ COMMANDS = {
     "convert": "extracts the weights of a run, or converts a file of weights",
 }
 """The name and the description of each subcommand."""
-
-
-def run_subcommand(name: str, arguments: Sequence[str]) -> int:
-    """Run the subcommand `name`, which prints a result, and return the exit code of the process."""
-    import_lazily("torch", "torchvision")
-    open_console()
-    return importlib.import_module(f"runner.commands.{name}").main(arguments) or output_code()

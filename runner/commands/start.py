@@ -22,15 +22,20 @@ if sys.path and sys.path[0] != _ROOT and os.path.realpath(sys.path[0]) == os.pat
 
 os.environ.setdefault("PYTHONSAFEPATH", "1")  # for the processes that multiprocessing starts by `python -c`
 
-from runner.commands import COMMANDS, run_subcommand  # noqa: E402
-from runner.system.console import open_console  # noqa: E402
+import importlib  # noqa: E402
+
+from runner.commands import COMMANDS  # noqa: E402
+from runner.system.console import open_console, output_code  # noqa: E402
+from runner.system.lazy_import import import_lazily  # noqa: E402
 from runner.system.signals import run_main  # noqa: E402
 
 
 def main() -> int:
     """Run the command, or the subcommand that the first word names, and return its exit code."""
     if sys.argv[1:] and sys.argv[1] in COMMANDS:
-        return run_subcommand(sys.argv[1], sys.argv[2:])
+        import_lazily("torch", "torchvision")
+        open_console()
+        return importlib.import_module(f"runner.commands.{sys.argv[1]}").main(sys.argv[2:]) or output_code()
 
     def command() -> int:
         open_console()

@@ -260,7 +260,7 @@ MUTATIONS = [
         "a resume that a rank refuses has already replaced the config of the run",
         "            result = trained(run, session, launcher, directory, begin)\n",
         "            begin()\n            result = trained(run, session, launcher, directory, begin)\n",
-        ("tests/test_resume.py::test_a_resume_that_is_refused_while_the_model_is_built_changes_nothing"),
+        ("tests/test_resume.py::test_a_resume_that_is_refused_while_the_model_is_built_changes_nothing",),
     ),
     Mutation(
         "a run resumed from an earlier checkpoint continues from the newest",

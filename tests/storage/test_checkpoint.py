@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from helpers.checkpoint_edits import rewrite_manifest
 from helpers.command import ROOT, run_command
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run
 from helpers.handmade_runs import save_and_wait
@@ -291,17 +292,8 @@ def test_too_little_memory_is_not_damage(two: Checkpoints, monkeypatch: pytest.M
     assert saved_steps(two.root) == [1, 2], "nothing was set aside"
 
 
-def update_hashes(path: Path, **changes: Any) -> None:
-    """Change a checkpoint's manifest, and update all hashes in it."""
-    manifest = json.loads((path / "manifest.json").read_text()) | changes
-    files = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in manifest.pop("files")}
-    manifest = {key: value for key, value in manifest.items() if key != "sha256"} | {"files": files}
-    seal = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": seal}))
-
-
 def test_a_checkpoint_with_another_schema_is_refused_and_not_renamed(two: Checkpoints) -> None:
-    update_hashes(two.root / "step_00000002", schema=3)
+    rewrite_manifest(two.root / "step_00000002", schema=3)
     with pytest.raises(ConfigError) as caught:
         two.latest()
     assert (caught.value.key, caught.value.got) == ("resume", str(two.root / "step_00000002"))

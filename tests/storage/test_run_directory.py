@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -263,14 +262,6 @@ def test_the_name_of_a_job_fits_into_a_directory(letter: str, tmp_path: Path) ->
     assert directory.create(tmp_path, name).is_dir()
 
 
-def test_names_sort_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    stamps = iter(["2026-01-02_03-04-05", "2026-01-02_03-04-06"])
-    monkeypatch.setattr(time, "strftime", lambda _: next(stamps))
-    first, second = directory.unique_name(), directory.unique_name()
-    assert NAME.fullmatch(first)
-    assert first < second
-
-
 STAMP = "2026-01-02_03-04-05-a1b2c3"
 
 
@@ -320,20 +311,6 @@ def test_a_free_name_is_numbered(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
-
-
-def test_a_failed_write_of_json_keeps_the_old_content(tmp_path: Path) -> None:
-    path, result = tmp_path / directory.RESULT, {"status": "done", "steps": 3, "grüße": 1.5}
-    write_json(path, result)
-    with pytest.raises(TypeError):
-        write_json(path, {"not": {"json"}})
-    assert json.loads(path.read_text(encoding="utf-8")) == result
-    assert directory.read_result(tmp_path) == result
-    assert [found.name for found in tmp_path.iterdir()] == [directory.RESULT]
-
-
-def test_a_missing_result_is_empty(tmp_path: Path) -> None:
-    assert directory.read_result(tmp_path) == {}
 
 
 def test_a_result_with_an_impossible_number_of_steps_is_ignored(tmp_path: Path) -> None:
