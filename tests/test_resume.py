@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from helpers.command import Command, names_left_in, run_command, run_successfully
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
@@ -928,8 +929,9 @@ def test_a_resume_that_is_refused_while_the_model_is_built_changes_nothing(tmp_p
     run_successfully(tmp_path, *TINY_CPU, "steps=4", "save_every=2", "keep=2")
     path = only_run(tmp_path)
     before = files(path)
+    safetensors.torch.save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
     for source in (path, path / "checkpoints/step_00000002"):
-        code, console = run_command(f"resume={source}", "steps=9", "model.weights=absent.safetensors", cwd=tmp_path)
+        code, console = run_command(f"resume={source}", "steps=9", "model.weights=other.safetensors", cwd=tmp_path)
         assert (code, console.startswith("model.weights: got ")) == (2, True), console
         assert files(path) == before
 
