@@ -194,6 +194,8 @@ class Candidates:
             return []
         if not (isinstance(parallel, MultiProcess) and parallel.in_processes and self._is_free("parallel.processes")):
             return []
+        if parallel == self.base.parallel and count == self._session.world_size:
+            return []  # the baseline
         words = (*mode, f"parallel.processes={count}")
         synchronized = "sync_batch_norm" in option_fields(type(parallel)) and self._is_free("parallel.sync_batch_norm")
         return [words, *([(*words, "parallel.sync_batch_norm=true")] if synchronized and self._normalizes else [])]

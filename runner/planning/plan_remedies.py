@@ -2,77 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from runner.config.errors import ConfigError
 from runner.planning.fake_step import trace
 from runner.planning.planned_session import prepared
 from runner.run import Run
 
-SMALLER_BATCHES = "batch normalization sees smaller batches"
-"""The effect of a change with `divides_batches` on the results of a network with batch normalization."""
+_RECOMPUTED, _GATHERED = "about a third more arithmetic", "parameters are sent twice per micro-batch"
+_SMALLER = "smaller matrices"
+_CHECKPOINTED = "model.checkpoint_activations=true"
 
-UNCHANGED = "the same up to rounding"
-
-
-class Change(NamedTuple):
-    """A change to the training of a run.
-
-    Args:
-        overrides: the overrides to add.
-        costs: what the change costs, in words.
-        results: the effect on the results, such as `16 bits`; empty if the results stay the same up to rounding. The
-            effect of `divides_batches` is not included.
-        divides_batches: whether each forward pass has fewer samples than before, which affects batch normalization.
-    """
-
-    overrides: tuple[str, ...]
-    costs: str
-    results: str = ""
-    divides_batches: bool = False
-
-    def effects(self, normalizes: bool) -> str:
-        """Return what the change does to the results, in words.
-
-        Args:
-            normalizes: whether the network has batch normalization.
-        """
-        parts = [self.results, SMALLER_BATCHES if normalizes and self.divides_batches else ""]
-        return "; ".join(filter(None, parts)) or UNCHANGED
-
+CHANGES = {
+    ("parallel=ddp",): "gradients are sent once a step",
+    ("accumulation=2",): _SMALLER,
+    ("accumulation=4",): _SMALLER,
+    ("accumulation=8",): _SMALLER,
+    (_CHECKPOINTED,): _RECOMPUTED,
+    ("parallel=fsdp",): _GATHERED,
+    ("parallel=pipeline",): "stages wait for each other at the start and the end of a step",
+    ("precision=bf16",): "none where the device computes in bfloat16",
+    (_CHECKPOINTED, "accumulation=8"): f"{_RECOMPUTED}; {_SMALLER}",
+    ("parallel=fsdp", _CHECKPOINTED): f"{_GATHERED}; {_RECOMPUTED}",
+    ("parallel=fsdp", _CHECKPOINTED, "accumulation=8"): f"{_GATHERED}; {_RECOMPUTED}; {_SMALLER}",
+    ("parallel=fsdp", _CHECKPOINTED, "precision=bf16"): f"{_GATHERED}; {_RECOMPUTED}",
+}
+"""What each change costs, by the overrides to add; the cheapest first."""
 
 _ENOUGH = 4
 """As soon as this many changes make the run fit, no more changes are tried."""
-
-_RECOMPUTED = "about a third more arithmetic"
-_GATHERED = "parameters are sent twice per micro-batch"
-_SMALLER = "smaller matrices"
-
-
-def changes(num_devices: int) -> Iterator[Change]:
-    """Yield the changes that may make a run fit into memory, the cheapest first.
-
-    Args:
-        num_devices: number of devices of the machine.
-    """
-    recomputed, several = "model.checkpoint_activations=true", num_devices > 1
-    if several:
-        yield Change(("parallel=ddp",), "gradients are sent once a step", divides_batches=True)
-    for count in (2, 4, 8):
-        yield Change((f"accumulation={count}",), _SMALLER, divides_batches=True)
-    yield Change((recomputed,), _RECOMPUTED)
-    if several:
-        waits = "stages wait for each other at the start and the end of a step"
-        yield Change(("parallel=fsdp",), _GATHERED, divides_batches=True)
-        yield Change(("parallel=pipeline",), waits, divides_batches=True)
-    yield Change(("precision=bf16",), "none where the device computes in bfloat16", "16 bits")
-    yield Change((recomputed, "accumulation=8"), f"{_RECOMPUTED}; {_SMALLER}", divides_batches=True)
-    if several:
-        both, costs = ("parallel=fsdp", recomputed), f"{_GATHERED}; {_RECOMPUTED}"
-        yield Change(both, costs, divides_batches=True)
-        yield Change((*both, "accumulation=8"), f"{costs}; {_SMALLER}", divides_batches=True)
-        yield Change((*both, "precision=bf16"), costs, "16 bits", divides_batches=True)
 
 
 def remedies(
@@ -87,22 +46,26 @@ def remedies(
         memory: memory of each device in bytes.
 
     Returns:
-        A list with a dict for each change that was tried. Changes that are refused or that the config contains already
-        are left out. Each dict has the fields of a `Change` as keys, where `results` is the text that `Change.effects`
-        returns, and two more keys: `peak_bytes`, the memory of the rank that needs most, and whether the run `fits`.
+        A dict for each change that was tried: `overrides`, `costs`, what it does to the `results`, `peak_bytes`, the
+        memory of the rank that needs most, and whether the run `fits`. Changes that are refused, or that the config
+        contains already, are left out.
     """
     found: list[dict[str, Any]] = []
-    for change in changes(num_devices):
-        changed = build(change.overrides)
+    for overrides, costs in CHANGES.items():
+        changed = build(overrides) if num_devices > 1 or not overrides[0].startswith("parallel=") else None
         if changed is None or changed.config == run.config:
             continue
         try:
             ranks = trace(changed, prepared(changed, num_devices))
         except ConfigError:
             continue
+        divides_batches = any(word.startswith(("parallel=", "accumulation=")) for word in overrides)
+        smaller = "batch normalization sees smaller batches" if divides_batches and ranks[0].normalizes else ""
+        rounded = "16 bits" if "precision=bf16" in overrides else ""
+        results = "; ".join(filter(None, (rounded, smaller))) or "the same up to rounding"
         peak = max(rank.peak_bytes for rank in ranks)
-        results = change.effects(ranks[0].normalizes)
-        found.append(change._asdict() | {"results": results, "peak_bytes": peak, "fits": peak <= memory})
+        change = {"overrides": list(overrides), "costs": costs, "results": results}
+        found.append(change | {"peak_bytes": peak, "fits": peak <= memory})
         if sum(each["fits"] for each in found) == _ENOUGH:
             break
     return found

@@ -224,7 +224,7 @@ class Search:
             row.status, row.reason = "refused", candidate.refusal
         elif candidate.results not in self._allowed:
             row.reason = RESULTS[candidate.results]
-        elif seconds <= (0 if row is self.base else self.base.startup_seconds):
+        elif seconds <= min((each.startup_seconds for each in self.rows if each.startup_seconds), default=0.0):
             row.reason = BUDGET_SPENT
         elif not self._makes_room(candidate):
             row.status, row.reason = "dropped", "it does not fit into memory"

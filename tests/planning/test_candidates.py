@@ -81,7 +81,7 @@ def test_the_default_number_of_threads_is_not_a_candidate(
     [
         ("device.threads=1 parallel=single", []),
         ("parallel=ddp parallel.processes=2", []),
-        ("parallel=ddp", ["parallel.processes=2", "parallel.processes=4"]),
+        ("parallel=ddp", ["parallel.processes=4"]),
         ("parallel=pipeline parallel.engine=streams", []),
     ],
 )
