@@ -64,6 +64,6 @@ def experiment_command(directory: str, name: str, config_dir: str | None) -> str
     """
     words = ["python", "-m", "runner", f"--config-dir={directory}"]
     if config_dir is not None:
-        own = json.dumps(f"file://{os.path.abspath(os.path.expanduser(config_dir))}", ensure_ascii=False)
-        words.append(f"hydra.searchpath=[{own}]")
+        source = json.dumps(f"file://{os.path.abspath(os.path.expanduser(config_dir))}", ensure_ascii=False)
+        words.append(f"hydra.searchpath=[{source}]")
     return shlex.join([*words, f"experiment={name}"])

@@ -193,11 +193,11 @@ def trace_rank(run: Run, session: Session, rank: int, world_size: int) -> RankPl
 def _counted(parallel: Parallel, tracker: StepTracker) -> Parallel:
     """Return a copy of `parallel` whose forward passes allocate `activations`."""
     copied = copy.copy(parallel)
-    own = copied.accumulate
+    accumulated = copied.accumulate
 
     def accumulate(model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         with tracker.allocating("activations"):
-            return own(model, batch, micro, log_due)
+            return accumulated(model, batch, micro, log_due)
 
     copied.accumulate = accumulate
     return copied
@@ -212,10 +212,10 @@ def _planned(workload: Workload, tracker: StepTracker) -> Workload:
             tensors = [each for each in vars(value).values() if isinstance(each, torch.Tensor) and not each.is_meta]
             tracker.current["data"] += sum(each.nbytes for each in tensors)
 
-    own = copied.batches
+    real_batches = copied.batches
 
     def batches(model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:
-        stream = copied.fake_batches(model, plan, device) or own(model, plan, after_step, device)
+        stream = copied.fake_batches(model, plan, device) or real_batches(model, plan, after_step, device)
         while True:
             with tracker.allocating("data"):
                 batch = next(stream)

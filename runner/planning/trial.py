@@ -88,13 +88,13 @@ class Trial:
         if "timeout" in config["parallel"]:
             config["parallel"] = config["parallel"] | {"timeout": _PATIENT}
         self._directory = tempfile.TemporaryDirectory(prefix="runner-trial-", ignore_cleanup_errors=True)
-        self._connection, own = Pipe()
+        self._connection, remote = Pipe()
         began = time.perf_counter()
         context: Any = get_context(METHOD)
-        self._process = context.Process(target=_run_trial, args=(config, self._directory.name, own))
+        self._process = context.Process(target=_run_trial, args=(config, self._directory.name, remote))
         with without_main_module():
             self._process.start()
-        own.close()  # so that the connection is at its end once all processes of the trial have ended
+        remote.close()  # so that the connection is at its end once all processes of the trial have ended
         try:
             self._receive(seconds)
         except BaseException:
@@ -118,19 +118,17 @@ class Trial:
         return Burst(*self._receive(seconds))
 
     def _receive(self, seconds: float) -> Any:
-        """Return the next message of rank 0.
-
-        Raises:
-            TrialError: if the trial fails.
-            TooLateError: if there is no message within `seconds`.
-        """
+        """Return the next message of rank 0; raise the `TrialError` that it sends instead."""
         if not wait([self._connection], max(0.0, seconds)):
             raise TooLateError(f"no step within {seconds:.0f} s")
         try:
             message = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(_FAREWELL_SECONDS)
-            raise _reason(ChildProcessError(f"its process ended: {_ending(self._process.exitcode)}")) from None
+            code = self._process.exitcode
+            ending = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+            ending += " (out of memory?)" * (code == -signal.SIGKILL)
+            raise _reason(ChildProcessError(f"its process ended: {ending}")) from None
         if isinstance(message, TrialError):
             raise message
         return message
@@ -154,13 +152,6 @@ class Trial:
                     self._process.kill()
         self._process.join()
         self._directory.cleanup()
-
-
-def _ending(code: int | None) -> str:
-    if code is not None and code < 0:
-        killed = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return f"{signal.Signals(-code).name}{killed}"
-    return f"exit code {code}"
 
 
 def _run_trial(config: dict[str, Any], directory: str, connection: Connection) -> None:
@@ -190,11 +181,7 @@ def _reason(error: BaseException) -> TrialError:
 
 
 def _train_rank(config: dict[str, Any], directory: Path, connection: Connection, process: Collectives) -> Result:
-    """Train for one iteration, and then for as many iterations as the messages from `connection` ask for.
-
-    Each message is a number of iterations; 0 ends the training. Only rank 0 receives the messages. After the first
-    iteration, and after the iterations of each message, rank 0 sends the fields of a `Burst` over `connection`.
-    """
+    """Train for one iteration, then for as many as each message to rank 0 asks for; rank 0 sends the measurements."""
     run = build_run(config)
     session = run.prepare(process)
     with run.settings(session.device):
