@@ -184,7 +184,7 @@ class SearchJobs(JobSource):
             assert self._space.combinations is not None
             overrides = self._space.combinations[trial.number]
         else:
-            from runner.sweep.sampling import proposed  # imported here, because it imports Optuna
+            from runner.sweep.sampling import proposed
 
             overrides = proposed(self._study, trial, self._space, self._options)
         trial.set_user_attr("overrides", overrides)

@@ -112,7 +112,7 @@ class Slurm(ClusterEngine):
         for file in (path / FOLDER).glob("*_log.*"):
             why = f"{file} is a symbolic link, and SLURM would append what a job prints to its target"
             check(not file.is_symlink(), "resume", "auto", why, "resume=never starts another sweep")
-        import submitit  # noqa: F401  # imported here: an optional dependency
+        import submitit  # noqa: F401
 
         logging.getLogger("submitit").setLevel(logging.CRITICAL)  # what matters is reported here
         try:

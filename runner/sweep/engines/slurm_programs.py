@@ -40,7 +40,7 @@ def submit_array(folder: Path, tasks: Sequence[Callable[[], Any]], parameters: d
     Raises:
         SlurmError: if sbatch fails, or its output cannot be parsed.
     """
-    import submitit  # imported here: an optional dependency
+    import submitit
     from submitit.helpers import clean_env
 
     executor: submitit.SlurmExecutor = submitit.SlurmExecutor(folder, max_num_timeout=_MAX_REQUEUES)
@@ -62,7 +62,7 @@ def queue(name: str, tries: int = 1) -> dict[str, str]:
     Raises:
         SlurmError: if squeue fails `tries` times, or its output cannot be parsed.
     """
-    from submitit.slurm.slurm import read_job_id  # imported here: an optional dependency
+    from submitit.slurm.slurm import read_job_id
 
     try:
         answer = _answer("squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%j")
@@ -88,7 +88,7 @@ def queue(name: str, tries: int = 1) -> dict[str, str]:
 
 def final_states(ids: list[str]) -> dict[str, str]:
     """Return the final states of the jobs in `ids` that have ended, by SLURM job ID; empty if sacct fails."""
-    from submitit.slurm.slurm import SlurmInfoWatcher  # imported here: an optional dependency
+    from submitit.slurm.slurm import SlurmInfoWatcher
 
     if not ids:
         return {}

@@ -74,7 +74,7 @@ class SlurmTask:
 
     def checkpoint(self) -> DelayedSubmission | None:
         """Save a checkpoint, and return the task to requeue, or None; submitit calls this method on SIGUSR2."""
-        from submitit.helpers import DelayedSubmission  # imported here: the scheduler may lack it
+        from submitit.helpers import DelayedSubmission
 
         self._child.stop()
         self._child.wait()
