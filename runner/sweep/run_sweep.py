@@ -98,7 +98,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
 
 
 class StopSweep(StopRequest):
-    """A context manager in which a stop signal makes the running jobs of a sweep save a checkpoint and exit."""
+    """A context manager in which a stop signal lets the running jobs of a sweep save and exit."""
 
     def _begin(self, number: int) -> None:
         """Print nothing at the first stop signal, because the scheduler prints a message."""

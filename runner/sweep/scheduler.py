@@ -36,16 +36,9 @@ _POLL_SECONDS = 0.25
 
 
 class JobCommand(NamedTuple):
-    """The command of a job.
+    """The command of a job: its number from 0, its overrides and the arguments with them, and its run directory.
 
-    Args:
-        number: the number of the job, starting at 0.
-        overrides: the overrides of the job.
-        arguments: the command-line arguments of the job.
-        directory: the run directory of the job.
-        config_hash: a hash of the job's config.
-        demand: the processes, GPUs and CPU threads that the job needs.
-        refusal: the error message if the config is already known to be invalid; otherwise empty.
+    If the config is already known to be invalid, `refusal` is the error message.
     """
 
     number: int
@@ -91,15 +84,7 @@ class JobSource(ABC):
 
 
 class Scheduler:
-    """The scheduler, which runs the jobs of a sweep.
-
-    Args:
-        source: the source of the jobs.
-        pool: the pool that runs the jobs.
-        ledger: the ledger that records the state of each job.
-        options: the options of the sweep.
-        display: the display that shows the progress to the user.
-    """
+    """Runs the jobs of a source in a pool, records their states in the ledger, and shows them on the display."""
 
     def __init__(self, source: JobSource, pool: Pool, ledger: Ledger, options: Engine, display: Display):
         self.source, self.pool, self.ledger, self.options, self.display = source, pool, ledger, options, display

@@ -71,9 +71,7 @@ class Search(NamedTuple):
 class Trial:
     """A trial of a search: one combination of values, with one job for each seed.
 
-    Args:
-        trial: the trial in Optuna's study.
-        num_reported: the number of evaluations that the study knows.
+    The study knows the results of its first `num_reported` evaluations.
     """
 
     def __init__(self, trial: optuna.Trial, num_reported: int):
@@ -86,12 +84,7 @@ class Trial:
 
 
 class SearchJobs(JobSource):
-    """The jobs of a search.
-
-    Args:
-        search: what the search does.
-        plan: a function `plan(number, overrides)` that returns the job with this number and these overrides.
-        ledger: the ledger of the sweep.
+    """The jobs of a search; `plan(number, overrides)` returns the one with this number and these overrides.
 
     Raises:
         ConfigError: if Optuna is not installed, or the study in the sweep's directory is damaged or belongs to a search

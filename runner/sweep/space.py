@@ -13,14 +13,7 @@ from runner.sweep.engines.base import MAX_TRIALS
 
 
 class Interval(NamedTuple):
-    """An interval of numbers from which a search samples values.
-
-    Args:
-        low: the lowest value.
-        high: the highest value.
-        log: whether values are sampled on a logarithmic scale.
-        whole: whether the values are integers.
-    """
+    """An interval of numbers, or of `whole` numbers, from which a search samples, perhaps on a logarithmic scale."""
 
     low: float
     high: float
@@ -34,8 +27,7 @@ class Dimension(NamedTuple):
     Args:
         name: the config key, or the name that the user gave to the paired keys.
         keys: the config keys that the dimension sets.
-        choices: the values; each value is a list of the overrides that set it. `[[]]` if there is an `interval`.
-        interval: the interval that a search samples instead of `choices`; None if the values are listed.
+        choices: for each value, the overrides that set it; `[[]]` if there is an `interval` instead.
     """
 
     name: str

@@ -30,10 +30,7 @@ _SAME_FOR_ALL = ("output_root", "resume")
 class SweepJobs:
     """All combinations of the values that the user listed in the overrides of a sweep.
 
-    Args:
-        composer: composes the config of each job.
-        overrides: the overrides on the command line. Entries of `hydra.sweeper.params` in an option file count as
-            further overrides. If a key has several overrides, the last one counts.
+    Entries of `hydra.sweeper.params` in an option file count as overrides, too. If a key has several, the last counts.
 
     Attributes:
         engine: the options of the sweep itself.

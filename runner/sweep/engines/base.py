@@ -16,27 +16,17 @@ from runner.config.errors import check, check_choice, check_range
 
 
 class Demand(NamedTuple):
-    """The processes, GPUs and CPU threads that a job needs.
-
-    Args:
-        processes: the number of processes that train.
-        gpus: the number of GPUs; 0 if the job trains on the CPU.
-        threads: the number of CPU threads of each process; None: the engine chooses the number.
-    """
+    """The processes that train, the GPUs, and the CPU threads of each process that a job needs."""
 
     processes: int = 1
     gpus: int = 0
-    threads: int | None = None
+    threads: int | None = None  # the engine chooses the number
 
 
 class Job(NamedTuple):
-    """A job of a sweep.
+    """A job of a sweep: its number, its command-line arguments, the file for what it prints, and what it needs.
 
     Args:
-        number: the number of the job, starting at 0.
-        arguments: the command-line arguments of the job.
-        console: the file for everything that the command prints.
-        demand: the processes, GPUs and CPU threads that the job needs.
         earlier: if a command that was killed had started the job, the slot that `submit` returned then. It must be
             checked before use, because anybody may have written the ledger from which it was read.
         is_changed: whether the config of the job has changed since then.
@@ -53,11 +43,8 @@ class Job(NamedTuple):
 class Ended(NamedTuple):
     """The end of a job.
 
-    Args:
-        number: the number of the job.
-        code: the exit code of the command; negative if a signal killed it (-9 for SIGKILL); None if the engine does not
-            know it, for example because the machine failed.
-        reason: why there is no exit code, as far as the engine knows.
+    Its exit code is negative if a signal killed it (-9 for SIGKILL), and None if the engine does not know it, for the
+    `reason` that, for example, the machine has failed.
     """
 
     number: int

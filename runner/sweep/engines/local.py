@@ -78,13 +78,7 @@ class _Running(NamedTuple):
 
 
 class LocalPool(Pool):
-    """The jobs that run on this machine.
-
-    Args:
-        slots: the maximum number of jobs that run at once, or `auto`.
-        threads: the number of CPU threads of each process of a job, or `auto`.
-        num_jobs: the number of jobs in the sweep.
-    """
+    """The jobs of a sweep of `num_jobs` that run on this machine."""
 
     def __init__(self, slots: int | str, threads: int | str, num_jobs: int):
         self._cores = usable_core_numbers()

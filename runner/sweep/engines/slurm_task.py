@@ -41,9 +41,7 @@ class SlurmTask:
     - SIGHUP: the scheduler of the sweep stops the job. The job saves a checkpoint, and ends.
     - SIGINT: the scheduler of the sweep kills the job.
 
-    Args:
-        task: the task to run.
-        end: the path of the file to which the exit code is written when the job has ended for good.
+    When the job has ended for good, its exit code is written to the file `end`.
     """
 
     def __init__(self, task: Task, end: str):
