@@ -26,7 +26,7 @@ def test_pyproject_lists_every_package():
 
 
 def test_every_dependency_is_imported():
-    names = {"scikit-learn": "sklearn", "hydra-core": "hydra"}
+    names = {"scikit-learn": "sklearn", "hydra-core": "hydra", "google-crc32c": "google_crc32c"}
     wanted = {re.split(r"[<>=]", text)[0] for text in PROJECT["project"]["dependencies"]}
     sources = "\n".join(
         path.read_text(encoding="utf-8") for top in ("runner", "models") for path in (ROOT / top).rglob("*.py")

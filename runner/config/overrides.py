@@ -70,7 +70,7 @@ def resumed(overrides: Iterable[str]) -> Path | None:
     if source in (None, "auto", "never"):
         return None
     path = Path(checked_path("resume", source))
-    if not path.is_dir():
+    if not source or not path.is_dir():
         why, remedy = "there is no such directory", "choose auto, never, or a run directory (or a checkpoint in one)"
         if path.parent.name == "checkpoints" and path.parent.is_dir():
             names = sorted(each.name for each in path.parent.glob("step_*"))

@@ -52,6 +52,8 @@ def _load(path: str) -> Any:
     except Exception as error:  # a damaged file raises anything from EOFError to UnicodeDecodeError
         # Only the first sentence: the next ones of torch explain how to execute the code in the file.
         sentence = re.split(r"[.] |\n", str(error))[0]
+        if refused := re.search(r"GLOBAL (\S+) was not an allowed global", str(error)):
+            sentence = f"it contains {refused[1]}, and a class may run code"
         why = f"it cannot be loaded: {type(error).__name__}: {sentence}"
         raise ConfigError("weights", path, why, SAVE_WEIGHTS) from None
 

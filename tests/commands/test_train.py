@@ -19,6 +19,7 @@ from helpers.command import (
     child_environment,
     glob,
     names_left_in,
+    process_that_runs,
     run_command,
     run_in_new_interpreter,
     start_in_new_interpreter,
@@ -411,7 +412,8 @@ def test_a_job_that_is_killed_does_not_end_the_others(retries: int, tmp_path: Pa
     command = Command(tmp_path, *words, STEP_GATE=f"50:{tmp_path / 'go'}")
     wait_until(lambda: glob(tmp_path, "outputs/sweeps/*/*/000-*/checkpoints/step_????????"))
     [ledger] = tmp_path.glob("outputs/sweeps/*/*/sweep.json")
-    command.signal_processes(signal.SIGKILL, json.loads(ledger.read_text())["jobs"]["0"]["pid"])
+    [job] = tmp_path.glob("outputs/sweeps/*/*/000-*")
+    command.signal_processes(signal.SIGKILL, process_that_runs(job))
     (tmp_path / "go").touch()
     code, output = command.wait()
     assert code == 1 - retries, output

@@ -181,6 +181,15 @@ def glob(cwd: Path, pattern: str) -> list[Path]:
             return list(cwd.glob(pattern))
 
 
+def process_that_runs(directory: Path) -> int:
+    """The process id of the run in a run directory, whose lock it has open."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if directory / ".lock" in [link.readlink() for link in (path / "fd").iterdir()]:
+                return int(path.name)
+    raise AssertionError(f"no process runs in {directory}")
+
+
 def processes_in(cwd: Path) -> dict[int, str]:
     """The command lines, by process id, of all processes that run in `cwd`: the command, its fork server, its ranks."""
     found = {}

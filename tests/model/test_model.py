@@ -274,7 +274,7 @@ class Marker:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ({"weights": Marker()}, "UnusualFileError: it contains"),
+        ({"weights": Marker()}, "UnpicklingError: it contains"),
         ([1, 2], "state_dict"),
         ({}, "state_dict"),
         ({"state_dict": {}}, "state_dict"),

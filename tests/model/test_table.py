@@ -118,4 +118,4 @@ def _model(words: tuple[str, ...]) -> torch.nn.Module:
 
 def test_summary_is_refused_for_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["-m", "seed=0,1", "--summary"]) == 2
-    assert "--summary --multirun" in capsys.readouterr().err
+    assert "--summary: not allowed with argument --multirun" in capsys.readouterr().err

@@ -244,7 +244,7 @@ def test_a_refusal_removes_the_directories_that_were_made_for_it(tmp_path: Path)
         (["seed=1", "precision='16'"], "007-seed=1,precision=16"),
         (["name='a b'", "output_root='/tmp/x'"], "007-name=a_b,output_root=_tmp_x"),
         (["schedule.milestones=[0.5,0.7]"], "007-schedule.milestones=_0.5,0.7_"),
-        ([], "007"),
+        ([], "007-defaults"),
         (["name=größe"], "007-name=größe"),
         (["a=..."], "007-a="),
         ([f"name={'x' * 55}", f"experiment={'y' * 40}", "seed=1"], f"007-name={'x' * 55},experiment={'y' * 40}"),
