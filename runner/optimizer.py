@@ -186,7 +186,16 @@ class SGD(Optimizer):
 
 
 @dataclass
-class Adam(Optimizer):
+class Plain(Optimizer):
+    """The base class of optimizers that are built as the class of the same name in `torch.optim`."""
+
+    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
+        cls = next(each for name in type(self).__mro__ if (each := getattr(torch.optim, name.__name__, None)))
+        return cls(self._torch_groups(model, groups), **self._arguments(cls))
+
+
+@dataclass
+class Adam(Plain):
     """Adam (Kingma and Ba, 2015; `torch.optim.Adam`)."""
 
     beta1: float = 0.9
@@ -199,16 +208,10 @@ class Adam(Optimizer):
             check_range(self, beta, least=0, below=1)
         check_range(self, "eps", above=0, most=1)
 
-    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self._torch_groups(model, groups), **self._arguments(torch.optim.Adam))
-
 
 @dataclass
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019; `torch.optim.AdamW`)."""
-
-    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self._torch_groups(model, groups), **self._arguments(torch.optim.AdamW))
 
 
 @dataclass
@@ -222,12 +225,9 @@ class NAdam(Adam):
         super().__post_init__()
         check_range(self, "momentum_decay", least=0, most=1)
 
-    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        return torch.optim.NAdam(self._torch_groups(model, groups), **self._arguments(torch.optim.NAdam))
-
 
 @dataclass
-class RMSprop(Optimizer):
+class RMSprop(Plain):
     """RMSprop (Tieleman and Hinton, 2012; `torch.optim.RMSprop`), by default without momentum."""
 
     alpha: float = 0.99
@@ -240,9 +240,6 @@ class RMSprop(Optimizer):
         check_range(self, "alpha", least=0, below=1)
         check_range(self, "eps", above=0, most=1)
         check_range(self, "momentum", least=0, most=1)
-
-    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(self._torch_groups(model, groups), **self._arguments(torch.optim.RMSprop))
 
 
 _ELSEWHERE = ("Optimizer", "LBFGS", "SparseAdam", "Muon")

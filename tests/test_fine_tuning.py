@@ -24,7 +24,6 @@ from helpers.rank_functions import sigterm_at
 from helpers.ranks import PersistentRanks
 from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors
 
-from runner.config.errors import ConfigError
 from runner.seeds import derive
 from runner.training import prepare
 
@@ -139,16 +138,3 @@ def test_a_reset_head_depends_only_on_the_seed(pretrained: str, tmp_path: Path) 
         heads.append(prepare(run, prepare_session(run), tmp_path).model.get_parameter("classifier.1.weight"))
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
-
-
-def test_a_pattern_without_a_parameter_is_refused_with_the_nearest_names(tmp_path: Path) -> None:
-    for override, key, got in (
-        ("model.freeze=[layr4]", "model.freeze", "layr4"),
-        ("optimizer.groups={layr4:{lr:0.1}}", "optimizer.groups", "layr4"),
-    ):
-        run = build_composed_run(*TINY_CPU, "model=resnet18", override)
-        session = prepare_session(run)
-        with pytest.raises(ConfigError) as refused:
-            prepare(run, session, tmp_path)
-        assert (refused.value.key, refused.value.got) == (key, got)
-        assert "layer4" in refused.value.remedy

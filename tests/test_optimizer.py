@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from runner.config.errors import ConfigError
-from runner.config.schema import build
 from runner.optimizer import SGD, Adam, AdamW, Muon, NAdam, Named, Optimizer, RMSprop, learning_rates, trainable
 from runner.parallel import full_state
 
@@ -223,11 +222,3 @@ def test_what_a_named_optimizer_does_not_take_is_refused_by_key(options: dict[st
     with pytest.raises(ConfigError) as refused:
         Named(lr=0.1, **options).build(network())
     assert refused.value.key == f"optimizer.{key}"
-
-
-def test_the_base_class_is_abstract_and_refused_by_its_key() -> None:
-    with pytest.raises(TypeError, match=r"abstract method .?build"):
-        Optimizer(lr=0.1)  # pyright: ignore[reportAbstractUsage]
-    with pytest.raises(ConfigError) as refused:
-        build({"_target_": "runner.optimizer.Optimizer", "lr": 0.1}, Optimizer, "optimizer")
-    assert (refused.value.key, refused.value.got) == ("optimizer._target_", "runner.optimizer.Optimizer")

@@ -60,12 +60,6 @@ def test_random_bytes_are_those_of_the_reference_whatever_the_chunk(count, monke
     assert bytes(drawn.tolist()) == words[:count]
 
 
-def test_seeds_do_not_touch_the_global_generator():
-    before = torch.get_rng_state()
-    uniforms(derive(0, "x"), torch.arange(3), torch.arange(3), 3)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_the_generators_of_all_devices_of_a_process_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     generators = [torch.Generator().manual_seed(seed) for seed in range(3)]  # stand for those of three GPUs
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[device.index].get_state())
@@ -77,19 +71,3 @@ def test_the_generators_of_all_devices_of_a_process_are_saved(monkeypatch: pytes
     assert torch.equal(torch.rand(3, generator=generators[1]), wanted[2])
     assert torch.equal(torch.rand(3, generator=generators[0]), wanted[0])
     assert saved.keys() == {"cpu", "cuda", "cuda 1"}
-
-
-def test_uniforms_are_uniform_and_uncorrelated():
-    n = 20_000
-    drawn = uniforms(0, torch.zeros(n, dtype=torch.int64), torch.arange(n), 3)
-    later = uniforms(0, torch.ones(n, dtype=torch.int64), torch.arange(n), 3)
-    other = uniforms(1, torch.zeros(n, dtype=torch.int64), torch.arange(n), 3)
-    assert drawn.min() >= 0
-    assert drawn.max() < 1
-    for column in drawn.T:
-        counts = torch.histc(column, bins=20, min=0, max=1)
-        chi_squared = ((counts - n / 20) ** 2 / (n / 20)).sum()
-        assert chi_squared < 45  # 19 degrees of freedom: 1 in 1,000 above 43.8
-    pairs = [drawn[:, 0], drawn[:, 1], drawn[:, 2], drawn[:, 0].roll(1), later[:, 0], other[:, 0]]
-    correlations = torch.corrcoef(torch.stack(pairs)).fill_diagonal_(0)
-    assert correlations.abs().max() < 0.03  # 4 standard deviations of chance

@@ -24,8 +24,6 @@ EXTENSIONS = (
     ".tiff", ".webp",
 )  # fmt: skip
 """The extensions of the formats in `runner.data.decode.FORMATS`, except `.pfm`, whose pixels are no integers."""
-MAX_LEVELS = 50
-"""The maximum depth of nested directories: before Python 3.12, `os.walk` fails on a thousand nested directories."""
 HELD_OUT = ("val", "valid", "validation", "test")
 
 Files = dict[str, list[str]]
@@ -182,9 +180,6 @@ def _images(path: Path, ignored: Counter[str]) -> list[str]:
         seen.add(real)
         ignored["hidden"] += sum(map(is_hidden, folders))
         folders[:] = [name for name in folders if not is_hidden(name)]
-        if where.count(os.sep) - str(path).count(os.sep) > MAX_LEVELS:
-            why = f"{path} contains directories that are nested more than {MAX_LEVELS} times"
-            raise ConfigError("root", ABSENT, why, "put the images into fewer levels")
         for name in names:
             kind = kind_of(name)
             if kind in EXTENSIONS:

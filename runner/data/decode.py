@@ -53,7 +53,7 @@ class ImageReader:
         from PIL import Image, UnidentifiedImageError  # config errors are reported before Pillow is imported
 
         # Links are followed, because data sets often consist of them. Pillow would read dozens of small blocks.
-        with open_regular(Path(os.path.realpath(path, strict=True))) as file:
+        with open_regular(Path(os.path.realpath(path, strict=True) if os.path.islink(path) else path)) as file:
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes > MAX_BYTES:
                 raise ValueError(f"it has {num_bytes:,} bytes, more than {MAX_BYTES:,}")

@@ -88,6 +88,7 @@ class Unreadable:
             log.warning("skipped %s: %s", printable(path), why)
 
 
+@dataclass(eq=False)
 class FileSamples(LabeledSamples):
     """Labeled images in files, which `fetch` loads in `workers`.
 
@@ -105,25 +106,20 @@ class FileSamples(LabeledSamples):
         content: function that returns the `fingerprint` of the data set.
     """
 
-    def __init__(
-        self,
-        paths: list[str],
-        targets: list[int],
-        class_names: list[str],
-        fetch: Fetch,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        workers: Workers,
-        pin_memory: bool | None,
-        unreadable: Unreadable,
-        center: float | None = None,
-        content: Callable[[], str] = str,
-    ):
-        self.paths, self.targets, self.class_names = paths, targets, class_names
-        self.num_classes, self.shape = len(class_names), fetch.shape
-        self.mean, self.std, self.center, self._content = mean, std, center, content
-        self.num_workers = workers.count
-        self.fetch, self.workers, self.pin_memory, self.unreadable = fetch, workers, pin_memory, unreadable
+    paths: list[str]
+    targets: list[int]
+    class_names: list[str]
+    fetch: Fetch
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    workers: Workers
+    pin_memory: bool | None
+    unreadable: Unreadable
+    center: float | None = None
+    content: Callable[[], str] = str
+
+    def __post_init__(self) -> None:
+        self.num_classes, self.shape, self.num_workers = len(self.class_names), self.fetch.shape, self.workers.count
         self._loaders = Loaders()
 
     def __len__(self) -> int:
@@ -196,7 +192,7 @@ class FileSamples(LabeledSamples):
         return {"shape": self.shape, "mean": self.mean, "std": self.std, "center": self.center}
 
     def fingerprint(self) -> str:
-        return self._content()
+        return self.content()
 
     def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
         for path, why in [found for files in all_gather(self.unreadable.files) for found in files.items()]:

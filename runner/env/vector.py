@@ -177,18 +177,14 @@ class Vector:
             raise EnvironmentBrokenError(self._message(f"raised {type(error).__name__}: {error}")) from error
 
     def _message(self, what: str, index: int | None = None) -> str:
-        shown = range(self.num_envs)[:4] if index is None else [index]
-        seed = self._seed
-        if isinstance(seed, int):
-            seeds = [seed if self.shared_rng else seed + i for i in range(self.num_envs)]
-        else:
-            seeds = list(seed)
+        shown, seed = range(min(self.num_envs, 4)) if index is None else [index], self._seed
+        seeds = [seed + i * (not self.shared_rng) if isinstance(seed, int) else seed[i] for i in shown]
         places = [
-            f"environment {i} (seed {seeds[i]}), episode {self._episodes[i]}, step {self._lengths[i]}" for i in shown
+            f"environment {i} (seed {each}), episode {self._episodes[i]}, step {self._lengths[i]}"
+            for i, each in zip(shown, seeds, strict=True)
         ]
         more = f" and {self.num_envs - 4} more" if index is None and self.num_envs > 4 else ""
-        one_of = "one of: " if len(places) > 1 else ""
-        return f"{self.name} {what}; {one_of}{'; '.join(places)}{more}"
+        return f"{self.name} {what}; {'one of: ' * (len(places) > 1)}{'; '.join(places)}{more}"
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the lower and upper bounds of an observation, float64 arrays of its shape; None if one is infinite."""

@@ -10,16 +10,10 @@ from runner.workloads.base import Workload
 
 def check_listed(workload: Workload) -> None:
     """Raise `ConfigError` unless `best` and `eval_metrics` of `workload` agree, and say `min` or `max`."""
-    name, (metric, goal), listed = type(workload).__name__, workload.best, workload.eval_metrics()
-    for each, direction in (*listed.items(), (metric, goal)):
-        if direction not in ("min", "max"):
-            why = f"{name} says {direction!r} for the metric {each!r}, where only min and max have a meaning"
-            raise ConfigError("workload", ABSENT, why, f'for example best = ("{each}", "max")')
-    if listed.get(metric) != goal:
-        why = (
-            f"the best checkpoint of {name} is that of ({metric!r}, {goal!r}), but its eval_metrics() returns {listed}"
-        )
-        raise ConfigError("workload", ABSENT, why, "let both name the same metric")
+    (metric, goal), listed = workload.best, workload.eval_metrics()
+    if listed.get(metric) != goal or not {goal, *listed.values()} <= {"min", "max"}:
+        why = f"best of {type(workload).__name__} is {(metric, goal)}, and its eval_metrics() returns {listed}"
+        raise ConfigError("workload", ABSENT, why, "let both name the same metric, and say min or max of each")
 
 
 def check_measured(workload: Workload, measured: Collection[str]) -> None:

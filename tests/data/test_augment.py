@@ -13,7 +13,6 @@ from helpers.runs import write_images
 from torchvision.transforms import v2
 
 from runner.batching import Plan
-from runner.config.errors import ConfigError
 from runner.data.augment import NO_AUGMENT, POLICIES, Augment, borrowed_generator
 from runner.seeds import sample_seeds
 
@@ -102,12 +101,3 @@ def test_grayscale_images_keep_one_channel_and_the_default_does_nothing() -> Non
         assert transformed(Augment(policy, 0.5, (0.1,)), range(6), IMAGES[:, :1]).shape == (6, 1, 16, 16)
     assert not NO_AUGMENT
     assert Augment("none", 0.1)
-
-
-@pytest.mark.parametrize(("option", "got"), [("auto_augment=autoaugment", "autoaugment"), ("random_erase=1.5", 1.5)])
-@pytest.mark.parametrize("data", ["digits", "cifar10", "imagefolder"])
-def test_other_values_are_refused(data: str, option: str, got: Any) -> None:
-    more = ["data.root=photos"] if data == "imagefolder" else []
-    with pytest.raises(ConfigError) as refusal:
-        build_composed_run(f"data={data}", *more, f"data.{option}")
-    assert (refusal.value.key, refusal.value.got) == (f"data.{option.partition('=')[0]}", got)

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers.nested_directories import nested
 from PIL import Image
 
 from runner.config.errors import ConfigError
@@ -172,14 +171,3 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch, call):
     assert refused.value.key == "root"
     assert str(secret) in refused.value.why
     assert "Permission denied" in refused.value.why
-
-
-def test_folders_that_are_nested_too_deeply_are_refused(tmp_path):
-    make(tmp_path, "a/1.png", "a/2.png", "b/1.png", "b/2.png")
-    with nested(tmp_path / "a", 50) as deep:
-        (deep / "3.png").touch()
-        train, held_out = training_and_held_out(tmp_path, 0.2)
-        assert str(deep / "3.png") in train["a"] + held_out["a"]
-    with nested(tmp_path / "a"), pytest.raises(ConfigError, match="nested more than 50 times") as refusal:
-        training_and_held_out(tmp_path, 0.2)
-    assert refusal.value.key == "root"

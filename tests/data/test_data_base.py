@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
-from helpers.command import child_environment
 from helpers.compose import option_content
 from PIL import Image
 
 from runner.batching import Plan
-from runner.config.options import CONF
 from runner.config.schema import build
 from runner.data.base import Data, LabeledSamples, shard_bounds
 from runner.data.mixing import Mixing
@@ -60,17 +55,3 @@ def test_inputs_and_targets_are_on_the_device_of_the_batches(
     if isinstance(train, LabeledSamples):
         batches += Mixing(mixup=0.2, cutmix=1.0).batches(train, micros, 4, 0, META)
     assert {tensor.device for batch in batches for tensor in batch} == {META}
-
-
-def test_options_are_checked_without_torch():
-    files = sorted((CONF / "data").glob("[!_]*.yaml"))
-    done = subprocess.run(
-        [sys.executable, "-m", "helpers.data_options"],
-        input=json.dumps({path.stem: option_content("data", path.stem) for path in files}),
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [path.stem for path in files]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from runner.config.errors import ConfigError
 from runner.data.digits import Digits
 from runner.data.memory import TensorSamples
 
@@ -50,12 +49,3 @@ def test_inputs_are_normalized_and_have_the_requested_size(size):
     assert inputs.mean().abs() < 1e-5
     assert (inputs.std() - 1).abs() < 1e-5
     assert train.class_names == [str(digit) for digit in range(10)]
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("size", 7), ("size", 513), ("holdout", 0.0), ("holdout", 0.95), ("crop", 15)]
-)
-def test_impossible_options_are_refused(key, value):
-    with pytest.raises(ConfigError) as refused:
-        Digits(**{key: value})
-    assert (refused.value.key, refused.value.got) == (key, value)

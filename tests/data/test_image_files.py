@@ -114,12 +114,6 @@ def test_batches_do_not_depend_on_how_they_are_divided(photos, accumulation, wor
         assert_same([Batch(*joined)], [whole])
 
 
-def test_augmentation_differs_from_epoch_to_epoch_and_from_seed_to_seed(photos):
-    one = photographed(photos[:1], 0)
-    batches = take(one, Plan(1, seed=0), 0, 6) + take(one, Plan(1, seed=1), 0, 6)
-    assert len({tuple(batch.inputs.flatten().tolist()) for batch in batches}) == 12
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streams_do_not_change_the_global_rng_states(photos, workers):
     before = torch.get_rng_state(), numpy.random.get_state()[1].copy()
@@ -130,14 +124,6 @@ def test_streams_do_not_change_the_global_rng_states(photos, workers):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Samples in order
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 30])
-def test_shards_in_order_have_each_sample_once_without_augmentation(count):
-    batches = [batch for index in range(count) for batch in made_up().in_order(4, (index, count), CPU)]
-    assert torch.cat([levels(batch) for batch in batches]).tolist() == [[i, 0, 0] for i in range(20)]
-    assert torch.cat([batch.targets for batch in batches]).tolist() == [i % 4 for i in range(20)]
-    assert max(len(batch.targets) for batch in batches) <= 4
 
 
 def test_inputs_are_normalized_pixels(photos):
@@ -176,22 +162,17 @@ def test_in_training_the_next_readable_sample_replaces_an_unreadable_one():
         assert torch.equal(levels(b)[:, 1:], levels(a)[:, 1:])  # same draws as for the unreadable sample
 
 
-def test_unreadable_samples_are_left_out_of_an_evaluation():
-    samples = made_up(damaged=(0, 7, 8, 19))
-    batches = list(samples.in_order(4, (0, 1), CPU))
-    left = [i for i in range(20) if i not in (0, 7, 8, 19)]
-    assert torch.cat([levels(batch)[:, 0] for batch in batches]).tolist() == left
-    assert torch.cat([batch.targets for batch in batches]).tolist() == [i % 4 for i in left]
-    assert samples.display_images([1, 7, 12])[:, 0, 0, 0].tolist() == [1, 0, 12], "what cannot be read is black"
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_batches_in_order_come_with_the_indices_of_their_samples(count):
     samples = made_up(damaged=(0, 7, 8, 19))
     pairs = [pair for index in range(count) for pair in samples.in_order_with_indices(4, (index, count), CPU)]
     for indices, batch in pairs:
         assert indices.tolist() == levels(batch)[:, 0].tolist()
-    assert torch.cat([indices for indices, _ in pairs]).tolist() == [i for i in range(20) if i not in (0, 7, 8, 19)]
+    left = [i for i in range(20) if i not in (0, 7, 8, 19)]
+    assert torch.cat([indices for indices, _ in pairs]).tolist() == left
+    assert torch.cat([batch.targets for _, batch in pairs]).tolist() == [i % 4 for i in left]
+    assert max(len(indices) for indices, _ in pairs) <= 4
+    assert samples.display_images([1, 7, 12])[:, 0, 0, 0].tolist() == [1, 0, 12], "what cannot be read is black"
 
 
 def alone(own):
@@ -252,16 +233,6 @@ def test_a_truncated_image_file_is_an_error_or_is_skipped(photos, tmp_path, work
     skipping = take(photographed(files, workers, "skip"), Plan(7), 0, 6)
     assert_same(skipping, take(photographed(files, 0, "skip"), Plan(7), 0, 6))
     assert {len(batch.targets) for batch in skipping} == {7}
-
-
-def test_pin_memory_without_cuda_has_no_effect_and_logs_one_warning(photos, caplog):
-    samples = photographed(photos, 0)
-    samples.pin_memory = True
-    assert_same(take(samples, Plan(6), 0, 2), take(photographed(photos, 0), Plan(6), 0, 2))
-    for _ in range(2):
-        assert_same([*samples.in_order(6, (0, 1), CPU)], [*photographed(photos, 0).in_order(6, (0, 1), CPU)])
-    [warning] = caplog.messages
-    assert warning == "data.pin_memory=true has no effect on device type cpu"
 
 
 @pytest.mark.gpu

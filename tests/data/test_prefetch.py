@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_cuda import CUDA, FakeCuda, FakeStream, FakeTensor
+from helpers.fake_cuda import CUDA, FakeCuda, FakeTensor
 
 from runner.data.prefetch import to_device
 
@@ -41,29 +41,6 @@ def test_the_next_copy_is_queued_before_a_batch_is_yielded():
         *handed_out(3),
         ("synchronize", "copy"),
     ]
-
-
-def test_a_batch_is_synchronized_with_the_stream_that_is_current_at_next():
-    cuda = FakeCuda()
-    batches = to_device(host(cuda, 2), CUDA, cuda)
-    cuda.current[CUDA] = FakeStream(cuda, "another")
-    next(batches)
-    assert ("wait", "another", 1) in cuda.calls
-    assert ("record_stream", "another", "x1 on the device") in cuda.calls
-
-
-def test_host_memory_is_kept_until_its_copy_is_done():
-    cuda = FakeCuda()
-    batches = to_device(host(cuda, 10), CUDA, cuda)
-    batch = next(batches)
-    del batch
-    next(batches)  # the third copy is queued; no copy has finished
-    assert {"x1", "x2", "x3"} <= FakeTensor.alive
-    assert "x1 on the device" in FakeTensor.alive  # kept, too: it is still being written
-    cuda.finished |= {1, 2}
-    next(batches)
-    assert not {"x1", "y2", "x1 on the device"} & FakeTensor.alive
-    assert {"x3", "x4"} <= FakeTensor.alive
 
 
 def test_a_closed_stream_waits_for_its_copies_and_closes_its_source():

@@ -66,14 +66,6 @@ def test_a_gpu_generates_the_same_images(learnable):
     assert torch.equal(one.targets, other.targets.cpu())
 
 
-@pytest.mark.parametrize("learnable", [False, True])
-def test_inputs_have_mean_0_and_standard_deviation_1(learnable):
-    train, _ = loaded(learnable=learnable)
-    (batch,) = train.in_order(300, (0, 1), CPU)
-    assert batch.inputs.mean().abs() < 0.05
-    assert (batch.inputs.std() - 1).abs() < 0.05
-
-
 @pytest.mark.parametrize(("learnable", "least", "most"), [(True, 0.95, 1.0), (False, 0.0, 0.45)])
 def test_the_nearest_class_mean_predicts_the_class_only_if_learnable(learnable, least, most):
     train, held_out = loaded(learnable=learnable)

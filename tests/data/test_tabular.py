@@ -128,12 +128,6 @@ def test_a_large_offset_costs_no_precision(tmp_path: Path, suffix: str) -> None:
     assert inputs[:, 1].abs().max() < 1e-6
 
 
-def test_a_constant_column_stays_finite(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("c,x,y\n" + "".join(f"0.1,{i},{i}\n" for i in range(20)))
-    train, _ = loaded(file=str(tmp_path / "a.csv"))
-    assert whole(train)[0][:, 0].abs().max() < 1e-6
-
-
 def test_the_same_samples_are_held_out_in_every_run() -> None:
     first, again = loaded(num_samples=100), loaded(num_samples=100)
     assert torch.equal(whole(first[1])[0], whole(again[1])[0])
@@ -199,22 +193,7 @@ def test_an_invalid_csv_file_is_refused_by_line_and_column(tmp_path: Path, text:
 
 @pytest.mark.parametrize(
     "cell",
-    [
-        "2020_01",
-        "1_2",
-        "\uff11\uff12",
-        "\u0663",
-        '"1,234"',
-        "1 234",
-        "5%",
-        "NA",
-        "TRUE",
-        "0x1F",
-        "inf",
-        "1e",
-        "\u22125",
-        "1\xa0",
-    ],
+    ["2020_01", "\uff11\uff12", "\u0663", '"1,234"', "1 234", "5%", "NA", "TRUE", "0x1F", "inf", "1e", "1\xa0"],
 )
 def test_what_is_no_number_to_other_readers_of_csv_files_is_none_here(tmp_path: Path, cell: str) -> None:
     (tmp_path / "a.csv").write_text(f"x,y\n1,2\n{cell},4\n", encoding="utf-8")
@@ -252,11 +231,6 @@ def test_columns_without_names_are_left_out_and_this_is_said(
     assert [part.tolist() for part in whole(train)] == [[[1.0]] * 4, [[2.0]] * 4]
     assert train.target_names == ["y"]
     assert "left out 1 of 3 columns, which have no name" in caplog.text
-
-
-def test_too_few_generated_samples_are_refused_by_the_key_num_samples() -> None:
-    refused = refusal(num_samples=2, holdout=0.9)
-    assert (refused.key, refused.got) == ("num_samples", 2)
 
 
 @pytest.mark.parametrize("name", ["absent.csv", "~/absent.npz", "absent/absent.pt"])

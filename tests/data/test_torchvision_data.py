@@ -202,16 +202,6 @@ def test_a_directory_that_may_not_be_searched_is_refused(tmp_path, folder):
     assert refused.value.key == "root"
 
 
-@pytest.mark.parametrize(("component", "name"), [(Mnist, "t10k-labels-idx1-ubyte"), (Cifar10, "data_batch_3")])
-def test_a_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch, component, name):
-    write_mnist(tmp_path)
-    write_cifar(tmp_path, monkeypatch)
-    with enforced_permissions(tmp_path / component.folder / name, 0), pytest.raises(ConfigError) as refused:
-        component(root=str(tmp_path)).load()
-    assert refused.value.key == "root"
-    assert "Permission denied" in refused.value.why
-
-
 def test_a_pipe_in_place_of_a_file_is_refused_without_blocking(tmp_path):
     write_mnist(tmp_path)
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"

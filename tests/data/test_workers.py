@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.command import TIMEOUT_SECONDS, child_environment
-from PIL import Image
 
 from runner.data.base import DataError
 from runner.data.workers import Loader, Loaders, Workers, default_count
@@ -269,13 +268,3 @@ def test_a_run_exits_with_its_workers_although_the_generator_is_open(program):
     process, pids = program("exit")
     assert process.wait(TIMEOUT_SECONDS) == 0
     assert left_after(pids, TIMEOUT_SECONDS) == []
-
-
-@on_linux
-def test_workers_of_a_folder_of_images_are_forked_from_a_process_that_has_imported_torch(program, tmp_path):
-    for name in ("apple", "berry"):
-        (tmp_path / name).mkdir()
-        for number in range(10):
-            Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / name / f"{number}.png")
-    _, [*_, server] = program(str(tmp_path))
-    assert "libtorch" in Path(f"/proc/{server}/maps").read_text()

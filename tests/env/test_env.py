@@ -17,7 +17,7 @@ from gymnasium.vector import AsyncVectorEnv
 from helpers.command import TIMEOUT_SECONDS
 
 from runner.config.errors import ConfigError
-from runner.env.base import Env, envs_per_process
+from runner.env.base import Env
 from runner.env.vector import EnvironmentBrokenError
 
 
@@ -120,16 +120,6 @@ def test_the_state_of_environment_processes_cannot_be_saved() -> None:
     with env.vector(2) as vector:
         vector.reset(0)
         assert vector.state_dict() is None
-
-
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_environments_are_divided_evenly_or_refused(count: int) -> None:
-    assert envs_per_process(8, count) * count == 8
-    if count > 1:
-        with pytest.raises(ConfigError) as refusal:
-            envs_per_process(1, count)
-        assert (refusal.value.key, refusal.value.got) == ("env.num_envs", 1)
-        assert refusal.value.remedy == f"env.num_envs={count}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -287,10 +277,6 @@ def together(num_envs: int, **_: Any) -> gymnasium.vector.VectorEnv:
     return gymnasium.vector.SyncVectorEnv([DiscreteObservations] * num_envs)
 
 
-def never_together(num_envs: int, **_: Any) -> gymnasium.vector.VectorEnv:
-    raise TypeError("there can only be one")
-
-
 def test_a_vectorized_implementation_is_not_used_for_observations_that_are_flattened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -303,15 +289,6 @@ def test_a_vectorized_implementation_is_not_used_for_observations_that_are_flatt
     with env.vector(2) as vector:
         vector.reset(0)
         assert vector.observations.tolist() == [[0, 0, 0, 1, 0]] * 2
-
-
-def test_a_vectorized_implementation_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = EnvSpec("Broken-v0", Broken, vector_entry_point=never_together, disable_env_checker=True)
-    monkeypatch.setitem(gymnasium.registry, "Broken-v0", spec)
-    with pytest.raises(ConfigError) as refusal:
-        prepared("Broken-v0")
-    assert refusal.value.key == "num_envs"
-    assert "TypeError: there can only be one" in refusal.value.why
 
 
 class SameArrays(gymnasium.vector.VectorEnv):

@@ -85,18 +85,6 @@ def test_a_network_whose_forward_pass_fails_has_a_table_of_parameters() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_table_of_parameters_needs_no_forward_pass() -> None:
-    model = Branches()
-    model.layers[0].weight.requires_grad_(False)
-    assert formatted(rows_of(model, None)).splitlines() == [
-        "block     type      parameters  trained",
-        "layers.0  Linear            16        4",
-        "layers.1  Linear            10       10",
-        "unused    Linear            12       12",
-        "total     Branches          38       26",
-    ]
-
-
 @pytest.mark.parametrize("words", [TINY_CPU, ("workload=dqn",)], ids=["classifier", "dqn"])
 def test_the_command_prints_the_table_and_writes_no_files(
     words: tuple[str, ...], tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

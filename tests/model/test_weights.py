@@ -119,11 +119,3 @@ def test_the_online_network_of_an_agent_is_loaded(tmp_path: Path, normalized: bo
     model = QNet(4, 2, [8])
     load_weights(model, str(tmp_path / "agent.safetensors"), reset_head=False)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in agent.online.state_dict().items())
-
-
-def test_names_of_two_networks_and_others_are_not_those_of_an_agent(tmp_path: Path) -> None:
-    model = QNet(4, 2, [8])
-    tensors = {f"online.{name}": tensor for name, tensor in model.state_dict().items()}
-    save_file(tensors | {"momentum": torch.ones(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ConfigError, match="momentum"):
-        load_weights(model, str(tmp_path / "other.safetensors"), reset_head=False)

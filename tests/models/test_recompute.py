@@ -39,8 +39,9 @@ def resnet(depth: int, again: bool, **options) -> ResNet:
     return ResNet(depth, num_classes=10, checkpoint_activations=again, **options)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize(("depth", "norm"), [(18, "batch"), (18, "group"), (50, "batch")])
+@pytest.mark.parametrize(
+    ("depth", "norm", "dtype"), [(18, "batch", torch.bfloat16), (18, "group", None), (50, "batch", None)]
+)
 def test_training_with_recomputation_is_bitwise_the_same(depth: int, norm: str, dtype: torch.dtype | None) -> None:
     """Compares losses, gradients, weights, and the running statistics of batch normalization."""
     assert same(training(resnet(depth, False, norm=norm), dtype), training(resnet(depth, True, norm=norm), dtype))
@@ -67,16 +68,6 @@ def test_a_retained_graph_can_be_backpropagated_twice(momentum: float | None) ->
 
     assert same(results[False], results[True])
     assert results[True][-1] == 1
-
-
-def test_running_statistics_stay_the_same_tensors() -> None:
-    """A shared or sharded buffer must not be replaced by another tensor."""
-    network = resnet(18, True)
-    before = {name: buffer.data_ptr() for name, buffer in network.named_buffers()}
-
-    training(network, steps=1)
-
-    assert {name: buffer.data_ptr() for name, buffer in network.named_buffers()} == before
 
 
 def test_an_error_in_the_recomputation_leaves_the_statistics_unchanged() -> None:

@@ -109,16 +109,3 @@ def test_cifar_stem_keeps_the_size_and_has_he_initialization() -> None:
     assert stem(torch.randn(2, 3, 32, 32)).shape == (2, 64, 32, 32)
     # He initialization with fan-out: a variance of 2 / (64 channels × 3×3)
     assert network.conv1.weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)
-
-
-def test_imagenet_stem_for_grayscale_images_has_he_initialization() -> None:
-    torch.manual_seed(0)
-
-    assert ResNet(18, 1).conv1.weight.std().item() == pytest.approx((2 / (64 * 49)) ** 0.5, rel=0.05)
-
-
-def test_group_normalization_is_independent_of_other_samples() -> None:
-    network, x = ResNet(18, num_classes=10, stem="cifar", norm="group"), torch.randn(4, 3, 16, 16)
-
-    torch.testing.assert_close(network(x), torch.cat([network(x[:1]), network(x[1:])]))
-    assert not list(network.buffers())

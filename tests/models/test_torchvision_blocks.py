@@ -59,12 +59,18 @@ def test_there_is_a_test_network_of_each_supported_class() -> None:
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_blocks_in_sequence_equal_the_network(name: str) -> None:
-    """The test uses float64, in which every network has different outputs for the two samples."""
+    """In float64, in which every network has different outputs for the two samples.
+
+    The first block of a pipeline stage has inputs that require gradients, and must not change them in place.
+    """
     model, x = copy.deepcopy(network(name)).double(), inputs(name).double()
     with torch.no_grad():
         wanted = model(x)
-        for _, block in blocks_of(model):
-            x = block(x)
+    for _, block in blocks_of(model):
+        given = x.detach().requires_grad_()
+        x = block(given)
+        x.sum().backward(inputs=[given])
+        assert given.grad is not None
     assert wanted.shape == (2, 5)
     assert torch.equal(x, wanted)
     assert x.isfinite().all()
@@ -82,17 +88,6 @@ def test_every_parameter_is_in_one_block_and_the_head_is_last(name: str) -> None
     assert (names[0], names[-1]) == ("stem", "head")
     assert list(model.parameters())[-1].shape == (5,), "the bias of the last layer"
     assert id(list(model.parameters())[-1]) in {id(parameter) for parameter in blocks[-1][1].parameters()}
-
-
-@pytest.mark.parametrize("name", SMALLEST)
-def test_a_block_takes_inputs_that_require_gradients(name: str) -> None:
-    """The first block of a pipeline stage has such inputs, and must not change them in place."""
-    x = inputs(name)
-    for _, block in blocks_of(network(name)):
-        own = x.detach().requires_grad_()
-        x = block(own)
-        x.sum().backward(inputs=[own])
-        assert own.grad is not None
 
 
 def test_a_network_that_is_not_a_chain_of_blocks_lists_no_blocks() -> None:

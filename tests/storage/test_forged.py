@@ -125,7 +125,7 @@ def may_be(keys: Keys, value: Any, forged: Any) -> bool:
     """Whether a run may have saved `forged` in place of `value`."""
     if forged is REMOVE_KEY:  # a run without evaluation, a parameter without gradient, an element of a list
         is_optional = keys[0] in ("metrics", "optimizer") and len(keys) == 2
-        return isinstance(keys[-1], int) or is_optional or keys in (("workload", "rewards"), ("num_steps",))
+        return isinstance(keys[-1], int) or is_optional or keys == ("num_steps",)
     if forged is None and keys == ("workload", "environments"):  # of environments whose state cannot be saved
         return True
     return type(forged) is type(value) or (type(forged) is int and isinstance(value, float))

@@ -18,7 +18,6 @@ from runner.data.base import DataError
 from runner.workloads.classifier import Classifier
 
 CPU = torch.device("cpu")
-PICTURES = ("eval/samples", "eval/confusion", "eval/class_accuracy")
 
 
 def classifier(*overrides: str) -> Any:
@@ -94,19 +93,6 @@ def test_overfitting_repeats_the_first_batches() -> None:
     other = classifier("data.crop=0")
     first = other.batches(other.build_model(), Plan(16, 2), 0, CPU)
     assert all(torch.equal(next(first).inputs, batches[number].inputs) for number in range(4))
-
-
-def test_images_show_samples_mistakes_and_the_confusion_matrix() -> None:
-    workload = classifier()
-    held_out = workload.held_out
-    right = torch.nn.functional.one_hot(held_out.targets, 10).float()
-    sums = workload.evaluate(fixed(right), (0, 1), CPU)
-    assert workload.images(sums).keys() == {*PICTURES}, "there are no mistakes"
-    sums = workload.evaluate(fixed(right.roll(1, 1)), (0, 1), CPU)
-    images = workload.images(sums)
-    assert images.keys() == {*PICTURES, "eval/misclassified"}
-    for image in images.values():
-        assert (image.dtype, image.shape[0]) == (torch.uint8, 3)
 
 
 def test_pictures_show_all_classes_and_the_most_confident_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,11 +198,3 @@ def test_options_out_of_range_are_refused(option: str, value: Any) -> None:
     with pytest.raises(ConfigError) as refusal:
         Classifier(parts.model, parts.data, **{option: value})  # type: ignore[attr-defined]
     assert (refusal.value.key, refusal.value.got) == (option, value)
-
-
-def test_metric_sums_are_float32_with_bfloat16_outputs() -> None:
-    workload = classifier()
-    outputs, targets = torch.randn(300, 10, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.int64)
-    loss, sums = workload.loss_of(outputs, targets)
-    assert sums.dtype == torch.float32
-    assert float(sums[0]) == pytest.approx(float(loss) * 300)

@@ -112,12 +112,19 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
+PAIRS = [
+    pytest.param(case, mode, marks=[] if mode == "ddp" or case == "both, weighted" else pytest.mark.slow)
+    for case in CASES
+    for mode in MODES
+]
+
+
+@pytest.mark.parametrize(("case", "mode"), PAIRS)
 def test_every_mode_equals_a_plain_loop(
-    case: str, processes: int, mode: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    case: str, mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (*TINY_CPU, *COMMON, *SGD, *CASES[case], *mode)
+    processes, options = MODES[mode]
+    overrides = (*TINY_CPU, *COMMON, *SGD, *CASES[case], *options)
     if processes == 1:
         train_in(tmp_path, build_composed_run(*overrides))
     else:

@@ -84,9 +84,6 @@ class Actor:
         np.minimum(self._least_rewards, rewards, out=self._least_rewards)
         np.maximum(self._greatest_rewards, rewards, out=self._greatest_rewards)
         self.num_steps += num_envs
-        self._update_episodes(rewards, ended, taken)
-
-    def _update_episodes(self, rewards: np.ndarray, ended: np.ndarray, taken: np.ndarray) -> None:
         self._returns += rewards
         self._lengths += taken
         if np.count_nonzero(ended):  # in a third of the time of `any`
@@ -145,16 +142,13 @@ class Actor:
         self.replay.load_state_dict(state["replay"])
         self.num_episodes = state["num_episodes"]
         self._ended = [tuple(episode) for episode in state["ended"]]
-        # Checkpoints of earlier versions have no rewards; their runs go on without bounds, as they began.
-        self._least_rewards[:], self._greatest_rewards[:] = state.get("rewards", (-math.inf, math.inf))
+        self._least_rewards[:], self._greatest_rewards[:] = state["rewards"]
         self._random.bit_generator.state = state["random"]
         same_number = len(state["returns"]) == self.vector.num_envs
         if not same_number or state["environments"] is None:
             why = "their state cannot be saved" if same_number else "the checkpoint has a different number of them"
             log.warning("%s environments start new episodes: %s", self.vector.name, why)
-            self.vector.reset(
-                int(self._random.integers(2**62))
-            )  # a new seed, so that the first episodes are not repeated
+            self.vector.reset(int(self._random.integers(2**62)))  # other episodes than the first ones
             return
         self.vector.load_state_dict(state["environments"])
         self.vector.step(np.zeros(self.vector.num_envs, np.int64))  # raises an error if they are in an impossible state

@@ -32,28 +32,15 @@ def check(state: dict[str, Any], observation_size: int, num_actions: int, n_step
         "returns": [float],
         "lengths": [int],
         "ended": [(float, int)],
+        "rewards": (float, float),
         "best": float,
     }
     repeats = {"repeats": {"actions": [int], "left": [int]}} if longest_repeat > 1 else {}
-    rewards = {"rewards": (float, float)} if "rewards" in state else {}  # none in checkpoints of earlier versions
-    check_like(state, like | repeats | rewards, "the agent")
+    check_like(state, like | repeats, "the agent")
     rows, windows = state["replay"]["rows"], state["windows"]
-    check_count(state["num_episodes"], "the agent, num_episodes")
-    check_count(windows["time"], "the agent, windows, time")
     check_count(state["replay"]["cursor"], "the agent, replay, cursor", most=len(rows))
-    least, greatest = state.get("rewards", (0.0, 0.0))
-    if not least <= 0 <= greatest:
-        raise UnexpectedContentError(f"the agent, rewards: got {least} to {greatest}, which should include 0")
-    repeats = state.get("repeats", {"actions": [], "left": []})
-    for key, most in (("actions", num_actions - 1), ("left", longest_repeat)):
-        for count in repeats[key]:
-            check_count(count, f"the agent, repeats, {key}", most)
-    sizes = {
-        len(state["returns"]),
-        len(state["lengths"]),
-        *(len(repeats[key]) for key in state.get("repeats", ())),
-        *(windows[key].shape[1] for key in ("rows", "returns", "open")),
-    }
+    per_env = (state["returns"], state["lengths"], *state.get("repeats", {}).values())
+    sizes = {*map(len, per_env), *(windows[key].shape[1] for key in ("rows", "returns", "open"))}
     if len(rows) == 0 or len(sizes) > 1:
         raise UnexpectedContentError("the agent: an empty replay buffer, or different numbers of environments")
     for name, packed in (("replay", rows), ("windows", windows["rows"])):
