@@ -35,8 +35,7 @@ from runner.session import Session
 from runner.stop import Stop
 from runner.system.secrets import redacted_values
 from runner.tracking.base import Tracker
-from runner.workloads.base import Workload
-from runner.workloads.metric_checks import check_listed
+from runner.workloads.base import Workload, check_listed
 
 CONFIG_GROUPS: dict[str, type] = {
     "device": Device,

@@ -30,8 +30,7 @@ from runner.storage.saved_run import named_checkpoint
 from runner.storage.signature import saved_signature, signature_text
 from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
-from runner.workloads.base import Workload
-from runner.workloads.metric_checks import check_measured
+from runner.workloads.base import Workload, check_measured
 
 log = logging.getLogger(__name__)
 

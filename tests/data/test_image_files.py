@@ -98,7 +98,7 @@ def test_every_row_is_its_sample_augmented_with_the_random_numbers_of_its_seed()
         assert torch.equal(levels(batch), torch.cat((indices[:, None], draws), 1))
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_any_number_of_workers_gives_bitwise_the_same_batches(photos, workers):
     reference = take(photographed(photos, 0), Plan(6, seed=5), 0, 9)
     assert_same(take(photographed(photos, workers), Plan(6, seed=5), 0, 9), reference)
@@ -114,10 +114,9 @@ def test_batches_do_not_depend_on_how_they_are_divided(photos, accumulation, wor
         assert_same([Batch(*joined)], [whole])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_streams_do_not_change_the_global_rng_states(photos, workers):
+def test_streams_do_not_change_the_global_rng_states(photos):
     before = torch.get_rng_state(), numpy.random.get_state()[1].copy()
-    take(photographed(photos, workers), Plan(6), 0, 5)
+    take(photographed(photos, 0), Plan(6), 0, 5)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (numpy.random.get_state()[1] == before[1]).all()
 
@@ -223,14 +222,13 @@ def test_a_shard_without_a_readable_file_is_empty():
     assert sum(len(batch.targets) for batch in samples.in_order(8, (1, 2), CPU)) == 10
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_truncated_image_file_is_an_error_or_is_skipped(photos, tmp_path, workers):
+def test_a_truncated_image_file_is_an_error_or_is_skipped(photos, tmp_path):
     bad = tmp_path / "cut.jpg"
     bad.write_bytes(Path(photos[0]).read_bytes()[:300])
     files = [*photos[:5], str(bad), *photos[5:]]
     with pytest.raises(DataError, match=r"cut\.jpg: it cannot be read \(OSError: Truncated"):
-        take(photographed(files, workers), Plan(7), 0, 3)
-    skipping = take(photographed(files, workers, "skip"), Plan(7), 0, 6)
+        take(photographed(files, 2), Plan(7), 0, 3)
+    skipping = take(photographed(files, 2, "skip"), Plan(7), 0, 6)
     assert_same(skipping, take(photographed(files, 0, "skip"), Plan(7), 0, 6))
     assert {len(batch.targets) for batch in skipping} == {7}
 

@@ -75,15 +75,6 @@ def test_the_nearest_class_mean_predicts_the_class_only_if_learnable(learnable, 
     assert least <= accuracy <= most
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("num_samples", 0), ("holdout", 0), ("size", 0), ("channels", 2), ("num_classes", 0)]
-)
-def test_impossible_options_are_refused(key, value):
-    with pytest.raises(ConfigError) as refused:
-        Synthetic(**{key: value})
-    assert (refused.value.key, refused.value.got) == (key, value)
-
-
 def test_images_of_more_than_4_gib_are_refused_before_they_are_generated():
     with pytest.raises(ConfigError, match=r"1000128 images of this size take 45\.8 GiB"):
         Synthetic(num_samples=1_000_000)

@@ -258,23 +258,6 @@ def test_invalid_column_names_are_refused_with_the_nearest_one(houses: str) -> N
     assert refusal(file=houses, targets=("area", "rooms", "age", "price")).why == "no column is left"
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"file": "table.xlsx"}, "file"),
-        ({"targets": ("y",)}, "targets"),
-        ({"holdout": 0.0}, "holdout"),
-        ({"delimiter": ""}, "delimiter"),
-        ({"delimiter": "\n"}, "delimiter"),
-        ({"num_samples": 1}, "num_samples"),
-    ],
-)
-def test_invalid_options_are_refused_by_key(options: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        Tabular(**options)
-    assert refused.value.key == key
-
-
 class Payload:
     def __reduce__(self) -> tuple:
         return os.mkdir, ("ran",)

@@ -115,13 +115,6 @@ def test_environment_processes_do_not_keep_the_signal_handlers_of_the_run() -> N
         signal.signal(signal.SIGTERM, before)
 
 
-def test_the_state_of_environment_processes_cannot_be_saved() -> None:
-    env = prepared("CartPole-v1", num_envs=2, vectorization="async")
-    with env.vector(2) as vector:
-        vector.reset(0)
-        assert vector.state_dict() is None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Environments that fail
 

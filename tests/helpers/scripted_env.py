@@ -10,10 +10,8 @@ import pytest
 from gymnasium.envs.registration import EnvSpec
 
 from runner.env.base import Env
-from runner.workloads.dqn.actor import Actor
-from runner.workloads.dqn.n_step import NStepBuffer
-from runner.workloads.dqn.repeated_actions import Repeats
-from runner.workloads.dqn.replay import Replay, unpack
+from runner.workloads.dqn.actor import Actor, Repeats
+from runner.workloads.dqn.replay import NStepBuffer, Replay, unpack
 
 
 class ScriptedEnv(gymnasium.Env):

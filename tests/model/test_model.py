@@ -48,7 +48,6 @@ def refusal(**options: object) -> str:
 )
 def test_option_files_build_the_networks_of_their_names(name: str, shape: tuple, classes: int, count: int) -> None:
     network = option(name).build(shape, classes)
-
     assert sum(p.numel() for p in network.parameters()) == count
     assert network.eval()(torch.zeros(1, *shape)).shape == (1, classes)
 
@@ -56,7 +55,6 @@ def test_option_files_build_the_networks_of_their_names(name: str, shape: tuple,
 def test_options_are_passed_to_the_network() -> None:
     net = option("convnet", dropout=0.5, checkpoint_activations=True).build(SHAPE, 10)
     deep = option("resnet18", stem="cifar", norm="group", checkpoint_activations=True).build((2, 32, 32), 10)
-
     assert isinstance(net, convnet.ConvNet)
     assert net.get_submodule("hidden.dropout").p == 0.5
     assert all(stage.checkpoint_activations for _, stage in net.blocks())
@@ -91,14 +89,12 @@ def test_options_are_passed_to_the_network() -> None:
 def test_an_invalid_value_is_refused_by_its_key(cls: type[Model], options: dict, key: str) -> None:
     with pytest.raises(ConfigError) as error:
         cls(**options)
-
     assert error.value.key == key
 
 
 def test_inputs_that_are_too_small_are_refused_by_key() -> None:
     with pytest.raises(ConfigError) as error:
         ConvNet().build((1, 8, 8), 10)
-
     assert (error.value.key, error.value.got) == ("kernel_size", 5)
     assert "8×8" in error.value.why
     assert "16×16" in error.value.why
@@ -139,9 +135,7 @@ def spelled(folder: Path, spelling: str, state: dict[str, torch.Tensor]) -> str:
 def test_weights_load_from_every_supported_format(tmp_path: Path, spelling: str) -> None:
     saved = small(seed=4).state_dict()
     path = spelled(tmp_path, spelling, saved)
-
     loaded = ConvNet(weights=path).build(SHAPE, 10).state_dict()
-
     assert list(read_weights(path)) == list(saved) or spelling.endswith(".safetensors")  # which sorts the names
     for name, tensor in saved.items():
         assert loaded[name].dtype == torch.float32
@@ -151,9 +145,7 @@ def test_weights_load_from_every_supported_format(tmp_path: Path, spelling: str)
 def test_weights_of_a_lightning_module_that_holds_the_network_load(tmp_path: Path) -> None:
     saved = small(seed=4).state_dict()
     torch.save({"state_dict": {f"net.{name}": tensor for name, tensor in saved.items()}}, tmp_path / "last.ckpt")
-
     loaded = ConvNet(weights=str(tmp_path / "last.ckpt")).build(SHAPE, 10).state_dict()
-
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
 
 
@@ -163,7 +155,6 @@ def test_torchvision_weights_load_with_and_without_num_batches_tracked(tmp_path:
     state = theirs.state_dict()
     torch.save(state, tmp_path / "new.pth")
     save_file({name: t for name, t in state.items() if "num_batches" not in name}, tmp_path / "old.safetensors")
-
     for name in ("new.pth", "old.safetensors"):
         ours = ResNet(depth=18, weights=str(tmp_path / name)).build((3, 64, 64), 1000).state_dict()
         assert all(torch.equal(ours[key], state[key]) for key in state)
@@ -172,11 +163,9 @@ def test_torchvision_weights_load_with_and_without_num_batches_tracked(tmp_path:
 def test_a_head_for_other_classes_is_refused_unless_reset_head_is_set(tmp_path: Path) -> None:
     state = small(classes=7, seed=4).state_dict()
     path = spelled(tmp_path, "dataparallel.pt", state)
-
     message = refusal(weights=path)
     assert "head.fc.weight [7, 50] instead of [10, 50]" in message
     assert "model.reset_head=true" in message
-
     torch.manual_seed(0)
     loaded, fresh = ConvNet(weights=path, reset_head=True).build(SHAPE, 10).state_dict(), small().state_dict()
     for name, tensor in loaded.items():
@@ -207,7 +196,6 @@ def test_reset_head_needs_a_network_with_blocks(tmp_path: Path) -> None:
             return torch.nn.Linear(3, num_classes)
 
     path = spelled(tmp_path, "plain.pt", torch.nn.Linear(3, 10).state_dict())
-
     assert Bare(weights=path).build((1, 1, 3), 10)(torch.zeros(1, 3)).shape == (1, 10)
     with pytest.raises(ConfigError) as error:
         Bare(weights=path, reset_head=True).build((1, 1, 3), 10)
@@ -220,7 +208,6 @@ def test_weights_of_another_network_are_refused_with_three_names_each(tmp_path: 
     renamed = {name.replace("conv", "block"): tensor for name, tensor in state.items()}
     renamed["hidden.fc.weight"] = torch.zeros(50, 500)
     message = refusal(weights=spelled(tmp_path, "plain.pt", renamed))
-
     assert "missing: conv1.conv.weight, conv1.conv.bias, conv2.conv.weight and 1 more;" in message
     assert "unexpected: block1.block.weight, block1.block.bias, block2.block.weight and 1 more;" in message
     assert "hidden.fc.weight [50, 500] instead of [50, 320]" in message
@@ -245,7 +232,6 @@ class Marker:
 )
 def test_a_file_without_a_state_dict_is_refused(tmp_path: Path, content: object, why: str) -> None:
     torch.save(content, tmp_path / "weights.pt")
-
     path = str(tmp_path / "weights.pt")
     with pytest.raises(ConfigError) as refused:
         ConvNet(weights=path).build(SHAPE, 10)
@@ -258,7 +244,6 @@ def test_a_file_without_a_state_dict_is_refused(tmp_path: Path, content: object,
 @pytest.mark.parametrize("content", [b"", b"not weights at all", b"\x80\x02garbage", bytes(200)])
 def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-
     message = refusal(weights=str(tmp_path / name))
     assert message.startswith(f"weights: got '{tmp_path}"[:60])
     assert "Error: " in message, "what torch or safetensors says"

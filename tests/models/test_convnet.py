@@ -30,9 +30,7 @@ def test_outputs_equal_those_of_plain_torch_functions(shape: tuple[int, int, int
     torch.manual_seed(0)
     network = ConvNet(*shape, 10, **options)
     x = torch.randn(4, *shape)
-
     expected = by_hand(dict(network.named_parameters()), x, options.get("padding", 0))
-
     torch.testing.assert_close(network(x), expected)
 
 
@@ -42,7 +40,6 @@ def test_smallest_input_leaves_one_pixel_and_a_smaller_one_is_refused(
 ) -> None:
     least = smallest_side(num_convolutions, kernel_size, padding)
     options = {"channels": (3,) * num_convolutions, "kernel_size": kernel_size, "padding": padding}
-
     assert ConvNet(1, least, least, 10, **options)(torch.randn(2, 1, least, least)).shape == (2, 10)
     assert ConvNet(1, least, least, 10, **options).state_dict()["hidden.fc.weight"].shape[1] == 3
     with pytest.raises(ValueError, match=f"{least}×{least}$"):
@@ -52,10 +49,8 @@ def test_smallest_input_leaves_one_pixel_and_a_smaller_one_is_refused(
 def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once() -> None:
     network, x = ConvNet(1, 28, 28, 10), torch.randn(3, 1, 28, 28)
     expected = network(x)
-
     for _, stage in network.blocks():
         x = stage(x)
-
     assert torch.equal(x, expected)
     assert [name for name, _ in network.blocks()] == ["conv1", "conv2", "hidden", "head"]
     in_stages = [id(p) for _, stage in network.blocks() for p in stage.parameters()]
@@ -64,7 +59,5 @@ def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once() -> 
 
 def test_without_dropout_no_random_number_is_drawn() -> None:
     network, before = ConvNet(1, 28, 28, 10), torch.get_rng_state()
-
     network(torch.zeros(2, 1, 28, 28))
-
     assert torch.equal(torch.get_rng_state(), before)

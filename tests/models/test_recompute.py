@@ -51,7 +51,6 @@ def test_training_with_recomputation_is_bitwise_the_same(depth: int, norm: str, 
 def test_running_statistics_are_updated_once_with_and_without_early_stop(early_stop: bool) -> None:
     with set_checkpoint_early_stop(early_stop):
         again = training(resnet(18, True))
-
     assert same(again, training(resnet(18, False)))
 
 
@@ -65,7 +64,6 @@ def test_a_retained_graph_can_be_backpropagated_twice(momentum: float | None) ->
         loss.backward(retain_graph=True)
         loss.backward()
         results[again] = [p.grad for p in stage.parameters()] + list(stage.buffers())
-
     assert same(results[False], results[True])
     assert results[True][-1] == 1
 
@@ -85,7 +83,6 @@ def test_an_error_in_the_recomputation_leaves_the_statistics_unchanged() -> None
     before = [(buffer.data_ptr(), buffer.clone()) for buffer in stage.buffers()]
     with pytest.raises(ArithmeticError):
         output.sum().backward()
-
     after = [(buffer.data_ptr(), buffer) for buffer in stage.buffers()]
     assert all(p == q and torch.equal(a, b) for (p, a), (q, b) in zip(before, after, strict=True))
 
@@ -96,7 +93,6 @@ def test_infinite_running_statistics_are_bitwise_the_same() -> None:
         stage = Block(again, bn=nn.BatchNorm2d(1))
         stage(torch.tensor([1.0, torch.inf]).reshape(2, 1, 1, 1)).sum().backward()
         results[again] = stage.get_buffer("bn.running_mean")
-
     assert results[False].isinf().all()
     assert torch.equal(results[False], results[True])
 
@@ -111,7 +107,6 @@ def test_batch_norm_in_evaluation_mode_is_bitwise_the_same() -> None:
                 module.eval()
                 module.running_var.mul_(2)
         results[again] = training(network)
-
     assert same(results[False], results[True])
 
 
@@ -122,17 +117,14 @@ def test_recomputation_uses_the_same_dropout_mask() -> None:
         stage = Block(again, fc=nn.Linear(6, 50), dropout=nn.Dropout(0.5), out=nn.Linear(50, 2))
         stage(torch.randn(4, 6)).sum().backward()
         results[again] = [*(p.grad for p in stage.parameters()), torch.rand(3)]  # and the next random numbers
-
     assert same(results[False], results[True])
 
 
 def test_evaluation_runs_each_layer_once() -> None:
     network, calls = resnet(18, True).eval(), []
     network.layer1[0].conv1.register_forward_hook(lambda *_: calls.append(1))
-
     with torch.no_grad():
         network(torch.randn(1, 3, 32, 32))
-
     assert len(calls) == 1
 
 
@@ -155,7 +147,6 @@ def test_resnet50_saves_less_than_a_third_of_the_activations() -> None:
     """Measured for two images of 64×64: 14.3 MB without activation checkpointing, and 3.8 MB with it."""
     x = torch.randn(2, 3, 64, 64)
     without, with_ = saved_bytes(resnet(50, False), x), saved_bytes(resnet(50, True), x)
-
     # Only the inputs of the blocks are saved: the image, then 1 × 64 channels at 16×16, 3 × 256 channels at 16×16, …
     sides = [(64, 16, 1), (256, 16, 3), (512, 8, 4), (1024, 4, 6), (2048, 2, 3)]
     borders = 2 * 4 * (3 * 64 * 64 + sum(channels * side**2 * count for channels, side, count in sides))

@@ -43,7 +43,6 @@ def test_outputs_gradients_and_statistics_are_those_of_torchvision(depth: int) -
         output = network(x)
         cross_entropy(output, y).backward()
         outputs.append((output, network.eval()(x)))
-
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), theirs.buffers(), strict=True))
     gradients = zip(ours.parameters(), theirs.parameters(), strict=True)
@@ -56,7 +55,6 @@ def test_initial_weights_are_those_of_torchvision_with_the_same_seed() -> None:
     ours = ResNet(18).state_dict()
     torch.manual_seed(3)
     theirs = torchvision.models.resnet18(weights=None).state_dict()
-
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -64,10 +62,8 @@ def test_initial_weights_are_those_of_torchvision_with_the_same_seed() -> None:
 def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once(again: bool) -> None:
     network, x = ResNet(18, num_classes=10, checkpoint_activations=again), torch.randn(2, 3, 40, 40)
     expected = network(x)
-
     for _, stage in network.blocks():
         x = stage(x)
-
     assert torch.equal(x, expected)
     in_stages = [id(p) for _, stage in network.blocks() for p in stage.parameters()]
     assert in_stages == [id(p) for p in network.parameters()]
@@ -76,7 +72,6 @@ def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once(again
 def test_blocks_contain_a_replaced_layer() -> None:
     network = nn.SyncBatchNorm.convert_sync_batchnorm(ResNet(18))
     stages = dict(network.blocks())
-
     assert isinstance(stages["stem"].get_submodule("bn1"), nn.SyncBatchNorm)
     assert all(p is q for p, q in zip(stages["stem"].parameters(), network.parameters(), strict=False))
 
@@ -87,7 +82,6 @@ def test_a_copy_uses_its_own_weights(copied) -> None:
     twin, expected = copied(network), network.eval()(x)
     nn.init.zeros_(network.conv1.weight)
     nn.init.zeros_(network.fc.weight)
-
     assert torch.equal(twin.eval()(x), expected)
 
 
@@ -96,7 +90,6 @@ def test_a_copy_uses_its_own_weights(copied) -> None:
 @pytest.mark.parametrize("norm", NORMS)
 def test_any_number_of_channels_works_with_any_stem_and_norm(channels: int, stem: str, norm: str) -> None:
     network = ResNet(18, channels, 7, stem, norm)
-
     assert network(torch.randn(2, channels, 32, 32)).shape == (2, 7)
     assert network.conv1.weight.shape[1] == channels
 
@@ -105,7 +98,6 @@ def test_cifar_stem_keeps_the_size_and_has_he_initialization() -> None:
     torch.manual_seed(0)
     network = ResNet(18, stem="cifar")
     stem = dict(network.blocks())["stem"]
-
     assert stem(torch.randn(2, 3, 32, 32)).shape == (2, 64, 32, 32)
     # He initialization with fan-out: a variance of 2 / (64 channels × 3×3)
     assert network.conv1.weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)

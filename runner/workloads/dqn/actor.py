@@ -12,9 +12,8 @@ import torch
 
 from runner.env.vector import Vector
 from runner.seeds import derive
-from runner.workloads.dqn.n_step import NStepBuffer
-from runner.workloads.dqn.repeated_actions import Repeats
-from runner.workloads.dqn.replay import Replay
+from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_count, check_like
+from runner.workloads.dqn.replay import NStepBuffer, Replay, row_width
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +29,44 @@ def greedy_policy(model: torch.nn.Module, device: torch.device) -> Policy:
             return model(torch.from_numpy(observations).to(device)).argmax(1).cpu().numpy()
 
     return policy
+
+
+class Repeats:
+    """Temporally extended ε-greedy exploration (Dabney, Ostrovski and Barreto, ICLR 2021).
+
+    A random action is repeated for n steps, where n is drawn from p(n) ∝ n^(-exponent) over 1 to `longest`, but not
+    beyond the end of the episode. The paper's exponent μ is 2.
+    """
+
+    def __init__(self, num_envs: int, longest: int, exponent: float = 2.0):
+        chances = np.arange(1, longest + 1, dtype=np.float64) ** -exponent
+        self._cumulative = np.cumsum(chances / chances.sum())
+        self._cumulative[-1] = 1.0  # a draw is below 1, so rounding must not lead past the end
+        self._actions, self._left = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
+
+    def extend(
+        self, explores: np.ndarray, actions: np.ndarray, random: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return which environments take a random action now, bool [num_envs], and their actions, int64 [num_envs].
+
+        Where `explores` is True, a repetition of `actions` begins, unless the environment is repeating an action.
+        """
+        begins = explores & (self._left == 0)
+        drawn = np.searchsorted(self._cumulative, random.random(len(begins)), side="right") + 1
+        self._left[begins] = drawn[begins]
+        self._actions[begins] = actions[begins]
+        explores = self._left > 0
+        self._left[explores] -= 1
+        return explores, self._actions.copy()
+
+    def end(self, ended: np.ndarray) -> None:
+        self._left[ended] = 0
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {"actions": self._actions.tolist(), "left": self._left.tolist()}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self._actions[:], self._left[:] = state["actions"], state["left"]
 
 
 class Actor:
@@ -157,3 +194,41 @@ class Actor:
         self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"], np.int64)
         if self._repeats is not None:
             self._repeats.load_state_dict(state["repeats"])
+
+
+def check_saved(state: dict[str, Any], size: int, num_actions: int, n_step: int, longest_repeat: int) -> None:
+    """Check what `DQN.state_dict` returned, except the state of the environments, which is checked when it is loaded.
+
+    Raises `UnexpectedContentError` if it cannot have been saved by an agent with observations of `size` values.
+    """
+    width = row_width(size)
+    windows = {
+        "time": int,
+        "rows": TensorSpec(torch.float32, (n_step, None, width)),
+        "returns": TensorSpec(torch.float64, (n_step, None)),
+        "open": TensorSpec(torch.bool, (n_step, None)),
+    }
+    like = {
+        "replay": {"rows": TensorSpec(torch.float32, (None, width)), "cursor": int},
+        "num_episodes": int,
+        "random": {"bit_generator": str, "state": {"state": int, "inc": int}, "has_uint32": int, "uinteger": int},
+        "environments": object,
+        "windows": windows,
+        "returns": [float],
+        "lengths": [int],
+        "ended": [(float, int)],
+        "rewards": (float, float),
+        "best": float,
+    }
+    repeats = {"repeats": {"actions": [int], "left": [int]}} if longest_repeat > 1 else {}
+    check_like(state, like | repeats, "the agent")
+    rows, windows = state["replay"]["rows"], state["windows"]
+    check_count(state["replay"]["cursor"], "the agent, replay, cursor", most=len(rows))
+    per_env = (state["returns"], state["lengths"], *state.get("repeats", {}).values())
+    sizes = {*map(len, per_env), *(windows[key].shape[1] for key in ("rows", "returns", "open"))}
+    if len(rows) == 0 or len(sizes) > 1:
+        raise UnexpectedContentError("the agent: an empty replay buffer, or different numbers of environments")
+    for name, packed in (("replay", rows), ("windows", windows["rows"])):
+        actions = packed[..., -3]
+        if not ((actions >= 0) & (actions < num_actions) & (actions == actions.floor())).all():
+            raise UnexpectedContentError(f"the agent, {name}: an action is not from 0 to {num_actions - 1}")

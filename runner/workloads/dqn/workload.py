@@ -195,10 +195,8 @@ class DQN(Workload):
         return self.epsilon_start + (self.epsilon_final - self.epsilon_start) * progress
 
     def _new_actor(self, plan: Plan, device: torch.device) -> Actor:
-        from runner.workloads.dqn.actor import Actor
-        from runner.workloads.dqn.n_step import NStepBuffer
-        from runner.workloads.dqn.repeated_actions import Repeats
-        from runner.workloads.dqn.replay import Replay, row_width
+        from runner.workloads.dqn.actor import Actor, Repeats
+        from runner.workloads.dqn.replay import NStepBuffer, Replay, row_width
 
         num_envs, size = envs_per_process(self.env.num_envs, plan.num_data_ranks), math.prod(self.env.shape)
         capacity = math.ceil(self.replay_size / self._count)
@@ -326,11 +324,11 @@ class DQN(Workload):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check `state`, and keep it until `batches` creates the environments and buffers."""
-        from runner.workloads.dqn import saved_state
+        from runner.workloads.dqn.actor import check_saved
 
         if state:
             size, repeat = math.prod(self.env.shape), self.epsilon_repeat
-            saved_state.check(state, size, self.env.num_actions, self.n_step, repeat)
+            check_saved(state, size, self.env.num_actions, self.n_step, repeat)
         self._saved = state
         self._best = state.get("best", -math.inf)
 

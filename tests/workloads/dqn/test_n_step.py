@@ -8,7 +8,7 @@ import torch
 from helpers.runs import assert_bitwise_equal
 from helpers.scripted_env import ScriptedEnv, expected_transitions, replay_transitions, scripted_actor
 
-from runner.workloads.dqn.n_step import NStepBuffer
+from runner.workloads.dqn.replay import NStepBuffer
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])

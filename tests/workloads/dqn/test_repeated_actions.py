@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.scripted_env import scripted_actor
 
-from runner.workloads.dqn.repeated_actions import Repeats
+from runner.workloads.dqn.actor import Repeats
 
 NUM_ENVS, LONGEST = 500, 6
 
@@ -66,15 +65,3 @@ def test_restored_repetitions_continue_identically() -> None:
         one, other = (each.extend(draws[step], fresh, np.random.default_rng(step)) for each in (first, second))
         np.testing.assert_array_equal(one[0], other[0])
         np.testing.assert_array_equal(one[1][one[0]], other[1][other[0]])
-
-
-@pytest.mark.parametrize(("longest", "least", "most"), [(1, 0.15, 0.35), (1000, 0.5, 0.95)])
-def test_an_actor_that_explores_repeats_its_actions(
-    monkeypatch: pytest.MonkeyPatch, longest: int, least: float, most: float
-) -> None:
-    """Without repetitions, a random one of four actions equals the previous action in a quarter of the steps."""
-    actor = scripted_actor(monkeypatch, 1, 1, 0.9, repeats=Repeats(1, longest))
-    for _ in range(600):
-        actor.step(None, 0.0)
-    actions = actor.replay.rows[: len(actor.replay), -3]
-    assert least < float((actions[1:] == actions[:-1]).float().mean()) < most

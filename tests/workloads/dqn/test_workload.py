@@ -121,23 +121,6 @@ def test_the_next_values_are_clipped_to_the_possible_returns(
     assert unclipped.item() == pytest.approx((0.125 + 6.9 + 4.0) / 3)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_batch_split_over_ranks_and_micro_batches_has_the_same_gradient(count: int) -> None:
-    """Each rank computes micro-batches, whose losses are weighted by their fraction of the batch."""
-    workload: Any = build_composed_run(*SMALL).workload
-    models = [WithTarget(QNet(2, 2, (16,))).double() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    rows = torch.randn(32, 7, dtype=torch.float64)
-    rows[:, 4] = torch.randint(2, (32,))
-    workload.loss(models[0], unpack(rows))[0].backward()
-    for index in range(count):
-        for micro in Plan(32, 2, (index, count)).micro_batches(1):
-            loss, _ = workload.loss(models[1], unpack(rows[micro.start : micro.stop]))
-            (loss * micro.weight).backward()
-    for whole, parts in zip(trainable(models[0]), trainable(models[1]), strict=True):
-        torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=1e-12)
-
-
 def test_only_the_online_network_is_trained_and_the_target_follows_it() -> None:
     run = build_composed_run(*SMALL, "workload.target_tau=0.25", "workload.target_every=2")
     prepare_session(run)
