@@ -190,29 +190,10 @@ def test_weights_are_restored_after_an_error_in_the_evaluation() -> None:
     assert model.weight.equal(weight)
 
 
-def test_the_weights_of_agents_are_averaged_too(tmp_path: Path) -> None:
-    sizes = ("workload.warm_up=48", "workload.replay_size=100", "workload.eval_episodes=2", "batch_size=8", "steps=4")
-    result = train_in(
-        tmp_path, build_composed_run("workload=dqn", "device=cpu", "device.threads=1", *sizes, EMA)
-    ).result
-    assert result.status == "done"
-    trained, average = weights_at(tmp_path, 4), average_at(tmp_path, 4)
-    differ = {name for name in trained if not trained[name].equal(average[name])}
-    assert differ
-    assert not any("target" in name for name in differ), "what is not trained is not averaged"
-
-
 def test_hogwild_with_an_average_is_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run(*TINY_CPU, EMA, "parallel=hogwild"))
     assert (refusal.value.key, refusal.value.got) == ("ema.decay", DECAY)
-
-
-@pytest.mark.parametrize("decay", [0, 1, -0.1, 1.5])
-def test_a_decay_that_is_not_between_0_and_1_is_refused(decay: float) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        Ema(decay)
-    assert (refusal.value.key, refusal.value.got) == ("decay", decay)
 
 
 @pytest.mark.parametrize(("decay", "num_steps"), [(0.9999, 450), (0.99, 100), (0.999, 1000)])

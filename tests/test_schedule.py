@@ -86,13 +86,6 @@ def test_one_cycle_is_one_cycle_lr(num_updates: int, rise: float, start_div: flo
     assert ours == close(torch_rates(make, num_updates))
 
 
-@pytest.mark.parametrize("num_updates", [1, 2, 3, 4])
-def test_one_cycle_of_a_few_updates_stays_in_its_bounds(num_updates: int) -> None:
-    rates = our_rates(OneCycle(), num_updates)
-    assert all(0 < rate <= PEAK for rate in rates)
-    assert rates[-1] == pytest.approx(PEAK / 25 / 1e4)
-
-
 @pytest.mark.parametrize(("share", "warmup"), [(0.1, 10), (0.05, 5), (0.01, 1)])
 def test_warm_up_is_linear_lr_before_the_schedule(share: float, warmup: int) -> None:
     def make(o: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:

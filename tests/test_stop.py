@@ -122,13 +122,10 @@ def test_a_metric_that_is_not_measured_is_refused_before_the_run(overrides: tupl
 ACCURACY, DISAGREEMENT = "stop.metric=eval/accuracy", "stop.metric=eval/disagreement"
 TARGETS = {
     (ACCURACY, "stop.target=97"): "stop.target=0.97",
-    (ACCURACY, "stop.target=1.5"): "stop.target=0.015",
     (ACCURACY, "stop.target=1"): None,
     (LOSS, "stop.target=-0.1"): "set a value that it can reach",
-    (LOSS, "stop.target=0"): None,
     ("parallel=ensemble", "stop.metric=eval/member_1/accuracy", "stop.target=50"): "stop.target=0.5",
     ("parallel=ensemble", DISAGREEMENT, "stop.patience=3"): None,
-    ("workload=regression", "stop.metric=eval/r2", "stop.target=2"): "stop.target=0.02",
     ("workload=dqn", "stop.metric=eval/return", "stop.target=400"): None,
 }
 
@@ -179,7 +176,7 @@ def test_a_run_without_improvement_ends_early_and_counts_as_done(tmp_path: Path)
     assert [step for step, _ in scalar_curves(tmp_path)["eval/loss"]] == [2, 4, 6, 8, 10, 12, 14]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hogwild", "ensemble", "pipeline"])
+@pytest.mark.parametrize("mode", ["ddp", "hogwild", "ensemble", "pipeline"])
 def test_all_ranks_stop_after_the_same_step(mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
     overrides = (*TINY_CPU, *STEPS, f"parallel={mode}", LOSS, "stop.patience=3")
     change = partial(scripted_where_summarized, mode)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from helpers.permissions import enforced_permissions
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
@@ -238,14 +237,6 @@ def test_a_file_that_does_not_exist_is_refused(name: str) -> None:
     refused = refusal(file=name)
     assert (refused.key, refused.got) == ("file", name)
     assert "there is no such file in /" in refused.why
-
-
-def test_a_file_in_a_directory_that_may_not_be_searched_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "secret").mkdir()
-    with enforced_permissions(tmp_path / "secret", 0) as secret:
-        refused = refusal(file=str(secret / "a.csv"))
-    assert (refused.key, refused.got) == ("file", str(secret / "a.csv"))
-    assert "Permission denied" in refused.why
 
 
 def test_invalid_column_names_are_refused_with_the_nearest_one(houses: str) -> None:

@@ -257,33 +257,6 @@ def test_a_module_that_cannot_be_imported_is_named(module: str, why: str) -> Non
     assert why in refusal.value.why
 
 
-class DiscreteObservations(Broken):
-    """An environment with discrete observations."""
-
-    observation_space = gymnasium.spaces.Discrete(5)  # pyright: ignore[reportAssignmentType]
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
-        return 3, {}
-
-
-def together(num_envs: int, **_: Any) -> gymnasium.vector.VectorEnv:
-    return gymnasium.vector.SyncVectorEnv([DiscreteObservations] * num_envs)
-
-
-def test_a_vectorized_implementation_is_not_used_for_observations_that_are_flattened(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    spec = EnvSpec(
-        "DiscreteObservations-v0", DiscreteObservations, vector_entry_point=together, disable_env_checker=True
-    )
-    monkeypatch.setitem(gymnasium.registry, "DiscreteObservations-v0", spec)
-    env = prepared("DiscreteObservations-v0")
-    assert env.shape == (5,)
-    with env.vector(2) as vector:
-        vector.reset(0)
-        assert vector.observations.tolist() == [[0, 0, 0, 1, 0]] * 2
-
-
 class SameArrays(gymnasium.vector.VectorEnv):
     """Counts steps, in episodes of three, and returns the same arrays every time, as fast implementations do."""
 
