@@ -44,11 +44,9 @@ class ConvNet(nn.Sequential):
     ):
         smallest = smallest_side(len(channels), kernel_size, padding)
         if min(height, width) < smallest:
-            raise ValueError(
-                f"inputs of {height}×{width} are too small for {len(channels)} convolutions of "
-                f"{kernel_size}×{kernel_size}, each followed by 2×2 max pooling: "
-                f"they must be at least {smallest}×{smallest}"
-            )
+            layers = f"{len(channels)} convolutions of {kernel_size}×{kernel_size}, each followed by 2×2 max pooling"
+            least = f"they must be at least {smallest}×{smallest}"
+            raise ValueError(f"inputs of {height}×{width} are too small for {layers}: {least}")
         blocks: OrderedDict[str, nn.Module] = OrderedDict()
         for i, (inputs, outputs) in enumerate(pairwise((in_channels, *channels)), start=1):
             conv = nn.Conv2d(inputs, outputs, kernel_size, padding=padding)

@@ -68,14 +68,8 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replace_first_convolution(network: nn.Module, channels: int) -> None:
     name, old = next((name, each) for name, each in network.named_modules() if isinstance(each, nn.Conv2d))
-    new = nn.Conv2d(
-        channels,
-        old.out_channels,
-        old.kernel_size,  # pyright: ignore[reportArgumentType]
-        old.stride,  # pyright: ignore[reportArgumentType]
-        old.padding,  # pyright: ignore[reportArgumentType]
-        bias=old.bias is not None,
-    )
+    sizes: Any = (old.kernel_size, old.stride, old.padding)
+    new = nn.Conv2d(channels, old.out_channels, *sizes, bias=old.bias is not None)
     nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")
     if new.bias is not None:
         nn.init.zeros_(new.bias)

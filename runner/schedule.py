@@ -90,15 +90,10 @@ class Step(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "gamma", above=0, most=1)
-        ordered = list(self.milestones) == sorted(self.milestones)
-        inside = all(math.isfinite(m) and 0 < m < 1 for m in self.milestones)
-        check(
-            ordered and inside,
-            "milestones",
-            list(self.milestones),
-            "they must be fractions of the run between 0 and 1, in increasing order",
-            "for example schedule.milestones=[0.5,0.75]",
-        )
+        given, remedy = list(self.milestones), "for example schedule.milestones=[0.5,0.75]"
+        valid = given == sorted(given) and all(0 < milestone < 1 for milestone in given)
+        why = "they must be fractions of the run between 0 and 1, in increasing order"
+        check(valid, "milestones", given, why, remedy)
 
     def after_warmup(self, update: int, num_updates: int) -> float:
         # In floating point 0.55 * 100 exceeds 55: without a tolerance, the decay would be one update late.

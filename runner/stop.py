@@ -34,14 +34,8 @@ class Stop:
             why = "no metric is named that it could be applied to"
             named = self.metric is not None or getattr(self, key) is None
             check(named, key, getattr(self, key), why, "for example stop.metric=eval/loss")
-        applied = self.patience is not None or self.target is not None
-        check(
-            self.metric is None or applied,
-            "metric",
-            self.metric,
-            "no rule uses it",
-            "stop.patience=5, or stop.target=VALUE",
-        )
+        used = self.metric is None or self.patience is not None or self.target is not None
+        check(used, "metric", self.metric, "no rule uses it", "stop.patience=5, or stop.target=VALUE")
         why, remedy = "it says what counts as an improvement, and stop.patience is null", "stop.patience=5"
         check(self.min_delta == 0 or self.patience is not None, "min_delta", self.min_delta, why, remedy)
 
@@ -115,9 +109,8 @@ class Stopping:
             return f"stop.target: {seen.metric} is {seen.latest:.6g}"
         if patience is not None and seen.waited >= patience:
             times = f"{seen.waited} evaluation{'s' * (seen.waited > 1)}"
-            return (
-                f"stop.patience: {seen.metric} has not improved on {seen.best:.6g} (step {seen.best_step}) in {times}"
-            )
+            best = f"{seen.best:.6g} (step {seen.best_step})"
+            return f"stop.patience: {seen.metric} has not improved on {best} in {times}"
         return ""
 
     def out_of_time(self, seconds: float) -> str:

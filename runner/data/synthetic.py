@@ -12,8 +12,6 @@ from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
 from runner.seeds import derive, random_bytes
 
-_MOST_BYTES = 4 << 30
-
 
 @dataclass
 class Synthetic(Data):
@@ -36,14 +34,10 @@ class Synthetic(Data):
         check(self.channels in (1, 3), "channels", self.channels, "images are grayscale or RGB", "1 or 3")
         check_range(self, "num_classes", least=1, most=1_000_000)
         images = self.num_samples + self.holdout + self.learnable * self.num_classes
-        gibibytes = images * self.channels * self.size**2 / (1 << 30)
-        check(
-            gibibytes * (1 << 30) <= _MOST_BYTES,
-            "num_samples",
-            self.num_samples,
-            f"{images} images of this size take {gibibytes:.1f} GiB of memory, and the limit is 4 GiB",
-            "use fewer or smaller images: a few thousand suffice for a benchmark",
-        )
+        gibibytes = images * self.channels * self.size**2 / 2**30
+        why = f"{images} images of this size take {gibibytes:.1f} GiB of memory, and the limit is 4 GiB"
+        remedy = "use fewer or smaller images: a few thousand suffice for a benchmark"
+        check(gibibytes <= 4, "num_samples", self.num_samples, why, remedy)
 
     def load(self) -> tuple[Samples, Samples]:
         return Noise(self, "train", self.num_samples), Noise(self, "holdout", self.holdout)

@@ -69,9 +69,8 @@ class Env:
             self.shared_rng = vector.shared_rng
         if self.vectorization == "async":
             why = f"each runs in a process, and at most {_MAX_PROCESSES} are allowed"
-            check(
-                self.num_envs <= _MAX_PROCESSES, "num_envs", self.num_envs, why, "reduce it, or env.vectorization=sync"
-            )
+            few = self.num_envs <= _MAX_PROCESSES
+            check(few, "num_envs", self.num_envs, why, "reduce it, or env.vectorization=sync")
             with self.vector(self.num_envs) as vector:  # start all processes once, so that failures end the run early
                 try:
                     vector.reset(0)
@@ -103,10 +102,8 @@ class Env:
         if render_mode not in self._render_modes:
             return f"{self.id} does not support render_mode={render_mode}", otherwise
         if self._is_builtin and not is_installed("pygame"):
-            return (
-                "pygame, which renders the environments, is not installed",
-                "pip install 'gymnasium[classic-control]'",
-            )
+            why = "pygame, which renders the environments, is not installed"
+            return why, "pip install 'gymnasium[classic-control]'"
         return None
 
     def _options(self, render_mode: str | None = None) -> dict[str, Any]:

@@ -105,19 +105,12 @@ class Timm(NamedModel):
     The numbers of classes and input channels are taken from the data; `options` are arguments of `timm.create_model`.
     """
 
-    name: str = "resnet18"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check(is_installed("timm"), "_target_", "timm", "it is not installed", "pip install timm")
-        why = "timm's networks do not say which of their blocks could be recomputed"
-        check(
-            not self.checkpoint_activations,
-            "checkpoint_activations",
-            True,
-            why,
-            "model.checkpoint_activations=false",
-        )
+        if self.checkpoint_activations:
+            why = "timm's networks do not say which of their blocks could be recomputed"
+            raise ConfigError("checkpoint_activations", True, why, "model.checkpoint_activations=false")
         taken = sorted(key for key in self.options or {} if key in _TAKEN or key.startswith("pretrained"))
         why = "it follows from the data, the device and model.weights"
         check(not taken, f"options.{''.join(taken[:1])}", ABSENT, why, "leave it out; model.weights=FILE loads weights")

@@ -29,11 +29,5 @@ class ResNet(Model):
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from models import resnet
 
-        return resnet.ResNet(
-            self.depth,
-            in_channels=shape[0],
-            num_classes=num_classes,
-            stem=self.stem,
-            norm=self.norm,
-            checkpoint_activations=self.checkpoint_activations,
-        )
+        options = (self.stem, self.norm, self.checkpoint_activations)
+        return resnet.ResNet(self.depth, shape[0], num_classes, *options)

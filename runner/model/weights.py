@@ -26,17 +26,13 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     content = _load(path)
     if isinstance(content, Mapping):
         content = next((content[key] for key in ("state_dict", "model_state_dict", "model") if key in content), content)
-    check(_is_state_dict(content), "weights", path, "it does not contain a state_dict", SAVE_WEIGHTS)
+    found = isinstance(content, Mapping) and bool(content)
+    named = found and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in content.items())
+    check(named, "weights", path, "it does not contain a state_dict", SAVE_WEIGHTS)
     tensors = {name.replace("_orig_mod.", ""): tensor for name, tensor in content.items() if name != "n_averaged"}
     while tensors and all(name.startswith("module.") for name in tensors):
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     return tensors
-
-
-def _is_state_dict(content: Any) -> bool:
-    if not isinstance(content, Mapping) or not content:
-        return False
-    return all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items())
 
 
 def _load(path: str) -> Any:
@@ -71,13 +67,8 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
     if len(attributes) == 1 and not own.keys() & tensors.keys():  # of a LightningModule that holds the network
         tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
     if reset_head:
-        check(
-            bool(head),
-            "reset_head",
-            True,
-            "this network has no blocks(), so its last layer is not known",
-            "set model.reset_head=false",
-        )
+        why = "this network has no blocks(), so its last layer is not known"
+        check(bool(head), "reset_head", True, why, "set model.reset_head=false")
         tensors |= {name: own[name] for name in head}
     # Files from old versions of PyTorch lack num_batches_tracked: load_state_dict then keeps the model's.
     missing = [name for name in own if name not in tensors and not name.endswith("num_batches_tracked")]

@@ -117,13 +117,8 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
 
     def steps_per_epoch(self, batch_size: int) -> float:
         samples = len(self.train)
-        check(
-            batch_size <= samples,
-            "batch_size",
-            batch_size,
-            f"the data has only {samples} training samples, so a batch would contain some of them twice",
-            f"use at most batch_size={samples}",
-        )
+        why = f"the data has only {samples} training samples, so a batch would contain some of them twice"
+        check(batch_size <= samples, "batch_size", batch_size, why, f"use at most batch_size={samples}")
         return samples / batch_size
 
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
