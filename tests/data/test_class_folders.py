@@ -153,21 +153,3 @@ def test_an_unusable_directory_is_refused_by_key(tmp_path, case):
         assert word in refused.value.why
     assert str(tmp_path / root) in f"{refused.value.got} {refused.value.why}"
     assert refused.value.remedy
-
-
-@pytest.mark.parametrize("call", ["scandir", "walk"])
-def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch, call):
-    make(tmp_path, *many("a", 2), *many("b", 2))
-    scandir, secret = os.scandir, tmp_path if call == "scandir" else tmp_path / "a"
-
-    def refusing(path):
-        if Path(path) == secret:
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refusing)
-    with pytest.raises(ConfigError) as refused:
-        training_and_held_out(tmp_path, 0.5)
-    assert refused.value.key == "root"
-    assert str(secret) in refused.value.why
-    assert "Permission denied" in refused.value.why

@@ -94,44 +94,6 @@ def test_overfitting_repeats_the_first_batches() -> None:
     assert all(torch.equal(next(first).inputs, batches[number].inputs) for number in range(4))
 
 
-def test_pictures_show_all_classes_and_the_most_confident_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = classifier()
-    targets = workload.held_out.targets
-    predicted = (targets + 1) % 10
-    predicted[::3] = targets[::3]
-    margins = torch.arange(1.0, 1 + len(targets)) / 50
-    outputs = torch.nn.functional.one_hot(predicted, 10) * margins[:, None]
-    confidence = outputs.softmax(1).amax(1)
-    shown: list[tuple[Any, ...]] = []
-
-    def noted(
-        images: torch.Tensor, captions: list[str], good: list[bool], true: list[str], widest: int
-    ) -> torch.Tensor:
-        rows = [
-            int((workload.held_out.display_images(range(len(targets))) == i).all((1, 2, 3)).int().argmax())
-            for i in images
-        ]
-        shown.append((rows, captions, good, true))
-        return torch.zeros(3, 1, 1, dtype=torch.uint8)
-
-    monkeypatch.setattr(runner.workloads.classifier, "grid", noted)
-    workload.images(workload.evaluate(fixed(outputs), (0, 1), CPU))
-    (samples, _, rated, _), (mistakes, captions, wrong, true) = shown
-    assert targets[samples[:10]].tolist() == list(range(10))
-    assert rated == (predicted[samples] == targets[samples]).tolist()
-    assert len(samples) == len(mistakes) == 36
-    assert not any(wrong)
-    assert sorted(targets[mistakes[:10]].tolist()) == list(range(10)), "one of each class first"
-    for label in range(10):
-        [first] = [i for i in mistakes[:10] if targets[i] == label]
-        of_class = [i for i in range(len(targets)) if targets[i] == label and predicted[i] != label]
-        assert confidence[first] >= max(confidence[i] for i in of_class) - 5e-4, "its most confident mistake"
-    in_thousandths = (1000 * confidence[mistakes[:10]]).round().tolist()
-    assert in_thousandths == sorted(in_thousandths, reverse=True)
-    first = mistakes[0]
-    assert (captions[0], true[0]) == (f"{predicted[first]} {100 * confidence[first]:.0f}%", f"is {targets[first]}")
-
-
 @pytest.mark.parametrize("damaged", [1, 6])
 def test_pictures_match_their_samples_if_a_process_has_skipped_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int

@@ -218,11 +218,3 @@ def test_configs_that_cannot_be_trained_are_refused_by_key(words: tuple[str, ...
         prepare_session(build_composed_run(*typed, *words))
     assert refused.value.key == key
     assert word in refused.value.remedy
-
-
-def test_a_classifier_refuses_data_with_numeric_targets() -> None:
-    workload = build_composed_run("data=tabular").workload
-    with pytest.raises(ConfigError) as refused:
-        workload.prepare()
-    assert (refused.value.key, refused.value.got) == ("data", "Tabular")
-    assert "workload=regression" in refused.value.remedy

@@ -33,24 +33,6 @@ def test_every_transition_equals_that_of_a_slow_reference(
     assert agent.num_episodes in range(whole, whole + num_envs + 1)
 
 
-def test_discounted_rewards_equal_hand_computed_values() -> None:
-    """Two environments; the second is terminated at its second step."""
-    buffer = NStepBuffer(2, 1, 3, 0.5)
-    no, second = np.zeros(2, bool), np.array([False, True])
-    seen = np.arange(10, dtype=np.float32).reshape(5, 2)
-    rows = []
-    for time in range(3):
-        ended = second if time == 1 else no
-        taken = ~second if time == 2 else ~no  # the second environment is reset
-        arguments = (seen[time][:, None], np.array([0, 1]), np.array([1.0, 2.0]), seen[time + 1][:, None])
-        rows.append(buffer.push(*arguments, ended, no, taken).copy())
-    observation, following, action, total, discount = 0, 1, 2, 3, 4
-    assert [len(each) for each in rows] == [0, 2, 1]
-    assert rows[1][:, [observation, following, action]].tolist() == [[1.0, 5.0, 1.0], [3.0, 5.0, 1.0]]
-    assert rows[1][:, [total, discount]].tolist() == [[3.0, 0.0], [2.0, 0.0]], "2 + 2 / 2, and the last step alone"
-    assert rows[2].tolist() == [[0.0, 6.0, 0.0, 1.75, 0.125]], "1 + 1 / 2 + 1 / 4, bootstrapped after three steps"
-
-
 def test_a_restored_buffer_continues_bitwise() -> None:
     random = np.random.default_rng(0)
     buffers = [NStepBuffer(3, 2, 4, 0.9) for _ in range(2)]

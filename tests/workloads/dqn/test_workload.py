@@ -426,14 +426,13 @@ def test_a_config_that_cannot_run_is_refused(typed: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["__init__", "load_state_dict"])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("CUDA error: out of memory")], ids=repr)
 def test_a_replay_that_does_not_fit_into_the_device_is_refused(
-    method: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Running out of memory while the buffer is created or restored says nothing against the checkpoint."""
 
     def fail(*_: object) -> None:
-        raise error
+        raise RuntimeError("CUDA error: out of memory")
 
     words = (*SMALL, "workload.replay_size=300", "workload.eval_episodes=1", "save_every=2")
     train_in(tmp_path, build_composed_run(*words, "steps=2"))
