@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from runner.config.errors import check, check_range
+from runner.config.errors import ConfigError, check_range
 from runner.seeds import derive
 
 
@@ -24,20 +24,16 @@ class Accumulation:
     """Gradient accumulation: each process computes its share of a batch as `steps` micro-batches, one after another.
 
     The accumulated gradient equals the gradient of the undivided share up to rounding, except with batch normalization,
-    which uses the statistics of each micro-batch.
-
-    Args:
-        steps: number of micro-batches; `auto` for the smallest number with which a step fits into memory. The number
-            replaces `auto` before the run begins.
+    which uses the statistics of each micro-batch. A number replaces `auto` before the run begins.
     """
 
     steps: int | str = 1
 
     def __post_init__(self) -> None:
-        known = self.steps == "auto" or isinstance(self.steps, int)
-        check(known, "steps", self.steps, "it is neither auto nor a whole number", "accumulation=4")
         if isinstance(self.steps, int):
             check_range(self, "steps", least=1)
+        elif self.steps != "auto":
+            raise ConfigError("steps", self.steps, "it is neither auto nor a whole number", "accumulation=4")
 
     @property
     def count(self) -> int:
@@ -46,14 +42,16 @@ class Accumulation:
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one forward and backward pass: positions [start, stop) of the sample stream."""
+    """The samples of one forward and backward pass: positions [start, stop) of the sample stream.
+
+    The mean loss of the micro-batch is multiplied by `weight`, the fraction of the global batch that is in it.
+    `is_last` is true for the last micro-batch of this process before the optimizer step.
+    """
 
     start: int
     stop: int
     weight: float
-    """The fraction of the global batch that is in this micro-batch. The micro-batch's mean loss is multiplied by it."""
     is_last: bool
-    """Whether this micro-batch is the last one of this process before the optimizer step."""
 
 
 class Step(NamedTuple):
@@ -61,14 +59,16 @@ class Step(NamedTuple):
 
     Usually, it is one optimizer step, whose batch the processes divide among themselves. If each process computes whole
     steps by itself (see `Plan.step_shard`), it is a round: several optimizer steps, one per process.
+
+    Args:
+        number: the number of the optimizer step, counted from 1; for a round, that of its last step.
+        local: the number of the step whose batch this process trains on; another than `number` only in a round.
+        micro_batches: the micro-batches of this process; empty if the run ends before step `local`.
     """
 
     number: int
-    """The number of the optimizer step, counted from 1; for a round, that of its last step. Equal on every process."""
     local: int
-    """The number of the step whose batch this process trains on; equal to `number` unless the iteration is a round."""
     micro_batches: list[MicroBatch]
-    """The micro-batches of this process; empty if the run ends before step `local`."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,12 @@ class Plan:
     def __post_init__(self) -> None:
         count = self.data_shard[1]
         parts = self.accumulation * count
-        below = self.batch_size // parts * parts
-        nearest = " or ".join(f"batch_size={size}" for size in (below, below + parts) if size > 0)
-        check(
-            self.batch_size % parts == 0,
-            "batch_size",
-            self.batch_size,
-            f"it does not divide into {self.accumulation} micro-batches (accumulation.steps) on each of "
-            f"{count} process{'es' * (count > 1)}",
-            f"the nearest that do: {nearest}",
-        )
+        if self.batch_size % parts:
+            below = self.batch_size // parts * parts
+            nearest = " or ".join(f"batch_size={size}" for size in (below, below + parts) if size > 0)
+            why = f"it does not divide into {self.accumulation} micro-batches (accumulation.steps) on each of "
+            why += f"{count} process{'es' * (count > 1)}"
+            raise ConfigError("batch_size", self.batch_size, why, f"the nearest that do: {nearest}")
 
     def sharded(self, rank: int, world_size: int) -> Plan:
         """Return the plan of a process that trains and evaluates on its shard of the samples."""
@@ -130,12 +126,11 @@ class Plan:
 
     @property
     def data_rank(self) -> int:
-        """The rank of this process among those that train on different samples, and act in different environments."""
+        """The rank of this process among those that train on different samples."""
         return self.data_shard[0] * self.step_shard[1] + self.step_shard[0]
 
     @property
     def num_data_ranks(self) -> int:
-        """The number of processes that train on different samples."""
         return self.data_shard[1] * self.step_shard[1]
 
     @property
@@ -145,12 +140,11 @@ class Plan:
 
     @property
     def samples_per_round(self) -> int:
-        """The number of samples of all processes in a full round (one iteration of the training loop)."""
+        """The number of samples of all processes in one iteration of the training loop."""
         return self.batch_size * self.steps_per_round
 
     @property
     def micro_size(self) -> int:
-        """The number of samples in a micro-batch."""
         return self.batch_size // self.data_shard[1] // self.accumulation
 
     @property
@@ -159,7 +153,7 @@ class Plan:
         return self.micro_size // self.chunks
 
     def describe(self) -> str:
-        """Return a description of how a global batch is divided: `64 samples = 2 processes × 1 micro-batch × 32`."""
+        """Return how a global batch is divided: `64 samples = 2 processes × 1 micro-batch × 32`."""
         shards, parts, size = self.data_shard[1], self.accumulation, self.micro_size
         text = f"{self.batch_size} samples"
         if shards > 1 or parts > 1:

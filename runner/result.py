@@ -23,13 +23,11 @@ class Result:
         best: the `metric`, the `value` and the `step` of the best evaluation; empty if there was no evaluation.
         seconds: time in seconds from the first step of this session to the end of the session.
         samples_per_second: training throughput of all processes together, from the median step time.
-        step_seconds: the `median` and the 90th percentile (`p90`) of the times of the steps in this session, in
-            seconds; the first steps do not count. On an accelerator, the time of a step is the mean over a window of
-            steps, such as those between two logs (see `StepTimer`). If an iteration of the training loop has several
-            steps (see `Plan.steps_per_round`), the iterations are timed instead. Empty if there was no step.
+        step_seconds: the `median` and the 90th percentile (`p90`) of the times of the iterations of this session, in
+            seconds, without the first ones (see `StepTimer`). Empty if there was none.
         peak_memory_bytes: peak memory usage of rank 0 on its GPU or, without a GPU, in host memory.
         world_size: number of processes.
-        config_hash: hash of the config (see `runner.run.config_hash`).
+        config_hash: see `runner.run.config_hash`.
         notes: additional results of the workload, such as the number of skipped files.
         error: the reason why the run diverged or crashed; empty if it did neither.
         stopped_by: the rule of `stop` that ended the run before its last step, in words; empty if no rule did.
@@ -56,7 +54,6 @@ class Result:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a command that ends with this result."""
         return EXIT_CODES[self.status]
 
     @property

@@ -106,13 +106,13 @@ class Run:
             check_range(self, key, least=1, most=_LARGEST)
         for key in ("eval_every", "save_every", "keep"):
             check_range(self, key, least=0, most=_LARGEST)
-        known = isinstance(self.compile, bool) or self.compile == "blocks"
-        check(known, "compile", self.compile, "it is neither true nor false nor blocks", "compile=blocks")
+        if not isinstance(self.compile, bool) and self.compile != "blocks":
+            raise ConfigError("compile", self.compile, "it is neither true nor false nor blocks", "compile=blocks")
         check_range(self, "epochs", above=0, most=1_000_000)
         check_range(self, "max_grad_norm", above=0)
-        lengths = (self.steps, self.epochs, self.workload.num_steps(self.batch_size))
-        known = any(length is not None for length in lengths)
-        check(known, "steps", None, "neither steps nor epochs says how long to train", "set epochs=10 or steps=1000")
+        if self.steps is None and self.epochs is None and self.workload.num_steps(self.batch_size) is None:
+            why = "neither steps nor epochs says how long to train"
+            raise ConfigError("steps", None, why, "set epochs=10 or steps=1000")
         Plan(self.batch_size, self.accumulation.count)  # raises ConfigError if the batch is not divisible
 
     def prepare(self, collectives: Collectives) -> Session:
@@ -121,10 +121,7 @@ class Run:
         Raises:
             ConfigError: if a check fails. The run directory is created only after all checks have passed.
         """
-        session = self._prepared(collectives, self.workload.prepare)
-        why = "the processes of this mode do not wait for each other: there is no sequence of weights to average"
-        in_sequence = self.ema.decay is None or session.plan.steps_per_round == 1
-        check(in_sequence, "ema.decay", self.ema.decay, why, "ema.decay=null, or another parallel mode")
+        session = self.session_with_data(collectives, self.workload.prepare)
         epoch = self.workload.steps_per_epoch(self.batch_size)
         num_steps = self._num_steps(epoch)
         once_an_epoch = math.ceil(epoch) if epoch else max(1, num_steps // 10)
@@ -135,23 +132,19 @@ class Run:
         lengths = {"num_steps": num_steps, "eval_every": eval_every, "save_every": save_every}
         return replace(session, steps_per_epoch=epoch, **lengths)
 
-    def prepare_evaluation(self, collectives: Collectives, load: Callable[[], None]) -> Session:
-        """Return a session in which a checkpoint can be evaluated, but in which nothing is trained.
-
-        Args:
-            collectives: those of this process.
-            load: function that loads the data; it is called in place of `prepare` of the workload.
+    def session_with_data(self, collectives: Collectives, load: Callable[[], None]) -> Session:
+        """Return a session that has no lengths yet, after `load` has loaded the data of the workload.
 
         Raises:
             ConfigError: if a check fails.
         """
-        return self._prepared(collectives, load)
-
-    def _prepared(self, collectives: Collectives, load: Callable[[], None]) -> Session:
         session = self.session(collectives)
-        whole = self.optimizer.needs_whole_parameters and session.plan.shards_parameters
-        why = f"it needs whole parameters, and {type(self.parallel).__name__.lower()} shards them"
-        check(not whole, "optimizer", type(self.optimizer).__name__, why, "parallel=ddp, or optimizer=adamw")
+        if self.optimizer.needs_whole_parameters and session.plan.shards_parameters:
+            why = f"it needs whole parameters, and {type(self.parallel).__name__.lower()} shards them"
+            raise ConfigError("optimizer", type(self.optimizer).__name__, why, "parallel=ddp, or optimizer=adamw")
+        if self.ema.decay is not None and session.plan.steps_per_round > 1:
+            why = "the processes of this mode do not wait for each other: there is no sequence of weights to average"
+            raise ConfigError("ema.decay", self.ema.decay, why, "ema.decay=null, or another parallel mode")
         self.tracking.check()
         self.workload.check_plan(session.plan)
         self.precision.check_device(session.device)
@@ -163,10 +156,11 @@ class Run:
         """Return the session of a process whose data has not been loaded, and whose lengths are not known yet.
 
         Raises:
-            ConfigError: if the batch cannot be divided among the processes.
+            ConfigError: as in `Parallel.divide`.
         """
-        plan = self.parallel.divide(Plan(self.batch_size, self.accumulation.count, seed=self.seed), collectives)
-        return Session(collectives, plan, self.workload, self.precision, self.channels_last, self.compile)
+        plan = Plan(self.batch_size, self.accumulation.count, seed=self.seed)
+        session = Session(collectives, plan, self.workload, self.precision, self.channels_last, self.compile)
+        return replace(session, plan=self.parallel.divide(session))
 
     @contextmanager
     def settings(self, device: torch.device) -> Iterator[None]:
@@ -179,13 +173,7 @@ class Run:
             yield
 
     def describe(self, session: Session, model: str, directory: Path) -> str:
-        """Return the first lines of the log, such as the model, the device, the batch size and the run directory.
-
-        Args:
-            session: the session of this process.
-            model: description of the whole model, before a parallel mode splits it.
-            directory: the run directory.
-        """
+        """Return the first lines of the log; `model` describes the whole model, before a mode splits it."""
         threads, count = torch.get_num_threads(), session.world_size
         steps = f"{session.num_steps:,} step{'s' * (session.num_steps != 1)}"
         lines = {
@@ -201,7 +189,6 @@ class Run:
         return "\n".join(f"{key:<10} {text}" for key, text in lines.items())
 
     def _num_steps(self, epoch: float | None) -> int:
-        """Return the number of optimizer steps of the run."""
         if self.steps is not None:
             return self.steps
         length = self.workload.num_steps(self.batch_size)
@@ -240,32 +227,22 @@ def build_run(config: Mapping[str, Any]) -> Run:
 
 
 def check_used(run: Run, overrides: Iterable[str]) -> None:
-    """Check that the run does not ignore a part of what the user asked for with `overrides`, such as `data.size=32`.
-
-    Raises:
-        ConfigError: if the workload does not use an overridden config group, or an override chooses several options of
-            a group.
-    """
+    """Refuse `overrides` that the run would ignore: of a group that the workload does not use, or several options."""
     used = component_fields(type(run.workload))
     groups = (*CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload")
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
-        several = key in groups and value.startswith("[")
-        why = "only the last of several options of a group would be used"
-        check(not several, key, value, why, "choose one of them")
+        if key in groups and value.startswith("["):
+            why = "only the last of several options of a group would be used"
+            raise ConfigError(key, value, why, "choose one of them")
         group = key.partition(".")[0]
-        why = f"{type(run.workload).__name__} is not made from any {group}"
-        check(
-            group in used or group not in WORKLOAD_INPUTS, key, value, why, "leave it out, or choose another workload"
-        )
+        if group in WORKLOAD_INPUTS and group not in used:
+            why = f"{type(run.workload).__name__} is not made from any {group}"
+            raise ConfigError(key, value, why, "leave it out, or choose another workload")
 
 
 def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
-    """Check that all processes were started with the same `config`; must be called on every rank.
-
-    Raises:
-        ConfigError: if the configs differ; the error names the first key whose values differ.
-    """
+    """Refuse a `config` that is not the same on all ranks, naming the first key that differs; called on every rank."""
     ours, *others = collectives.all_gather(config)
     for rank, other in enumerate(others, start=1):
         path, one, another = first_difference(ours, other)
@@ -274,10 +251,7 @@ def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
 
 
 def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:
-    """Return (key, value in `one`, value in `other`) for the first key of two configs whose values differ.
-
-    The key is in full, such as `data.size`; the result is ("", None, None) if all values are equal.
-    """
+    """Return (full key, value in `one`, value in `other`) of the first difference of two configs; ("", …) if equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in (*one, *(key for key in other if key not in one)):
             found = first_difference(one.get(key), other.get(key), f"{path}.{key}" if path else key)
@@ -295,10 +269,7 @@ def _node(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:
 
 
 def describe_model(model: torch.nn.Module) -> str:
-    """Return a description of `model`, such as `ConvNet, 26,650 trainable parameters, 0.11 MB`.
-
-    The size includes frozen parameters and all buffers.
-    """
+    """Return such as `ConvNet, 26,650 trainable parameters, 0.11 MB`; the size is that of all tensors."""
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     return f"{type(model).__name__}, {trained:,} trainable parameters, {size / 1e6:,.2f} MB"
@@ -308,18 +279,13 @@ _NOT_HASHED = (*LOCATION_KEYS, "tracking")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Return a hash of `config` as 12 hexadecimal digits.
-
-    The hash does not depend on the options `name`, `output_root`, `resume` and `tracking`, nor on credentials.
-    The saved config, in which credentials are hidden, therefore has the same hash.
-    """
+    """Return a hash of `hashed_options(config)` as 12 hexadecimal digits."""
     return hashlib.sha256(json.dumps(hashed_options(config), sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def hashed_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of `config` on which `config_hash` depends.
+    """Return what `config` says of the computation, without credentials, which the saved config does not have.
 
-    To find out whether two configs describe the same computation, compare these parts, not the hashes: 1 and 1.0 are
-    equal, but their hashes differ.
+    To compare two configs, compare these parts, not their hashes: 1 and 1.0 are equal, but their hashes differ.
     """
     return redacted_values({key: value for key, value in config.items() if key not in _NOT_HASHED})

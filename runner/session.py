@@ -24,14 +24,9 @@ class Session:
     Args:
         collectives: the rank and the devices of this process, and its connection to the other processes.
         plan: which samples are in the micro-batches of this process, and from which seeds it draws.
-        workload: the workload of the run.
-        precision: the precision of the run.
-        channels_last: whether convolutions use the NHWC memory format.
-        compile: true to compile the model as a whole with `torch.compile`; `blocks` to compile each of its blocks;
-            false to compile nothing.
+        workload, precision, channels_last, compile: those of the run.
         num_steps: number of optimizer steps of the whole run; 0 if nothing is trained.
-        eval_every: number of steps between evaluations; 0 to evaluate only at the end.
-        save_every: number of steps between checkpoints; 0 to save only at the end.
+        eval_every, save_every: number of steps between evaluations, and between checkpoints; 0: only at the end.
         steps_per_epoch: number of steps of one pass over the training data; None if the workload has no epochs.
     """
 
@@ -48,12 +43,10 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """The rank of this process; rank 0 writes the results."""
         return self.collectives.rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes of the run."""
         return self.collectives.world_size
 
     @property
@@ -63,7 +56,6 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """The first device of this process."""
         return self.devices[0]
 
     @property
@@ -74,22 +66,14 @@ class Session:
         return listed | members | ({"disagreement": "min"} if count and self.workload.outputs_are_scores else {})
 
     def batches(self, model: torch.nn.Module, after_step: int) -> Iterator[Any]:
-        """Yield the micro-batches of this process for all steps after `after_step`; None for each if it needs none.
-
-        Raises:
-            ConfigError, DataError, EnvironmentBrokenError: as in `Workload.batches`.
-        """
+        """Yield the micro-batches of this process for all steps after `after_step`; None for each if it needs none."""
         if not self.plan.reads_batches:
             return itertools.repeat(None)
         return self.workload.batches(model, self.plan, after_step, self.device)
 
     def is_due(self, every: int, step: int) -> bool:
-        """Return whether a periodic action, such as an evaluation, is due after the iteration that ends with `step`.
+        """Return whether an action that is due every so many steps is due in the iteration that ends with `step`.
 
-        It is due if it is due at one of the steps of the iteration. Every action is due after the last step of the run.
-
-        Args:
-            every: number of steps between two actions; 0 if the action is due only at the end.
-            step: the last step of the iteration.
+        Every action is due after the last step of the run; with `every=0`, only then.
         """
         return step == self.num_steps or (bool(every) and step % every < self.plan.steps_per_round)

@@ -94,11 +94,7 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
 
 
 def train_rank(config: dict[str, Any], directory: Path, collectives: Collectives) -> Result:
-    """Train the run of `config` in this process, which a launcher has started, and return the result.
-
-    Raises:
-        ConfigError, CrashedError: as in `train`.
-    """
+    """Train the run of `config` in this process, which a launcher has started; otherwise, like `train`."""
     run = build_run(config)
     session = run.prepare(collectives)
     with LogFile(directory, session.rank):
@@ -107,8 +103,6 @@ def train_rank(config: dict[str, Any], directory: Path, collectives: Collectives
 
 def prepare(run: Run, session: Session, directory: Path, with_table: bool = False) -> State:
     """Return the state of the run, with the model on its devices, resumed from a checkpoint if there is one.
-
-    The arguments are those of `initial_state`.
 
     Raises:
         ConfigError: as in `initial_state` and `State.resume`.
@@ -122,13 +116,8 @@ def initial_state(run: Run, session: Session, directory: Path, with_table: bool 
     """Return the state of the run before its first step, with the model on its devices.
 
     The weights depend only on the seed of the plan; later random numbers also depend on the process. This function
-    seeds torch's global generator, and resets the global timer and the peak of the memory.
-
-    Args:
-        run: the options.
-        session: the process and its part of the work.
-        directory: the run directory.
-        with_table: whether to compute the table of the model for the log.
+    seeds torch's global generator, and resets the global timer and the peak of the memory. `with_table` adds a table
+    of the model for the log.
 
     Raises:
         ConfigError: if the model or the optimizer cannot be built from the config.
@@ -207,14 +196,8 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
     The host does not wait for the device. With loss scaling, however, it waits for the end of the previous step, or of
     this one if there is an average of the weights or a target network.
 
-    Args:
-        state: the training state, which is updated.
-        batches: yields the micro-batches of this process.
-        step: the step, or the round of steps.
-        log_due: whether the step is logged; the gradient norm is then computed.
-
     Returns:
-        The gradient norm before clipping, a scalar on the device; None if the step is not logged and does not clip.
+        The gradient norm before clipping, a scalar on the device; None if no log is due and gradients are not clipped.
     """
     run, session, model = state.run, state.session, state.model
     for micro in step.micro_batches:
@@ -236,11 +219,7 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
 
 
 def log_training(state: State, recorder: Recorder, progress: Progress, norm: torch.Tensor | None) -> None:
-    """Log one point of every training curve; `norm` is the gradient norm of the last step.
-
-    Raises:
-        DivergedError: if a metric since the last log is not finite.
-    """
+    """Log one point of every training curve; `norm` is the gradient norm of the last step."""
     run, step = state.run, state.step
     means = state.flush_metrics()
     state.metrics |= means
@@ -262,11 +241,7 @@ def warn_of_competition(state: State) -> None:
 
 
 def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
-    """Evaluate the model on the held-out data, log the metrics, and return whether the model is the best so far.
-
-    Raises:
-        DivergedError: if a metric is not finite.
-    """
+    """Evaluate the model on the held-out data, log the metrics, and return whether the model is the best so far."""
     run, model = state.run, state.model
     model.eval()
     with state.average.applied():
@@ -301,11 +276,7 @@ def introduce(state: State, recorder: Recorder) -> None:
 
 
 def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
-    """Save this process's batch of `step`, at which the run diverged, as a file in `directory`.
-
-    Nothing is saved if the batch is not available (see `Workload.diverged_batch`). If the batch cannot be read or
-    written, for example because the disk is full, an error is logged.
-    """
+    """Save this process's batch of `step`, at which the run diverged, in `directory`, if it is still available."""
     path = directory / f"diverged_step_{step:08d}_rank_{session.rank}.pt"
     try:
         batch = session.workload.diverged_batch(session.plan, step, session.device)

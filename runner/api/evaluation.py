@@ -84,8 +84,8 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: 
 def _session(
     run: Run, collectives: Collectives, checkpoint: Path, split: str | None, is_other: bool = False
 ) -> Session:
-    load_data = partial(run.workload.prepare_evaluation, saved_signature(checkpoint), split, is_other)
-    return run.prepare_evaluation(collectives, load_data)
+    load_data = partial(run.workload.session_with_data, saved_signature(checkpoint), split, is_other)
+    return run.session_with_data(collectives, load_data)
 
 
 def _evaluate_rank(

@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import check, errors_under
+from runner.config.errors import ConfigError, errors_under
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import full_state
-from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import external_world_size
@@ -30,9 +29,8 @@ class Parallel:
     """The mode `parallel=single`: one process with one device. It is also the base class of all other parallel modes.
 
     A parallel mode changes how a step is computed, not what is computed: batches, losses, tags and checkpoints are the
-    same as on a single device. The fields of a mode are its options, which do not change after construction; what a
-    mode needs to know about a run is passed as a `Session`. The methods are defined roughly in the order in which a
-    run calls them.
+    same as on a single device. The fields of a mode are its options. The methods are defined roughly in the order in
+    which a run calls them.
     """
 
     description: ClassVar[str] = "single device"
@@ -46,35 +44,34 @@ class Parallel:
         """Return the launcher that starts or joins the processes of the mode, on the devices that `choice` selects.
 
         Raises:
-            ConfigError: if they do not fit the mode; as in `divide` and `check`, with the key in full.
+            ConfigError: if they do not fit the mode.
         """
         self._check_one_process()
         with errors_under("device"):
             return Launcher([choice.resolve()])
 
     def _check_one_process(self) -> None:
-        started = external_world_size()
-        why = f"{started} processes were started by torchrun or SLURM, and this mode uses one"
-        check(started == 1, "parallel.processes", started, why, "choose parallel=ddp or fsdp, or start one process")
+        if (started := external_world_size()) != 1:
+            why = f"{started} processes were started by torchrun or SLURM, and this mode uses one"
+            remedy = "choose parallel=ddp or fsdp, or start one process"
+            raise ConfigError("parallel.processes", started, why, remedy)
 
-    def divide(self, plan: Plan, process: Collectives) -> Plan:
-        """Return the part of `plan`, which is that of a single process, that `process` does. No data has been read yet.
+    def divide(self, session: Session) -> Plan:
+        """Return the part of `session.plan`, which is that of a single process, that the process of `session` does.
 
         Raises:
-            ConfigError: if the batch or the devices do not fit the mode.
+            ConfigError: if the batch, the devices, the workload or an option does not fit the mode. No data has been
+                read yet; what depends on it is checked in `check`.
         """
-        return plan
+        return session.plan
 
     def check(self, session: Session) -> None:
-        """Raise a `ConfigError` if the mode does not fit the workload, whose data has been read, or an option."""
+        """Raise a `ConfigError` if the mode does not fit the network of the workload. Its data has been read."""
 
     def place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         """Move, wrap, shard or split the model, and return the module whose parameters are trained.
 
         The parameters keep their names: a mode that wraps the module, as DDP does, keeps the wrapper for itself.
-
-        Raises:
-            ConfigError: if the model cannot be compiled or split as the options ask.
         """
         self._session = session
         return self._place(model, session)
@@ -89,18 +86,17 @@ class Parallel:
 
         Args:
             model: the model that `place` returned.
-            batch: the micro-batch, as yielded by the workload's `batches`.
-            micro: the micro-batch's positions in the sample stream, and its weight.
+            batch: the samples of `micro`, as yielded by the workload's `batches`.
+            micro: the micro-batch.
             log_due: whether this step is logged; if so, the mode may measure it.
 
         Returns:
-            The metric sums over the micro-batch, in the order of `workload.metrics`: float32 [num_metrics], on the
-            device. A rank without the loss, as in a pipeline, returns zeros.
+            The sums of `workload.metrics` over the micro-batch: float32 [num_metrics], on the device. A rank without
+            the loss, as in a pipeline, returns zeros.
         """
         return self._accumulate(model, batch, micro.weight)
 
     def _accumulate(self, module: torch.nn.Module, batch: Any, weight: float) -> BatchSums:
-        """Run the forward and the backward pass of a micro-batch, and return its metric sums."""
         workload, precision = self._session.workload, self._session.precision
         with timer.section("forward"), precision.autocast():
             loss, sums = workload.loss(module, batch)
@@ -118,13 +114,9 @@ class Parallel:
         return full_state.full_tensor(norm)
 
     def combine_overflow(self, found_inf: torch.Tensor) -> None:
-        """Set `found_inf` to its maximum over the ranks that train different parts of one model, in place.
+        """Set `found_inf`, the overflow flag of `torch.amp.GradScaler`, to its maximum over the ranks of a split model.
 
-        All these ranks then skip the same updates. Elsewhere, a rank has all gradients, or torch combines the flags.
-
-        Args:
-            found_inf: the overflow flag of `torch.amp.GradScaler`, a float32 scalar on the device: 1 if a gradient on
-                this rank is not finite, else 0.
+        In other modes, a rank has all gradients, or torch combines the flags.
         """
 
     def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
@@ -150,8 +142,7 @@ class Parallel:
     def images(self, directory: Path) -> dict[str, torch.Tensor]:
         """Return RGB images, uint8 [3, height, width], of how a step was computed, by tag; called on rank 0.
 
-        Args:
-            directory: the run directory, to which the mode may write files.
+        The mode may also write files to `directory`, the run directory.
         """
         return {}
 
@@ -195,21 +186,15 @@ def move(model: torch.nn.Module, device: torch.device, channels_last: bool) -> N
     """Move `model` to `device`, and convert it to the NHWC memory format if `channels_last` is true."""
     model.to(device)
     if channels_last:
-        # torch's annotations have no overload of `to` with only a memory format
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
 def devices_of_one_process(choice: Device) -> list[torch.device]:
-    """Return the GPUs that `choice` selects, by default all visible ones, or the one device of another kind.
-
-    Raises:
-        ConfigError: if a device does not exist, or if `choice` is not the CPU and `CUDA_VISIBLE_DEVICES` hides every
-            GPU.
-    """
+    """Return the GPUs that `choice` selects, by default all visible ones, or the one device of another kind."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    why = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU, and there is nothing to spread the work over"
-    hides_all = hidden is not None and hidden.split(",")[0].strip() in ("", "-1")
-    check(choice.kind == "cpu" or not hides_all, "device.kind", choice.kind, why, "unset it, or say device=cpu")
+    if choice.kind != "cpu" and hidden is not None and hidden.split(",")[0].strip() in ("", "-1"):
+        why = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU, and there is nothing to spread the work over"
+        raise ConfigError("device.kind", choice.kind, why, "unset it, or say device=cpu")
     with errors_under("device"):
         device = choice.resolve()
         return choice.resolve_all() if device.type == "cuda" else [device]

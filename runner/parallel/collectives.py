@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def encode(value: Any) -> bytes:
-    """Return `value` as a message to another rank: plain Python values, tensors and dtypes, nested in any way.
+    """Return `value`, plain Python values, tensors and dtypes, nested in any way, as a message to another rank.
 
     Raises:
         TypeError: if `value` holds an object of another type, which the other rank would refuse.
@@ -63,7 +63,6 @@ def refusal_as_plain(error: ConfigError | None) -> tuple | None:
 
 
 def refusal_from_plain(sent: tuple) -> ConfigError:
-    """Return the error that was passed to `refusal_as_plain`."""
     key, got, why, remedy = sent
     return ConfigError(key, ABSENT if got == () else got, why, remedy)
 
@@ -102,7 +101,7 @@ class Collectives:
     def all_reduce_mean(self, tensor: torch.Tensor) -> None:
         """Set `tensor` to its elementwise mean over all ranks, in place.
 
-        The mean is computed in float64, so that a value that is the same on all ranks does not change.
+        In float64, so that a value that is the same on all ranks does not change.
         """
 
     def any_rank(self, flag: bool) -> bool:
@@ -118,13 +117,9 @@ class Collectives:
     def from_rank_0(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0, and return its result on every rank.
 
-        The result must consist of plain Python values, tensors and dtypes.
-
         Raises:
-            Exception: on rank 0, any exception that `make` raises.
-            ConfigError: on the other ranks, if `make` raised this ConfigError on rank 0.
+            ConfigError: on every rank, if `make` raised it.
             LostError: on the other ranks, if `make` raised any other exception, or its result cannot be encoded.
-            TypeError: on rank 0, if there are several ranks and the result cannot be encoded.
         """
         return make()
 
@@ -157,8 +152,7 @@ class ProcessGroup(Collectives):
     Args:
         devices: the devices of this process.
         timeout: seconds that a rank waits for the others.
-        shared_state: shared memory that the launcher has allocated for all processes of this machine; only used in a
-            subclass.
+        shared_state: memory that the processes of this machine share; only used in a subclass.
     """
 
     def __init__(self, devices: Sequence[torch.device], timeout: float, shared_state: Any = None):
@@ -277,7 +271,6 @@ def _bytes_to_tensor(message: bytes) -> torch.Tensor:
 
 
 def _checked(num_bytes: int) -> int:
-    """Return `num_bytes`, the size of a message from another rank, if it is within the limit."""
     if not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {num_bytes} bytes from another rank: at most {MAX_MESSAGE_BYTES} are read")
     return num_bytes

@@ -10,10 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from models.blocks import blocks_of
-from runner.config.errors import check
-
-BLOCKS = "blocks"
-"""The value of `compile` that compiles each block on its own."""
+from runner.config.errors import ConfigError
 
 _VARIANTS = 8
 """How many times one block may be compiled: for training and evaluation, and for batches of another size."""
@@ -30,23 +27,21 @@ def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_in_place(module: torch.nn.Module, how: bool | str, blocks: Sequence[torch.nn.Module] | None = None) -> None:
-    """Compile `module`, or each of its blocks, without changing the names of the parameters.
-
-    The compilation starts when the module or block is called for the first time. Blocks of the same class and shapes
-    share their compiled code.
+    """Compile `module`, a network or a stage of it, without changing the names of its parameters.
 
     Args:
-        module: the network, or a stage of it.
+        module: the module.
         how: true to compile `module` as a whole; `blocks` to compile each of its blocks; false to compile nothing.
         blocks: the blocks of `module`; None for the blocks that `modules_of_blocks` returns.
 
     Raises:
         ConfigError: if `how` is `blocks`, and there are no blocks to compile.
     """
-    if how == BLOCKS:
+    if how == "blocks":
         found = modules_of_blocks(module) if blocks is None else blocks
-        why = "it has no blocks() that could be compiled one by one"
-        check(bool(found), "compile", how, f"{type(module).__name__}: {why}", "compile=true")
+        if not found:
+            why = f"{type(module).__name__}: it has no blocks() that could be compiled one by one"
+            raise ConfigError("compile", how, why, "compile=true")
         from torch.compiler import config
 
         # Blocks of the same class share one function, which is compiled again for each new set of shapes.

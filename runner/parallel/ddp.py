@@ -10,13 +10,15 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import check, check_choice, check_range
-from runner.parallel.collectives import Collectives
+from runner.config.errors import ConfigError, check_choice, check_range
 from runner.parallel.full_state import TensorDict
 from runner.parallel.multiprocess import MultiProcess, average_buffers
 from runner.session import Session
 from runner.system import torch_private
 from runner.tracking.metrics import BatchSums, MetricSums
+
+_OPTIONS = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+_BUFFER_BROADCAST = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
 
 
 @dataclass
@@ -26,22 +28,10 @@ class DDP(MultiProcess):
     Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020). Gradients are averaged
     over the processes once per step, during the backward pass of the last micro-batch.
 
-    Unless `sync_batch_norm` is set, batch normalization uses the statistics of each process's own shard. Before an
+    Unless `sync_batch_norm` is set, batch normalization uses the statistics of each process's shard. Before an
     evaluation or a checkpoint, the running means and variances are averaged over the processes. The result is exact for
     the means; the variances are slightly too small, because the means of the shards differ from one another.
-
-    Args:
-        bucket_mb: size in MiB of the buckets in which gradients are all-reduced while the backward pass is running.
-        static_graph: promise that every step uses the same parameters, which lets DDP skip work in each step; only
-            possible without gradient accumulation.
-        gradients_as_views: make the gradients views of the buckets, so that each gradient is stored only once.
-        find_unused: search for unused parameters in every step. The search is slow, and is needed only if there are
-            steps that do not use all parameters.
-        compression: compression of the all-reduced gradients: `none`; `fp16` or `bf16`, which send half the bytes but
-            round the gradients; or `powersgd`, which sends low-rank factors (Vogels et al., 2019). Checkpoints do not
-            contain the error feedback of `powersgd`, so that it starts from zero when a run is resumed.
-        powersgd_rank: rank of the low-rank factors that `powersgd` sends.
-        sync_batch_norm: compute the statistics of batch normalization over the shards of all processes.
+    `conf/parallel/ddp.yaml` explains the options.
     """
 
     description: ClassVar[str] = "DistributedDataParallel"
@@ -60,12 +50,12 @@ class DDP(MultiProcess):
         check_range(self, "powersgd_rank", least=1, most=1024)
         check_choice(self, "compression", ("none", "fp16", "bf16", "powersgd"))
 
-    def divide(self, plan: Plan, process: Collectives) -> Plan:
-        alone = not self.static_graph or plan.accumulation == 1
-        why = "a static graph does not allow micro-batches without an all-reduce, and only a step's last one has one"
-        remedy = "choose accumulation=1, or leave parallel.static_graph=false"
-        check(alone, "parallel.static_graph", True, why, remedy)
-        return plan.sharded(process.rank, process.world_size)
+    def divide(self, session: Session) -> Plan:
+        if self.static_graph and session.plan.accumulation > 1:
+            why = "a static graph allows no micro-batch without an all-reduce, and only a step's last one has one"
+            remedy = "choose accumulation=1, or leave parallel.static_graph=false"
+            raise ConfigError("parallel.static_graph", True, why, remedy)
+        return session.plan.sharded(session.rank, session.world_size)
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         device = session.device
@@ -83,7 +73,7 @@ class DDP(MultiProcess):
             find_unused_parameters=self.find_unused,
             gradient_as_bucket_view=self.gradients_as_views,
             static_graph=self.static_graph,
-            **_no_buffer_broadcast(),
+            **{_BUFFER_BROADCAST: False},
         )
         if self.compression != "none":
             state, hook = self._hook()
@@ -92,7 +82,6 @@ class DDP(MultiProcess):
         return model
 
     def _hook(self) -> tuple[Any, Any]:
-        """Return the state and the function of DDP's communication hook."""
         if self.compression == "powersgd":
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
@@ -115,9 +104,3 @@ class DDP(MultiProcess):
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
         average_buffers(model, self._session.collectives)
         return super().full_state(model, optimizer)
-
-
-def _no_buffer_broadcast() -> dict[str, Any]:
-    """Return the keyword argument that turns off DDP's broadcast of buffers."""
-    options = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False}

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from runner.batching import MicroBatch
-from runner.config.errors import check
+from runner.batching import MicroBatch, Plan
+from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.parallel.base import Parallel, devices_of_one_process
 from runner.parallel.launch.launcher import Launcher
@@ -23,12 +23,8 @@ log = logging.getLogger(__name__)
 class DP(Parallel):
     """Data parallelism in one process: each GPU runs a replica of the model on its part of each micro-batch.
 
-    torch's documentation recommends ddp instead. Three notes for custom models: (1) A replica exists for only one
-    forward pass, so whatever `forward` writes to the module is lost, except for buffers on the first GPU. (2) Module
-    hooks run once per GPU, and must be thread-safe. (3) `pad_packed_sequence` needs the argument `total_length`;
-    otherwise, the outputs of the GPUs may differ in length.
-
-    Batch normalization uses the statistics of each GPU's part; only the running statistics of the first GPU are kept.
+    `conf/parallel/dp.yaml` says what custom models have to know. Batch normalization uses the statistics of each GPU's
+    part; only the running statistics of the first GPU are kept.
     """
 
     description: ClassVar[str] = "DataParallel"
@@ -37,9 +33,11 @@ class DP(Parallel):
         self._check_one_process()
         return Launcher(devices_of_one_process(choice))
 
-    def check(self, session: Session) -> None:
-        why = "replicas would call the compiled network itself, whose weights are on the first GPU"
-        check(not session.compile or len(session.devices) == 1, "compile", session.compile, why, "parallel=ddp")
+    def divide(self, session: Session) -> Plan:
+        if session.compile and len(session.devices) > 1:
+            why = "replicas would call the compiled network itself, whose weights are on the first GPU"
+            raise ConfigError("compile", session.compile, why, "parallel=ddp")
+        return session.plan
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         model, device, devices = super()._place(model, session), session.device, session.devices

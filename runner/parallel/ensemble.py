@@ -1,7 +1,4 @@
-"""`parallel=ensemble`: each process trains one member of an ensemble, with its own seed.
-
-In evaluations, the outputs of the members are combined (see `Workload.vote`).
-"""
+"""`parallel=ensemble`: each process trains one member of an ensemble, with another seed."""
 
 from __future__ import annotations
 
@@ -12,19 +9,17 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import Plan
-from runner.config.errors import check
+from runner.config.errors import ConfigError
 from runner.parallel import full_state
-from runner.parallel.collectives import Collectives, ProcessGroup
+from runner.parallel.collectives import ProcessGroup
 from runner.parallel.multiprocess import MultiProcess
+from runner.session import Session
 from runner.storage.content_checks import check_count, check_like
 from runner.tracking.metrics import MetricSums
 
 
 class MemberMeans(ProcessGroup):
-    """Collectives whose `all_reduce` returns means over the members instead of sums.
-
-    Each member sees every sample, so a sum would count each sample once per member.
-    """
+    """Collectives whose `all_reduce` returns means over the members: a sum would count each sample once per member."""
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
         return {name: total / self.world_size for name, total in super().all_reduce(sums).items()}
@@ -41,10 +36,9 @@ class Ensemble(MultiProcess):
     is bitwise equal to the model of a `parallel=single` run with the seed `seed` + i and the same number of threads.
     Training metrics are means over the members.
 
-    An evaluation covers each member and their vote: the members' combined outputs (see `Workload.vote`). The value of
-    `eval/accuracy` is that of the vote, and the value of `eval/member_0/accuracy` that of the first member. If the
-    outputs are scores of classes or actions, `eval/disagreement` is the fraction of the members' predictions (the
-    indices of the largest outputs) that differ from the vote.
+    An evaluation covers each member, as in `eval/member_0/accuracy`, and their vote (see `Workload.vote`), as in
+    `eval/accuracy`. If the outputs are scores of classes or actions, `eval/disagreement` is the fraction of the
+    members' predictions that differ from the vote.
 
     The model in a checkpoint is the first member, from which every other mode can resume; the other members are in the
     files of their ranks (`rank_1.pt`, …).
@@ -55,8 +49,8 @@ class Ensemble(MultiProcess):
 
     collectives_class: ClassVar[type[ProcessGroup]] = MemberMeans
 
-    def divide(self, plan: Plan, process: Collectives) -> Plan:
-        return replace(plan, seed=plan.seed + process.rank, num_members=process.world_size)
+    def divide(self, session: Session) -> Plan:
+        return replace(session.plan, seed=session.plan.seed + session.rank, num_members=session.world_size)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         session, workload = self._session, self._session.workload
@@ -73,7 +67,7 @@ class Ensemble(MultiProcess):
         return metrics, sums
 
     def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the members' vote on `inputs`, and count the members' predictions in `tally`."""
+        """Return the members' vote on `inputs`, and count in `tally` the predictions: those that differ, and all."""
         answer = model(inputs).float().contiguous()
         outputs = [torch.empty_like(answer) for _ in range(self._session.world_size)]
         torch.distributed.all_gather(outputs, answer)
@@ -90,8 +84,10 @@ class Ensemble(MultiProcess):
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         saved, members = state.get("members", 1), self._session.world_size
         check_count(saved, "members")
-        why, remedy = f"the checkpoint holds {saved} member{'s' * (saved > 1)}", f"parallel.processes={saved}"
-        check(saved == members, "parallel.processes", members, why, f"{remedy}, or start anew")
+        if saved != members:
+            why = f"the checkpoint holds {saved} member{'s' * (saved > 1)}"
+            remedy = f"parallel.processes={saved}, or start anew"
+            raise ConfigError("parallel.processes", members, why, remedy)
         if self._session.rank > 0:
             check_like(state, {"members": int, "tensors": dict, "moments": dict}, "member")
             self.load_full_state(model, optimizer, state["tensors"], state["moments"])

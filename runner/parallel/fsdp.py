@@ -11,7 +11,6 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.batching import MicroBatch, Plan
-from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place, modules_of_blocks
 from runner.parallel.full_state import TensorDict
 from runner.parallel.multiprocess import MultiProcess, average_buffers
@@ -35,13 +34,7 @@ class FSDP(MultiProcess):
     contiguous weights. Batch normalization works as in ddp without `sync_batch_norm`.
 
     In an evaluation, too, blocks are gathered when they are used, in which all processes take part. All processes
-    therefore make as many forward passes as the one that has the most.
-
-    Args:
-        reshard_after_forward: whether to free a block's gathered parameters after its forward pass, and gather them
-            again for its backward pass. `true` (stage 3) takes less memory, but more communication. `false` (stage 2)
-            keeps the gathered parameters until the backward pass.
-        offload: keep the shards in host memory, and copy the parameters of a block to the GPU when the block is used.
+    therefore make as many forward passes as the one that has the most. `conf/parallel/fsdp.yaml` explains the options.
     """
 
     description: ClassVar[str] = "FSDP2"
@@ -49,8 +42,8 @@ class FSDP(MultiProcess):
     reshard_after_forward: bool = True
     offload: bool = False
 
-    def divide(self, plan: Plan, process: Collectives) -> Plan:
-        return replace(plan.sharded(process.rank, process.world_size), shards_parameters=True)
+    def divide(self, session: Session) -> Plan:
+        return replace(session.plan.sharded(session.rank, session.world_size), shards_parameters=True)
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
@@ -109,7 +102,7 @@ class _CommonPasses:
         self._inputs: torch.Tensor | None = None  # those of the latest pass
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of the model for `inputs`, when every process either calls this function or `finish`."""
+        """Return the outputs for `inputs`, when every process either calls this function or `finish`."""
         self._any_has(inputs)
         self._inputs = inputs
         return self._forward(inputs)
@@ -148,5 +141,4 @@ def _counts(module: torch.nn.Module) -> dict[int, int]:
 
 
 def _inputs_to_channels_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Convert images, which are inputs with four dimensions, to the NHWC memory format; a forward pre-hook."""
     return tuple(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs)

@@ -24,12 +24,8 @@ def collect(
 ) -> tuple[TensorDict, dict[str, dict[str, Any]]]:
     """Return two dicts of copies on the CPU: the model's tensors by name, and the optimizer state by parameter name.
 
-    This function must be called on every rank that holds a shard of the model.
-
-    Args:
-        model: the model.
-        optimizer: the optimizer of the model's parameters.
-        keep: whether this rank needs the copies. If not, the rank only sends its shards, and both results are empty.
+    Called on every rank that holds a shard of the model. With `keep=False`, the rank only sends its shards, and both
+    results are empty.
     """
 
     def copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -50,9 +46,7 @@ def collect(
 def load(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: TensorDict, optimizer_state: dict[str, Any]
 ) -> None:
-    """Load `tensors` into the model, and `optimizer_state` into the optimizer. Both hold full tensors.
-
-    If the model is sharded, each rank loads its shards of these tensors.
+    """Load full tensors into the model, of which a rank takes its shards, and into the optimizer.
 
     Raises:
         UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer, a tensor is
@@ -70,18 +64,10 @@ def load(
 def load_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, dict[str, Any]]
 ) -> None:
-    """Load the state of an optimizer. Parameters without saved state keep the state that they have.
+    """Load `optimizer_state`, by parameter name and then by key. Parameters without saved state keep what they have.
 
     If the optimizer keeps no state, like SGD without momentum, the saved state is ignored. Shapes are checked because
     fused kernels would read and write beyond the end of a tensor that is too short.
-
-    Args:
-        model: the model whose parameters the optimizer updates.
-        optimizer: the optimizer.
-        optimizer_state: full tensors and plain values, by parameter name and then by key.
-
-    Raises:
-        UnexpectedContentError: as in `load`.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -103,7 +89,7 @@ def load_optimizer(
 
 
 def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, TensorSpec | type | None]:
-    """Return the expected format of a parameter's optimizer state: a dict from key, such as `exp_avg`, to a spec."""
+    """Return a dict from the keys of a parameter's optimizer state, such as `exp_avg`, to the expected format."""
     parameter = torch.nn.Parameter(torch.zeros(_PROBE))
     parameter.grad = torch.zeros(_PROBE)
     copied = copy.copy(optimizer)
@@ -127,7 +113,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Shard `tensor`, a full tensor, in the same way as `like`; return it unchanged if `like` is not sharded."""
+    """Return the full `tensor`, sharded in the same way as `like`."""
     if not hasattr(like, "device_mesh"):
         return tensor
     from torch.distributed.tensor import distribute_tensor

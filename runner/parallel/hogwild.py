@@ -10,11 +10,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import check, errors_under
+from runner.config.errors import ConfigError, errors_under
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import full_state
-from runner.parallel.collectives import Collectives, ProcessGroup
+from runner.parallel.collectives import ProcessGroup
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import external_world_size
 from runner.parallel.launch.launcher import Launcher
@@ -100,19 +100,20 @@ class Hogwild(MultiProcess):
     collectives_class: ClassVar[type[ProcessGroup]] = SharedMemoryCollectives
 
     def launcher(self, choice: Device) -> Launcher:
-        why = "hogwild's processes share host memory"
-        check(choice.kind in ("auto", "cpu"), "device.kind", choice.kind, why, "choose device=cpu, or parallel=ddp")
-        started = external_world_size()
-        why = f"torchrun or SLURM started {started} processes, which can share no memory"
-        remedy = "leave torchrun or srun out: this mode starts its workers itself"
-        check(started == 1, "parallel.processes", self.processes, why, remedy)
+        if choice.kind not in ("auto", "cpu"):
+            why = "hogwild's processes share host memory"
+            raise ConfigError("device.kind", choice.kind, why, "choose device=cpu, or parallel=ddp")
+        if (started := external_world_size()) != 1:
+            why = f"torchrun or SLURM started {started} processes, which can share no memory"
+            remedy = "leave torchrun or srun out: this mode starts its workers itself"
+            raise ConfigError("parallel.processes", self.processes, why, remedy)
         with errors_under("device"):
             choice.check_unnumbered("cpu")
         return self._local_processes([])
 
-    def divide(self, plan: Plan, process: Collectives) -> Plan:
-        shard = (process.rank, process.world_size)
-        return replace(plan, step_shard=shard, eval_shard=shard, rng_stream=process.rank)
+    def divide(self, session: Session) -> Plan:
+        shard = (session.rank, session.world_size)
+        return replace(session.plan, step_shard=shard, eval_shard=shard, rng_stream=session.rank)
 
     def _allocate_shared_state(self, session: Session) -> SharedState:
         with torch.random.fork_rng(devices=[]):
@@ -146,7 +147,7 @@ class Hogwild(MultiProcess):
         return sums
 
     def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
-        """Return the number of updates by all workers so far, and a copy of the weights or None."""
+        """Return the number of updates by all workers so far and, in some steps, a copy of the weights."""
         measured = self._session.world_size > 1 and self._updates[self._session.rank] % _MEASURE_EVERY == 0
         return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None
 
@@ -166,9 +167,6 @@ class Hogwild(MultiProcess):
         return super().evaluate(model)
 
     def scalars(self) -> dict[str, float]:
-        """Return the number of updates since the last call, the mean number of updates by others during a step, and
-        the mean distance by which these have moved the model, divided by the norm of the weights.
-        """
         staleness = torch.tensor(self._staleness, dtype=torch.float64)
         total = self._session.collectives.all_reduce({"staleness": staleness})["staleness"]
         self._staleness = [0.0] * 4
@@ -207,5 +205,4 @@ def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _padded_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of `tensor` in bytes, rounded up to whole cache lines."""
     return -(-tensor.nbytes // _CACHE_LINE) * _CACHE_LINE

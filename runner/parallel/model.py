@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from runner.batching import MicroBatch
-from runner.config.errors import check
+from runner.batching import MicroBatch, Plan
+from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.parallel.base import Parallel, devices_of_one_process, move
 from runner.parallel.compiling import compile_in_place
@@ -45,16 +45,18 @@ class ModelParallel(Partition, Parallel):
         self._check_one_process()
         devices = devices_of_one_process(choice)
         stages = self.asked_stages or len(devices)
-        why = f"there are {len(devices)} GPUs, and each stage has its own"
-        fits = len(devices) == 1 or stages <= len(devices)
-        check(fits, "parallel.stages", stages, why, f"at most parallel.stages={len(devices)}")
+        if 1 < len(devices) < stages:
+            why = f"there are {len(devices)} GPUs, and each stage has its own"
+            raise ConfigError("parallel.stages", stages, why, f"at most parallel.stages={len(devices)}")
         return Launcher(devices[:stages])
 
-    def check(self, session: Session) -> None:
-        devices = session.devices
+    def divide(self, session: Session) -> Plan:
         supervised(session.workload)
-        if self.asked_stages is not None or len(devices) > 1:
-            self.check_partition(session.workload, self.asked_stages or len(devices))
+        return session.plan
+
+    def check(self, session: Session) -> None:
+        if self.asked_stages is not None or len(session.devices) > 1:
+            self.check_partition(session.workload, self.asked_stages or len(session.devices))
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         devices = session.devices
@@ -94,7 +96,6 @@ class ModelParallel(Partition, Parallel):
 
 
 def _forward(stages: Sequence[torch.nn.Module], devices: list[torch.device], x: torch.Tensor) -> torch.Tensor:
-    """Return the network's outputs for `x`, on the last device."""
     for stage, device in zip(stages, devices, strict=True):
         x = stage(x.to(device, non_blocking=True))
     return x

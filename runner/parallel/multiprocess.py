@@ -24,17 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class MultiProcess(Parallel, ABC):
-    """The base class of modes with several processes; subclasses define in `divide` what each process does.
-
-    Args:
-        processes: number of processes; `auto` for one per GPU that `device` selects (by default, every visible GPU), or
-            two on a CPU. Under torchrun or SLURM, `auto` is the number of processes that torchrun or SLURM has started.
-        timeout: number of seconds that a process waits for the others before the run ends with an error.
-        max_restarts: maximum number of times that all processes are restarted from the last checkpoint after one of
-            them has failed, died or hung; not used under torchrun or SLURM.
-        port: port of the store through which the processes of this machine find each other; null for any free port. It
-            is not used under torchrun or SLURM.
-    """
+    """The base class of modes with several processes; `conf/parallel/_processes.yaml` explains the options."""
 
     processes: int | str = "auto"
     timeout: float = 300.0
@@ -44,10 +34,11 @@ class MultiProcess(Parallel, ABC):
     collectives_class: ClassVar[type[ProcessGroup]] = ProcessGroup
 
     def __post_init__(self) -> None:
-        known = self.processes == "auto" or isinstance(self.processes, int)
-        check(known, "processes", self.processes, "it is neither auto nor a whole number", "parallel.processes=2")
         if isinstance(self.processes, int):
             check_range(self, "processes", least=1, most=4096)
+        elif self.processes != "auto":
+            why = "it is neither auto nor a whole number"
+            raise ConfigError("processes", self.processes, why, "parallel.processes=2")
         check_range(self, "timeout", least=1, most=86_400)
         check_range(self, "max_restarts", least=0, most=1000)
         check_range(self, "port", least=1, most=65_535)
@@ -58,7 +49,7 @@ class MultiProcess(Parallel, ABC):
         return True
 
     @abstractmethod
-    def divide(self, plan: Plan, process: Collectives) -> Plan: ...
+    def divide(self, session: Session) -> Plan: ...
 
     def launcher(self, choice: Device) -> Launcher:
         rank_info = external_rank_info()
@@ -79,22 +70,22 @@ class MultiProcess(Parallel, ABC):
         return ExternalProcesses(rank_info, device, self.timeout, self.collectives_class, refusal)
 
     def _device_of_rank(self, choice: Device, local_rank: int) -> torch.device:
-        """Return the device of a process that torchrun or SLURM has started."""
         gpus = self._gpus(choice)
         if not gpus:
             return torch.device("cpu")
         if torch.cuda.device_count() == 1:
             return gpus[0]
-        why = f"process {local_rank} of this machine has no GPU of its own"
-        fewer = f"start at most {len(gpus)} processes a machine"
-        check(local_rank < len(gpus), "device.indices", [gpu.index for gpu in gpus], why, fewer)
+        if local_rank >= len(gpus):
+            why = f"process {local_rank} of this machine has no GPU of its own"
+            fewer = f"start at most {len(gpus)} processes a machine"
+            raise ConfigError("device.indices", [gpu.index for gpu in gpus], why, fewer)
         return gpus[local_rank]
 
     def _local_processes(self, gpus: list[torch.device]) -> Launcher:
         count = self._num_processes(len(gpus))
-        why = f"{len(gpus)} GPUs may be used, and each process needs its own"
-        enough = not gpus or count <= len(gpus)
-        check(enough, "parallel.processes", count, why, f"at most {len(gpus)}, or device=cpu")
+        if gpus and count > len(gpus):
+            why = f"{len(gpus)} GPUs may be used, and each process needs its own"
+            raise ConfigError("parallel.processes", count, why, f"at most {len(gpus)}, or device=cpu")
         devices = gpus[:count] if gpus else [torch.device("cpu")] * count
         return LocalProcesses(
             devices, self.timeout, self.max_restarts, self.port, self.collectives_class, self._allocate_shared_state
@@ -103,8 +94,9 @@ class MultiProcess(Parallel, ABC):
     def _gpus(self, choice: Device) -> list[torch.device]:
         """Return the GPUs of this machine that the processes may use; an empty list if the processes run on the CPU."""
         kind = choice.kind if choice.kind != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-        why = "tensors of a Metal device cannot be sent between processes"
-        check(kind != "mps", "device.kind", kind, why, "choose device=cpu, or parallel=single")
+        if kind == "mps":
+            why = "tensors of a Metal device cannot be sent between processes"
+            raise ConfigError("device.kind", kind, why, "choose device=cpu, or parallel=single")
         with errors_under("device"):
             if kind == "cuda":
                 return choice.resolve_all()
@@ -112,7 +104,6 @@ class MultiProcess(Parallel, ABC):
         return []
 
     def _num_processes(self, num_gpus: int) -> int:
-        """Return the number of processes to start on this machine."""
         return self.processes if isinstance(self.processes, int) else num_gpus or 2
 
     def _allocate_shared_state(self, session: Session) -> Any:
@@ -121,11 +112,7 @@ class MultiProcess(Parallel, ABC):
 
 
 def average_buffers(model: torch.nn.Module, collectives: Collectives) -> None:
-    """Replace each floating-point buffer of `model` by its mean over all ranks; called on every rank.
-
-    A running mean is linear in the batch means, so its average over the ranks equals the running mean of a single
-    process that sees all shards.
-    """
+    """Replace each floating-point buffer of `model` by its mean over all ranks; called on every rank."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
             collectives.all_reduce_mean(buffer.detach())

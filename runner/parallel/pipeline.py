@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import check, check_choice, check_range
+from runner.config.errors import ConfigError, check_choice, check_range
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import full_state
 from runner.parallel.base import devices_of_one_process, move
-from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import external_world_size
@@ -44,8 +43,6 @@ from runner.tracking.metrics import MetricSums
 
 log = logging.getLogger(__name__)
 
-_PICTURE = "pipeline.png"
-
 
 @dataclass
 class Pipeline(Partition, MultiProcess):
@@ -57,20 +54,10 @@ class Pipeline(Partition, MultiProcess):
     With `engine=processes` and `processes=auto`, there is one process per stage if `stages` or `cuts` specifies the
     number of stages. If this number is even and at least four, `interleaved_1f1b` has two stages per process instead.
 
-    Args:
-        engine: `processes` runs one or more stages in each of several processes, with `torch.distributed.pipelining`.
-            `streams` runs all stages in one process with several CUDA devices, and copies tensors between the devices
-            on separate streams. `streams` supports only `schedule=gpipe`.
-        schedule: `gpipe`: all forward passes, then all backward passes; `1f1b`: one forward pass and one backward pass
-            in turn, which keeps fewer activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more
-            stages per process, which reduces idle time (Narayanan et al., 2021); `zero_bubble`: the gradients of
-            weights are computed later, in time that would otherwise be idle (Qi et al., 2023).
-        split_size: number of samples per micro-batch.
-        num_micro_batches: number of micro-batches, as an alternative to `split_size`. If both are null, there are about
-            four micro-batches per stage.
-        batch_norm: `micro` updates the running statistics of batch normalization with the statistics of each
-            micro-batch; `defer` updates them with the statistics of the whole batch (GPipe, section 2.2), so that the
-            evaluated model depends less on `split_size`.
+    Schedules: `gpipe`: all forward passes, then all backward passes; `1f1b`: one of each in turn, which keeps fewer
+    activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more stages per process, which reduces
+    idle time (Narayanan et al., 2021); `zero_bubble`: the gradients of weights are computed later, in time that would
+    otherwise be idle (Qi et al., 2023). `conf/parallel/pipeline.yaml` explains the options.
     """
 
     description: ClassVar[str] = "pipeline"
@@ -89,15 +76,12 @@ class Pipeline(Partition, MultiProcess):
         check_range(self, "num_micro_batches", least=1)
         Partition.__post_init__(self)
         MultiProcess.__post_init__(self)
-        if self.engine == "streams":
-            one = "leave parallel.processes=auto, or choose parallel.engine=processes"
-            check(self.processes in ("auto", 1), "processes", self.processes, "parallel.engine=streams has one", one)
+        if self.engine == "streams" and self.processes not in ("auto", 1):
+            remedy = "leave parallel.processes=auto, or choose parallel.engine=processes"
+            raise ConfigError("processes", self.processes, "parallel.engine=streams has one", remedy)
+        if self.engine == "streams" and self.schedule != "gpipe":
             why = "parallel.engine=streams queues all forward passes before the backward passes"
-            gpipe = "parallel.schedule=gpipe, or parallel.engine=processes"
-            check(self.schedule == "gpipe", "schedule", self.schedule, why, gpipe)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Stages, processes and devices
+            raise ConfigError("schedule", self.schedule, why, "parallel.schedule=gpipe, or parallel.engine=processes")
 
     @property
     def in_processes(self) -> bool:
@@ -106,9 +90,9 @@ class Pipeline(Partition, MultiProcess):
     def launcher(self, choice: Device) -> Launcher:
         if self.in_processes:
             return super().launcher(choice)
-        started, remedy = external_world_size(), "choose parallel.engine=processes, or start one process"
-        why = f"{started} processes were started by torchrun or SLURM, and this engine uses one"
-        check(started == 1, "parallel.engine", self.engine, why, remedy)
+        if (started := external_world_size()) != 1:
+            why = f"{started} processes were started by torchrun or SLURM, and this engine uses one"
+            raise ConfigError("parallel.engine", "streams", why, "parallel.engine=processes, or start one process")
         return Launcher(devices_of_one_process(choice))
 
     def _num_processes(self, num_gpus: int) -> int:
@@ -118,49 +102,44 @@ class Pipeline(Partition, MultiProcess):
         two_each = self.schedule == "interleaved_1f1b" and stages % 2 == 0 and stages > 2
         return stages // 2 if two_each else stages
 
-    def _num_stages(self, process: Collectives) -> int:
+    def _num_stages(self, session: Session) -> int:
         if self.asked_stages is not None:
             return self.asked_stages
         if self.engine == "streams":
-            return max(2, len(process.devices))
-        return process.world_size * (2 if self.schedule == "interleaved_1f1b" else 1)
+            return max(2, len(session.devices))
+        return session.world_size * (2 if self.schedule == "interleaved_1f1b" else 1)
 
-    def divide(self, plan: Plan, process: Collectives) -> Plan:
-        stages, processes, devices = self._num_stages(process), process.world_size, len(process.devices)
+    def divide(self, session: Session) -> Plan:
+        supervised(session.workload)
+        if session.compile and self.schedule == "zero_bubble":
+            why = "parallel.schedule=zero_bubble splits the backward pass, and a compiled one is a single graph"
+            raise ConfigError("compile", session.compile, why, "compile=false, or another parallel.schedule")
+        stages, processes, devices = self._num_stages(session), session.world_size, len(session.devices)
         if self.engine == "streams":
-            why = f"there are {devices} GPUs, and each stage has its own"
-            fits = devices == 1 or stages <= devices
-            check(fits, "parallel.stages", stages, why, f"at most parallel.stages={devices}")
+            if 1 < devices < stages:
+                why = f"there are {devices} GPUs, and each stage has its own"
+                raise ConfigError("parallel.stages", stages, why, f"at most parallel.stages={devices}")
         else:
-            remedy = "parallel.processes=2; on one GPU: parallel.engine=streams"
-            check(processes >= 2, "parallel.processes", processes, "a pipeline has two or more", remedy)
-            if self.schedule in ONE_STAGE_EACH:
-                why = f"each of the {processes} processes has one stage under parallel.schedule={self.schedule}"
-                remedy = f"parallel.stages={processes}, or leave it null"
-                check(stages == processes, "parallel.stages", stages, why, remedy)
+            if processes < 2:
+                remedy = "parallel.processes=2; on one GPU: parallel.engine=streams"
+                raise ConfigError("parallel.processes", processes, "a pipeline has two or more", remedy)
             least = 2 if self.schedule == "interleaved_1f1b" else 1
-            each = max(least, stages // processes)
-            why = f"parallel.schedule={self.schedule} needs the same number of stages on each of {processes} processes"
-            remedy = f"parallel.stages={each * processes}"
-            check(stages == each * processes, "parallel.stages", stages, f"{why}, at least {least}", remedy)
+            each = 1 if self.schedule in ONE_STAGE_EACH else max(least, stages // processes)
+            if stages != each * processes:
+                number = "one stage" if self.schedule in ONE_STAGE_EACH else f"as many stages, and at least {least}"
+                why = f"under parallel.schedule={self.schedule}, each of the {processes} processes has {number}"
+                raise ConfigError("parallel.stages", stages, why, f"parallel.stages={each * processes}")
         constraint = MicrobatchConstraint(self.schedule, stages, processes)
-        chunks = num_micro_batches(plan.micro_size, self.split_size, self.num_micro_batches, constraint)
+        chunks = num_micro_batches(session.plan.micro_size, self.split_size, self.num_micro_batches, constraint)
         # The first stage takes the inputs of the batches, and the last one the targets.
-        reads_batches = process.rank in (0, processes - 1)
-        return replace(plan, chunks=chunks, rng_stream=process.rank, reads_batches=reads_batches)
+        reads_batches = session.rank in (0, processes - 1)
+        return replace(session.plan, chunks=chunks, rng_stream=session.rank, reads_batches=reads_batches)
 
     def check(self, session: Session) -> None:
-        supervised(session.workload)
-        compiled = session.compile and self.schedule == "zero_bubble"
-        why = "parallel.schedule=zero_bubble splits the backward pass, and a compiled one is a single graph"
-        check(not compiled, "compile", session.compile, why, "compile=false, or another parallel.schedule")
-        self.check_partition(session.workload, self._num_stages(session.collectives))
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Placement
+        self.check_partition(session.workload, self._num_stages(session))
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
-        count = self._num_stages(session.collectives)
+        count = self._num_stages(session)
         self._num_workers = count if self.engine == "streams" else session.world_size
         self._names = list(model.state_dict())
         self._spans: list[Span] = []
@@ -191,7 +170,7 @@ class Pipeline(Partition, MultiProcess):
         return model
 
     def _profiles(self, model: torch.nn.Module, session: Session) -> tuple[tuple, list[tuple]]:
-        """Return the spec of the network's inputs, and the profiles of all blocks, as plain tuples."""
+        """Return the spec of the inputs, and the profiles of the blocks, as plain tuples, to be sent to the others."""
         inputs = first_inputs(model, session, session.plan.chunk_size)
         profiles = profile_blocks(model, inputs, session, timed=self.cuts == "auto")
         return (tuple(inputs.shape[1:]), inputs.dtype), [tuple(profile) for profile in profiles]
@@ -204,14 +183,15 @@ class Pipeline(Partition, MultiProcess):
         activations: list[ActivationSpec],
         session: Session,
     ) -> dict[int, StageModule]:
-        """Create this process's stages and engine, and return the stages, keyed by the number of the stage."""
+        """Create the engine and this process's stages; return the stages by number."""
         from runner.parallel.pipelining.process_engine import ProcessEngine
 
         check_split_backward(self.schedule, model)
         numbers = range(session.rank, len(grouped), session.world_size)
         keep_only(model, {name for name, number in stage_of.items() if number in numbers})
-        why = f"process {session.rank} has nothing to train"
-        check(bool(trainable(model)), "parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
+        if not trainable(model):
+            why = f"process {session.rank} has nothing to train"
+            raise ConfigError("parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
         move(model, session.device, session.channels_last)
         sent, autocast = [None, *activations[1:-1], None], session.precision.autocast
         stages = {number: StageModule(grouped[number], sent[number], sent[number + 1], autocast) for number in numbers}
@@ -224,7 +204,6 @@ class Pipeline(Partition, MultiProcess):
     def _place_on_streams(
         self, model: torch.nn.Module, grouped: list[list[torch.nn.Module]], session: Session
     ) -> dict[int, StageModule]:
-        """Create all stages and the engine in this process, and return the stages, keyed by the number of the stage."""
         from runner.parallel.pipelining.streams import StreamEngine
 
         devices = session.devices
@@ -238,9 +217,6 @@ class Pipeline(Partition, MultiProcess):
         session.precision.convert(stages[0])
         self._engine = StreamEngine(stages, devices[: len(grouped)], session.plan.chunk_size, self._timeline)
         return dict(enumerate(stages))
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # A step
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
         session, workload, precision = self._session, supervised(self._session.workload), self._session.precision
@@ -284,9 +260,6 @@ class Pipeline(Partition, MultiProcess):
                 self._engine.serve()
         return session.collectives.from_rank_0(lambda: workload.summarize(sums)), sums
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Logging
-
     def scalars(self) -> dict[str, float]:
         gathered = self._session.collectives.all_gather([tuple(span) for span in self._timeline.take()])
         self._spans = [Span(*span) for spans in gathered for span in spans]
@@ -296,15 +269,12 @@ class Pipeline(Partition, MultiProcess):
         if self._session.rank > 0 or not self._spans:
             return {}
         found, plan = bubble(self._spans, self._num_workers), self._session.plan
-        stages = self._num_stages(self._session.collectives)
+        stages = self._num_stages(self._session)
         title = f"{stages} stages, {plan.chunks} micro-batches of {plan.chunk_size}: "
         title += f"{found.share:.0%} idle ({found.theory:.0%} with equal stages, at least {found.bound:.0%} with these)"
         picture = gantt(self._spans, self._num_workers, title)
-        save(picture, directory / _PICTURE)
+        save(picture, directory / "pipeline.png")
         return {"pipeline/step": picture}
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # The full state
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
         tensors, optimizer_state = full_state.collect(model, optimizer, keep=True)

@@ -30,12 +30,7 @@ class BatchNormOfAnyDim(_BatchNorm):
 
     @torch.no_grad()
     def update_running_stats(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Update the running statistics in the same way as `_BatchNorm`.
-
-        Args:
-            mean: the mean of a batch, [channels].
-            variance: the unbiased variance of the batch, [channels].
-        """
+        """Update the running statistics as `_BatchNorm` does, with a mean and an unbiased variance, [channels]."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1
@@ -45,10 +40,7 @@ class BatchNormOfAnyDim(_BatchNorm):
 
 
 class SyncBatchNorm(BatchNormOfAnyDim):
-    """Batch normalization over the shards of all processes, with differentiable all-reduces.
-
-    The shards must have the same size.
-    """
+    """Batch normalization over the equal shards of all processes, with differentiable all-reduces."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:

@@ -18,7 +18,7 @@ from runner.config.schema import component_fields, option_fields
 from runner.device import default_threads
 from runner.model.base import without_memory
 from runner.parallel.base import Parallel
-from runner.parallel.compiling import BLOCKS, modules_of_blocks
+from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.schedules import SCHEDULES
@@ -145,7 +145,7 @@ class Candidates:
         data = getattr(self.base.workload, "data", None)
         loads = data is not None and "workers" in option_fields(type(data))
         workers = sorted({0, 1, max(1, self._cores // 2), self._cores}) if loads else []
-        compiled = [False, True, *([BLOCKS] if self._compiles_blocks else [])]
+        compiled = [False, True, *(["blocks"] if self._compiles_blocks else [])]
         return [
             self._values("precision", precisions),
             Group("mode", lambda run: self._modes()),

@@ -41,7 +41,7 @@ class Workload(ABC):
     """Options that may differ on resume."""
 
     split: str = field(default="", init=False)
-    """The part of the data that is evaluated (see `prepare_evaluation`); empty in training, or without parts."""
+    """The part of the data that is evaluated (see `session_with_data`); empty in training, or without parts."""
 
     # -----------------------------------------------------------------------------------------------------------------
     # What is trained, and how long
@@ -161,7 +161,7 @@ class Workload(ABC):
         """
         return ""
 
-    def prepare_evaluation(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
+    def session_with_data(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
         """Prepare for the evaluation of a checkpoint, without training; called instead of `prepare`.
 
         Args:

@@ -83,7 +83,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         accept = self.data.changed == "accept"
         return check_same_samples(saved.get("data", {}), self.samples_identity(), accept)
 
-    def prepare_evaluation(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
+    def session_with_data(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
         with errors_under("data"):
             splits = self.data.splits(saved)
         self.splits = sorted(splits, key=("train", "val", "test", "all").index)

@@ -17,7 +17,6 @@ from runner.batching import MicroBatch, Plan
 from runner.data.base import Batch
 from runner.optimizer import trainable
 from runner.parallel.base import Parallel
-from runner.parallel.collectives import Collectives
 from runner.parallel.full_state import TensorDict
 from runner.parallel.multiprocess import MultiProcess, average_buffers
 from runner.session import Session
@@ -32,8 +31,8 @@ from runner.workloads.classifier import Classifier
 class Replicas(MultiProcess):
     """Correct: a replica per process, whose gradients are summed over the processes."""
 
-    def divide(self, plan: Plan, process: Collectives) -> Plan:
-        return plan.sharded(process.rank, process.world_size)
+    def divide(self, session: Session) -> Plan:
+        return session.plan.sharded(session.rank, session.world_size)
 
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         sums = super().accumulate(model, batch, micro, log_due)
@@ -150,8 +149,8 @@ class EvaluatesOneShard(Replicas):
 class UnequalShards(Replicas):
     """The processes take a quarter and three quarters of the batch, but weight their mean losses equally."""
 
-    def divide(self, plan: Plan, process: Collectives) -> Plan:
-        return dataclasses.replace(plan, eval_shard=(process.rank, process.world_size))
+    def divide(self, session: Session) -> Plan:
+        return dataclasses.replace(session.plan, eval_shard=(session.rank, session.world_size))
 
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         cut = len(batch.targets) // 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError
 from runner.parallel.base import Parallel, move
 from runner.parallel.collectives import Collectives
-from runner.parallel.ddp import DDP
 from runner.parallel.launch.cluster import RankInfo
 from runner.run import Run
 from runner.session import Session
@@ -46,9 +44,9 @@ def test_a_single_process_does_all_of_the_work() -> None:
 
 
 def test_each_data_parallel_rank_has_its_own_shard_and_random_numbers() -> None:
-    plan = Plan(10, seed=7)
-    found = DDP().divide(plan, Collectives([torch.device("cpu")], 2, 5))
-    assert found == replace(plan, data_shard=(2, 5), eval_shard=(2, 5), rng_stream=2)
+    run = build_composed_run(*TINY_CPU, "parallel=ddp", "batch_size=10")
+    found = run.session(Collectives([torch.device("cpu")], 2, 5)).plan
+    assert found == Plan(10, seed=run.seed, data_shard=(2, 5), eval_shard=(2, 5), rng_stream=2)
 
 
 def test_several_externally_launched_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

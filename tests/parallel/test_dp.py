@@ -66,10 +66,9 @@ def test_replica_threads_use_the_autocast_dtype() -> None:
 @pytest.mark.parametrize("how", ["true", "blocks"])
 def test_a_compiled_network_is_refused_on_two_gpus(how: str) -> None:
     """A replica has the attributes of the network, and so calls the compiled function of the network itself."""
-    session = prepare_session(run := build_composed_run(*TINY_CPU, "parallel=dp", f"compile={how}"))
-    devices = [torch.device("cuda", index) for index in range(2)]
+    run = build_composed_run(*TINY_CPU, "parallel=dp", f"compile={how}")
     with pytest.raises(ConfigError) as refusal:
-        run.parallel.check(replace(session, collectives=Collectives(devices)))
+        run.session(Collectives([torch.device("cuda", index) for index in range(2)]))
     assert (refusal.value.key, refusal.value.got) == ("compile", yaml.safe_load(how))
 
 

@@ -10,7 +10,6 @@ import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.ranks import PersistentRanks, connected_session
 
-from runner.batching import Plan
 from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.parallel.collectives import Collectives
@@ -113,7 +112,7 @@ def test_launcher_and_layout_do_not_change_the_options() -> None:
     run = build_composed_run(*TINY_CPU, "parallel=ddp")
     before = vars(run.parallel).copy()
     run.parallel.launcher(run.device)
-    run.parallel.divide(Plan(4), Collectives([torch.device("cpu")], 1, 2))
+    run.session(Collectives([torch.device("cpu")], 1, 2))
     assert vars(run.parallel) == before
     assert before["processes"] == "auto"
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.parallel.collectives import Collectives
 from runner.parallel.full_state import TensorDict
 from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.session import Session
 from runner.tracking.metrics import BatchSums, MetricSums
 
 
@@ -20,8 +20,8 @@ class AllReduce(MultiProcess):
 
     description: ClassVar[str] = "one all-reduce per gradient"  # in the first lines of a run
 
-    def divide(self, plan: Plan, process: Collectives) -> Plan:
-        return plan.sharded(process.rank, process.world_size)
+    def divide(self, session: Session) -> Plan:
+        return session.plan.sharded(session.rank, session.world_size)
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         sums = super().accumulate(model, batch, micro, log_due)

@@ -12,12 +12,9 @@ from typing import NamedTuple
 
 
 class RankInfo(NamedTuple):
-    """The rank of a process, and the address of the store; the default values describe a single process.
+    """The rank of a process, and the address of the store through which the processes find each other.
 
-    Args:
-        rank, world_size: the rank of the process, and the number of processes, in the whole run.
-        local_rank, local_world_size: the rank and the number of processes, counted only on the process's machine.
-        host, port: address of the store through which the processes find each other (`MASTER_ADDR`, `MASTER_PORT`).
+    `local_rank` and `local_world_size` are counted only on the machine of the process.
     """
 
     rank: int = 0
@@ -40,21 +37,17 @@ class RankInfo(NamedTuple):
 
 
 def external_rank_info() -> RankInfo | None:
-    """Return the rank of this process if torchrun or SLURM's `srun` started the process; None otherwise.
-
-    Also return None if `srun` started only this process.
-    """
+    """Return the rank of this process if torchrun, or `srun` with several tasks, started it; None otherwise."""
     return _torchrun() or _slurm()
 
 
 def external_world_size() -> int:
-    """Return the number of processes that torchrun or `srun` started together; 1 if neither started this process."""
+    """Return the number of processes that torchrun or `srun` started together; 1 without them."""
     rank_info = external_rank_info()
     return rank_info.world_size if rank_info else 1
 
 
 def _torchrun() -> RankInfo | None:
-    """Return the rank that torchrun assigned to this process; None if torchrun did not start this process."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if any(name not in os.environ for name in names):
         return None
@@ -63,7 +56,6 @@ def _torchrun() -> RankInfo | None:
 
 
 def _slurm() -> RankInfo | None:
-    """Return the rank that `srun` assigned; None if `srun` did not start this process, or started only one task."""
     read = os.environ.get
     world_size, rank = int(read("SLURM_STEP_NUM_TASKS", "1")), read("SLURM_PROCID")
     if world_size == 1 or rank is None:

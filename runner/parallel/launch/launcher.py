@@ -15,11 +15,7 @@ from runner.system.signals import before_training
 
 
 class Launcher:
-    """The base class of all launchers; by itself, it trains in the current process, and starts no other process.
-
-    Args:
-        devices: the devices on which this process trains.
-    """
+    """The base class of all launchers; by itself, it trains in the current process, on `devices`."""
 
     def __init__(self, devices: list[torch.device]):
         self.devices = devices
@@ -30,10 +26,6 @@ class Launcher:
 
         If `launch` starts the ranks, they are those of rank 0, not yet connected to the others. If torchrun or SLURM
         has started this process, it joins the process group.
-
-        Raises:
-            SystemExit: if this process received a stop signal during or after an earlier run.
-            RuntimeError: if this process cannot join the process group.
         """
         before_training()
         yield Collectives(self.devices)
@@ -45,14 +37,12 @@ class Launcher:
 
         Args:
             train: function that trains in this process; called by launchers that do not start the ranks.
-            train_rank: function that takes the collectives of the process in which it trains. It is called in each
-                process that a launcher starts, and must be picklable.
+            train_rank: picklable function of the collectives, called in each rank that a launcher starts.
             session: the session of this process.
             directory: the run directory. A started rank N > 0 writes its output to its file `log_rank_N.txt`.
 
         Raises:
             ConfigError: if torch or a rank rejects the config.
             RankError: if a rank that the launcher has started fails, dies or hangs.
-            Exception: any exception that `train` raises.
         """
         return train()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runner.config.errors import ConfigError, check
+from runner.config.errors import ConfigError
 from runner.parallel.collectives import decode, encode, refusal_as_plain, refusal_from_plain
 from runner.parallel.launch.cluster import RankInfo, interface_to
 from runner.system import torch_private
@@ -47,7 +47,6 @@ def create_store(port: int | None) -> TCPStore:
 
 
 def _listen_on_loopback(port: int) -> socket.socket:
-    """Return a socket that listens on the loopback interface, over IPv6 if this machine has no IPv4 address."""
     for family, host in ((socket.AF_INET, HOST), (socket.AF_INET6, "::1")):
         try:
             return socket.create_server((host, port), family=family)
@@ -59,11 +58,10 @@ def _listen_on_loopback(port: int) -> socket.socket:
 
 
 def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float, external: bool) -> None:
-    """Initialize the default process group with the other ranks.
+    """Initialize the default process group: tensors on a GPU are sent over NCCL, those in host memory over gloo.
 
     Args:
-        rank_info: rank of this process, and address of the store.
-        device: device of this process; tensors on a GPU are sent over NCCL, those in host memory over gloo.
+        rank_info, device: those of this process.
         timeout: seconds that a collective waits for the other ranks. On the CPU, the supervisor of ranks that we have
             started enforces it, and not gloo, which counts time during which all processes are suspended.
         external: whether torchrun or SLURM has started the ranks.
@@ -97,7 +95,6 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
 
 
 def _loopback() -> str | None:
-    """Return the name of the loopback interface: `lo` on Linux, `lo0` on macOS; None if it has another name."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
@@ -147,7 +144,7 @@ _gloo_sockets: list[int] = []
 
 
 def _open_sockets() -> set[int]:
-    """Return the file descriptors of the sockets of this process; empty if the operating system does not list them."""
+    """Return the file descriptors of the sockets of this process; none where the system does not list them."""
     found = set()
     with suppress(OSError):
         for name in os.listdir("/dev/fd"):  # Linux and macOS
@@ -160,17 +157,12 @@ def _open_sockets() -> set[int]:
 def check_devices(rank_info: RankInfo, device: torch.device, refusal: ConfigError | None, timeout: float) -> None:
     """Check that the ranks of torchrun or SLURM have devices of one type, and each a GPU of its own.
 
-    Called on every rank, before the process group is initialized: with the same GPU twice, NCCL would fail.
-
-    Args:
-        rank_info: rank of this process, and address of the store.
-        device: device of this process.
-        refusal: why this process has no device; None if it has one.
-        timeout: seconds to wait for the other ranks.
+    Called on every rank, before the process group is initialized: with the same GPU twice, NCCL would fail. `refusal`
+    says why this process has no device.
 
     Raises:
-        ConfigError: on every rank, if a rank was refused, or the devices do not fit together; or if the other ranks do
-            not reach the store in time.
+        ConfigError: on every rank, if a rank was refused, the devices do not fit together, or the other ranks do not
+            reach the store within `timeout` seconds.
     """
     cuda = device.type == "cuda" and refusal is None
     uuid = str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
@@ -193,16 +185,17 @@ def check_devices(rank_info: RankInfo, device: torch.device, refusal: ConfigErro
         if refused is not None:
             error = refusal_from_plain(refused)
             raise ConfigError(error.key, error.got, f"rank {rank}, on {host}: {error.why}", error.remedy)
-        first = first_with.setdefault(uuid, rank) if uuid else rank
-        why = f"ranks {first} and {rank} have the same GPU (UUID {uuid}, on {host})"
-        remedy = "start one process per GPU; srun --gpus-per-task=1 gives each its own"
-        check(first == rank, "parallel.processes", rank_info.world_size, why, remedy)
-        why = f"it is {answers[0][1]} on rank 0, and {kind} on rank {rank}, on {host}"
-        check(kind == answers[0][1], "device.kind", kind, why, "device=cpu, or start no process there")
+        if uuid and (first := first_with.setdefault(uuid, rank)) != rank:
+            why = f"ranks {first} and {rank} have the same GPU (UUID {uuid}, on {host})"
+            remedy = "start one process per GPU; srun --gpus-per-task=1 gives each its own"
+            raise ConfigError("parallel.processes", rank_info.world_size, why, remedy)
+        if kind != answers[0][1]:
+            why = f"it is {answers[0][1]} on rank 0, and {kind} on rank {rank}, on {host}"
+            raise ConfigError("device.kind", kind, why, "device=cpu, or start no process there")
 
 
 def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:
-    """Return the store that the processes of torchrun or SLURM share. Each call adds a different prefix to all keys."""
+    """Return the store of the processes of torchrun or SLURM. Each call adds a different prefix to all keys."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 
@@ -216,7 +209,4 @@ def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:
 
 
 _external_stores: list[Store] = []
-"""First the store itself, then a `PrefixStore` for each process group, which adds its own prefix to the keys.
-
-After a failed run, the next run of the same process needs a new process group.
-"""
+"""First the store itself, then a `PrefixStore` for each process group: a run after a failed one needs another."""

@@ -34,19 +34,15 @@ PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.utils.
 
 
 def start_rank_server() -> None:
-    """Start the fork server of the ranks in the background, so that it imports torch at the same time as this process.
-
-    Do nothing under torchrun or SLURM, where the ranks are already running.
-    """
+    """Start the fork server of the ranks, which imports torch at the same time as this process, if we start them."""
     if external_rank_info() is None:
         start_server(*PRELOADED)
 
 
 class LocalProcesses(Launcher):
-    """A launcher that starts one process per rank on this machine, and trains in these processes.
+    """A launcher that starts one process for each of `devices` on this machine, and trains in these processes.
 
     Args:
-        devices: device of each rank.
         timeout, max_restarts, port: as in `MultiProcess`.
         collectives: class of the ranks' collectives.
         allocate: function that returns the memory that the ranks share; called before they are started.
@@ -100,12 +96,7 @@ class LocalProcesses(Launcher):
 class ExternalProcesses(Launcher):
     """A launcher that joins the other ranks, which torchrun or SLURM has started together with this process.
 
-    Args:
-        rank_info: rank of this process.
-        device: device of this process.
-        timeout: number of seconds that a rank waits for the others before it fails.
-        collectives: class of the ranks' collectives.
-        refusal: why this process has no device, which `connect` raises on all ranks.
+    `refusal` says why this process has no device; `connect` raises it on all ranks.
     """
 
     def __init__(
@@ -150,10 +141,7 @@ class ExternalProcesses(Launcher):
 
 
 def init_rank(rank_info: RankInfo, device: torch.device, timeout: float, external: bool) -> None:
-    """Set up this process as a rank: its GPU, its share of the CPU's threads, and the process group.
-
-    The arguments are those of `init_process_group`.
-    """
+    """Set up this process as a rank: its GPU, its share of the CPU's threads, and the process group."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     os.environ["LOCAL_WORLD_SIZE"] = str(rank_info.local_world_size)  # for data workers: the ranks share the cores

@@ -38,12 +38,10 @@ _UNKNOWN_EXIT = 255  # what `multiprocessing` reports for every rank if the fork
 
 
 class RankError(Exception):
-    """Raised when a rank failed, died or hung.
+    """Raised when a rank failed, died or hung; `what` happened to it, in one line.
 
-    Args:
-        rank, what: the rank, and what happened to it, in one line.
-        trace: the traceback of its exception; empty if there was none, or if its message says enough.
-        result: the run's result so far; None if rank 0 could not report it.
+    `trace` is the traceback of its exception, empty if there was none, or if its message says enough; `result` that of
+    the run so far, None if rank 0 could not report it.
     """
 
     def __init__(self, rank: int, what: str, trace: str = "", result: Any = None):
@@ -115,7 +113,7 @@ def start_heartbeat(
 
     Args:
         pipe: connection to the supervisor.
-        progress: returns a number that grows when this rank begins to wait for other ranks; it is the heartbeat.
+        progress: returns the heartbeat: a number that grows when this rank begins to wait for other ranks.
         give_up: called when any rank has failed, died or hung; it lets the waits of this rank fail.
 
     Returns:
@@ -196,9 +194,7 @@ class Supervisor:
     def wait(self, stop: StopRequest) -> list[Any]:
         """Wait for all ranks, and return their return values, in the order of the ranks.
 
-        Args:
-            stop: record of whether this process has received a stop signal. If it has, SIGUSR1 is sent once to all
-                ranks, which then finish their step, save a checkpoint and end.
+        After a stop signal, SIGUSR1 is sent once to all ranks, which finish their step, save a checkpoint and end.
 
         Raises:
             ConfigError: if a rank raised a ConfigError.
@@ -217,7 +213,6 @@ class Supervisor:
         return [report.value for report in self.reports if report]
 
     def close(self) -> None:
-        """Kill the ranks that are still running."""
         self._signal(signal.SIGKILL)
         for process in self.processes:
             process.join()
@@ -239,7 +234,6 @@ class Supervisor:
                 self._read_pipe(rank)
 
     def _read_pipe(self, rank: int) -> None:
-        """Read the heartbeats and the report that `rank` has sent so far."""
         with suppress(EOFError, OSError):
             while self.reports[rank] is None and self.pipes[rank].poll():
                 message = self.pipes[rank].recv()
@@ -254,7 +248,7 @@ class Supervisor:
         return failed or bool(self._dead()) or max(self.silence) > self.timeout or self._has_stalled()
 
     def _has_stalled(self) -> bool:
-        """Return whether some ranks are waiting for others and no rank has made progress within the timeout."""
+        """Return whether some ranks wait for others, and no rank has made progress within the timeout."""
         running = {self.progress[rank] for rank, report in enumerate(self.reports) if report is None}
         return self.stalled > self.timeout and len(running) > 1
 
@@ -266,7 +260,7 @@ class Supervisor:
         return [rank for rank in ended if self.reports[rank] is None]
 
     def _first_error(self) -> Exception:
-        """Return the error to raise after a rank has failed, died or hung; first give all ranks time to report."""
+        """Return the error to raise after a rank has failed, died or hung, once all had time to report."""
         silent = [rank for rank, seconds in enumerate(self.silence) if seconds > self.timeout]
         self._tell(GIVE_UP)
         until = time.monotonic() + GRACE_SECONDS
@@ -325,5 +319,4 @@ class Supervisor:
 
 
 def _with_cause(name: str) -> str:
-    """Return the `name` of a signal, followed by the likely cause if one is known."""
     return f"{name} (the kernel does that where memory runs out)" if name == "SIGKILL" else name

@@ -28,10 +28,7 @@ def defer(model: torch.nn.Module) -> None:
 
 
 def update(model: torch.nn.Module) -> None:
-    """Update the running statistics in `model` with the statistics of a whole batch.
-
-    Called after the last micro-batch of the batch.
-    """
+    """Update the running statistics in `model` with those of a whole batch, after its last micro-batch."""
     for module in model.modules():
         # Stages of other processes have no statistics in this one.
         if isinstance(module, DeferredBatchNorm) and module.running_mean is not None:
@@ -48,7 +45,6 @@ class DeferredBatchNorm(BatchNormOfAnyDim):
     seen: torch.Tensor
     seen_mean: torch.Tensor
     seen_squares: torch.Tensor
-    """The sum of squared deviations from the mean, [channels]."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
@@ -62,7 +58,6 @@ class DeferredBatchNorm(BatchNormOfAnyDim):
 
     @torch.no_grad()
     def _merge(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
-        """Merge the statistics of a micro-batch into the buffers."""
         total = self.seen + count
         distance = mean - self.seen_mean
         self.seen_mean += distance * (count / total)
@@ -71,7 +66,6 @@ class DeferredBatchNorm(BatchNormOfAnyDim):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the running statistics with the statistics collected since the last update, and reset the buffers."""
         self.update_running_stats(self.seen_mean, self.seen_squares / (self.seen - 1).clamp(min=1))
         for buffer in (self.seen, self.seen_mean, self.seen_squares):
             buffer.zero_()

@@ -24,16 +24,10 @@ _INK, _IDLE, _LINE, _WHITE = (40, 40, 40), (235, 235, 235), (205, 205, 205), (25
 
 
 def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, title: str) -> torch.Tensor:
-    """Draw a Gantt chart of one step.
+    """Draw a Gantt chart of one step: an RGB image, uint8 [3, height, width].
 
-    Args:
-        work: a tuple (stage, kind, micro-batch, start, stop) for each computation; `kind` is a key of `COLORS`; start
-            and stop are in seconds.
-        workers: number of workers, each of which has a row; stage i is in row i modulo the number of workers.
-        title: title above the chart.
-
-    Returns:
-        An RGB image, uint8 [3, height, width].
+    `work` has a tuple (stage, kind, micro-batch, start, stop) for each computation; start and stop are in seconds.
+    Stage i is in row i modulo the number of `workers`.
     """
     from PIL import Image, ImageDraw
 

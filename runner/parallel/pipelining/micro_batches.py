@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from runner.config.errors import ConfigError, check
+from runner.config.errors import ConfigError
 
 _PER_STAGE = 4
 """Default number of micro-batches per stage: equal stages are then idle for less than 20 % of a step."""
@@ -19,7 +19,7 @@ class MicrobatchConstraint(NamedTuple):
     num_processes: int
 
     def violation(self, count: int) -> str:
-        """Return why the schedule does not support `count` micro-batches; an empty string if it does."""
+        """Return why the schedule does not support `count` micro-batches; empty if it does."""
         if self.schedule == "1f1b" and count < self.num_stages:
             return f"1f1b needs at least as many micro-batches as stages: {self.num_stages}"
         if self.schedule in ("interleaved_1f1b", "zero_bubble"):
@@ -33,9 +33,7 @@ class MicrobatchConstraint(NamedTuple):
 
 
 def num_micro_batches(samples: int, split_size: int | None, count: int | None, constraint: MicrobatchConstraint) -> int:
-    """Return the number of micro-batches into which `samples` are split.
-
-    If neither `split_size` nor `count` is specified, there are about four micro-batches per stage.
+    """Return the number of micro-batches into which `samples` are split; by default, about four per stage.
 
     Args:
         samples: number of samples in one pass through the pipeline.
@@ -44,8 +42,7 @@ def num_micro_batches(samples: int, split_size: int | None, count: int | None, c
         constraint: the requirements of the schedule.
 
     Raises:
-        ConfigError: if the request is impossible (the error names the nearest possible numbers), or if the schedule
-            supports no number of micro-batches that divides `samples`.
+        ConfigError: if this is impossible; the error names the nearest possible numbers.
     """
     possible = [number for number in divisors(samples) if not constraint.violation(number)]
     if not possible:
@@ -65,15 +62,15 @@ def num_micro_batches(samples: int, split_size: int | None, count: int | None, c
     sizes = sorted(samples // number for number in possible)
     _check(samples, samples / split_size, "split_size", split_size, sizes, constraint)
     number = samples // split_size
-    why = f"split_size={split_size} makes {number} micro-batches of {samples} samples"
-    check(count in (None, number), "parallel.num_micro_batches", count, why, "name one of the two")
+    if count not in (None, number):
+        why = f"split_size={split_size} makes {number} micro-batches of {samples} samples"
+        raise ConfigError("parallel.num_micro_batches", count, why, "name one of the two")
     return number
 
 
 def _check(
     samples: int, count: float, key: str, got: int, possible: list[int], constraint: MicrobatchConstraint
 ) -> None:
-    """Check that a value of the option `split_size` or `num_micro_batches` is possible."""
     together = f"the {samples} samples that go through together (batch_size / accumulation.steps)"
     if count < 1 or count > samples:
         why = f"there are no more than {together.removeprefix('the ')}"
@@ -81,10 +78,11 @@ def _check(
         why = f"it does not divide {together}"
     else:
         why = constraint.violation(int(count))
-    below = [number for number in possible if number < got][-1:]
-    above = [number for number in possible if number > got][:1]
-    nearest = " or ".join(f"parallel.{key}={number}" for number in (*below, *above))
-    check(not why, f"parallel.{key}", got, why, f"the nearest that can be: {nearest}")
+    if why:
+        below = [number for number in possible if number < got][-1:]
+        above = [number for number in possible if number > got][:1]
+        nearest = " or ".join(f"parallel.{key}={number}" for number in (*below, *above))
+        raise ConfigError(f"parallel.{key}", got, why, f"the nearest that can be: {nearest}")
 
 
 def divisors(number: int) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from models.blocks import blocks_of as listed_blocks
-from runner.config.errors import check, check_range, did_you_mean
+from runner.config.errors import ConfigError, check_range, did_you_mean
 from runner.device import synchronize
 from runner.model.base import without_memory
 from runner.parallel.pipelining.stages import named_tensors
@@ -26,21 +26,12 @@ Blocks = list[tuple[str, "torch.nn.Module"]]
 
 _MIN_SECONDS, _MAX_REPEATS = 0.03, 20
 
-_SPLITTABLE = (
-    "choose another model (convnet, resnet50, torchvision, …), parallel=ddp or fsdp, "
-    "or give the network a method blocks() that returns [(name, module), …] in forward order"
-)
-
 
 @dataclass
 class Partition:
-    """The options of the parallel modes that split a network into stages.
+    """The options of the modes that split a network into stages; `conf/parallel/pipeline.yaml` explains them.
 
-    Args:
-        stages: number of stages; null to derive it from the number of processes or devices.
-        cuts: `auto` to measure the blocks, and choose stages that all take about the same time; or a list with the name
-            of the first block of every stage except the first, such as [layer2, layer3.1]. The name of a layer, such as
-            `layer2`, stands for the first block of the layer.
+    In `cuts`, the name of a layer, such as `layer2`, stands for the first block of the layer.
     """
 
     stages: int | None = None
@@ -49,12 +40,12 @@ class Partition:
     def __post_init__(self) -> None:
         check_range(self, "stages", least=2, most=4096)
         names = self.cuts if isinstance(self.cuts, list | tuple) else []
-        known = self.cuts == "auto" or (len(names) > 0 and all(isinstance(name, str) for name in names))
-        check(known, "cuts", self.cuts, "it is neither auto nor a list of blocks", "as in parallel.cuts=[layer3]")
-        if names:
-            count = len(names) + 1
-            why = f"{len(names)} cuts make {count} stages"
-            check(self.stages in (None, count), "stages", self.stages, why, "leave parallel.stages=null")
+        if self.cuts != "auto" and not (names and all(isinstance(name, str) for name in names)):
+            why = "it is neither auto nor a list of blocks"
+            raise ConfigError("cuts", self.cuts, why, "as in parallel.cuts=[layer3]")
+        if names and self.stages not in (None, len(names) + 1):
+            why = f"{len(names)} cuts make {len(names) + 1} stages"
+            raise ConfigError("stages", self.stages, why, "leave parallel.stages=null")
 
     @property
     def asked_stages(self) -> int | None:
@@ -62,14 +53,11 @@ class Partition:
         return self.stages if self.cuts == "auto" else len(self.cuts) + 1
 
     def check_partition(self, workload: Workload, count: int) -> None:
-        """Check, without memory for weights, that the network of `workload` can be split into `count` stages.
-
-        Raises:
-            ConfigError: if it cannot, with the key in full, such as `parallel.cuts`.
-        """
-        names = [name for name, _ in blocks_of(without_memory(supervised(workload).build_model))]
-        why = f"the network has {len(names)} blocks: {', '.join(names)}"
-        check(count <= len(names), "parallel.stages", count, why, f"at most parallel.stages={len(names)}")
+        """Check, without memory for weights, that the network of `workload` can be split into `count` stages."""
+        names = [name for name, _ in blocks_of(without_memory(workload.build_model))]
+        if count > len(names):
+            why = f"the network has {len(names)} blocks: {', '.join(names)}"
+            raise ConfigError("parallel.stages", count, why, f"at most parallel.stages={len(names)}")
         if self.cuts != "auto":
             positions_of(self.cuts, names)
 
@@ -86,23 +74,19 @@ class Partition:
     ) -> dict[str, int]:
         """Return a dict from the name of each parameter and buffer of `model` to the number of its stage.
 
-        A tensor that is not part of any block belongs to stage 0.
-
-        Args:
-            model: the network.
-            stages: the blocks of each stage.
+        A tensor that is not part of any block belongs to stage 0. `stages` are the blocks of each stage.
 
         Raises:
-            ConfigError: with the key `parallel.cuts`, if two stages share a tensor.
+            ConfigError: if two stages share a tensor.
         """
         names = {id(tensor): name for name, tensor in named_tensors(model)}
         stage_of = dict.fromkeys(names, 0)
         taken: dict[int, int] = {}
         for number, blocks in enumerate(stages):
             for tensor in (tensor for block in blocks for _, tensor in named_tensors(block)):
-                first = taken.setdefault(id(tensor), number)
-                why = f"stages {first} and {number} share {names[id(tensor)]}"
-                check(first == number, "parallel.cuts", self.cuts, why, "cut elsewhere")
+                if (first := taken.setdefault(id(tensor), number)) != number:
+                    why = f"stages {first} and {number} share {names[id(tensor)]}"
+                    raise ConfigError("parallel.cuts", self.cuts, why, "cut elsewhere")
                 stage_of[id(tensor)] = number
         return {names[key]: number for key, number in stage_of.items()}
 
@@ -113,11 +97,10 @@ def supervised(workload: Workload) -> SupervisedWorkload:
     Raises:
         ConfigError: if the loss of `workload` needs more than the network's outputs and the targets.
     """
-    why = "its loss is not criterion(model(inputs), targets), which is all that a split network can compute"
-    remedy = "parallel=ddp or fsdp spread it over processes"
-    known = isinstance(workload, SupervisedWorkload)
-    check(known, "workload", type(workload).__name__, why, remedy)
-    return cast(SupervisedWorkload, workload)
+    if not isinstance(workload, SupervisedWorkload):
+        why = "its loss is not criterion(model(inputs), targets), which is all that a split network can compute"
+        raise ConfigError("workload", type(workload).__name__, why, "parallel=ddp or fsdp spread it over processes")
+    return workload
 
 
 def blocks_of(model: torch.nn.Module) -> Blocks:
@@ -126,42 +109,35 @@ def blocks_of(model: torch.nn.Module) -> Blocks:
     Raises:
         ConfigError: if `model` lists no blocks.
     """
-    found = listed_blocks(model)
+    if found := listed_blocks(model):
+        return found
     why = "it does not say where it can be split: it has no blocks()"
-    check(bool(found), "model", type(model).__name__, why, _SPLITTABLE)
-    return found
+    remedy = "choose another model (convnet, resnet50, torchvision, …), parallel=ddp or fsdp, "
+    remedy += "or give the network a method blocks() that returns [(name, module), …] in forward order"
+    raise ConfigError("model", type(model).__name__, why, remedy)
 
 
 def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
-    """Return the indices of the blocks in `names` that `cuts` names; a layer's name stands for its first block.
-
-    Raises:
-        ConfigError: if the network cannot be split at one of the cuts, or the cuts are not in forward order.
-    """
+    """Return the indices of the blocks in `names` that `cuts` names, which must be in forward order."""
     layers = {name.rpartition(".")[0]: i for i, name in reversed(list(enumerate(names))) if "." in name}
     positions = layers | {name: i for i, name in enumerate(names)}
     for cut in cuts:
-        check(cut in positions, "parallel.cuts", cut, "there is no such block;", did_you_mean(cut, positions))
-        check(positions[cut] > 0, "parallel.cuts", cut, "no block comes before it", f"cut at {names[1]} or later")
+        if cut not in positions:
+            raise ConfigError("parallel.cuts", cut, "there is no such block;", did_you_mean(cut, positions))
+        if positions[cut] == 0:
+            raise ConfigError("parallel.cuts", cut, "no block comes before it", f"cut at {names[1]} or later")
     found = [positions[cut] for cut in cuts]
-    rising = all(one < next_one for one, next_one in pairwise(found))
-    in_order = f"[{','.join(names[i] for i in sorted(set(found)))}]"
-    why = "each block may be named once, in the network's order"
-    check(rising, "parallel.cuts", list(cuts), why, f"parallel.cuts={in_order}")
+    in_order = sorted(set(found))
+    if found != in_order:
+        why, remedy = "each block may be named once, in the network's order", ",".join(names[i] for i in in_order)
+        raise ConfigError("parallel.cuts", list(cuts), why, f"parallel.cuts=[{remedy}]")
     return found
 
 
 def balanced(seconds: Sequence[float], count: int) -> list[int]:
-    """Return the partition into `count` stages whose slowest stage is fastest, by dynamic programming.
+    """Return the first block of every stage except the first, so that the slowest of `count` stages is fastest.
 
-    Among partitions with the same slowest time, one with stages of similar times is preferred.
-
-    Args:
-        seconds: time of each block in seconds.
-        count: number of stages.
-
-    Returns:
-        The index of the first block of every stage except the first, in increasing order.
+    Among such partitions of blocks that take `seconds`, one with stages of similar times is preferred.
     """
     assert 1 <= count <= len(seconds), f"{len(seconds)} blocks do not make {count} stages"
     sums = [0.0]
@@ -173,23 +149,18 @@ def balanced(seconds: Sequence[float], count: int) -> list[int]:
         best = [(float("inf"), float("inf"), [])] * len(sums)
         for stop in range(num_stages, len(sums)):
             starts = range(num_stages - 1, stop)
-            best[stop] = min(_with_last_stage(fewer[start], start, sums[stop] - sums[start]) for start in starts)
+            times = [(start, sums[stop] - sums[start], fewer[start]) for start in starts]
+            best[stop] = min(
+                (max(slowest, last), squares + last**2, [*before, start])
+                for start, last, (slowest, squares, before) in times
+            )
     return best[-1][2]
 
 
-def _with_last_stage(before: tuple[float, float, list[int]], start: int, last: float) -> tuple[float, float, list[int]]:
-    slowest, squares, starts = before
-    return max(slowest, last), squares + last**2, [*starts, start]
-
-
 class BlockProfile(NamedTuple):
-    """The measurements of a block.
+    """The time of a block's forward and backward pass, 0.0 if it was not measured, and the form of its output.
 
-    Args:
-        name: name of the block.
-        seconds: time of the block's forward and backward pass in seconds; 0.0 if it was not measured.
-        shape: shape of the block's output, without the batch dimension.
-        dtype: dtype of the block's output.
+    The batch dimension is not in `shape`.
     """
 
     name: str
@@ -207,12 +178,8 @@ def first_inputs(model: torch.nn.Module, session: Session, size: int | None = No
 def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, session: Session, timed: bool) -> list[BlockProfile]:
     """Measure copies of the blocks of `model`, in forward order.
 
-    Args:
-        model: the network.
-        inputs: inputs of the first block, as many as in a chunk, on the device on which the blocks are measured.
-        session: the session of this process.
-        timed: whether to measure times, in training mode; otherwise, only the outputs are described, in evaluation
-            mode.
+    `inputs` are as many as in a chunk, on the device on which the blocks are measured. Times are measured in training
+    mode; if not `timed`, only the outputs are described, in evaluation mode.
     """
     dtype, autocast = next(model.parameters()).dtype, session.precision.autocast
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs  # float64 under precision=64
@@ -255,10 +222,7 @@ def measured_seconds(
 
 
 def format_partition(profiles: Sequence[BlockProfile], bounds: Sequence[int]) -> str:
-    """Return a description of the stages in one line: `stem … layer2.1 (51%) | layer2.2 … head (49%)`.
-
-    The percentages are shares of the total time; they are left out if the blocks were not timed.
-    """
+    """Return the stages in one line, with shares of the time: `stem … layer2.1 (51%) | layer2.2 … head (49%)`."""
     total = sum(profile.seconds for profile in profiles)
     parts = []
     for start, stop in pairwise(bounds):

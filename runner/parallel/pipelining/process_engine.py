@@ -20,11 +20,9 @@ class ProcessEngine:
     Args:
         stages: stages of this process, by the number of the stage.
         activations: specs of the activations before the first stage and after each stage, for all processes.
-        schedule: one of `runner.parallel.pipelining.schedules.SCHEDULES`.
-        size: number of samples per micro-batch.
-        num_micros: number of micro-batches per call of `train`.
-        device: device of this process.
-        timeline: recorder of the times at which the stages compute.
+        schedule: one of `SCHEDULES`.
+        size, num_micros: number of samples per micro-batch, and of micro-batches per call of `train`.
+        device, timeline: those of this process.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from runner.config.errors import check
+from runner.config.errors import ConfigError
 
 _CLASSES = {
     "gpipe": "ScheduleGPipe",
@@ -30,14 +30,8 @@ def schedule_class(schedule: str) -> Any:
 
 
 def check_split_backward(schedule: str, model: torch.nn.Module) -> None:
-    """Check that torch can split the backward pass of `model`, as `zero_bubble` does.
-
-    torch 2.11, 2.12 and 2.13 crash with group normalization: they compute gradients from a freed graph.
-
-    Raises:
-        ConfigError: with the key `parallel.schedule`, if torch would crash.
-    """
-    crashes = schedule == "zero_bubble" and torch.__version__ < "2.14"
-    grouped = crashes and any(isinstance(module, torch.nn.GroupNorm) for module in model.modules())
-    why = f"torch {torch.__version__} crashes when it splits the backward pass of group normalization"
-    check(not grouped, "parallel.schedule", schedule, why, "another parallel.schedule, or install torch 2.14")
+    """Refuse `zero_bubble` with group normalization before torch 2.14, which computes gradients from a freed graph."""
+    normalizes = any(isinstance(module, torch.nn.GroupNorm) for module in model.modules())
+    if schedule == "zero_bubble" and torch.__version__ < "2.14" and normalizes:
+        why = f"torch {torch.__version__} crashes when it splits the backward pass of group normalization"
+        raise ConfigError("parallel.schedule", schedule, why, "another parallel.schedule, or install torch 2.14")

@@ -14,13 +14,11 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ActivationSpec(NamedTuple):
-    """The format of the activations that are passed from one stage to the next."""
+    """The format of the activations that are passed from one stage to the next; `shape` is that of one sample."""
 
     shape: tuple[int, ...]
-    """The shape of one sample's activations: (channels, height, width), or any other shape."""
     dtype: torch.dtype
     channels_last: bool = False
-    """Whether the activations are in the NHWC memory format."""
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
@@ -41,11 +39,7 @@ class ActivationSpec(NamedTuple):
 class StageModule(nn.Module):
     """A module of consecutive blocks, whose inputs and outputs have the format in which activations are sent.
 
-    Args:
-        blocks: consecutive blocks of the network.
-        inputs: spec of the activations before the stage; None if the inputs need no conversion.
-        outputs: spec of the activations after the stage; None if the outputs need no conversion.
-        autocast: function that returns a context manager for the forward pass.
+    `inputs` or `outputs` is None if the inputs or outputs are not sent, and need no conversion.
     """
 
     def __init__(
@@ -100,13 +94,7 @@ class _ToSent(torch.autograd.Function):
 def activation_specs(
     inputs: ActivationSpec, outputs: Sequence[ActivationSpec], bounds: Sequence[int]
 ) -> list[ActivationSpec]:
-    """Return the specs of the activations before the first stage and after each stage.
-
-    Args:
-        inputs: spec of the inputs of the network.
-        outputs: spec of the output of each block.
-        bounds: [0, …, num_blocks]: stage i has the blocks `bounds[i]:bounds[i + 1]`.
-    """
+    """Return the specs of the activations before the first stage and after each stage, given those of each block."""
     *between, last = (outputs[stop - 1] for stop in bounds[1:])
     return [inputs, *between, last._replace(channels_last=False)]
 
@@ -124,5 +112,4 @@ def keep_only(model: nn.Module, names: set[str]) -> None:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters and buffers of `model` with their names."""
     return [*model.named_parameters(), *model.named_buffers()]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -19,27 +18,15 @@ from runner.system.copy_stream import Transfer, copy_stream
 
 
 class StreamEngine:
-    """An engine that runs each stage on its own device; stages that share a device compute one after another.
+    """An engine that runs each stage, for `size` samples at a time, on the device of the same position in `devices`.
 
-    Args:
-        stages: all stages, on their devices.
-        devices: device of each stage.
-        size: number of samples per micro-batch.
-        timeline: recorder of the times at which the stages compute.
-        cuda: object that replaces `torch.cuda` in tests; None for `torch.cuda` itself.
+    Stages that share a device compute one after another.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[StageModule],
-        devices: Sequence[torch.device],
-        size: int,
-        timeline: Timeline,
-        cuda: Any = None,
-    ):
+    def __init__(self, stages: Sequence[StageModule], devices: Sequence[torch.device], size: int, timeline: Timeline):
         self.stages, self.devices, self.size, self._timeline = list(stages), list(devices), size, timeline
-        self._activation_copies = [copy_stream(one, other, cuda) for one, other in pairwise(devices)]
-        self._gradient_copies = [copy_stream(other, one, cuda) for one, other in pairwise(devices)]
+        self._activation_copies = [copy_stream(one, other, None) for one, other in pairwise(devices)]
+        self._gradient_copies = [copy_stream(other, one, None) for one, other in pairwise(devices)]
 
     def train(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> None:
         """Run the forward and backward passes of all micro-batches; see `ProcessEngine.train`."""

@@ -50,10 +50,7 @@ class Timeline:
 
     @contextmanager
     def span(self, stage: int, kind: str, micro: int, device: torch.device) -> Iterator[None]:
-        """Record the computation inside the context as a `Span`, with its start and stop on `device`.
-
-        Do nothing while no recording is running.
-        """
+        """Record the computation inside the context, with its start and stop on `device`."""
         if not self.on:
             yield
             return
@@ -97,7 +94,7 @@ class Bubble(NamedTuple):
     Args:
         seconds: time from the start of the first computation to the end of the last one.
         busy: seconds of computation of each worker.
-        least: a lower bound on the seconds that a step takes under any schedule, given the same stage times.
+        least: a lower bound on `seconds` under any schedule, given the same stage times.
         theory: the idle fraction if all stages took the same time: (p − 1) / (v·m + p − 1) for p workers with v stages
             each and m micro-batches (Huang et al., 2019, section 2.3, for v = 1).
     """
@@ -109,7 +106,6 @@ class Bubble(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The idle fraction of the workers' time."""
         return self._idle(self.seconds)
 
     @property
@@ -157,7 +153,6 @@ def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> f
 def _seconds(
     spans: Sequence[Span], stages: set[int], kinds: Sequence[str] | None = None, micro: int | None = None
 ) -> float:
-    """Return the total seconds of the computations of `stages`."""
     return sum(
         span.stop - span.start
         for span in spans
