@@ -34,21 +34,16 @@ from runner.workloads.base import Workload, check_measured
 
 log = logging.getLogger(__name__)
 
-_OPTIONAL: dict[str, Any] = {"stop": {}, "num_steps": 0}
-"""A dict from name to empty value of those parts of the shared state that a checkpoint may lack."""
-
 
 class State:
-    """The training state of a run.
+    """The training state of a run: what changes while it trains.
 
     Args:
-        run: the options, which do not change during training.
-        session: the process, its part of the work, and the length of the run.
+        run, session: the options, and the process with its part of the work, which do not change.
         directory: the run directory.
         model: the model, as returned by the parallel mode's `place`.
         optimizer: optimizer of the model's parameters.
-        model_description: description of the model, for the first lines of the log.
-        model_table: table of the blocks of the model (see `runner.model.table`); may be empty.
+        model_description, model_table: the whole model in a line, and its blocks in a table, for the log.
     """
 
     def __init__(
@@ -112,7 +107,7 @@ class State:
         self._match_data(saved_signature(self.checkpoints.root / step_name(checkpoint.step)))
         self.load(checkpoint)
         log.info("resumed after step %d", self.step)
-        self._report_length((_OPTIONAL | checkpoint.state)["num_steps"])
+        self._report_length(checkpoint.state["num_steps"])
         if self.session.rank == 0:
             prune(self.checkpoints.root, keep=None)  # here, as a run that has no step left does not save again
 
@@ -151,9 +146,8 @@ class State:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         run, devices = self.run, self.session.devices
-        shared, local = _OPTIONAL | checkpoint.state, checkpoint.local
+        shared, local = checkpoint.state, checkpoint.local
         if local:
-            local = {"ema": {}} | local
             like = {"workload": dict, "parallel": dict, "random": dict, "ema": dict}
             check_like(local, like, "the state of a rank")
         load = partial(run.parallel.load_full_state, self.model)
@@ -198,15 +192,14 @@ class State:
             "metrics": dict(self.metrics),
             "best": dict(self.best),
             "num_steps": self.session.num_steps,
+            "stop": self.stopping.state_dict(),
         }
-        shared |= {"stop": stopping} if (stopping := self.stopping.state_dict()) else {}
         local = {
             "workload": copy.deepcopy(run.workload.state_dict()),
             "parallel": run.parallel.local_state(self.model, self.optimizer),
             "random": random_state(self.session.devices),
+            "ema": self.average.local_state(partial(run.parallel.local_state, self.model)),
         }
-        averages = self.average.local_state(partial(run.parallel.local_state, self.model))
-        local |= {"ema": averages} if averages else {}
         self.checkpoints.save(Checkpoint(self.step, tensors, shared, local, ema=ema), self.best.get("step"))
 
     def flush_metrics(self) -> dict[str, float]:
@@ -223,10 +216,7 @@ class State:
         return {f"train/{name}": float(value) for name, value in zip(names, means, strict=True)}
 
     def record_evaluation(self, metrics: dict[str, float]) -> bool:
-        """Record an evaluation, and return whether it is the best so far.
-
-        Args:
-            metrics: a dict from the tag of each evaluation metric to its value, the same on all ranks.
+        """Record an evaluation, whose `metrics` by tag are the same on all ranks; return whether it is the best so far.
 
         Raises:
             DivergedError: if a metric is not finite.
@@ -279,8 +269,8 @@ def _signature_text(workload: Workload) -> str:
 
 
 def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:
-    """Check the part of `checkpoint` that all ranks share, before any part of the checkpoint is loaded."""
-    shared, step = _OPTIONAL | checkpoint.state, checkpoint.step
+    """Check the part of `checkpoint` that all ranks share, before any part of it is loaded."""
+    shared, step = checkpoint.state, checkpoint.step
     like = {"optimizer": {str: dict}, "precision": dict, "window": TensorSpec(torch.float32, (None, num_metrics))}
     like |= {"logged": int, "metrics": {str: float}, "best": dict, "stop": dict, "num_steps": int}
     check_like(shared, like, "the state")
@@ -295,7 +285,7 @@ def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:
 
 
 def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dict[str, Any]]) -> str:
-    """Return the name of the first tensor of the model or the optimizer that is not finite; empty if all are finite."""
+    """Return the name of the first tensor that is not finite; empty if all are finite."""
     named = [
         *tensors.items(),
         *((f"{key} of {name}", t) for name, state in optimizer_state.items() for key, t in state.items()),
@@ -304,7 +294,6 @@ def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dic
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are finite."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 

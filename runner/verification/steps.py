@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from runner.batching import Plan
-from runner.config.errors import ConfigError, check
+from runner.config.errors import ConfigError
 from runner.config.schema import component_fields
 from runner.data.base import shard_bounds
 from runner.parallel.collectives import Collectives
@@ -47,13 +47,11 @@ class Steps:
     """A record of the first steps of a run: the samples on which they trained, and the tensors that they computed.
 
     Args:
-        samples: for each step, the sorted hashes of the samples of all processes, or an empty list if the batches have
-            no tensor with a row per sample.
+        samples: for each step, the sorted hashes of the samples of all processes; an empty list if there are none.
         tensors: the tensors by kind (see `KINDS` in `verdict`), and then by name; empty if the run diverged.
         computes_below_float64: whether a loss was computed from tensors of fewer than 64 bits despite precision=64.
-        expected: the reason why the results are expected to differ from those of a single device; empty if they are
-            not expected to differ.
-        diverged: a message that says which value was not finite; empty if all values were finite.
+        expected: why the results are expected to differ from those of a single device; empty if they are not.
+        diverged: which value was not finite; empty if all were.
     """
 
     samples: list[list[str]] = field(default_factory=list)
@@ -93,24 +91,17 @@ def _has_format(run: Run, device: torch.device) -> bool:
 
 
 def check_comparable(run: Run, session: Session) -> None:
-    """Check that a single device can compute the same results as `run`.
-
-    Raises:
-        ConfigError: if a single device cannot compute the same results.
-    """
+    """Raise a `ConfigError` if a single device cannot compute the same results as `run`."""
     why, processes = run.parallel.difference, session.world_size
-    check(not why or processes == 1, "parallel.processes", processes, why, "parallel.processes=1 can be compared")
-    acts_alone = "env" in component_fields(type(run.workload)) and session.plan.num_data_ranks > 1
-    why = "each process trains on transitions from its own environments"
-    check(not acts_alone, "parallel", "several processes", why, "compare accumulation or precision instead")
+    if why and processes > 1:
+        raise ConfigError("parallel.processes", processes, why, "parallel.processes=1 can be compared")
+    if "env" in component_fields(type(run.workload)) and session.plan.num_data_ranks > 1:
+        why = "each process trains on transitions from its own environments"
+        raise ConfigError("parallel", "several processes", why, "compare accumulation or precision instead")
 
 
 def record_runs(configs: Sequence[dict[str, Any]], directory: Path, collectives: Collectives) -> Result:
-    """Train the first steps of the run of each config. Rank 0 saves the record of config i in the file `i.pt`.
-
-    Raises:
-        ConfigError: if torch cannot train with one of the configs.
-    """
+    """Train the first steps of the run of each config. Rank 0 saves the record of config i in the file `i.pt`."""
     for number, config in enumerate(configs):
         run = build_run(config)
         session = run.prepare(collectives)
@@ -129,16 +120,7 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, collectives:
 
 
 def record(run: Run, session: Session, directory: Path) -> Steps:
-    """Train the first steps of a run, and return their record. On rank 0, the record covers all ranks.
-
-    Args:
-        run: the run.
-        session: its session in this process.
-        directory: a directory without checkpoints, used as the run directory.
-
-    Raises:
-        DivergedError: if a loss is not finite.
-    """
+    """Train the first steps of a run, and return their record. On rank 0, the record covers all ranks."""
     collectives = session.collectives
     state = prepare(run, session, directory)
     recorder = Recorder(state)
@@ -178,9 +160,6 @@ class Recorder:
     Methods of the workload of `state` are replaced: the losses of a supervised workload are recorded and, in float64,
     whether the backward pass of a loss has gradients of fewer than 64 bits. (They are not noticed in modes that call
     `loss_of` instead of `loss`, such as a pipeline.)
-
-    Args:
-        state: the state of the run before the first step.
     """
 
     def __init__(self, state: State):
@@ -212,12 +191,11 @@ class Recorder:
             workload.loss = watching_loss
 
     def begin_step(self) -> None:
-        """Begin the next step: everything recorded from now on belongs to this step."""
         self._samples.append([])
         self._losses.append([])
 
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the micro-batches in `batches`. The samples of a micro-batch are recorded before it is yielded."""
+        """Yield the micro-batches in `batches`, after recording their samples."""
         for batch in batches:
             self._samples[-1] += sample_hashes(batch, self._session.plan.micro_size)
             yield batch
@@ -238,8 +216,8 @@ class Recorder:
     def all_losses(self) -> Tensors:
         """Return the losses of all samples of each step, float64 [batch_size]; empty if none were recorded.
 
-        They are in ascending order, because a mode may process the samples of a batch in any order. Ranks with the same
-        shard of the data record the same losses, which are returned only once. Every rank must call this.
+        They are in ascending order, because a mode may process the samples of a batch in any order, and without those
+        of further ranks with the same shard. Called on every rank.
         """
         losses = [torch.stack(of_step).tolist() for of_step in self._losses if of_step]
         shards: dict[Any, list[list[float]]] = {}
@@ -250,10 +228,7 @@ class Recorder:
         return _by_step([torch.tensor(of_step, dtype=torch.float64) for of_step in steps])
 
     def all_samples(self) -> list[list[str]]:
-        """Return, for each step, the sorted hashes of the samples of all ranks. Every rank must call this.
-
-        Ranks with the same shard of the data should see the same samples, which are returned only once.
-        """
+        """Return, for each step, the sorted hashes of the samples of all ranks, once for each shard."""
         different: list[tuple[Any, list[list[str]]]] = []
         for found in self._session.collectives.all_gather((self._session.plan.data_shard, self._samples)):
             if found not in different:
@@ -281,8 +256,8 @@ def on_gradient(loss: torch.Tensor, note: Callable[[torch.Tensor], None]) -> Non
 def evaluated(state: State) -> Tensors:
     """Return the `outputs` of the network, [batch_size, …], in an evaluation of the first batch of a single device.
 
-    They are on the CPU. Every rank must call this. The workload's methods `evaluate` and `summarize` stay replaced.
-    The dict is empty if the workload is not supervised or its batches have no inputs.
+    Called on every rank. The workload's methods `evaluate` and `summarize` stay replaced. The dict is empty if the
+    workload is not supervised or its batches have no inputs.
     """
     model, workload, plan = state.model, state.session.workload, state.session.plan
     if not isinstance(workload, SupervisedWorkload):
@@ -312,14 +287,9 @@ def evaluated(state: State) -> Tensors:
 
 
 def sample_hashes(batch: Any, count: int) -> list[str]:
-    """Return a hash of each sample in a batch, computed from all bits of the sample's row in every tensor.
+    """Return a hash of each of the `count` samples in a batch: of all bits of the sample's row in every tensor.
 
-    Args:
-        batch: tensors, nested in tuples, lists, mappings and objects. Tensors without a row per sample are ignored.
-        count: the number of samples in the batch.
-
-    Returns:
-        A list of `count` hashes; an empty list if no tensor has a row per sample.
+    `batch` nests tensors in tuples, lists, mappings and objects. The list is empty if none has a row per sample.
     """
     hashes = [hashlib.sha256() for _ in range(count)]
     found = False

@@ -27,10 +27,7 @@ _OPTIONAL = ("loss per sample", "evaluation")  # a mode may compute these withou
 
 
 class Verdict(IntEnum):
-    """The verdict on a config. The value of a verdict is the exit code of `runner verify`.
-
-    No verdict has the value 2, because exit code 2 means that the config was refused instead of compared.
-    """
+    """The verdict on a config. Its value is the exit code of `runner verify`, which is 2 for a refused config."""
 
     SAME = 0
     DIFFERENT = 1
@@ -38,12 +35,13 @@ class Verdict(IntEnum):
 
 
 class Difference(NamedTuple):
-    """The largest relative difference between tensors of two runs."""
+    """The largest relative difference between tensors of two runs.
+
+    `size` is infinite if a tensor is missing or has another shape; `where` names the tensor, or is a remark.
+    """
 
     size: float
-    """Infinity if a tensor is missing or has another shape."""
     where: str
-    """The name of the tensor with this difference, or a remark such as `not compared`."""
 
 
 class Pair(NamedTuple):
@@ -77,26 +75,20 @@ class Row(NamedTuple):
 
     @property
     def is_noisy(self) -> bool:
-        """Whether two correct runs may differ by more than `limit`, because the rounding error exceeds half of it."""
+        """Whether two correct runs may differ by more than `limit`."""
         return not 2 * self.rounding.size <= self.limit
 
     @property
     def is_exact(self) -> bool:
-        """Whether `exact` is within its limit, or was not measured."""
         return self.exact is None or self.exact.size <= self.exact_limit
 
     @property
     def is_same(self) -> bool:
-        """Whether `exact` and `configured` are within their limits."""
         limit = self.tolerance if self.exact is None or self.is_noisy else max(self.limit, self.tolerance)
         return self.is_exact and (self.configured is None or self.configured.size <= limit)
 
     def verdict(self, computes_below_float64: bool) -> Verdict:
-        """Return the verdict on this row alone.
-
-        Args:
-            computes_below_float64: whether a loss was computed from tensors of fewer than 64 bits despite precision=64.
-        """
+        """Return the verdict on this row alone."""
         if self.is_same:
             return Verdict.SAME
         if self.is_noisy:
@@ -109,13 +101,11 @@ class Row(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a comparison."""
+    """The result of a comparison. There are no `lines` of the table if a run diverged; `reason` may be empty."""
 
     lines: list[str]
-    """The lines of the table; empty if a run diverged."""
     verdict: Verdict
     reason: str
-    """Empty if the verdict is SAME, or if it is DIFFERENT for an unknown reason."""
 
 
 def compare(configured: Pair | None, exact: Pair | None, precision: Precision) -> Outcome:
@@ -145,7 +135,7 @@ def compare(configured: Pair | None, exact: Pair | None, precision: Precision) -
 
 
 def first_other_samples(tested: list[list[str]], reference: list[list[str]]) -> str:
-    """Return a description of the first step whose hashes of samples differ from the reference; empty if none does."""
+    """Return in what the first step with other samples than the reference differs; empty if there is none."""
     for step, (ours, theirs) in enumerate(zip(tested, reference, strict=True), start=1):
         missing, added = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
         if missing or added:
