@@ -49,13 +49,13 @@ def test_each_data_parallel_rank_has_its_own_shard_and_random_numbers() -> None:
     assert found == Plan(10, seed=run.seed, data_shard=(2, 5), eval_shard=(2, 5), rng_stream=2)
 
 
-def test_several_externally_launched_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["single", "dp", "model", "hogwild", "pipeline parallel.engine=streams"])
+def test_several_externally_launched_processes_are_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in RankInfo(1, 2, 1, 2, "127.0.0.1", 1234).variables().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as refusal:
-        prepare_session(build_composed_run(*TINY_CPU))
-    assert (refusal.value.key, refusal.value.got) == ("parallel.processes", 2)
-    assert "parallel=ddp" in refusal.value.remedy
+        prepare_session(build_composed_run(*TINY_CPU, *f"parallel={mode}".split()))
+    assert refusal.value.key == ("parallel.engine" if "engine" in mode else "parallel.processes")
 
 
 def test_gradients_are_weighted_by_the_share_of_the_micro_batch() -> None:

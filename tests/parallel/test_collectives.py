@@ -129,43 +129,50 @@ def test_collectives_of_one_process_are_no_ops() -> None:
     alone.finish()
 
 
-def test_ranks_are_numbered(on_three: Callable[[Work], list[Any]]) -> None:
-    assert on_three(numbers) == [(0, 3), (1, 3), (2, 3)]
+def test_reductions_and_gathered_values(on_three: Callable[[Work], list[Any]], tmp_path: Path) -> None:
+    first, *others = found = on_three(partial(reduced_and_gathered, tmp_path))
+    for rank, each in enumerate(found):
+        assert each["numbers"] == (rank, 3)
+        assert each["totals"] == {"loss": [3.0, 6.0], "count": 30}
+        assert each["arguments"] == {"loss": [float(rank), 2.0], "count": 10}, "unchanged"
+        assert each["maximum"] == [2.0, 0.0], "elementwise"
+        assert each["ranks"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert each["files after a barrier"] == ["0", "1", "2"]
+    assert sum(each["share"] for each in found) == 7.0
+
+    assert [each["rank 0"] for each in others] == [{}, {}]
+    gathered = first["rank 0"]
+    assert gathered.keys() == {"shared", "of 0", "of 1", "of 2", "number"}
+    assert gathered["shared"].tolist() == [0.0, 0.0], "of the lowest rank"
+    assert gathered["number"] == 0
+    for rank in range(3):
+        own = gathered[f"of {rank}"]
+        assert own.dtype == (torch.float32, torch.int64, torch.bfloat16)[rank]
+        assert own.tolist() == [[rank, rank], [rank + 1, rank + 1], [rank + 2, rank + 2]]
 
 
-def numbers(collectives: Collectives) -> tuple[int, int]:
-    return collectives.rank, collectives.world_size
-
-
-def test_all_reduce_returns_sums_and_does_not_change_its_arguments(on_three: Callable[[Work], list[Any]]) -> None:
-    for rank, (totals, own) in enumerate(on_three(reduced)):
-        assert totals == {"loss": [3.0, 6.0], "count": 30}
-        assert own == {"loss": [float(rank), 2.0], "count": 10}
-
-
-def reduced(collectives: Collectives) -> Any:
-    sums = {"loss": torch.tensor([float(collectives.rank), 2.0]), "count": torch.tensor(10)}
+def reduced_and_gathered(directory: Path, collectives: Collectives) -> dict[str, Any]:
+    rank, dtypes = collectives.rank, (torch.float32, torch.int64, torch.bfloat16)
+    sums = {"loss": torch.tensor([float(rank), 2.0]), "count": torch.tensor(10)}
     totals = collectives.all_reduce(sums)
-    return [{name: tensor.tolist() for name, tensor in each.items()} for each in (totals, sums)]
-
-
-def test_local_shares_of_a_total_add_up_to_it(on_three: Callable[[Work], list[Any]]) -> None:
-    shares = on_three(share_of_a_total)
-    assert sum(shares) == 7.0
-
-
-def share_of_a_total(collectives: Collectives) -> float:
-    return float(collectives.local_share(torch.tensor(7.0)))
-
-
-def test_all_reduce_max_is_elementwise_and_in_place(on_three: Callable[[Work], list[Any]]) -> None:
-    assert on_three(maximum) == [[2.0, 0.0]] * 3
-
-
-def maximum(collectives: Collectives) -> list[float]:
-    tensor = torch.tensor([float(collectives.rank), -float(collectives.rank)])
-    collectives.all_reduce_max(tensor)
-    return tensor.tolist()
+    maximum = torch.tensor([float(rank), -float(rank)])
+    collectives.all_reduce_max(maximum)
+    (directory / str(rank)).touch()
+    collectives.barrier()
+    files = sorted(path.name for path in directory.iterdir())
+    own = torch.stack([torch.arange(rank, rank + 3)] * 2).to(dtypes[rank]).t()
+    assert not own.is_contiguous()
+    named = {"shared": torch.full((2,), float(rank)), f"of {rank}": own, "number": rank}
+    return {
+        "numbers": (rank, collectives.world_size),
+        "totals": {name: tensor.tolist() for name, tensor in totals.items()},
+        "arguments": {name: tensor.tolist() for name, tensor in sums.items()},
+        "share": float(collectives.local_share(torch.tensor(7.0))),
+        "maximum": maximum.tolist(),
+        "ranks": collectives.all_gather({"rank": rank}),
+        "files after a barrier": files,
+        "rank 0": collectives.gather_to_rank0(named),
+    }
 
 
 def test_the_mean_of_equal_values_is_bitwise_the_value(on_three: Callable[[Work], list[Any]]) -> None:
@@ -252,40 +259,3 @@ def unsendable(collectives: Collectives) -> str:
     with pytest.raises((TypeError, LostError)) as caught:
         collectives.from_rank_0(object)
     return str(caught.value)
-
-
-def test_all_gather_is_in_the_order_of_ranks(on_three: Callable[[Work], list[Any]]) -> None:
-    assert on_three(gathered) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
-
-
-def gathered(collectives: Collectives) -> list[Any]:
-    return collectives.all_gather({"rank": collectives.rank})
-
-
-def test_gather_to_rank0_prefers_the_lowest_rank_for_equal_names(on_three: Callable[[Work], list[Any]]) -> None:
-    first, *others = on_three(gathered_to_rank0)
-    assert others == [{}, {}]
-    assert first.keys() == {"shared", "of 0", "of 1", "of 2", "number"}
-    assert first["shared"].tolist() == [0.0, 0.0]
-    assert first["number"] == 0
-    for rank in range(3):
-        own = first[f"of {rank}"]
-        assert own.dtype == (torch.float32, torch.int64, torch.bfloat16)[rank]
-        assert own.tolist() == [[rank, rank], [rank + 1, rank + 1], [rank + 2, rank + 2]]
-
-
-def gathered_to_rank0(collectives: Collectives) -> dict[str, Any]:
-    rank, dtypes = collectives.rank, (torch.float32, torch.int64, torch.bfloat16)
-    own = torch.stack([torch.arange(rank, rank + 3)] * 2).to(dtypes[rank]).t()
-    assert not own.is_contiguous()
-    return collectives.gather_to_rank0({"shared": torch.full((2,), float(rank)), f"of {rank}": own, "number": rank})
-
-
-def test_a_barrier_waits_for_all_ranks(on_three: Callable[[Work], list[Any]], tmp_path: Path) -> None:
-    assert on_three(partial(files_after_a_barrier, tmp_path)) == [["0", "1", "2"]] * 3
-
-
-def files_after_a_barrier(directory: Path, collectives: Collectives) -> list[str]:
-    (directory / str(collectives.rank)).touch()
-    collectives.barrier()
-    return sorted(path.name for path in directory.iterdir())

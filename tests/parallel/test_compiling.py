@@ -37,7 +37,8 @@ def test_modules_of_blocks_are_the_blocks_that_are_submodules() -> None:
     residual = resnet()
     names = {id(module): name for name, module in residual.named_modules()}
     found = [names[id(block)] for block in modules_of_blocks(residual)]
-    assert found == [f"layer{layer}.{index}" for layer in (1, 2, 3, 4) for index in (0, 1)]
+    assert found == [f"layer{layer}.{index}" for layer in (1, 2, 3, 4) for index in (0, 1)], "stem and head are views"
+    assert modules_of_blocks(torch.nn.Linear(2, 2)) == []
 
 
 def test_the_network_or_each_of_its_blocks_is_compiled(compiled: list[torch.nn.Module]) -> None:

@@ -59,7 +59,10 @@ def test_batch_normalization_uses_a_shard_or_with_sync_the_whole_batch(
     assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
 
 
-@pytest.mark.parametrize(("synchronized", "parts", "bucket_mb"), [(True, 1, 1), (False, 2, 0.5), (False, 2, 1)])
+@pytest.mark.parametrize(
+    ("synchronized", "parts", "bucket_mb"),
+    [(True, 1, 1), (False, 2, 1), pytest.param(False, 2, 0.5, marks=pytest.mark.slow)],
+)
 def test_a_compiled_network_equals_a_plain_loop(
     synchronized: bool, parts: int, bucket_mb: float, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:

@@ -12,7 +12,6 @@ import yaml
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights_at
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from runner.config.errors import ConfigError
 from runner.parallel.collectives import Collectives
@@ -27,17 +26,6 @@ def test_dp_on_one_device_warns_and_equals_single(trained, caplog: pytest.LogCap
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warnings == ["parallel=dp: there is one device, cpu: nothing is split, this is parallel=single"]
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize("hidden", ["", "-1", "-1,0"])
-def test_hidden_gpus_are_refused(hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    with pytest.raises(ConfigError) as refusal:
-        prepare_session(build_composed_run("parallel=dp"))
-    assert (refusal.value.key, refusal.value.got) == ("device.kind", "auto")
-    assert f"CUDA_VISIBLE_DEVICES={hidden!r}" in refusal.value.why
-    assert "device=cpu" in refusal.value.remedy
-    prepare_session(build_composed_run(*TINY_CPU, "parallel=dp"))
 
 
 def test_replica_threads_use_the_autocast_dtype() -> None:
@@ -70,78 +58,6 @@ def test_a_compiled_network_is_refused_on_two_gpus(how: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         run.session(Collectives([torch.device("cuda", index) for index in range(2)]))
     assert (refusal.value.key, refusal.value.got) == ("compile", yaml.safe_load(how))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The pitfalls that conf/parallel/dp.yaml lists, on copies like those that `replicate` makes for each GPU
-
-
-def replicas(model: nn.Module) -> list[nn.Module]:
-    """Return two copies of `model`, which must be a module without children.
-
-    Each copy is made by the method that `torch.nn.parallel.replicate` calls.
-    """
-    copies = [model._replicate_for_data_parallel() for _ in range(2)]
-    for copy in copies:
-        for name, parameter in model._parameters.items():
-            setattr(copy, name, parameter)
-    return copies
-
-
-class Counting(nn.Linear):
-    """A linear layer that counts its calls in an attribute and in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 2)
-        self.calls = 0
-        self.register_buffer("counted", torch.zeros(()))
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.counted += 1
-        return super().forward(input)
-
-
-def test_attributes_that_forward_sets_are_lost() -> None:
-    model = Counting()
-    first, second = replicas(model)
-    second.counted = model.counted.clone()  # as by broadcast; only the first GPU shares the module's buffers
-    for copy, part in zip((first, second), torch.ones(4, 3).chunk(2), strict=True):
-        copy(part)
-    assert (first.calls, second.calls, model.calls) == (1, 1, 0)
-    assert model.counted == 1, "of two calls, those on the first GPU"
-
-
-def test_hooks_run_once_per_replica() -> None:
-    model, shapes = Counting(), []
-    model.register_forward_hook(lambda module, inputs, _: shapes.append((module is model, len(inputs[0]))))
-    for copy, part in zip(replicas(model), torch.ones(4, 3).chunk(2), strict=True):
-        copy(part)
-    assert shapes == [(False, 2), (False, 2)], "with a part of the batch each, and never the module itself"
-
-
-class Recurrent(nn.Module):
-    """An RNN for sequences of different lengths, padded to the longest: [n, length, 3] → [n, length, 4]."""
-
-    def __init__(self, keep_length: bool) -> None:
-        super().__init__()
-        self.keep_length, self.rnn = keep_length, nn.RNN(3, 4, batch_first=True)
-
-    def forward(self, inputs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed = pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
-        total = inputs.size(1) if self.keep_length else None
-        return pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=total)[0]
-
-
-def test_packed_sequences_need_total_length() -> None:
-    inputs, lengths = torch.ones(4, 7, 3), torch.tensor([7, 3, 2, 5])
-    parts = list(zip(inputs.chunk(2), lengths.chunk(2), strict=True))
-    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
-        torch.cat(
-            [Recurrent(keep_length=False)(*part) for part in parts]
-        )  # as when the outputs of the replicas are gathered
-    model = Recurrent(keep_length=True)
-    assert torch.allclose(torch.cat([model(*part) for part in parts]), model(inputs, lengths))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,10 +13,7 @@ from helpers.plain_loop import PLAIN_LOOP_OVERRIDES
 from helpers.ranks import PersistentRanks, connected_session
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.convnet import ConvNet
-from models.resnet import ResNet
 from runner.optimizer import SGD, Adam, AdamW, Optimizer
-from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.full_state import full_tensor
 from runner.state import State
 from runner.training import prepare, train_step
@@ -74,39 +71,25 @@ def shapes_held(config: dict[str, Any], directory: Path) -> dict[str, dict[str, 
 def test_updates_of_shards_equal_those_of_the_whole_network(
     optimizer: Optimizer, config: dict[str, Any], ranks: Callable[[int], PersistentRanks]
 ) -> None:
+    """All shards are updated in one operation; by default, torch updates DTensors one by one."""
     expected = updated(optimizer, lambda tensor: tensor)
-    for found in ranks(2).call_on_all(updated_shards, optimizer, config):
+    for found, operations in ranks(2).call_on_all(updated_shards, optimizer, config):
         for name, tensor in expected.items():
             # The last numbers of a tensor are rounded differently: those that do not fill a vector of the processor.
             torch.testing.assert_close(found[name], tensor, rtol=1e-14, atol=1e-15)
+        if optimizer == SGD(lr=0.1):
+            assert {"aten._foreach_add_.List", "aten._foreach_mul_.Scalar"} <= operations
+            assert not operations & {"aten.add_.Tensor", "aten.mul_.Tensor"}
 
 
-def test_torch_updates_all_shards_in_one_operation(
-    config: dict[str, Any], ranks: Callable[[int], PersistentRanks]
-) -> None:
-    """By default, torch updates DTensors one by one."""
-    expected = updated(SGD(lr=0.1), lambda tensor: tensor)
-    for found, operations in ranks(2).call_on_all(updated_by_torch, config):
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-14, atol=1e-15)
-        assert {"aten._foreach_add_.List", "aten._foreach_mul_.Scalar"} <= operations
-        assert not operations & {"aten.add_.Tensor", "aten.mul_.Tensor"}
-
-
-def updated_by_torch(config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """In a rank: like `updated_shards`, with `step` of the optimizer; return the weights and torch's operations."""
-    with Operations() as seen:
-        return updated_shards(SGD(lr=0.1), config), set(seen.names)
-
-
-def updated_shards(optimizer: Optimizer, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """In a rank: call `updated` with a `shard` that shards tensors over the ranks, and return the result."""
+def updated_shards(optimizer: Optimizer, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """In a rank: return the result of `updated`, which shards tensors over the ranks, and torch's operations."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    with connected_session(config) as (_, session):
+    with connected_session(config) as (_, session), Operations() as seen:
         mesh = init_device_mesh("cpu", (session.world_size,))
-        return updated(optimizer, lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
+        return updated(optimizer, lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])), set(seen.names)
 
 
 def updated(optimizer: Optimizer, shard: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,15 +115,6 @@ def one_step(state: State, counts: Callable[[], int] = lambda: 0) -> list[int]:
         state.run.parallel.accumulate(state.model, next(batches), micro, False)
         after.append(counts())
     return after
-
-
-def test_sharded_blocks_are_modules_of_the_network() -> None:
-    convnet = ConvNet(1, 8, 8, 10, channels=[4, 4], kernel_size=3, padding=1)
-    assert modules_of_blocks(convnet) == [convnet.conv1, convnet.conv2, convnet.hidden, convnet.head]
-    resnet = ResNet(18, num_classes=10)
-    residual = [block for layer in (resnet.layer1, resnet.layer2, resnet.layer3, resnet.layer4) for block in layer]
-    assert modules_of_blocks(resnet) == residual, "stem and head are views: they go with the whole network"
-    assert modules_of_blocks(torch.nn.Linear(2, 2)) == [], "it lists no blocks"
 
 
 def test_offloading_without_a_gpu_warns_that_it_has_no_effect(

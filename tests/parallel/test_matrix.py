@@ -68,12 +68,6 @@ def rows(*modes: str) -> list[Any]:
     return found
 
 
-def test_the_selection_covers_all_pairs_of_options() -> None:
-    cells = {(mode, precision, *selected(mode, precision)) for mode in MODES for precision in PRECISIONS}
-    for (first, its), (second, others) in itertools.combinations(enumerate((MODES, PRECISIONS, ACCUMULATIONS)), 2):
-        assert {(cell[first], cell[second]) for cell in cells} == set(itertools.product(its, others))
-
-
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> float:
     """The mean training loss of a single process in float32."""

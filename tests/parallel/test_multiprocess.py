@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import TINY_CPU, build_composed_run, compose_config
+from helpers.compose import TINY_CPU, compose_config
 from helpers.ranks import PersistentRanks, connected_session
 
 from runner.config.errors import ConfigError
 from runner.device import Device
-from runner.parallel.collectives import Collectives
 from runner.parallel.ddp import DDP
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.processes import ExternalProcesses, LocalProcesses
-from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.parallel.multiprocess import average_buffers
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(3)]
@@ -35,11 +34,6 @@ def second_of_two(monkeypatch: pytest.MonkeyPatch) -> RankInfo:
     for name, value in rank_info.variables().items():
         monkeypatch.setenv(name, value)
     return rank_info
-
-
-def test_a_mode_without_a_layout_is_abstract() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        MultiProcess()  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize(("processes", "count"), [("auto", 2), (1, 1), (5, 5)])
@@ -106,15 +100,6 @@ def test_the_number_of_processes_must_match_an_external_launcher(
     with pytest.raises(ConfigError) as refusal:
         DDP(processes=processes).launcher(Device(kind="cpu"))
     assert (refusal.value.key, refusal.value.got) == ("parallel.processes", processes)
-
-
-def test_launcher_and_layout_do_not_change_the_options() -> None:
-    run = build_composed_run(*TINY_CPU, "parallel=ddp")
-    before = vars(run.parallel).copy()
-    run.parallel.launcher(run.device)
-    run.session(Collectives([torch.device("cpu")], 1, 2))
-    assert vars(run.parallel) == before
-    assert before["processes"] == "auto"
 
 
 def test_buffers_are_averaged_over_the_processes(ranks: Callable[[int], PersistentRanks]) -> None:

@@ -25,8 +25,8 @@ COMMON = ("schedule=constant", f"steps={STEPS}", "batch_size=48", "accumulation=
 SCHEDULE = ("log_every=5", "eval_every=9", "save_every=0")
 """No log, evaluation or end of an epoch (30 batches of 1,438 samples) is due where a run stops, at step 16 or 17."""
 
-BEGUN = {"single": 1, "dp": 1, "ddp": 2, "fsdp": 3}
-GOES_ON = {"single": 1, "dp": 1, "ddp": 3, "fsdp": 2}
+BEGUN = {"single": 1, "ddp": 2, "fsdp": 3}
+GOES_ON = {"single": 1, "ddp": 3, "fsdp": 2}
 """The modes in which a run begins (`BEGUN`) and resumes (`GOES_ON`), with their numbers of processes."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,17 +44,6 @@ def test_a_store_listens_only_on_the_loopback_interface(
     assert addresses == {"0100007F" if has_ipv4 else "0" * 24 + "01000000"}
     TCPStore(host, store.port).set("key", "value")
     assert store.get("key") == b"value"
-
-
-def test_a_busy_port_is_refused() -> None:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        with pytest.raises(ConfigError) as refusal:
-            create_store(port)
-    assert (refusal.value.key, refusal.value.got) == ("parallel.port", port)
-    assert "null" in refusal.value.remedy
 
 
 def test_a_process_group_is_initialized_and_destroyed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -56,11 +57,14 @@ def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
     assert names >= {"log.txt", "log_rank_1.txt", "result.json", "config.yaml", "checkpoints"}
     assert [name for name in names if name.startswith("events")] != []
     assert len(list(launched.parent.iterdir())) == 1
+    result = json.loads((launched / "result.json").read_text())
+    assert (result["status"], result["steps"], result["world_size"]) == ("done", 40, 2)
+    assert result["metrics"].keys() >= {"train/loss", "eval/accuracy"}
     newest = launched / "checkpoints/step_00000040"
     assert {path.name for path in newest.iterdir()} >= {"rank_0.pt", "rank_1.pt"}
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hogwild", "ensemble", "pipeline"])
+@pytest.mark.parametrize("mode", ["ddp", "hogwild", "pipeline"])
 def test_a_run_listens_only_on_the_loopback_interface(mode: str, tmp_path: Path) -> None:
     """The store and gloo accept connections without authentication."""
     command = Command(tmp_path, *TWO_RANK_DDP, *SHORT, f"parallel={mode}", "steps=100000").wait_for_checkpoint()
@@ -73,13 +77,6 @@ def test_each_rank_logs_the_same_steps_in_its_own_file(launched: Path) -> None:
     for name in ("log.txt", "log_rank_1.txt"):
         lines = [line for line in (launched / name).read_text().splitlines() if "step 40: train/loss" in line]
         assert len(lines) == 1, name
-
-
-def test_the_result_is_that_of_rank_0(tmp_path: Path) -> None:
-    result = train_in(tmp_path, build_composed_run(*TWO_RANK_DDP, *SHORT)).result
-    assert (result.status, result.steps, result.world_size) == ("done", 40, 2)
-    assert result.metrics.keys() >= {"train/loss", "eval/accuracy"}
-    assert not torch.distributed.is_initialized(), "this process is none of them"
 
 
 def test_each_rank_gets_its_rank_info_and_process_group(tmp_path: Path) -> None:
@@ -138,10 +135,10 @@ def test_two_runs_at_the_same_time_do_not_interfere(tmp_path: Path, launched: Pa
 
 
 def test_a_sweep_over_modes(tmp_path: Path) -> None:
-    assert "3 of 3 jobs done" in run_successfully(tmp_path, *TINY_CPU, "steps=8", "-m", "parallel=single,ddp,fsdp")
+    assert "2 of 2 jobs done" in run_successfully(tmp_path, *TINY_CPU, "steps=8", "-m", "parallel=single,ddp")
     runs = sorted(tmp_path.glob("outputs/sweeps/*/*/0*/"))
-    assert [(run / "log_rank_1.txt").exists() for run in runs] == [False, True, True]
-    assert [int(checkpoint_tensors(run)["step"]) for run in runs] == [8] * 3
+    assert [(run / "log_rank_1.txt").exists() for run in runs] == [False, True]
+    assert [int(checkpoint_tensors(run)["step"]) for run in runs] == [8] * 2
 
 
 @pytest.fixture
@@ -208,22 +205,11 @@ def test_different_configs_are_refused_on_both_ranks(tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["parallel=single"], "parallel.processes"),
-        (["parallel=dp"], "parallel.processes"),
-        (["parallel=hogwild"], "parallel.processes"),
-        (["parallel.processes=3"], "parallel.processes"),
-    ],
-)
-def test_options_that_do_not_fit_an_external_launcher_are_refused(
-    overrides: list[str], key: str, tmp_path: Path
-) -> None:
-    for command in started(tmp_path, *overrides):
+def test_a_mode_of_one_process_is_refused_under_an_external_launcher(tmp_path: Path) -> None:
+    for command in started(tmp_path, "parallel=single"):
         code, console = command.wait_for_all_processes()
         assert code == 2, console
-        assert console.startswith(f"{key}: got ")
+        assert console.startswith("parallel.processes: got ")
         assert len(console.splitlines()) <= 10
     assert not (tmp_path / "outputs").exists()
 
@@ -287,7 +273,7 @@ def test_a_killed_process_ends_the_others(rank: int, tmp_path: Path) -> None:
 
 
 def test_a_stopped_process_ends_the_others(tmp_path: Path) -> None:
-    first, second = started(tmp_path, "steps=100000", "parallel.timeout=15")
+    first, second = started(tmp_path, "steps=100000", "parallel.timeout=8")
     wait_until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
     second.signal_processes(signal.SIGSTOP)
     code, console = first.wait_for_all_processes()
@@ -317,22 +303,14 @@ def torchrun(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(program, cwd=cwd, env=child_environment() | {"PYTHONWARNINGS": ""}, **pipes)
 
 
-def test_torchrun(tmp_path: Path, launched: Path) -> None:
-    process = torchrun(tmp_path, "--nproc-per-node=2", "-m", "runner", *TINY_CPU, "parallel=ddp", *SHORT)
-    console, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 0, console
-    assert console.count("done after step 40/40") == 1, "rank 1 is silent"
-    assert_checkpoint_bitwise_equal(only_run(tmp_path), checkpoint_tensors(launched))
-
-
 def test_two_torchrun_commands_as_on_two_machines(tmp_path: Path, launched: Path) -> None:
     nodes = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     command = ["-m", "runner", *TINY_CPU, "parallel=ddp", *SHORT]
     both = [torchrun(tmp_path, *nodes, f"--node-rank={rank}", *command) for rank in (0, 1)]
     consoles = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], consoles
-    assert "done after step 40/40" in consoles[0]
-    assert "step" not in consoles[1]
+    assert consoles[0].count("done after step 40/40") == 1
+    assert "step" not in consoles[1], "rank 1 is silent"
     assert_checkpoint_bitwise_equal(only_run(tmp_path), checkpoint_tensors(launched))
 
 

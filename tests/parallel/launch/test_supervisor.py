@@ -17,7 +17,7 @@ import pytest
 from helpers import supervisor_functions as work
 from helpers.command import TIMEOUT_SECONDS, child_environment, wait_until
 from helpers.supervisor_functions import CONNECTION_CLOSED, RETURN_ONE, report_result_of, sleep_until_killed
-from torch.distributed import DistBackendError  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError  # pyright: ignore[reportPrivateImportUsage]
 
 from runner.config.errors import ConfigError
 from runner.parallel.launch import supervisor
@@ -88,7 +88,7 @@ def test_values_come_in_the_order_of_ranks(tmp_path: Path) -> None:
 
 
 def test_ranks_that_end_at_once_do_not_count_as_dead() -> None:
-    for _ in range(10):
+    for _ in range(3):
         assert outcome(RETURN_ONE, RETURN_ONE, RETURN_ONE) == [1, 1, 1]
 
 
@@ -130,12 +130,6 @@ def test_the_first_of_two_errors_is_blamed(tmp_path: Path) -> None:
     late = partial(work.fail, ValueError("late"), after=tmp_path / "reported")
     error = rank_error_of(late, partial(work.fail, TypeError("early")), reported=tmp_path / "reported")
     assert str(error) == "rank 1 failed: TypeError: early"
-
-
-def test_if_all_ranks_lost_a_peer_the_first_to_report_is_blamed(tmp_path: Path) -> None:
-    late = partial(work.fail, CONNECTION_CLOSED, after=tmp_path / "reported")
-    error = rank_error_of(late, partial(work.fail, CONNECTION_CLOSED), reported=tmp_path / "reported")
-    assert "rank 1 failed: RuntimeError: [gloo" in str(error)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT])
@@ -180,12 +174,6 @@ def test_a_rank_that_stops_before_its_first_heartbeat_is_blamed() -> None:
     """Its missing heartbeats do not count yet, but another rank has lost the connection to it."""
     error = rank_error_of(partial(work.fail, CONNECTION_CLOSED), partial(work.signal_own_process, signal.SIGSTOP))
     assert str(error).startswith(f"rank 1 {DID_NOT_REACH}")
-
-
-@hanging
-def test_a_rank_that_hangs_with_heartbeats_is_blamed() -> None:
-    error = rank_error_of(sleep_until_killed, partial(work.fail, CONNECTION_CLOSED))
-    assert str(error).startswith(f"rank 0 {DID_NOT_REACH}")
 
 
 @hanging
@@ -370,15 +358,10 @@ def test_the_report_of_a_crashed_error_contains_its_cause_and_result() -> None:
             RuntimeError("Application timeout caused pair closure"),
             True,
         ),  # an error of gloo that does not contain its name
+        (DistStoreError("timed out"), True),
+        (DistNetworkError("refused"), True),
         (RuntimeError("size mismatch"), False),
     ],
 )
 def test_errors_of_a_lost_peer_are_recognized(error: Exception, by_others: bool) -> None:
     assert report_of(error).by_others == by_others
-
-
-def test_store_errors_are_attributed_to_other_ranks() -> None:
-    from torch.distributed import DistNetworkError, DistStoreError
-
-    assert report_of(DistStoreError("timed out")).by_others
-    assert report_of(DistNetworkError("refused")).by_others

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from runner.parallel.pipelining import gantt
@@ -38,17 +37,3 @@ def test_further_stages_of_a_worker_are_lighter() -> None:
     picture = gantt.gantt([(0, "forward", 0, 0.0, 0.5), (2, "forward", 0, 0.5, 1.0)], 2, "two stages each")
     assert color_at(picture, 0.25, 0) == gantt.COLORS["forward"][0]
     assert color_at(picture, 0.75, 0) == gantt.COLORS["forward"][1]
-
-
-def test_time_counts_from_the_first_computation() -> None:
-    early, late = (
-        [(0, "forward", 0, start, start + 0.5), (1, "backward", 0, start + 0.5, start + 1)] for start in (0, 7)
-    )
-    assert torch.equal(gantt.gantt(early, 2, ""), gantt.gantt(late, 2, ""))
-
-
-@pytest.mark.parametrize(
-    ("at_least", "step"), [(0.9, 1), (1.0, 1), (1.1, 2), (2.1, 5), (5.1, 10), (60, 100), (0.03, 0.05)]
-)
-def test_ticks_are_at_round_numbers(at_least: float, step: float) -> None:
-    assert gantt._round_step(at_least) == pytest.approx(step)
