@@ -36,8 +36,7 @@ def test_weights_and_curves_equal_those_of_a_plain_loop(case, seed, trained):
     assert [step for step, _ in logged["train/loss"]] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("accumulation", [2, 4, 8])
-@pytest.mark.parametrize("channels_last", ["true", "false"])
+@pytest.mark.parametrize(("accumulation", "channels_last"), [(2, "false"), (4, "true"), (8, "false")])
 def test_accumulation_changes_nothing(accumulation, channels_last, trained):
     whole = trained(*PLAIN_LOOP_OVERRIDES, directory="whole")
     parts = trained(

@@ -98,9 +98,9 @@ def test_the_first_step_that_diverges_is_named_and_its_batch_saved(
     assert all_finite(run.result.as_dict())
 
 
-@pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize(
-    ("at", "log_every", "save_every"), [(7, 5, 3), (7, 100, 4), (1, 1, 1), (12, 100, 100), (6, 6, 6)]
+    ("bad", "at", "log_every", "save_every"),
+    [(NAN, 7, 5, 3), (INF, 7, 100, 4), (INF, 1, 1, 1), (NAN, 12, 100, 100), (INF, 6, 6, 6)],
 )
 def test_a_loss_that_is_not_finite_is_found_at_the_next_log_or_checkpoint(
     trained: Callable[..., TrainedRun],
