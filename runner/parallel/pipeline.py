@@ -23,7 +23,6 @@ from runner.parallel.launch.launcher import Launcher
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.pipelining import deferred_batch_norm
 from runner.parallel.pipelining.gantt import gantt
-from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, num_micro_batches
 from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
@@ -33,7 +32,13 @@ from runner.parallel.pipelining.partition import (
     profile_blocks,
     supervised,
 )
-from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES, check_split_backward
+from runner.parallel.pipelining.schedules import (
+    ONE_STAGE_EACH,
+    SCHEDULES,
+    MicrobatchConstraint,
+    check_split_backward,
+    num_micro_batches,
+)
 from runner.parallel.pipelining.stages import ActivationSpec, StageModule, activation_specs, keep_only
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble
 from runner.session import Session

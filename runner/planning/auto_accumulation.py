@@ -15,7 +15,7 @@ from runner.config.errors import ConfigError
 from runner.config.overrides import override_key
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.cluster import external_world_size
-from runner.parallel.pipelining.micro_batches import divisors
+from runner.parallel.pipelining.schedules import divisors
 from runner.planning.device_memory import available_bytes, needed_bytes
 from runner.planning.fake_step import RankPlan, trace
 from runner.planning.planned_session import prepared

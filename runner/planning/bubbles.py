@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from runner.parallel.pipelining.micro_batches import MicrobatchConstraint, divisors
 from runner.parallel.pipelining.partition import balanced
-from runner.parallel.pipelining.schedules import ONE_STAGE_EACH
+from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, MicrobatchConstraint, divisors
 
 
 def bubbles(

@@ -9,9 +9,16 @@ import torch
 from torch import distributed as dist
 from torch.distributed import pipelining
 
-from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, schedule_class
+from runner.parallel.pipelining.schedules import ONE_STAGE_EACH
 from runner.parallel.pipelining.stages import ActivationSpec, Loss, StageModule
 from runner.parallel.pipelining.timeline import Timeline
+
+_CLASSES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
 
 
 class ProcessEngine:
@@ -52,7 +59,7 @@ class ProcessEngine:
             for number, stage in stages.items()
         ]
         scheduled = timed_stages[0] if schedule in ONE_STAGE_EACH else timed_stages
-        self._schedule = schedule_class(schedule)(scheduled, num_micros, loss_fn=self._loss_of, scale_grads=False)
+        self._schedule = _CLASSES[schedule](scheduled, num_micros, loss_fn=self._loss_of, scale_grads=False)
 
     def _loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None

@@ -113,11 +113,9 @@ def test_a_pipeline_equals_a_plain_loop(
 
 
 @pytest.mark.parametrize(("stages", "accumulation"), [(2, 2), (3, 1)])
-def test_streams_equal_a_plain_loop(
-    stages: int, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_streams_equal_a_plain_loop(stages: int, accumulation: int, tmp_path: Path) -> None:
     options = ("parallel=pipeline", STREAMS, f"parallel.stages={stages}", f"accumulation={accumulation}")
-    result = ranks(1).train(compose_config(*TINY_CPU, *COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, *options), tmp_path)
+    result = run_here(tmp_path, *COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, *options)
     assert_as_plain(tmp_path, result, *plain())
 
 
@@ -225,12 +223,15 @@ def test_compiled_stages_equal_a_plain_loop(engine: str, tmp_path: Path) -> None
 # Gradient norm and overflow across stages
 
 
-@pytest.mark.parametrize(("processes", "options"), [(3, ()), (1, (STREAMS,))], ids=str)
+@pytest.mark.parametrize("processes", [3, 1])
 def test_gradients_are_clipped_by_the_norm_of_all_stages(
-    processes: int, options: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    processes: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (*COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, "parallel=pipeline", *options)
-    ranks(processes).train(compose_config(*TINY_CPU, *overrides, "max_grad_norm=0.1"), tmp_path)
+    overrides = (*COMMON, *OPTIMIZER_CASES["sgd"][0], *SIX, "parallel=pipeline", "max_grad_norm=0.1")
+    if processes == 1:
+        run_here(tmp_path, *overrides, STREAMS)
+    else:
+        ranks(processes).train(compose_config(*TINY_CPU, *overrides), tmp_path)
     assert largest_difference(weights_at(tmp_path, STEPS), plain("sgd", SIX, 0.1)[0].weights) <= 1e-6
 
 
@@ -309,9 +310,10 @@ def test_batch_normalization_uses_the_statistics_of_each_micro_batch(
     """Weights and running statistics equal those of one device that accumulates over the same micro-batches."""
     run_here(tmp_path / "one", *network, "steps=2", "accumulation.steps=3", change=narrow_session)
     overrides = ("steps=2", "parallel=pipeline", "parallel.split_size=4", *options)
-    ranks(1 if STREAMS in options else 2).train(
-        compose_config(*TINY_CPU, *network, *overrides), tmp_path / "two", narrow_session
-    )
+    if STREAMS in options:
+        run_here(tmp_path / "two", *network, *overrides, change=narrow_session)
+    else:
+        ranks(2).train(compose_config(*TINY_CPU, *network, *overrides), tmp_path / "two", narrow_session)
     assert largest_difference(weights_at(tmp_path / "two", 2), weights_at(tmp_path / "one", 2)) <= 1e-13
 
 
@@ -428,10 +430,10 @@ def test_a_run_resumes_in_any_mode(
     (case, *modes), more = way, (*SIX, DOUBLE)
     for steps, mode in zip((1, 3, STEPS), modes, strict=True):
         overrides = (*COMMON, *OPTIMIZER_CASES[case][0], *more, *MODES[mode], f"steps={steps}", "accumulation=2")
-        if mode == "single":
+        if mode in ("single", "streams"):
             run_here(tmp_path, *overrides)
         else:
-            ranks(1 if mode == "streams" else 2).train(compose_config(*TINY_CPU, *overrides), tmp_path)
+            ranks(2).train(compose_config(*TINY_CPU, *overrides), tmp_path)
     assert largest_difference(weights_at(tmp_path, STEPS), plain(case, more)[0].weights) <= 1e-13
 
 
