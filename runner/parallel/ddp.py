@@ -18,7 +18,9 @@ from runner.system import torch_private
 from runner.tracking.metrics import BatchSums, MetricSums
 
 _OPTIONS = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
-_BUFFER_BROADCAST = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+_NO_BROADCAST: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False
+}
 
 
 @dataclass
@@ -73,7 +75,7 @@ class DDP(MultiProcess):
             find_unused_parameters=self.find_unused,
             gradient_as_bucket_view=self.gradients_as_views,
             static_graph=self.static_graph,
-            **{_BUFFER_BROADCAST: False},
+            **_NO_BROADCAST,
         )
         if self.compression != "none":
             state, hook = self._hook()

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
-from helpers.runs import assert_bitwise_equal
 
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError
-from runner.parallel.base import Parallel, move
+from runner.parallel.base import move
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.cluster import RankInfo
 from runner.run import Run
@@ -104,15 +103,3 @@ def test_move_converts_weights_to_the_memory_format(channels_last: bool) -> None
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last) is channels_last
     assert model[0].weight.is_contiguous() is not channels_last
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_the_full_state_can_be_loaded_by_another_mode_object() -> None:
-    (run, _, model), (_, _, other) = placed(), placed()
-    optimizer = run.optimizer.build(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 1
-    tensors, states = run.parallel.full_state(model, optimizer)
-    Parallel().load_full_state(other, run.optimizer.build(other), tensors, states)
-    assert_bitwise_equal(dict(other.state_dict()), dict(model.state_dict()))
-    assert run.parallel.local_state(model, optimizer) == {}

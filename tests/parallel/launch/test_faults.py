@@ -157,7 +157,7 @@ def test_all_ranks_restart_from_the_last_checkpoint(tmp_path: Path, undisturbed:
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks that are stopped (SIGSTOP) or hang: all timeouts run at the same time
 
-TIMEOUT = 15
+TIMEOUT = 12
 """`parallel.timeout` in seconds. It also limits the start of a rank, which may be slow on a busy machine."""
 STOPS = {
     "ddp-0": ("ddp", 0, "training"),

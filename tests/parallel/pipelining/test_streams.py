@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 from runner.parallel.pipelining.stages import StageModule
 from runner.parallel.pipelining.streams import StreamEngine, clock
 from runner.parallel.pipelining.timeline import Timeline
-from runner.system.copy_stream import NoCopy, PeerCopyStream, copy_stream
 
 CPU = torch.device("cpu")
 ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -60,81 +58,6 @@ def test_inference_keeps_the_order_with_a_short_last_micro_batch(count: int) -> 
     for stage in own:
         wanted = stage(wanted)
     torch.testing.assert_close(StreamEngine(own, [CPU] * 3, 4, Timeline([CPU])).infer(inputs), wanted)
-
-
-def test_on_one_device_nothing_is_copied() -> None:
-    stream = copy_stream(CPU, CPU, None)
-    tensor = torch.zeros(2)
-    assert type(stream) is NoCopy
-    assert stream.receive(stream.send((tensor,)))[0] is tensor
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Copies between devices, with a recorder in place of `torch.cuda`
-
-
-class Recorder:
-    """A fake of `torch.cuda` that records the calls of streams, events and tensors."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.current = {ONE: Stream(self, ONE, "compute 0"), TWO: Stream(self, TWO, "compute 1")}
-
-    def Stream(self, device: torch.device) -> Stream:
-        return Stream(self, device, f"copy {device.index}")
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return self.current[device]
-
-    @contextmanager
-    def stream(self, stream: Stream):
-        before, self.current[stream.device] = self.current[stream.device], stream
-        yield
-        self.current[stream.device] = before
-
-
-class Stream:
-    def __init__(self, recorder: Recorder, device: torch.device, name: str):
-        self.recorder, self.device, self.name = recorder, device, name
-
-    def record_event(self) -> str:
-        self.recorder.calls.append(("record", self.name))
-        return f"event of {self.name}"
-
-    def wait_event(self, event: str) -> None:
-        self.recorder.calls.append(("wait", self.name, event))
-
-
-class Tensor:
-    def __init__(self, recorder: Recorder, name: str):
-        self.recorder, self.name = recorder, name
-
-    def to(self, device: torch.device, non_blocking: bool) -> Tensor:
-        assert non_blocking
-        streams = tuple(self.recorder.current[each].name for each in (ONE, TWO))
-        self.recorder.calls.append(("copy", self.name, device.index, *streams))
-        return Tensor(self.recorder, "copy")
-
-    def record_stream(self, stream: Stream) -> None:
-        self.recorder.calls.append(("record_stream", self.name, stream.name))
-
-
-def test_only_the_copy_waits_for_the_source_and_only_the_reader_for_the_copy() -> None:
-    cuda = Recorder()
-    between: Any = copy_stream(ONE, TWO, cuda)
-    assert type(between) is PeerCopyStream
-    transfer = between.send((Tensor(cuda, "activations"),))
-    assert cuda.calls == [
-        ("record", "compute 0"),
-        ("wait", "copy 0", "event of compute 0"),
-        ("copy", "activations", 1, "copy 0", "copy 1"),
-        ("record", "copy 1"),
-        ("record_stream", "activations", "copy 0"),
-    ], "what is queued on the computing streams after this overlaps with the copy"
-
-    cuda.calls.clear()
-    assert between.receive(transfer)[0].name == "copy"
-    assert cuda.calls == [("wait", "compute 1", "event of copy 1"), ("record_stream", "copy", "compute 1")]
 
 
 @pytest.mark.gpu
