@@ -96,14 +96,13 @@ def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
     copied.state = defaultdict(dict)
     copied.param_groups = [{**group, "params": [parameter]}]
     copied.step()
-    return {key: _form(value) for key, value in copied.state[parameter].items()}
-
-
-def _form(value: Any) -> TensorSpec | type | None:
-    if not isinstance(value, torch.Tensor):
-        return type(value)
-    # Any other shape, as in Adafactor, depends on the parameter's shape in a way that only the optimizer knows.
-    return None if value.shape == _PROBE else TensorSpec(value.dtype, (None,) * value.dim())
+    forms: dict[str, TensorSpec | type | None] = {}
+    for key, value in copied.state[parameter].items():
+        forms[key] = type(value)
+        if isinstance(value, torch.Tensor):
+            # Any other shape, as in Adafactor, depends on the parameter's in a way that only the optimizer knows.
+            forms[key] = None if value.shape == _PROBE else TensorSpec(value.dtype, (None,) * value.dim())
+    return forms
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -71,14 +71,15 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
     """
     global _progress
     _progress = int(device.type == "cpu")
-    if external and (interface := interface_to(rank_info.host)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    elif not external and (interface := _loopback()):
-        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
     limit = timedelta(seconds=timeout)
     if external:
+        if interface := interface_to(rank_info.host):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         store = _external_store(rank_info, limit)
     else:
+        for _, name in socket.if_nameindex():
+            if name in ("lo", "lo0"):  # the loopback interface of Linux, and of macOS
+                os.environ.update(GLOO_SOCKET_IFNAME=name, NCCL_SOCKET_IFNAME=name)
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         store = TCPStore(rank_info.host, rank_info.port, timeout=limit)
@@ -92,10 +93,6 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         device_id=device if device.type != "cpu" else None,  # connects now, and not in the first collective
     )
     _gloo_sockets[:] = _open_sockets() - before
-
-
-def _loopback() -> str | None:
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def destroy_process_group() -> None:
