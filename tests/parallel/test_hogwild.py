@@ -99,7 +99,7 @@ def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> N
     Without clipping, a stale gradient at the highest learning rate can cause a plateau of the loss. A plateau would
     fail the test although the code has no bug.
     """
-    schedule = ("schedule=onecycle", "steps=500", "save_every=0", "eval_every=0", "max_grad_norm=1")
+    schedule = ("schedule=onecycle", "steps=900", "save_every=0", "eval_every=0", "max_grad_norm=1")
     overrides = ("accumulation=1", "model.dropout=0", *schedule)
     alone = trained(*HARD, *overrides, directory="single").result.metrics["eval/accuracy"]
     together = launched(tmp_path / "hogwild", *overrides).metrics["eval/accuracy"]
