@@ -46,7 +46,7 @@ COSTLY = (
     "commands/test_train.py",
     "faults/",
     "parallel/",
-    "analysis/test_plot.py",
+    "analysis/test_figures.py",
     "config/test_options.py",
     "data/test_workers.py",
 )

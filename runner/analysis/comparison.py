@@ -33,8 +33,7 @@ class Row:
     """Runs that are done and differ only in their seed.
 
     Args:
-        values: the values of the config keys in which the compared runs differ (see `Comparison`), by dotted key. Keys
-            that the runs of this row lack are left out.
+        values: the values by dotted key, of the keys in which the compared runs differ and that these runs have.
         runs: the runs of this row.
         measures: the spread over the runs of each measure that any of them has, by the names in `MEASURES`.
     """
@@ -58,12 +57,11 @@ class Failure(NamedTuple):
     """A run that is not done, or a job that is not done and has no run directory.
 
     Args:
-        values: the values of the config keys in which the runs differ, by key; keys that this run lacks are left out.
-        run: the path of the run directory, relative to the directory that contains all runs; for a job without a run
-            directory, the path that the directory would have had.
+        values: as in `Row`.
+        run: the path of the run directory, relative to the directory that contains all runs.
         state: a state of a run that is not `done`; a job may also be `refused`, `queued` or `pruned`.
         step: the number of completed steps; None if it is not known.
-        reason: why the run or the job is not done; empty if the reason is not known, or follows from the state.
+        reason: why it is not done; empty if the reason is not known, or follows from the state.
     """
 
     values: dict[str, Any]
@@ -90,8 +88,7 @@ class Comparison:
         direction: `max` if larger values of the metric are better, otherwise `min`.
         measures: the measures that at least one row has, in the order of their columns.
         rows: the rows of the runs that are done, sorted.
-        failures: a `Failure` for each run that is not done, and for each job that is not done and has no run directory,
-            sorted by name.
+        failures: all other runs, and the jobs that have no run directory, sorted by name.
         ledgers: the ledgers of the sweeps, by directory.
 
     Raises:

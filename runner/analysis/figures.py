@@ -24,12 +24,12 @@ from runner.config.overrides import as_typed
 from runner.system.utf8 import printable
 from runner.tracking.event_reader import scalars
 
-NAMES = ("modes", "modes_and_pipeline", "split_size", "sweep", "heat_map", "ranking", "curves")
+NAMES = ("modes", "modes_and_pipeline", "split_size", "sweep", "heat_map", "curves")
 """The names of all figures that `pictures` may return."""
 
 COLORS = ("#2f6f9f", "#c8553d", "#5b8c5a", "#8e6c8a", "#b8860b", "#4c4c4c")
 _GRAY = "#bbbbbb"
-_MAX_BARS, _MAX_LINES, _MAX_NAMES, _MAX_ROWS, _MAX_PANELS, _MAX_CELLS, _MAX_TICKS = 24, 6, 16, 20, 6, 16, 10
+_MAX_BARS, _MAX_LINES, _MAX_NAMES, _MAX_PANELS, _MAX_CELLS, _MAX_TICKS = 24, 6, 16, 6, 16, 10
 _MAX_CURVES = 120
 """The maximum number of runs whose event files are read. Reading one run takes a few milliseconds."""
 
@@ -41,8 +41,8 @@ def pictures(compared: Comparison) -> dict[str, Figure]:
     """Return the figures that suit the compared runs by name; an empty dict if there is nothing to compare.
 
     Runs of several parallel modes have the run time of each mode, with and without a pipeline, and of the pipeline for
-    each `split_size`. Other runs have the metric over one key, over two keys, or over each of several keys with a
-    ranking. If there is no figure over `split_size`, there are learning curves.
+    each `split_size`. Other runs have the metric over one key, over two keys, or over each of several keys. If there is
+    no figure over `split_size`, there are learning curves.
     """
     drawn: dict[str, Figure] = {}
     rows = sorted((row for row in compared.rows if STEP_SECONDS in row.measures), key=lambda row: row.runs[0].directory)
@@ -58,7 +58,7 @@ def pictures(compared: Comparison) -> dict[str, Figure]:
 
 
 def _of_sweep(compared: Comparison) -> dict[str, Figure]:
-    """Return the figures `sweep`, `heat_map` and `ranking`, as far as they suit the swept keys."""
+    """Return the figures `sweep` and `heat_map`, as far as they suit the swept keys."""
     data, keys = _frame(compared), compared.keys
     if data.empty:
         return {}
@@ -74,8 +74,7 @@ def _of_sweep(compared: Comparison) -> dict[str, Figure]:
         if readable and lines <= _MAX_LINES and (len(keys) == 1 or (len(keys) == 2 and filled >= 0.5)):
             return drawn | {"sweep": _over_one_key(compared, data, key, other)}
     panels = [key for key in keys if _varies_by_itself(data[key])][:_MAX_PANELS]
-    drawn |= {"sweep": _over_each_key(compared, panels)} if panels else {}
-    return drawn | {"ranking": _ranking(compared, data)}
+    return drawn | ({"sweep": _over_each_key(compared, data, panels)} if panels else {})
 
 
 def _varies_by_itself(values: Any) -> bool:
@@ -396,32 +395,9 @@ def _heat_map(compared: Comparison, data: Any) -> Figure:
     return figure
 
 
-def _ranking(compared: Comparison, data: Any) -> Figure:
-    """Draw one line for each of the best settings, the best at the top: the mean, its deviation, and each run."""
-    title, total = compared.title(compared.quality), data[_ROW].nunique()
-    rows = [row for row in compared.rows if compared.quality in row.measures][:_MAX_ROWS]
-    labels = _labels(compared, rows)
-    data = data.assign(**{_LINE: [labels[row] if row < len(rows) else "" for row in data[_ROW]]})
-    height = sum(0.16 + 0.14 * (1 + text.count("\n")) for text in labels) + 0.9
-    count = f"The best {len(rows)} of {total} settings" if len(rows) < total else "All settings"
-    figure, [axes] = canvas(f"{count} by {title}", _caption(compared), (8.5, height))
-    look: dict[str, Any] = {"data": data, "x": _QUALITY, "y": _LINE, "order": labels, "ax": axes}
-    _dots_and_means(look)
-    for at, row in enumerate(rows):
-        text, where = f"{row.measures[compared.quality].mean:.4g}", (1.01, at)
-        axes.annotate(text, where, xycoords=("axes fraction", "data"), va="center", fontsize=8)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.grid(axis="x", color="#dddddd", lw=0.7)
-    _label(axes, title, "")
-    return figure
-
-
-def _over_each_key(compared: Comparison, keys: Sequence[str]) -> Figure:
-    """Return a figure with a panel for each of `keys`, with the metric of all runs over the values of this key.
-
-    All runs are in each panel, whatever their values of the other keys.
-    """
-    title, data = compared.title(compared.quality), _frame(compared)
+def _over_each_key(compared: Comparison, data: Any, keys: Sequence[str]) -> Figure:
+    """Draw a panel for each of `keys`, with the metric of all runs, whatever their values of the other keys."""
+    title = compared.title(compared.quality)
     figure, panels = canvas(
         f"{title} over each key, for all values of the others",
         _caption(compared),
@@ -438,18 +414,13 @@ def _over_each_key(compared: Comparison, keys: Sequence[str]) -> Figure:
                 seaborn.lineplot(**look, errorbar="sd", marker="o", color=COLORS[0])
             _scale_x(axes, values)
         else:
-            _dots_and_means(look | {"order": values})
+            seaborn.stripplot(**look, order=values, color=_GRAY, jitter=False, size=4, zorder=1)
+            mean = {"errorbar": "sd", "linestyle": "none", "markersize": 5, "err_kws": {"linewidth": 1.4}}
+            seaborn.pointplot(**look, **mean, order=values, capsize=0.1, color=COLORS[0])
             _turn_labels(axes, values)
         _scale_y(axes, data[_QUALITY])
         _label(axes, key, title)
     return figure
-
-
-def _dots_and_means(look: dict[str, Any]) -> None:
-    """Draw measurements as gray dots, and their mean and standard deviation for each category."""
-    seaborn.stripplot(**look, color=_GRAY, jitter=False, size=4, zorder=1)
-    mean = {"errorbar": "sd", "linestyle": "none", "markersize": 5, "err_kws": {"linewidth": 1.4}}
-    seaborn.pointplot(**look, **mean, capsize=0.1, color=COLORS[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -55,16 +55,10 @@ def _is_formula(text: str) -> bool:
 
 
 def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
-    """Check that the file that a flag names can be created or replaced.
-
-    Args:
-        flag: the flag, such as `--csv`.
-        value: the path that was typed; None if the flag was not typed, so that there is nothing to check.
-        suffix: the suffix that the path must have, such as `.png`; empty if any suffix is accepted.
+    """Check that the file `value` that a flag names, with `suffix`, can be created or replaced; None: it is absent.
 
     Raises:
-        ConfigError: if the path is a directory, a link, a pipe or a device, if its parent directory does not exist, or
-            if the path has another suffix.
+        ConfigError: for a directory, a link, a pipe, a device, another suffix, or a file in a directory that is absent.
     """
     if value is None:
         return
@@ -79,16 +73,7 @@ def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
 
 
 def write_or_refuse(flag: str, value: str | None, write: Callable[[Path], object]) -> None:
-    """Call `write` with the path that a flag names; if the flag was not typed, do nothing.
-
-    Args:
-        flag: the flag, such as `--csv`.
-        value: the path that was typed; None if the flag was not typed.
-        write: function that writes a file to a path.
-
-    Raises:
-        ConfigError: if the file cannot be written.
-    """
+    """Call `write` with the path `value` that a flag names; an error is a `ConfigError`. None: do nothing."""
     if value is not None:
         try:
             write(Path(os.path.expanduser(value)))

@@ -37,11 +37,7 @@ def is_locked(directory: Path) -> bool:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run, as read from its directory. Each file is read when it is first needed.
-
-    Args:
-        directory: the path of the run directory.
-    """
+    """A run, as read from its directory. Each file is read when it is first needed."""
 
     directory: Path
 

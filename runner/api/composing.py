@@ -36,10 +36,7 @@ from runner.system.secrets import redacted_values
 class Config(Mapping[str, Any]):
     """A composed config: a mapping from keys to plain values, such as `config["optimizer"]["lr"]`.
 
-    Args:
-        values: the values by key; components are dicts with a `_target_`.
-        overrides: the overrides from which the config was composed.
-        config_dir: a directory with the user's own options, to which the overrides may refer; None if there is none.
+    Its attributes `overrides` and `config_dir` are the arguments of `compose`.
     """
 
     def __init__(self, values: Mapping[str, Any], overrides: Sequence[str] = (), config_dir: str | None = None):
@@ -86,24 +83,14 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
 
 
 def check_list_of_texts(overrides: Any) -> None:
-    """Check that `overrides` is a list or tuple of strings.
-
-    A single string is refused, because each of its letters would be taken for an override.
-
-    Raises:
-        ConfigError: if `overrides` is anything else.
-    """
+    """Check that `overrides` is a list of strings; each letter of a single string would be taken for an override."""
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     why, remedy = "it is not a list of strings", 'for example ["parallel=ddp", "seed=1"]'
     check(is_list and all(isinstance(word, str) for word in overrides), "overrides", overrides, why, remedy)
 
 
 def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
-    """Compose the config of a single run from overrides that `checked_override` has accepted.
-
-    Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if the config cannot be composed.
-    """
+    """Compose the config of a single run from overrides that `checked_override` has accepted."""
     for word in overrides:
         of_sweep = is_sweep_option(word) or word.partition("=")[2].startswith("zip(")
         check(not of_sweep, override_key(word), ABSENT, "only a sweep has this option", "add -m, or leave it out")
@@ -116,11 +103,7 @@ def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
 
 
 def composer_of(overrides: Sequence[str], config_dir: str | None) -> Composer:
-    """Return a composer for a single run. With `resume=PATH`, its root config is the config of the run at PATH.
-
-    Raises:
-        ConfigError: if `config_dir`, or the run at PATH, does not exist or cannot be used.
-    """
+    """Return a composer for a single run. With `resume=PATH`, its root config is the config of the run at PATH."""
     source = resumed(overrides)
     if source is None:
         return Composer(config_dir)

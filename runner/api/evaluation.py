@@ -24,15 +24,10 @@ _SKIPPED = "skipped_images"
 
 
 class Evaluation(NamedTuple):
-    """An evaluation of a checkpoint.
-
-    Args:
-        metrics: a dict from TensorBoard tags to the values of the metrics.
-        description: what was evaluated, such as {"data": "Digits, the 359 samples of val, …"}.
-    """
-
     metrics: dict[str, float]
+    """The values of the metrics by TensorBoard tag."""
     description: dict[str, str]
+    """What was evaluated, such as {"data": "Digits, the 359 samples of val, …"}."""
 
 
 def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: str | None = None) -> Evaluation:

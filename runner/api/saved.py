@@ -40,7 +40,9 @@ def load(directory: str | os.PathLike[str]) -> SavedRun:
 class SavedRun:
     """The run in a run directory. Nothing is written to it.
 
-    `choice` is a checkpoint: `best` (best evaluation), `last` (newest intact), or the step at which it was saved.
+    `choice` is a checkpoint: `best` (best evaluation), `last` (newest intact), or the step at which it was saved. All
+    methods that take it raise a `ConfigError` if there is no such checkpoint, if it is damaged, or if it does not suit
+    what is asked for. `overrides` are changes of the run's config, such as `["parallel=single", "data.root=…"]`.
     """
 
     def __init__(self, directory: Path):
@@ -65,19 +67,11 @@ class SavedRun:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of the checkpoints, in increasing order.
-
-        Raises:
-            ConfigError: if the directory of the checkpoints cannot be read.
-        """
+        """The steps of the checkpoints, in increasing order."""
         return [int(path.name.removeprefix("step_")) for path in checkpoints(self.directory)]
 
     def checkpoint(self, choice: str | int = "best") -> Path:
-        """Return the path of a checkpoint.
-
-        Raises:
-            ConfigError: if there is no such checkpoint.
-        """
+        """Return the path of a checkpoint."""
         return chosen_checkpoint(self.directory, choice)
 
     def curves(self) -> dict[str, dict[int, float]]:
@@ -93,24 +87,14 @@ class SavedRun:
         return [rows[step] for step in sorted(rows)]
 
     def weights(self, choice: str | int = "best") -> dict[str, torch.Tensor]:
-        """Return the tensors of the model by name, on the CPU.
-
-        If the run averages its weights, these are the averaged weights, which the run evaluated.
-
-        Raises:
-            ConfigError: if there is no such checkpoint, or it is damaged.
-        """
+        """Return the tensors of the model by name, on the CPU: the averaged weights, if the run averages them."""
         path = self.checkpoint(choice)
         with _refused_if_damaged(choice):
             checkpoint = stored.load(path)
         return checkpoint.ema or checkpoint.tensors
 
     def signature(self, choice: str | int = "best") -> dict[str, Any]:
-        """Return a description of the model's inputs and outputs (see `Workload.signature`); empty if there is none.
-
-        Raises:
-            ConfigError: if there is no such checkpoint, or it is damaged.
-        """
+        """Return a description of the model's inputs and outputs (see `Workload.signature`); empty if there is none."""
         path = self.checkpoint(choice)
         with _refused_if_damaged(choice):
             return saved_signature(path)
@@ -119,11 +103,7 @@ class SavedRun:
         """Return the model of a checkpoint as a plain module, on the CPU and in evaluation mode.
 
         With `precision=64`, the parameters are float64. For an ensemble, the first member is returned. The data is
-        needed only for workloads without a signature. `overrides` change the config of the run.
-
-        Raises:
-            ConfigError: if there is no such checkpoint, if it is damaged, if the config is refused, or if the network
-                cannot be built or does not match the checkpoint.
+        needed only for workloads without a signature.
         """
         step = self._step(choice)
         weights, path = self.weights(step), self.checkpoint(step)
@@ -137,13 +117,7 @@ class SavedRun:
         return model.eval()
 
     def on_one_device(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> Run:
-        """Return a run with the config of a checkpoint, changed to `parallel=single device=cpu tracking=none`.
-
-        The run is not yet prepared: its method `prepare` has not been called.
-
-        Raises:
-            ConfigError: if there is no such checkpoint, the config is refused, or an override has no effect.
-        """
+        """Return a run, not yet prepared, with the config of a checkpoint on one CPU without tracking."""
         initial = ("weights", "reset_head") if (self.config.get("model") or {}).get("weights") is not None else ()
         without = [f"model.{key}={'null' if key == 'weights' else 'false'}" for key in initial]
         plain = ["parallel=single", "device=cpu", "tracking=none", *without]
@@ -153,11 +127,7 @@ class SavedRun:
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes, in the order of the model's outputs; empty if the newest checkpoint has none.
-
-        Raises:
-            ConfigError: if there is no intact checkpoint.
-        """
+        """The names of the classes, in the order of the model's outputs; empty if the newest checkpoint has none."""
         return self.signature("last").get("classes", [])
 
     def evaluate(
@@ -170,13 +140,8 @@ class SavedRun:
 
         Args:
             choice: the checkpoint.
-            overrides: changes of the run's config, such as `["parallel=single", "data.root=…"]`.
-            split: `train`, `val`, `test` or `all`; None for the held-out samples, or all of other data in `overrides`
-                (see `evaluate_checkpoint`).
-
-        Raises:
-            ConfigError: if there is no such checkpoint, if it is damaged, or if the config cannot run.
-            RankError: if a process fails.
+            overrides: changes of the run's config.
+            split: `train`, `val`, `test` or `all`; None for the held-out samples, or all of other data in `overrides`.
         """
         with settings_kept():
             return evaluate_checkpoint(self.checkpoint(choice), overrides, split).metrics
@@ -184,17 +149,9 @@ class SavedRun:
     def predict(
         self, files: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], choice: str | int = "best"
     ) -> list[Prediction]:
-        """Return a prediction for each image. The images are read in the same way as in the run's evaluation.
+        """Return a prediction for each image in `files`: paths of images, and of directories with images at any depth.
 
-        If an image cannot be read, its prediction has an `error`.
-
-        Args:
-            files: paths of images, and of directories with images at any depth.
-            choice: the checkpoint.
-
-        Raises:
-            ConfigError: if a path does not exist, there are no images, there is no such checkpoint, or the run does not
-                classify images.
+        The images are read as in the run's evaluation. If one cannot be read, its prediction has an `error`.
         """
         found = image_files([files] if isinstance(files, str | os.PathLike) else files)
         step = self._step(choice)
@@ -202,11 +159,7 @@ class SavedRun:
         return list(predict(self.model(step), inputs, classes, found))
 
     def image_input(self, choice: str | int = "best") -> ImageInput:
-        """Return the transform that turns images into inputs of the model, as in the evaluation of the run.
-
-        Raises:
-            ConfigError: if there is no such checkpoint, if it is damaged, or if it does not say how images are read.
-        """
+        """Return the transform that turns images into inputs of the model, as in the evaluation of the run."""
         signature = self.signature(choice)
         why = "its checkpoint does not say how images are read"
         remedy = "name a run that classifies square images, of this version or a later one"

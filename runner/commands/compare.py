@@ -22,14 +22,7 @@ from runner.storage.files import check_readable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error.
-
-    Args:
-        arguments: the words of the command line after the program's name; None: read them from `sys.argv`.
-
-    Raises:
-        SystemExit: for `--help`, or if argparse refuses the command line.
-    """
+    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
     try:
         options = _parser().parsed(arguments)
         comparison = Comparison(existing(options.paths), options.metric, options.sort)
@@ -45,11 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def existing(texts: Iterable[str]) -> list[Path]:
-    """Return the paths of directories that were typed.
-
-    Raises:
-        ConfigError: if one of them is not a directory that can be read.
-    """
+    """Return the paths of directories that were typed; refuse what is not a directory that can be read."""
     paths = [Path(os.path.expanduser(text)) for text in texts]
     for path in paths:
         check_readable("PATH", path)

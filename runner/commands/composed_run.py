@@ -13,27 +13,15 @@ if TYPE_CHECKING:
 
 
 def compose_run(overrides: Sequence[str], config_dir: str | None = None, name: str = "run") -> Run:
-    """Compose a config from overrides, and build its run.
-
-    Args:
-        overrides: the overrides of the config.
-        config_dir: a directory with options of your own, with the structure of conf/; None to use only conf/.
-        name: the name of the run.
-
-    Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
-    """
+    """Compose a config from overrides, and build its run."""
     from runner.run import build_run
 
     return build_run(Composer(config_dir).run([*overrides, f"name={name}"]).config)
 
 
 def replaced(overrides: Sequence[str], *others: str) -> list[str]:
-    """Return `overrides` without the items that `others` replace, followed by `others`.
-
-    An item of `others` whose key contains no dot, such as `parallel=single`, replaces all overrides of its config group
-    or key, for example `parallel=pipeline` and `parallel.stages=4`. An item of `others` whose key contains a dot, such
-    as `parallel.stages=2`, replaces nothing.
+    """Return `overrides` followed by `others`, which replace overrides of the same group: `parallel=single` all of
+    `parallel`, but `parallel.stages=2` none.
     """
     groups = {text.partition("=")[0] for text in others}
     kept = [text for text in overrides if re.split(r"[=.@]", text.lstrip("+~"))[0] not in groups]

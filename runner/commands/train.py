@@ -77,15 +77,7 @@ def parser() -> Parser:
 
 
 def _run(arguments: list[str]) -> list[int]:
-    """Compose the config, run a single run or a sweep, and return the exit code of each run.
-
-    If a flag only asks for information, print this information and return an empty list.
-
-    Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if the command line or the config is invalid.
-        SystemExit: with code 75, if a signal stopped a sweep.
-        StorageError: if the ledger of a sweep cannot be written.
-    """
+    """Do what the command line asks for, and return the exit code of each run; empty if it is only information."""
     for word in arguments[:1]:
         is_override = word[:1] in ("-", "~") or "=" in word or word in groups() or not word.isidentifier()
         check(is_override, word, ABSENT, "there is no such subcommand;", did_you_mean(word, COMMANDS))
@@ -122,12 +114,7 @@ def _run(arguments: list[str]) -> list[int]:
 
 
 def _run_directory(options: Namespace) -> Path | None:
-    """Return the absolute path of `--run-directory`; None if the flag was not typed.
-
-    Raises:
-        ConfigError: if the flag has no value or an invalid path, or if `-m` or `resume=PATH` already determines the
-            directory.
-    """
+    """Return the absolute path of `--run-directory`; None if the flag was not typed."""
     value = options.run_directory
     if value is None:
         return None
@@ -166,11 +153,7 @@ def _run_single(
 
 
 def _print_model(run: Run) -> None:
-    """Print a table of the network that `run` would train.
-
-    Raises:
-        ConfigError: if the data or the network is refused, or if the workload does not say what the inputs are.
-    """
+    """Print a table of the network that `run` would train."""
     from runner.model.base import without_memory
     from runner.model.table import formatted, rows_of
 

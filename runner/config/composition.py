@@ -56,9 +56,8 @@ class Job(NamedTuple):
 class Composer:
     """Composes configs from conf/ and the directory of `--config-dir`.
 
-    The override `tracking=[tensorboard,csv]` is short for `tracking=several tracking.names=[tensorboard,csv]`. Hydra
-    itself would use only the last option in the list. The options that `tracking.names` names are composed into
-    `tracking.trackers`, because the processes of a run do not know the directory of `--config-dir`.
+    The override `tracking=[tensorboard,csv]` is short for `tracking=several tracking.names=[tensorboard,csv]`, whose
+    options are composed into `tracking.trackers`: the processes of a run do not know the directory of `--config-dir`.
 
     An override of `epochs` also sets `steps=null`, because the `steps` of an option file or a saved run would hide it.
 
@@ -107,13 +106,7 @@ class Composer:
             return config
 
     def job(self, sweep: DictConfig, number: int, overrides: list[str]) -> Job:
-        """Compose the config of a job of a sweep.
-
-        Args:
-            sweep: the config of the sweep, as the method `sweep` returns it.
-            number: the number of the job, from 0.
-            overrides: the overrides of the job.
-        """
+        """Compose the config of the job `number`, from 0, of a `sweep` that the method `sweep` has returned."""
         with composition_errors():
             config = self._load([*sweep.hydra.overrides.hydra, *overrides], RunMode.RUN)
             OmegaConf.copy_cache(sweep, config)  # `${now:…}` is the same in all jobs
@@ -122,13 +115,7 @@ class Composer:
             return _job(config)
 
     def show(self, overrides: Iterable[str], package: str | None = None, resolve: bool = False) -> str:
-        """Return the composed config as YAML.
-
-        Args:
-            overrides: overrides as they are typed.
-            package: the key of the part to return; None to return the whole.
-            resolve: whether to replace references (`${…}`) by what they refer to.
-        """
+        """Return the composed config, or its part with the key `package`, as YAML, with or without references."""
         with composition_errors():
             config = self._load([quoted(word, sweep=False) for word in overrides], RunMode.RUN)
             HydraConfig.instance().set_config(config)
@@ -145,11 +132,7 @@ class Composer:
             return (f"# @package {package}\n" if package else "") + OmegaConf.to_yaml(shown)
 
     def complete(self, words: list[str]) -> None:
-        """Install, remove or answer the tab completion of a shell, as in `--shell-completion install=bash`.
-
-        Raises:
-            ConfigError: if `words` ask for anything else, or no shell asks.
-        """
+        """Install, remove or answer the tab completion of a shell, as in `--shell-completion install=bash`."""
         plugins: Any = Plugins.instance().discover(CompletionPlugin)
         shells = {plugin.provides(): plugin(self._loader) for plugin in plugins}
         action, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
@@ -187,10 +170,7 @@ class Composer:
         return config
 
     def _explained(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
-        """Return a config error that names the first override with which composing fails in the same way.
-
-        Return `error` itself if `config_error` can translate it, or if there is no such override.
-        """
+        """Return a config error that names the override at fault, or `error` if that needs no help or is not found."""
         if config_error(error) is None:
             for count, override in enumerate(overrides, start=1):
                 try:
@@ -201,11 +181,7 @@ class Composer:
         return error
 
     def _named_trackers(self, config: DictConfig) -> list[str]:
-        """Return the trackers that `tracking=several` combines, or nothing if `MultiTracker` will refuse their names.
-
-        Raises:
-            ConfigError: if one of them does not exist.
-        """
+        """Return the trackers that `tracking=several` combines; none if `MultiTracker` will refuse their names."""
         node: Any = OmegaConf.to_container(config, resolve=False).get("tracking")  # pyright: ignore
         if not isinstance(node, dict) or node.get("_target_") != _SEVERAL:
             return []

@@ -55,13 +55,7 @@ def experiment_file(overrides: Iterable[str], comments: Sequence[str], config_di
 
 
 def experiment_command(directory: str, name: str, config_dir: str | None) -> str:
-    """Return the command that trains an experiment.
-
-    Args:
-        directory: the directory that contains `experiment/NAME.yaml`.
-        name: the name of the experiment.
-        config_dir: the directory with the user's own options that the experiment may choose; None if there is none.
-    """
+    """Return the command that trains `directory/experiment/NAME.yaml`, which may choose options of `config_dir`."""
     words = ["python", "-m", "runner", f"--config-dir={directory}"]
     if config_dir is not None:
         source = json.dumps(f"file://{os.path.abspath(os.path.expanduser(config_dir))}", ensure_ascii=False)

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def names_to_match(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Return a dict from the name of each parameter to the names that a pattern for this parameter can match.
-
-    These are the name of the parameter itself and the names of the modules that contain it. If the network lists
-    blocks, the name of the parameter's block is included and comes first.
-    """
+    """Return the names that a pattern can match for each parameter: of its block, if any, its modules and itself."""
     from models.blocks import block_indices, blocks_of
 
     blocks, indices = blocks_of(model), block_indices(model)

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 from helpers.compose import compose_config
 from helpers.handmade_runs import evaluation_entries, save_ledger, write_run_directory
-from rich.table import Table
 
 from runner.analysis.comparison import LAST, STEPS, Comparison
 from runner.analysis.metric_direction import direction
 from runner.analysis.saved_runs import MeasuredRun, find_runs
 from runner.analysis.spread import Spread
 from runner.analysis.swept_keys import labels_of
-from runner.analysis.tables import terminal
 from runner.commands import compare
 from runner.storage.run_directory import lock
 
@@ -121,14 +119,6 @@ def test_many_differing_keys_are_shown_in_one_column_without_broken_words(
     assert "optimizer.lr,schedule," in compared(capsys, tmp_path, "--csv")  # in CSV, each key has a column
 
 
-def test_the_table_of_failures_has_all_columns_if_no_run_is_done(tmp_path: Path) -> None:
-    for lr in (1, 2):
-        write_run_directory(tmp_path / str(lr), f"optimizer.lr={lr}", status="crashed", error="w" * 50)
-    [table] = terminal(Comparison([tmp_path]), 40).renderables
-    assert isinstance(table, Table)
-    assert [str(column.header) for column in table.columns] == ["run", "state", "step", "reason"]
-
-
 def test_the_number_of_seeds_is_shown_if_a_seed_was_run_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,12 +197,6 @@ def test_the_keys_of_a_sweep_come_first(tmp_path: Path) -> None:
     assert Comparison([tmp_path]).keys == ["batch_size", "optimizer.lr"]
     save_ledger(tmp_path, {"overrides": ["optimizer.lr=0.1", "seed=0"]}, {"overrides": ["optimizer.lr=0.2", "seed=1"]})
     assert Comparison([tmp_path]).keys == ["optimizer.lr", "batch_size"]
-
-
-def test_a_single_run_is_shown_without_the_failures_of_its_sweep(sweep: Path) -> None:
-    run = next(sweep.glob("000*"))
-    comparison = Comparison([run, run])
-    assert (len(comparison.rows), comparison.failures, comparison.keys) == (1, [], [])
 
 
 def test_non_finite_values_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -25,8 +21,6 @@ from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors, on
 
 import runner
 from runner import training
-from runner.api.caller_settings import settings_kept
-from runner.system.forkserver import without_main_module
 
 WORDS = [*TINY_CPU, "steps=6", "eval_every=3"]
 
@@ -115,31 +109,6 @@ def test_autocast_of_the_caller_does_not_change_the_run(precision: str) -> None:
     assert result.metrics == usual.metrics
 
 
-def test_the_current_cuda_device_and_the_mps_rng_state_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of torch.cuda and torch.mps are replaced, so that the test needs no such device."""
-    told: list[object] = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "device", partial(entered, told))
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: "the state")
-    monkeypatch.setattr(torch.mps, "set_rng_state", told.append)
-    with pytest.raises(KeyError), settings_kept():
-        raise KeyError
-    assert told == [("enter", 1), "the state", ("exit", 1)]
-
-
-@contextmanager
-def entered(told: list[object], device: object) -> Iterator[None]:
-    """A replacement for `torch.cuda.device`."""
-    told.append(("enter", device))
-    try:
-        yield
-    finally:
-        told.append(("exit", device))
-
-
 @pytest.mark.parametrize(("word", "key"), [("optimizer.lr=-1", "optimizer.lr"), ("batch_size=5000", "batch_size")])
 def test_a_config_that_cannot_run_is_an_error_and_leaves_nothing_behind(word: str, key: str) -> None:
     with pytest.raises(runner.ConfigError) as error:
@@ -218,33 +187,6 @@ def test_processes_can_be_started_from_a_notebook(tmp_path: Path) -> None:
     assert output.pop("processes") == [2, 2]
     assert len(set(output.pop("losses"))) == 1
     assert output == {"signals": True, "variables": True, "terminated": True}
-
-
-def test_new_processes_do_not_import_the_program_that_starts_them(recorded_main: Callable[[], object]) -> None:
-    main = sys.modules["__main__"]
-    with without_main_module():
-        assert recorded_main() is None
-    assert sys.modules["__main__"] is main
-
-
-@pytest.fixture
-def recorded_main(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    """Pretend that the main module has a file; return a function that returns what a new process would import as main.
-
-    The function returns a path or a module name; None if a new process would import nothing.
-    """
-    from multiprocessing.spawn import get_preparation_data
-
-    program = ModuleType("__main__")
-    program.__file__ = __file__
-    monkeypatch.setitem(sys.modules, "__main__", program)
-
-    def main() -> object:
-        told = get_preparation_data("child")
-        return told.get("init_main_from_path") or told.get("init_main_from_name")
-
-    assert main() is not None
-    return main
 
 
 def test_automatic_options_are_chosen_before_training(tmp_path: Path) -> None:

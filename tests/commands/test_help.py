@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from helpers.command import run_command
 
 from runner import __version__
 from runner.commands.help import help_text
-from runner.config.options import description, option_files
+from runner.config.options import description, option_files, root_keys
 
 
 @pytest.fixture
@@ -23,13 +24,16 @@ def more(tmp_path: Path) -> Path:
     return tmp_path / "more"
 
 
-def test_help_lists_every_option_with_its_description() -> None:
+def test_help_lists_every_option_and_every_key_with_its_description() -> None:
     lines = help_text().splitlines()
     for group, files in option_files().items():
         assert f"{group}=" in lines
         for option, path in files.items():
             assert description(path)
             assert any(line.split(maxsplit=1) == [option, description(path)] for line in lines), (group, option)
+    for key in root_keys() - option_files().keys():
+        assert re.search(rf"^  {key}: .*# \w", help_text(), re.MULTILINE), key
+    assert max(map(len, lines)) <= 160
 
 
 @pytest.mark.parametrize("flag", [["--config-dir={}"], ["--config-dir", "{}"], ["-cd", "{}"]], ids=len)

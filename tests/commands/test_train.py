@@ -27,109 +27,65 @@ from helpers.command import (
 )
 from helpers.compose import TINY_CPU
 
-from runner.config.options import CONF
-
 # Arguments, separated by two spaces, and texts that the output must contain. A line must begin with the first text,
 # which is the wrong key or argument.
 REFUSED = {
     # Misspelled keys and options
     "optimizer.lrr=1": ["optimizer.lrr:", "did you mean optimizer.lr?"],
     "optimzer=sgd": ["optimzer:", "did you mean optimizer?"],
-    "optimzer.lr=1": ["optimzer.lr:", "did you mean optimizer.lr?"],
     "optimzer.lrr=1": ["optimzer.lrr:", "did you mean optimizer?"],
-    "Optimizer=sgd": ["Optimizer:", "did you mean optimizer?"],
     "seeed=1": ["seeed:", "did you mean seed"],
-    "SEED=1": ["SEED:", "did you mean seed"],
-    "foo.bar=3": ["foo.bar:", "accumulation, ", "workload"],
     "+foo=3": ["foo:", "accumulation, ", "debug, ", "sweep, "],
-    "++seeed=3": ["seeed:", "did you mean seed"],
     "+parallel.foo=3": ["parallel.foo:", "Parallel has no such option", "it has none"],
     "+optimizer.lrr=3": ["optimizer.lrr:", "SGD has no such option", "did you mean lr?"],
-    "optimizer.lr.x=3": ["optimizer.lr.x:", "did you mean optimizer.lr?"],
     "schedule.milestones=[0.5]": ["schedule.milestones:", "a key of schedule=step; another schedule is chosen"],
     "hydra.foo=3": ["hydra.foo: got '3'", "only composes"],
     "optimizer=sgdd": ["optimizer: got 'sgdd'", "did you mean sgd?"],
     "accumulation=3": ["accumulation: got '3'", "accumulation.steps=3"],
-    "accumulation=many": ["accumulation: got 'many'", "1, 16, 2, 4, 8"],
     "precision=17": ["precision: got '17'", "16, 32, 64, bf16, tf32"],
-    "precision=": ["precision: got ''", "16, 32, 64, bf16, tf32"],
     "+precision=16": ["precision:", "without the +: precision=…"],
-    "+precision=32": ["precision:", "without the +: precision=…"],
     "device=gpu": ["device: got 'gpu'", "choose device=cuda (NVIDIA or AMD), device=mps"],
-    "device=cpuu": ["device: got 'cpuu'", "did you mean cpu?"],
-    "debug=nope": ["debug: got 'nope'", "overfit, smoke"],
-    "accumulation=0": ["accumulation: got '0'", "choose from: 1,"],
-    "experiment=nope": ["experiment: got 'nope'", "no such option"],
     "ema=0.99": ["ema: got '0.99'", "no such option", "set its keys: ema.decay=…"],
     "optimizer=null": ["optimizer: got null", "nothing is chosen", "conf/optimizer/"],
-    "model=null": ["model: got null", "nothing is chosen", "conf/model/"],
-    "workload=null": ["workload: got null", "nothing is chosen", "conf/workload/"],
-    "precision=null": ["precision: got null", "nothing is chosen", "conf/precision/"],
     "~optimizer": ["optimizer: got null", "nothing is chosen"],
     "~optimizer.lr": ["optimizer.lr: it has no value", "give it one; see the comments in conf/optimizer/sgd.yaml"],
     "optimizer.lr=???": ["optimizer.lr: it has no value"],
     # Keys of other libraries
     "lr=0.1": ["lr:", "type optimizer.lr=…"],
     "--lr=0.1": ["--lr:", "type optimizer.lr=…"],
-    "+lr=0.1": ["lr:", "type optimizer.lr=…"],
-    "optimizer.learning_rate=0.1": ["optimizer.learning_rate:", "type optimizer.lr=…"],
-    "logger=wandb": ["logger:", "type tracking=…"],
-    "max_epochs=3": ["max_epochs:", "type epochs=…"],
     "trainer.max_epochs=3": ["trainer.max_epochs:", "type epochs=…"],
-    "++trainer.max_epochs=3": ["trainer:", "type epochs=…"],
     "-m  trainer.accelerator=gpu,cpu": ["trainer.accelerator:", "type device=cuda"],
-    "ckpt_path=last.ckpt": ["ckpt_path:", "type resume=RUN"],
     "--per-device-train-batch-size=4": ["--per-device-train-batch-size:", "type batch_size=…"],
-    "gradient_accumulation_steps=4": ["gradient_accumulation_steps:", "type accumulation.steps=…"],
-    "model.pretrained=true": ["model.pretrained:", "type model.weights=FILE"],
-    "gpus=2": ["gpus:", "type parallel=ddp parallel.processes=…"],
-    "--fp16": ["--fp16:", "type precision=16"],
-    "bf16=true": ["bf16:", "type precision=bf16"],
     "hydra/sweeper=optuna": ["hydra/sweeper: got 'optuna'", "type sweep.search=tpe"],
     "hydra.run.dir=x": ["hydra.run.dir: got 'x'", "type --run-directory=DIR"],
-    "hydra.job.name=x": ["hydra.job.name: got 'x'", "type name=NAME"],
     # Values: a few of each kind; tests/config/test_schema.py has all of them
     "optimizer.lr=abc": ["optimizer.lr: got 'abc'", "a number", "conf/optimizer/sgd.yaml"],
-    "optimizer.lr=": ["optimizer.lr: got ''", "a number", "conf/optimizer/sgd.yaml"],
-    "optimizer.lr=nan": ["optimizer.lr: got nan", "finite"],
     "batch_size=1.5": ["batch_size: got 1.5", "a whole number", "conf/config.yaml"],
     "steps=null  epochs=null": ["steps: got null", "how long to train", "epochs=10 or steps=1000"],
     "accumulation.steps=5  batch_size=64": ["batch_size: got 64", "5 micro-batches", "batch_size=60 or batch_size=65"],
-    "optimizer._target_=os.system": ["optimizer._target_: got 'os.system'", "only classes of", "runner.components"],
     "model.weights=/nowhere.pt": ["model.weights: got '/nowhere.pt'", "no such file"],
     # Names and paths
     "name=": ["name: got ''", "directory's name", "letters, digits"],
     "name=\x1b[31mred": ["name: got '\\x1b[31mred'", "directory's name"],
     "na\x1bme=1": ["na\\x1bme=1:", "KEY=VALUE"],
-    "name=../x": ["name: got '../x'", "directory's name"],
     "name=a\nb": ["name: got 'a\\nb'", "directory's name"],
-    "output_root=": ["output_root: got ''", "not the path of a directory", "output_root=."],
     "resume=/nowhere": ["resume: got '/nowhere'", "no such directory", "auto, never, or a run directory"],
-    "resume=": ["resume: got ''", "no such directory"],
     "resume=atuo": ["resume: got 'atuo'", "no such directory", "auto, never"],
     "resume=.": ["resume: got '.'", "no run"],
     # Arguments that are not valid overrides or flags
     "optimizer.lr=[1": ["optimizer.lr=[1:", "pairs"],
-    "optimizer.lr=1]": ["optimizer.lr=1]:", "pairs"],
     'optimizer.lr="1': ['optimizer.lr="1:', "pairs"],
-    "name='a": ["name='a:", "pairs"],
     "name=${seed": ["name=${seed:", "pairs"],
     "name=${nope}": ["name:", "'nope' not found", "a plain value"],
     "name=${oc.env:NOPE_NOT_SET}": ["name:", "NOPE_NOT_SET", "a plain value"],
-    "optimizer.lr=${nope}": ["optimizer.lr:", "'nope' not found"],
     "seed=${nope:1}": ["seed:", "Unsupported interpolation type nope"],
     "smoke": ["smoke: there is no such subcommand", "compare, "],
     "evalute  out": ["evalute: there is no such subcommand", "did you mean evaluate?"],
     "seed=1  smoke": ["smoke:", "KEY=VALUE", "seed=1"],
     "optimizer": ["optimizer:", "KEY=VALUE", "optimizer=adam, optimizer=adamw, optimizer="],
-    "seed =1": ["seed =1:", "KEY=VALUE"],
     "=3": ["=3:", "KEY=VALUE"],
-    "—multirun": ["—multirun:", "KEY=VALUE"],
     "--foo": ["--foo:", "--cfg"],
-    "--multi-run": ["--multi-run:", "did you mean --multirun"],
     "--seed=1": ["--seed:", "without dashes: seed=1"],
-    "--optimizer.lr": ["--optimizer.lr:", "without dashes: optimizer.lr=…"],
-    "--cfg": ["--cfg", "expected one argument"],
     "--cfg  jobb": ["--cfg", "'jobb'", "choose from"],
     "--cfg  job  -p  optimzer": ["--package: got 'optimzer'", "did you mean optimizer?"],
     "-p  optimizer": ["--package:", "add --cfg job"],
@@ -137,7 +93,6 @@ REFUSED = {
     "-m  --cfg  job": ["--cfg:", "not allowed with argument --multirun"],
     "-sc  query=bash": ["--shell-completion:", "COMP_LINE"],
     "--config-dir=/nowhere": ["--config-dir: got '/nowhere'", "no such directory"],
-    "--config-dir=": ["--config-dir: got ''", "no such directory"],
     "--config-name=nope": ["--config-name:", "did you mean --config-dir?"],
     "--experimental-rerun=x": ["--experimental-rerun:", "no such flag"],
     # Sweeps, and sweeps typed without -m
@@ -149,7 +104,6 @@ REFUSED = {
     "-m  sweep.slots=1,2": ["sweep.slots:", "give it one value"],
     "-m  output_root=a,b": ["output_root:", "give it one value"],
     "sweep.slots=2": ["sweep.slots:", "add -m"],
-    "-m  optimizer.lr=[1": ["optimizer.lr=[1:", "[1"],
     "-m  schedule=onecycle,step  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],
     "-m  optimizer.lr=interval(1,2)": ["optimizer.lr: got 'interval(1,2)'", "optimizer.lr=1,2,3"],
     "optimizer.lr=interval(1,2)": ["optimizer.lr:", "a single value", "add -m"],
@@ -170,15 +124,11 @@ REFUSED = {
     f"optimizer={'x' * 3000}": ["optimizer: got 'xxx", "sgd"],
     # Values that OmegaConf would convert to other values, and invalid values in sweeps
     "seed=016": ["seed: got '016'", "a whole number"],
-    "seed=12:30": ["seed: got '12:30'", "a whole number"],
-    "optimizer.lr=01.5": ["optimizer.lr: got '01.5'", "a number"],
     "parallel=ddp  parallel.find_unused=016": ["parallel.find_unused: got '016'", "true or false"],
     "parallel=ddp  parallel.sync_batch_norm='5'": ["parallel.sync_batch_norm: got '5'", "true or false"],
     "data=imagefolder  data.root=x  data.pin_memory=-5": ["data.pin_memory: got -5", "true or false or null"],
     "data=imagefolder  data.root=": ["data.root: got ''", "not empty"],
-    "-m  seed=-1": ["seed: got -1"],
     "compile=maybe": ["compile: got 'maybe'", "compile=blocks"],
-    "compile=2": ["compile: got 2", "true or false"],
     "-m  seed=range(0,0)": ["seed: got 'range(0,0)'", "it has no values"],
     "-m  seed=0,1,0": ["seed: got '0,1,0'", "0 is in it twice"],
     "-m  seed=0,1  sweep.trials=3": ["sweep.trials: got 3", "add sweep.search=tpe"],
@@ -186,7 +136,6 @@ REFUSED = {
     "-m  seed=0,1  p=zip()": ["p: got 'zip()'", "'' is not of the form KEY=[VALUE,VALUE]"],
     # Run directory
     "seed=1  --run-directory=": ["--run-directory: it has no value", "--run-directory=DIR"],
-    "seed=1  --run-directory": ["--run-directory: expected one argument"],
     "-m  seed=0,1  --run-directory=x": ["--run-directory: got 'x'", "a sweep chooses"],
 }
 
@@ -241,15 +190,8 @@ def test_a_deleted_current_directory_is_refused_without_a_traceback(tmp_path: Pa
 # Contents of DIR/local/default.yaml, and texts that the output must contain.
 REFUSED_FILES = {
     "seed: 016": ["seed: got '016'", "mine/local/default.yaml, line 2"],
-    "seed: 12:30": ["seed: got '12:30'", "mine/local/default.yaml, line 2"],
-    "name: 1.10": ["name: got 1.1", "text"],
-    "seed: !!set {a}": ["seed:", "!!set"],
-    "seed: !!binary aGk=": ["seed:", "!!binary"],
     "name: !!python/object/apply:os.system [ls]": ["name:", "python/object/apply"],
     "seed: [": ["mine/local/default.yaml:", "not valid YAML in line"],
-    "seed: &a [*a]": ["seed:", "contains itself"],
-    "hydra: {launcher: {_target_: os.system}}": ["hydra.launcher._target_:", "only composes"],
-    "defaults:\n  - override /hydra/job_logging: stdout": ["hydra.job_logging:", "only composes"],
     "output_root: ~nobody-of-this-name/x\nname: ''": ["name: got ''"],
 }
 
@@ -306,19 +248,6 @@ def test_an_error_message_is_the_same_in_a_fresh_interpreter(tmp_path: Path) -> 
 # Help, the composed config, and other output of flags
 
 
-def test_help_shows_every_option_and_every_key_without_torch(tmp_path: Path) -> None:
-    code, output = run_command("--help", cwd=tmp_path, kind="no-torch")
-    assert code == 0
-    assert run_command("optimizer=nonsense", "-h", cwd=tmp_path, kind="no-torch") == (0, output)
-    for option in CONF.glob("*/[!_]*.yaml"):
-        sentence = option.read_text(encoding="utf-8").partition("python -m")[2].splitlines()[1].lstrip("# ")
-        assert re.search(rf"^  {option.stem} +{re.escape(sentence)}$", output, re.MULTILINE), option
-    for key in yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8")).keys() - {"defaults", "hydra"}:
-        assert re.search(rf"^  {key}: .*# \w", output, re.MULTILINE), key
-    assert max(map(len, output.splitlines())) <= 160
-    assert names_left_in(tmp_path) == set()
-
-
 def test_cfg_prints_the_composed_config_without_torch_wherever_the_flag_stands(tmp_path: Path) -> None:
     code, output = run_command(
         "seed=1", "--cfg", "job", "precision=16", "accumulation=4", cwd=tmp_path, kind="no-torch"
@@ -341,7 +270,7 @@ def test_the_command_prints_what_completes_it_in_a_shell(shell: str, tmp_path: P
     assert (code, "hydra" in output, names_left_in(tmp_path)) == (0, True, set())
 
 
-@pytest.mark.parametrize("line", ["--help", "--cfg  job", " ".join(TINY_CPU).replace(" ", "  ") + "  steps=1"])
+@pytest.mark.parametrize("line", ["--help", " ".join(TINY_CPU).replace(" ", "  ") + "  steps=1"])
 def test_a_closed_pipe_on_stdout_is_not_an_error(line: str, tmp_path: Path) -> None:
     """For example, with `| head`."""
     reading, writing = os.pipe()
@@ -362,14 +291,17 @@ def results(cwd: Path) -> dict[str, dict]:
 
 
 def test_a_run_has_a_labeled_directory_with_the_composed_config(tmp_path: Path) -> None:
-    code, output = run_command("precision=16", "accumulation=4", "steps=2", *TINY_CPU, cwd=tmp_path)
+    words = ("precision=16", "accumulation=4", "steps=2", *TINY_CPU, "name=a b")
+    code, output = run_command(*words, cwd=tmp_path)
     assert code == 0, output
-    [path] = tmp_path.glob("outputs/classifier/*")
+    [path] = tmp_path.glob("outputs/a b/*")
+    typed = ["precision='16'", "accumulation='4'", "steps=2", *TINY_CPU, "name='a b'"]
+    assert yaml.safe_load((path / "overrides.yaml").read_text()) == typed
     saved = yaml.safe_load((path / "config.yaml").read_text())
     assert (saved["precision"]["_target_"], saved["accumulation"]["steps"]) == ("runner.precision.Float16", 4)
     typed = "-precision=16+accumulation=4+steps=2"
     assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{{6}}{re.escape(typed)}.*", path.name)
-    assert f"run: outputs/classifier/{path.name}\n" in output
+    assert f"run: 'outputs/a b/{path.name}'\n" in output
 
 
 def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_path: Path) -> None:
@@ -395,15 +327,6 @@ def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path: Pat
     statuses = {name[:3]: result["status"] for name, result in results(tmp_path).items()}
     assert statuses == {"001": "diverged", "002": "done"}
     assert "Traceback" not in output
-
-
-def test_a_sweep_refuses_only_the_job_whose_options_are_incompatible(tmp_path: Path) -> None:
-    words = ("optimizer=sgd,adam", "optimizer.momentum=0.9", "steps=1")
-    code, output = run_command(*TINY_CPU, "-m", *words, cwd=tmp_path)
-    assert code == 2, output
-    assert "job 1: optimizer=adam: refused\noptimizer.momentum: " in output
-    assert {name[:3]: result["status"] for name, result in results(tmp_path).items()} == {"000": "done"}
-    assert "1 of 2 jobs done" in output
 
 
 @pytest.mark.parametrize("retries", [0, 1])
@@ -433,17 +356,6 @@ def test_jobs_with_different_names_are_in_one_sweep_directory(tmp_path: Path) ->
     found = sorted(tmp_path.glob("y=z/sweeps/a/*/0*/config.yaml"))
     assert [yaml.safe_load(path.read_text())["name"] for path in found] == ["a", "b c"]
     assert names_left_in(tmp_path) == {"y=z"}
-
-
-def test_saved_overrides_are_those_that_were_typed(tmp_path: Path) -> None:
-    assert run_command(*TINY_CPU, "precision=bf16", "steps=1", "name=a b", cwd=tmp_path)[0] == 0
-    [path] = tmp_path.glob("outputs/a b/*")
-    assert yaml.safe_load((path / "overrides.yaml").read_text()) == [
-        *TINY_CPU,
-        "precision=bf16",
-        "steps=1",
-        "name='a b'",
-    ]
 
 
 def test_batch_norm_with_one_value_per_channel_is_refused_without_a_traceback(tmp_path: Path) -> None:

@@ -12,15 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from runner.config.composition import Composer
 from runner.config.errors import ConfigError
-from runner.config.options import groups
-from runner.sweep.sweep_jobs import MAX_JOBS, SweepJobs
-
-
-def test_shared_files_with_an_underscore_are_not_listed_as_options() -> None:
-    loader = Composer()._loader
-    assert {"ddp", "pipeline"} <= {*loader.get_group_options("parallel")}
-    found = [name for group in groups() for name in loader.get_group_options(group)]
-    assert [name for name in found if name.startswith("_")] == []
+from runner.sweep.sweep_jobs import SweepJobs
 
 
 @pytest.mark.parametrize(
@@ -115,33 +107,6 @@ def test_typed_epochs_go_before_the_steps_of_an_option_file(
     assert composer.job(composer.sweep(["experiment=short"]), 0, words).config["steps"] == steps
 
 
-def test_an_option_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
-    assert options(tmp_path, "local/default", "seed: 3").run([]).config["seed"] == 3
-    (tmp_path / "local" / "default.yaml").write_text("# @package _global_\nseed: 4\n")
-    assert Composer(str(tmp_path)).run([]).config["seed"] == 4
-
-
-def test_the_keys_of_an_option_override_those_that_it_inherits(tmp_path: Path) -> None:
-    (tmp_path / "local").mkdir()
-    (tmp_path / "local" / "other.yaml").write_text("# @package _global_\nbatch_size: 7\nseed: 6\n")
-    (tmp_path / "local" / "default.yaml").write_text("# @package _global_\ndefaults: [/local/other]\nseed: 5\n")
-    config = Composer(str(tmp_path)).run([]).config
-    assert (config["seed"], config["batch_size"]) == (5, 7)
-
-
-def test_a_reference_in_a_defaults_list_chooses_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    composer = options(tmp_path, "local/default", "defaults: [/optimizer@extra: '${oc.env:MINE}']")
-    for name, target in (("adam", "Adam"), ("sgd", "SGD")):
-        monkeypatch.setenv("MINE", name)
-        assert composer.run([]).config["extra"]["_target_"] == f"runner.optimizer.{target}"
-
-
-def test_of_several_errors_that_hydra_reports_without_a_key_one_is_named() -> None:
-    with pytest.raises(ConfigError) as refusal:
-        Composer().run(["seed=1", "accumulation=[16]", "model=[17]"])
-    assert refusal.value.key in ("accumulation", "model")
-
-
 def test_the_jobs_of_a_sweep_are_all_combinations_of_the_values() -> None:
     jobs = SweepJobs(Composer(), ["seed=range(0,3)", "optimizer=sgd,adam", "batch_size=8"])
     assert list(jobs.samples()) == [["seed=0", f"optimizer={name}", "batch_size=8"] for name in ("sgd", "adam")]
@@ -151,21 +116,6 @@ def test_the_jobs_of_a_sweep_are_all_combinations_of_the_values() -> None:
     job = jobs.compose(4, words[4])
     assert (job.config["seed"], job.config["optimizer"]["_target_"]) == (2, "runner.optimizer.SGD")
     assert HydraConfig.get().job.num == 4
-
-
-@pytest.mark.parametrize("values", ["range(0,1000000000)", "shuffle(range(0,1000000000))", "range(0.0,1e9)"])
-def test_a_sweep_of_too_many_jobs_is_refused_without_listing_them(values: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        SweepJobs(Composer(), [f"seed={values}", "batch_size=8,16"])
-    assert refusal.value.key == "seed"
-    assert f"2,000,000,000 jobs, more than {MAX_JOBS:,}" in refusal.value.why
-
-
-@pytest.mark.parametrize("values", ["interval(0,1)", "range(0,3,0)", "range(0,inf)"])
-def test_a_sweep_over_an_interval_or_an_endless_range_is_refused(values: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        SweepJobs(Composer(), [f"seed={values}"])
-    assert (refusal.value.key, refusal.value.got) == ("seed", values)
 
 
 def test_an_error_that_hydra_reports_without_a_key_names_the_override() -> None:

@@ -12,7 +12,6 @@ import pytest
 from runner.config.errors import (
     ABSENT,
     ConfigError,
-    check,
     check_choice,
     check_range,
     did_you_mean,
@@ -21,14 +20,6 @@ from runner.config.errors import (
 )
 from runner.optimizer import SGD
 from runner.run import Run
-
-
-def test_check_raises_unless_ok() -> None:
-    check(True, "key", 1, "why", "do")
-    with pytest.raises(ConfigError) as refusal:
-        check(False, "key", 1, "why", "do")
-    error = refusal.value
-    assert (error.key, error.got, error.why, error.remedy) == ("key", 1, "why", "do")
 
 
 def test_an_error_is_unchanged_by_pickling_and_copying() -> None:

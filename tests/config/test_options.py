@@ -13,20 +13,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from helpers.command import ROOT, run_command
-from helpers.compose import TINY_CPU, build_composed_run, compose_config, option_content, prepare_session, train_in
+from helpers.compose import build_composed_run, compose_config, option_content, prepare_session, train_in
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from omegaconf import OmegaConf
-from PIL import Image
 
-from runner.commands import COMMANDS
+from runner.config.composition import Composer
 from runner.config.errors import ConfigError
 from runner.config.options import CONF, groups
 from runner.config.schema import build, load_class, option_fields, typed_values
-from runner.result import Result
 from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run
 from runner.sweep.engines.base import Engine
+from runner.sweep.sweep_jobs import SweepJobs
 
 # Further overrides that an option needs.
 SMALL = ["data.num_samples=64", "data.num_classes=10", "data.size=32"]
@@ -105,20 +102,14 @@ def pairs_of(factors: dict[str, list[str]]) -> set[frozenset[str]]:
     return {frozenset(pair) for two in itertools.combinations(named, 2) for pair in itertools.product(*two)}
 
 
-def covering_rows(
-    factors: dict[str, list[str]], without: Iterable[frozenset[str]] = (), elsewhere: Iterable[frozenset[str]] = ()
-) -> list[list[str]]:
-    """Return a few rows that contain all pairs of options from different groups; a row has one option per group.
+def covering_rows(factors: dict[str, list[str]], without: Iterable[frozenset[str]]) -> list[list[str]]:
+    """Return a few rows that contain all pairs of options but those in `without`; a row has one option per group.
 
-    The algorithm is greedy: a row begins with a pair that no row contains yet, and each further group adds the option
-    that covers the most missing pairs.
-
-    Args:
-        factors: the names of the options, by group.
-        without: incompatible pairs, which no row may contain.
-        elsewhere: pairs that need not be covered, because other rows contain them.
+    A row begins with a pair that no row contains yet, and each further group adds the option that covers the most
+    missing pairs.
     """
-    left, never = sorted(map(sorted, pairs_of(factors) - {*without, *elsewhere})), set(without)
+    never = set(without)
+    left = sorted(map(sorted, pairs_of(factors) - never))
     rows = []
     while left:
         row = list(left[0])
@@ -183,24 +174,13 @@ def test_every_option_is_prepared_or_refused_if_it_is_not_available_here(option:
         assert word in str(refusal.value)
 
 
-def together(rows: list[list[str]]) -> set[frozenset[str]]:
-    """Return all pairs of options that are in the same row."""
-    return {frozenset(pair) for row in rows for pair in itertools.combinations(row, 2)}
+ROWS = covering_rows(HERE, REFUSED)
 
 
-ROWS_HERE = covering_rows(HERE, REFUSED)
-ROWS_ABSENT = covering_rows(CROSSED, REFUSED, pairs_of(HERE))
-"""Rows with an option that is not available here: their runs are built, but not prepared."""
-
-
-def test_the_rows_contain_all_compatible_pairs_of_options() -> None:
-    assert together(ROWS_HERE) == pairs_of(HERE) - REFUSED.keys()
-    assert together(ROWS_HERE) | together(ROWS_ABSENT) == pairs_of(CROSSED) - REFUSED.keys()
-
-
-@pytest.mark.parametrize("rows", [ROWS_ABSENT, ROWS_HERE], ids=["built", "prepared"])
-def test_runs_with_all_compatible_pairs_of_options_are_built(rows: list[list[str]]) -> None:
-    for row in rows:
+def test_runs_with_all_compatible_pairs_of_options_are_prepared() -> None:
+    together = {frozenset(pair) for row in ROWS for pair in itertools.combinations(row, 2)}
+    assert together == pairs_of(HERE) - REFUSED.keys()
+    for row in ROWS:
         tried(row)
 
 
@@ -213,29 +193,11 @@ def test_incompatible_pairs_of_options_are_refused_by_key() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", sorted(map(sorted, pairs_of(CROSSED) - REFUSED.keys())), ids=" ".join)
-def test_each_compatible_pair_of_options_is_built_alone(pair: list[str]) -> None:
-    tried(pair)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS_HERE, ids=" ".join)
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
 def test_runs_with_all_compatible_pairs_of_options_train(row: list[str], tmp_path: Path) -> None:
     run = tried(row, "steps=2", "log_every=1", "eval_every=0", "batch_size=64", "device.threads=1")
     result = train_in(tmp_path, run).result
     assert (result.status, result.steps) == ("done", 2)
-
-
-def test_covering_rows_contain_all_allowed_pairs() -> None:
-    factors = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2"], "d": ["1"]}
-    without = {frozenset(("a=1", "b=2"))}
-    rows = covering_rows(factors, without)
-    assert together(rows) == pairs_of(factors) - without
-    assert together(covering_rows(factors, without, pairs_of(factors) - {frozenset(("a=3", "d=1"))})) >= {
-        frozenset(("a=3", "d=1"))
-    }
-    assert len(pairs_of(factors)) == 3 * 2 + 3 * 2 + 3 + 2 * 2 + 2 + 2
-    assert 6 <= len(rows) <= 8, "3 × 2 rows at least"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -333,30 +295,13 @@ def test_resnet50_has_25557032_parameters_and_trains_18_steps_of_120_images() ->
     assert sum(parameter.numel() for parameter in network.parameters()) == 25_557_032
 
 
-@pytest.mark.parametrize("choices", [["debug=smoke"], ["precision=16", "epochs=1"]], ids=" ".join)
-def test_resnet50_trains_with_other_options(choices: list[str], tmp_path: Path) -> None:
-    tiny = ["data.size=32", "data.num_samples=8", "data.holdout=4", "batch_size=4"]
-    result = train_resnet50(tmp_path, *tiny, *choices)
+def test_resnet50_trains_in_16_bits(tmp_path: Path) -> None:
+    tiny = ["data.size=32", "data.num_samples=8", "data.holdout=4", "batch_size=4", "precision=16", "epochs=1"]
+    run = build_composed_run("workload=resnet50", "device=cpu", "device.threads=1", *tiny)
+    result = train_in(tmp_path, run).result
     assert (result.status, result.steps) == ("done", 2)
     assert result.metrics.keys() == {"train/loss", "train/accuracy", "eval/loss", "eval/accuracy"}
     assert result.metrics["train/loss"] > 4, "a thousand classes, and nothing to tell them by"
-
-
-def train_resnet50(directory: Path, *overrides: str) -> Result:
-    return train_in(
-        directory, build_composed_run("workload=resnet50", "device=cpu", "device.threads=1", *overrides)
-    ).result
-
-
-def test_resnet50_trains_on_real_images(tmp_path: Path) -> None:
-    for name in ("cat", "dog"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for number in range(5):
-            Image.new("RGB", (40, 40), (25 * number, 0, 0)).save(tmp_path / "photos" / name / f"{number}.png")
-    options = [f"data.root={tmp_path / 'photos'}", "data.size=32", "data.workers=0", "batch_size=4"]
-    result = train_resnet50(tmp_path, "data=imagefolder", *options)
-    assert (result.status, result.steps) == ("done", 4)  # 2 epochs of 8 images; the other 2 are held out
-    assert result.metrics["eval/accuracy"] in (0, 0.5, 1)
 
 
 def test_the_root_config_lists_every_scalar_and_every_group() -> None:
@@ -389,13 +334,6 @@ def test_the_default_run_has_the_values_of_the_root_config() -> None:
 # Experiments and debugging
 
 
-def test_every_experiment_is_composed_and_built() -> None:
-    for name in groups().get("experiment", []):
-        command = lines_of(CONF / "experiment" / f"{name}.yaml")[0][2:]
-        for overrides in commands(command):
-            build_composed_run(*overrides)
-
-
 def test_ten_epochs_has_225_steps_and_a_constant_learning_rate() -> None:
     run = build_composed_run("experiment=ten_epochs")
     assert prepare_session(run).num_steps == 225  # 10 · 1,438 / 64, rounded up
@@ -403,12 +341,12 @@ def test_ten_epochs_has_225_steps_and_a_constant_learning_rate() -> None:
     assert (run.optimizer.lr, run.optimizer.momentum) == (0.02, 0.9)
 
 
-def test_experiment_precisions_sweeps_two_precisions_and_three_seeds(tmp_path: Path) -> None:
-    code, output = run_command("-m", "experiment=precisions", *TINY_CPU, "steps=1", cwd=tmp_path)
-    assert code == 0, output
-    configs = [OmegaConf.load(path) for path in tmp_path.glob("outputs/sweeps/precisions/*/*/config.yaml")]
-    swept = sorted((config.precision._target_.rpartition(".")[2], config.seed) for config in configs)
-    assert swept == [(precision, seed) for precision in ("BFloat16", "Precision") for seed in (0, 1, 2)]
+def test_experiment_precisions_sweeps_two_precisions_and_three_seeds() -> None:
+    jobs = list(SweepJobs(Composer(), ["experiment=precisions"]))
+    wanted = itertools.product(
+        ("precision='32'", "precision=bf16"), ("seed=0", "seed=1", "seed=2"), ("experiment=precisions",)
+    )
+    assert sorted(jobs) == sorted(map(list, wanted))
 
 
 @pytest.mark.parametrize(
@@ -440,17 +378,3 @@ def test_debug_overfit_memorizes_a_batch(trained) -> None:
     assert run.result.status == "done"
     assert run.result.metrics["train/accuracy"] == 1.0
     assert run.result.metrics["train/loss"] < 0.01
-
-
-def test_every_debug_option_is_run_above() -> None:
-    source = Path(__file__).read_text(encoding="utf-8")
-    assert [name for name in groups()["debug"] if f'trained("debug={name}")' not in source] == []
-
-
-def test_every_command_in_the_readme_can_be_composed() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    typed = re.findall(r"^python -m runner(?: .*?)?(?=  +#|$)", readme, re.MULTILINE)
-    assert len(typed) > 10
-    for line in (line for line in typed if line.split()[3:4] not in [[name] for name in COMMANDS]):
-        for overrides in commands(line):
-            compose_config(*(text for text in overrides if not text.startswith("resume=")))

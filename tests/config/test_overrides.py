@@ -114,10 +114,6 @@ def test_hydra_functions_expand_to_the_values_of_a_sweep(typed: str, values: lis
     assert list(override.sweep_string_iterator()) == values
 
 
-def test_a_hydra_function_is_quoted_as_text_in_a_single_run() -> None:
-    assert quoted("data.root=sort(y,x)", sweep=False) == "data.root='sort(y,x)'"
-
-
 def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/me")
     assert quoted("output_root=~/runs", sweep=False) == "output_root=/me/runs"
@@ -131,11 +127,6 @@ def test_text_options_keep_exactly_what_was_typed(value: str) -> None:
         assert (override.value(), type(override.value())) == (value, str)
     [override] = OverridesParser.create().parse_overrides([quoted(f"name={value},x", sweep=True)])
     assert list(override.sweep_string_iterator()) == [f"'{value}'", "x"] or value in ("016", "0x10")
-
-
-def test_null_and_interpolations_are_not_quoted() -> None:
-    assert quoted("model.weights=null", sweep=False) == "model.weights=null"
-    assert quoted("name=${seed}", sweep=False) == "name=${seed}"
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,6 @@ def test_commands_are_runs_that_can_be_built(line: str) -> None:
         build_run(compose_config(*words))
 
 
-def test_there_are_commands() -> None:
-    assert len(COMMANDS) > 30
-
-
 @pytest.mark.parametrize("page", TEXTS)
 def test_quoted_files_are_quoted_in_full(page: str) -> None:
     for path, text in QUOTE.findall(TEXTS[page]):
