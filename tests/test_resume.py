@@ -25,8 +25,7 @@ from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_co
 from helpers.events import scalar_curves
 from helpers.permissions import enforced_permissions
 from helpers.plain_loop import weights_at
-from helpers.random_kills import assert_resume_after_kills_is_exact
-from helpers.runs import assert_bitwise_equal, only_run, run_outcome, write_images
+from helpers.runs import assert_bitwise_equal, only_run, run_outcome
 from omegaconf import OmegaConf
 
 import runner.resume.claimed_directory
@@ -47,25 +46,6 @@ from runner.training import prepare
 
 HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32")
 """Options that make an exact resume harder: random augmentation, dropout, and several micro-batches per step."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Killed
-
-
-@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.slow)])
-def test_resume_after_kill_is_bitwise_exact(tmp_path: Path, kills: int) -> None:
-    schedule = ["steps=100", "save_every=4", "log_every=3", "eval_every=25", "optimizer=adamw"]
-    assert_resume_after_kills_is_exact(tmp_path, [*TINY_CPU, *HARD, *schedule], kills)
-
-
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_resume_after_kill_is_bitwise_exact_with_data_workers(tmp_path: Path, kills: int) -> None:
-    write_images(tmp_path / "images")
-    data = ["data=imagefolder", f"data.root={tmp_path}/images", "data.size=8", "data.workers=1"]
-    schedule = ["steps=60", "save_every=4", "log_every=3", "eval_every=30", "batch_size=8", "accumulation=2"]
-    arguments = ["model=tiny", "model.dropout=0.2", "device=cpu", "device.threads=1", *data, *schedule]
-    assert_resume_after_kills_is_exact(tmp_path, arguments, kills, kind="ranks")  # its fork server starts the workers
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ def test_what_cannot_be_plotted_is_refused(
 
 def test_without_seaborn_the_error_says_how_to_install_it(sweep: Sweep) -> None:
     sweep.add(1.0)
-    words = [sys.executable, "-m", "helpers.plot_without_seaborn", str(sweep.path)]
+    words = [sys.executable, "-m", "helpers.programs", "plot_without_seaborn", str(sweep.path)]
     ran = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (
         2,

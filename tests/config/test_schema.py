@@ -363,7 +363,7 @@ def test_a_package_is_trusted_through_its_entry_point(plugin: Path) -> None:
 
 
 def test_the_config_package_imports_neither_torch_nor_hydra() -> None:
-    words = [sys.executable, "-m", "helpers.imported_by", "runner.config.schema", "runner.config.options"]
+    words = [sys.executable, "-m", "helpers.programs", "imported_by", "runner.config.schema", "runner.config.options"]
     done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
     imported = set(done.stdout.split())
     assert {"runner.config.schema", "omegaconf"} <= imported

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 def read(count: int, option: str) -> str:
     """Return what `read_megabytes COUNT` prints if /dev/shm is mounted with `option`."""
     mount = f"mount -t tmpfs -o {option} tmpfs /dev/shm"
-    words = [*NAMESPACE, "sh", "-c", f'{mount} && exec "$0" -m helpers.read_megabytes {count}', sys.executable]
+    words = [*NAMESPACE, "sh", "-c", f'{mount} && exec "$0" -m helpers.programs read_megabytes {count}', sys.executable]
     options = {"env": child_environment(), "capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
     ended = subprocess.run(words, check=True, **options)  # type: ignore[call-overload]
     return ended.stdout

@@ -205,7 +205,7 @@ def program():
 
     def start(what: str) -> tuple[subprocess.Popen[str], list[int]]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "helpers.read_with_workers", what],
+            [sys.executable, "-m", "helpers.programs", "read_with_workers", what],
             env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -33,7 +33,7 @@ from runner.result import Result
 from runner.sweep.engines.base import Ended, Job, Pool
 
 ALL = os.environ.get("RUNNER_FAULTS") == "all"
-COMMANDS, FILES = (2000, 1000) if ALL else (100, 50)
+COMMANDS, FILES = (2000, 1000) if ALL else (30, 20)
 
 
 def generated(count: int) -> settings:

@@ -20,10 +20,10 @@ from helpers.fault_checks import (
     assert_newest_checkpoint_valid,
     assert_no_temporary_files,
     assert_one_value_per_step,
-    assert_same_trace,
     run_results,
 )
 from helpers.handmade_runs import save_and_wait
+from helpers.runs import assert_bitwise_equal
 
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint_writing import Checkpoints
@@ -94,12 +94,12 @@ def test_a_weight_that_differs_in_one_bit_is_detected(trained: Callable[..., Any
     run = trained("steps=2", "batch_size=8").directory
     (run / "result.json").write_text('{"status": "done", "steps": 2, "metrics": {}, "best": {}}')
     reference = run_results(run)
-    assert_same_trace(run, reference)
+    assert_bitwise_equal(run_results(run), reference)
     weights = reference["weights"]
     name = next(iter(weights))
     weights[name].view(torch.int32).flatten()[0] ^= 1
     with pytest.raises(AssertionError, match=f"/weights/{name}"):
-        assert_same_trace(run, reference)
+        assert_bitwise_equal(run_results(run), reference)
 
 
 def test_leftover_processes_ports_and_temporary_files_are_detected(

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from helpers.command import Command, processes_in, start_in_new_interpreter, wait_until
 from helpers.faults import (
-    RUN_ALL_FAULTS,
     Fault,
     FaultCounter,
     FaultTrial,
     ReferenceRun,
+    only_in_make_faults,
     run_all_faults,
     training_process,
 )
@@ -61,10 +61,9 @@ SELECTED = {
     "single": [
         before_training("SIGTERM", "before rename config.yaml"),
         during_training("SIGUSR2", "single", "before rename step_N", 1),
-        during_training("SIGQUIT", "single", "in evaluation", 1),
         twice("SIGINT SIGINT", "single"),
     ],
-    "ddp": [during_training("SIGHUP", "ddp", "before log", 1), twice("SIGTERM SIGINT", "ddp")],
+    "ddp": [twice("SIGTERM SIGINT", "ddp")],
 }
 
 
@@ -73,12 +72,9 @@ def test_a_run_resumes_after_signals(
     run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
     trial = FaultTrial(tmp_path, run, reference(run), count_fault, "a signal at a named point")
-    for fault in SELECTED[run]:
-        assert trial.run_with_fault(fault), f"{fault}: the run was done before"
-    trial.finish()
+    trial.run_with_faults(*SELECTED[run])
 
 
-only_in_make_faults = pytest.mark.skipif(not RUN_ALL_FAULTS, reason="part of `make faults`")
 POINTS = (("after step", 2), ("before save", 1), ("before rename step_N", 1), ("before log", 1), ("in evaluation", 1))
 SIGNALLED = ("single", "ddp", "fsdp", "pipeline", "hogwild", "ensemble", "workers", "dqn")
 
@@ -103,9 +99,8 @@ def test_a_run_resumes_after_signals_before_training(
     name: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
 ) -> None:
     trial = FaultTrial(tmp_path, "single", reference("single"), count_fault, "a signal at the start")
-    for at in ("before rename overrides.yaml", "after rename config.yaml", "after rename environment.json"):
-        assert trial.run_with_fault(before_training(name, at)), at
-    trial.finish()
+    points = ("before rename overrides.yaml", "after rename config.yaml", "after rename environment.json")
+    trial.run_with_faults(*(before_training(name, at) for at in points))
 
 
 @only_in_make_faults
@@ -126,7 +121,7 @@ def test_a_run_resumes_after_signals_at_random_moments(
                 said = "finishing the step, then saving|stopped before the first step"
                 assert re.search(f"^{name}: ({said})", trial.console, re.MULTILINE), trial.console
             signals -= 1
-        trial.assert_done() if trial.done else trial.finish()
+        trial.finish()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

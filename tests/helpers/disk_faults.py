@@ -18,17 +18,13 @@ import safetensors.torch
 from safetensors import SafetensorError
 
 
-@dataclass(frozen=True)
+@dataclass
 class DiskFault:
-    """A disk fault: a file operation fails at one call, or at all calls from some call on.
+    """The operation `call` fails with `errno_code`, from its `first_failing_call` on or only there.
 
     Args:
-        call: the operation: `open` (for writing), `write`, `fsync`, `rename` or `mkdir`.
-        file: pattern that the end of the path must match. For `rename`, the new path must match.
-        errno_code: the errno of the error.
-        first_failing_call: number of the first call that fails. Only calls of this operation on paths that match `file`
-            are counted, starting at 1.
-        fails_once: whether the calls after the first failing call succeed.
+        call: `open` (for writing), `write`, `fsync`, `rename` (to a path that matches) or `mkdir`.
+        file: pattern that the end of the path must match; calls on other paths are not counted.
     """
 
     call: str
@@ -36,13 +32,26 @@ class DiskFault:
     errno_code: int
     first_failing_call: int = 1
     fails_once: bool = False
+    count: int = 0
 
     def __str__(self) -> str:
         return f"{errno.errorcode[self.errno_code]} at {self.call} {self.first_failing_call} of {self.file}"
 
+    def reach(self, path: Any, *calls: str) -> None:
+        """Count one of `calls` on `path`, and raise an error if it is to fail."""
+        if self.call in calls and self.matches(path):
+            self.count += 1
+            late = self.count > self.first_failing_call
+            if self.count == self.first_failing_call or (late and not self.fails_once):
+                raise OSError(self.errno_code, os.strerror(self.errno_code), str(path))
+
+    def matches(self, path: Any) -> bool:
+        text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
+        return fnmatchcase(text, f"*{self.file}") or fnmatchcase(text, f"*{self.file}.part")
+
 
 class _FailingFile:
-    """A wrapper of a file that calls `fail`, which may raise an error, before each write."""
+    """A file whose writes may fail."""
 
     def __init__(self, file: Any, fail: Callable[[], None]):
         self._file, self._fail = file, fail
@@ -64,94 +73,51 @@ class _FailingFile:
         return iter(self._file)
 
 
-class _FaultyCalls:
-    def __init__(self, fault: DiskFault):
-        self.fault, self.calls = fault, 0
-
-    def matches(self, path: object) -> bool:
-        try:
-            text = os.fspath(path)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        except TypeError:
-            return False
-        text = text if isinstance(text, str) else os.fsdecode(text)
-        return fnmatchcase(text, f"*{self.fault.file}") or fnmatchcase(text, f"*{self.fault.file}.part")
-
-    def fail(self, path: object) -> None:
-        self.calls += 1
-        if self.calls == self.fault.first_failing_call or (
-            self.calls > self.fault.first_failing_call and not self.fault.fails_once
-        ):
-            raise OSError(self.fault.errno_code, os.strerror(self.fault.errno_code), str(path))
-
-    def open(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def opened(path: Any, mode: Any = "r", *rest: Any, **options: Any) -> Any:
-            writes = bool(set(str(mode)) & set("wxa+")) if isinstance(mode, str) else bool(mode & 3)
-            if not writes or not self.matches(path):
-                return original(path, mode, *rest, **options)
-            if self.fault.call == "open":
-                self.fail(path)
-            file = original(path, mode, *rest, **options)
-            is_file = self.fault.call == "write" and not isinstance(file, int)
-            return _FailingFile(file, lambda: self.fail(path)) if is_file else file
-
-        return opened
-
-    def fsync(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def synced(descriptor: int) -> None:
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            if self.fault.call == "fsync" and self.matches(path):
-                self.fail(path)
-            original(descriptor)
-
-        return synced
-
-    def replace(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def replaced(source: Any, target: Any, **options: Any) -> None:
-            if self.fault.call == "rename" and self.matches(target):
-                self.fail(target)
-            original(source, target, **options)
-
-        return replaced
-
-    def mkdir(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def made(path: Any, *rest: Any, **options: Any) -> None:
-            if self.fault.call == "mkdir" and self.matches(path):
-                self.fail(path)
-            original(path, *rest, **options)
-
-        return made
-
-    def save_file(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def saved(tensors: Any, path: Any, *rest: Any, **options: Any) -> None:
-            if self.fault.call in ("open", "write") and self.matches(path):
-                try:
-                    self.fail(path)
-                except OSError as error:
-                    Path(path).write_bytes(b"half")
-                    why = f"I/O error: {error.strerror} (os error {error.errno})"
-                    raise SafetensorError(f"Error while serializing: {why}") from None
-            original(tensors, path, *rest, **options)
-
-        return saved
-
-
 @contextmanager
 def inject_disk_fault(fault: DiskFault) -> Iterator[Callable[[], bool]]:
-    """A context in which file operations fail as `fault` describes.
+    """A context in which file operations fail as `fault` describes; yields whether one has failed so far."""
+    fault.count = 0
+    open_file, fsync, replace, mkdir = open, os.fsync, os.replace, os.mkdir
+    open_descriptor, save_file = os.open, safetensors.torch.save_file
 
-    Yields a function that returns whether a file operation has failed so far.
-    """
-    faulty = _FaultyCalls(fault)
-    patches = [
-        (io, "open", faulty.open),
-        (builtins, "open", faulty.open),
-        (os, "open", faulty.open),
-        (os, "fsync", faulty.fsync),
-        (os, "replace", faulty.replace),
-        (os, "mkdir", faulty.mkdir),
-        (safetensors.torch, "save_file", faulty.save_file),
-    ]
+    def opened(path: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if not set(mode) & set("wxa+") or not fault.matches(path):
+            return open_file(path, mode, *rest, **options)
+        fault.reach(path, "open")
+        file = open_file(path, mode, *rest, **options)
+        return _FailingFile(file, lambda: fault.reach(path, "write")) if fault.call == "write" else file
+
+    def opened_descriptor(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & 3:
+            fault.reach(path, "open")
+        return open_descriptor(path, flags, *rest, **options)
+
+    def synced(descriptor: int) -> None:
+        fault.reach(os.readlink(f"/proc/self/fd/{descriptor}"), "fsync")
+        fsync(descriptor)
+
+    def replaced(source: Any, target: Any, **options: Any) -> None:
+        fault.reach(target, "rename")
+        replace(source, target, **options)
+
+    def made(path: Any, *rest: Any, **options: Any) -> None:
+        fault.reach(path, "mkdir")
+        mkdir(path, *rest, **options)
+
+    def saved(tensors: Any, path: Any, *rest: Any, **options: Any) -> None:
+        try:
+            fault.reach(path, "open", "write")
+        except OSError as error:
+            Path(path).write_bytes(b"half")
+            why = f"I/O error: {error.strerror} (os error {error.errno})"
+            raise SafetensorError(f"Error while serializing: {why}") from None
+        save_file(tensors, path, *rest, **options)
+
     with ExitStack() as stack:
-        for owner, name, wrapped in patches:
-            stack.enter_context(mock.patch.object(owner, name, wrapped(getattr(owner, name))))
-        yield lambda: faulty.calls >= fault.first_failing_call
+        for owner, name, faulty in (
+            *((io, "open", opened), (builtins, "open", opened), (os, "open", opened_descriptor)),
+            *((os, "fsync", synced), (os, "replace", replaced), (os, "mkdir", made)),
+            (safetensors.torch, "save_file", saved),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, faulty))
+        yield lambda: fault.count >= fault.first_failing_call

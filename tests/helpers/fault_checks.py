@@ -1,19 +1,9 @@
-"""Checks that must pass after any fault; all scenarios in tests/faults use them.
-
-assert_same_trace(run, reference)               equal weights, optimizer, random state, curves, images, result: bitwise
-assert_one_value_per_step(run)                  each curve has one value per logged step, in order
-assert_each_sample_once(cwd, mode, ...)         each epoch reads each sample once; at most `limit` steps are redone
-assert_newest_checkpoint_valid(run, saved)      the newest checkpoint is valid, and not older than the last one saved
-assert_no_temporary_files(run)                  no temporary or damaged file is left in the run directory
-ExternalResources(cwd)                          the commands leave no process, port, shared memory or temporary file
-assert_exit(code, console, expected_code, ...)  the expected exit code and console output, without a traceback
-"""
+"""Checks of a run and of its commands that must pass after any fault."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +12,7 @@ import torch
 
 from helpers.command import processes_in, wait_until
 from helpers.events import scalar_curves
-from helpers.runs import assert_bitwise_equal, held_resources, listening_inodes, newest_checkpoint, run_outcome
+from helpers.runs import held_resources, listening_inodes, newest_checkpoint, run_outcome
 from runner.storage.checkpoint import load
 
 COMPUTED_RESULT_KEYS = ("status", "steps", "metrics", "best")
@@ -30,10 +20,6 @@ COMPUTED_RESULT_KEYS = ("status", "steps", "metrics", "best")
 
 MEASURED_TAG_PREFIX = "pipeline/"
 """Prefix of tags of measured times, in addition to `time/` and `memory/`."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Results
 
 
 def run_results(run: Path) -> dict[str, Any]:
@@ -47,20 +33,11 @@ def run_results(run: Path) -> dict[str, Any]:
     return computed | {"ranks": ranks, "result": {key: result[key] for key in COMPUTED_RESULT_KEYS}}
 
 
-def assert_same_trace(run: Path, reference: dict[str, Any]) -> None:
-    """Fail unless `run_results(run)` equals `reference`, the results of a run without faults."""
-    assert_bitwise_equal(run_results(run), reference)
-
-
 def assert_one_value_per_step(run: Path) -> None:
     """Fail unless each curve, as TensorBoard shows it, has one value for each step at which it was logged."""
     for tag, points in scalar_curves(run).items():
         steps = [step for step, _ in points]
         assert steps == sorted(set(steps)), (tag, steps)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Training samples
 
 
 class RecordedStep(NamedTuple):
@@ -93,20 +70,15 @@ def steps_saved(cwd: Path) -> int:
 
 
 def assert_each_sample_once(cwd: Path, mode: str, num_samples: int, limit: int) -> None:
-    """Fail unless the steps of all sessions together read each sample once per epoch.
+    """Fail unless all sessions together read each sample once per epoch, and no session redid more than `limit` steps.
 
-    Args:
-        mode: the name of the run, such as `ddp`, which determines how the processes divide the samples.
-        num_samples: number of samples in an epoch.
-        limit: the largest number of steps that may be redone after a fault: those between two checkpoints.
+    `mode` is the name of the run, such as `ddp`, which determines how the processes divide the `num_samples` samples.
     """
     seen = read_recorded_steps(cwd)
     streams: dict[str, dict[int, list[str]]] = {}
     for each in seen:
-        own = streams.setdefault(each.process, {})
-        assert own.setdefault(each.own_step, each.samples) == each.samples, (
-            f"step {each.own_step} was redone with other samples"
-        )
+        first = streams.setdefault(each.process, {}).setdefault(each.own_step, each.samples)
+        assert first == each.samples, f"step {each.own_step} was redone with other samples"
     for process, own in _divided(streams, mode).items():
         assert sorted(own) == list(range(1, len(own) + 1)), f"steps of {process}: {sorted(own)}"
         stream = [sample for step in sorted(own) for sample in own[step]]
@@ -120,10 +92,7 @@ def assert_each_sample_once(cwd: Path, mode: str, num_samples: int, limit: int) 
 
 
 def _divided(streams: dict[str, dict[int, list[str]]], mode: str) -> dict[str, dict[int, list[str]]]:
-    """The samples that each model is trained on, by step.
-
-    If several processes train one model, their samples are merged.
-    """
+    """The samples that each model is trained on, by step; those of processes that train one model are merged."""
     names = sorted(streams)
     if mode in ("ddp", "fsdp"):  # the ranks divide the samples of each step
         steps = {tuple(sorted(own)) for own in streams.values()}
@@ -134,7 +103,7 @@ def _divided(streams: dict[str, dict[int, list[str]]], mode: str) -> dict[str, d
     return streams
 
 
-def steps_redone(seen: Iterable[RecordedStep]) -> int:
+def steps_redone(seen: list[RecordedStep]) -> int:
     """The largest number of steps that a process repeated after a resume."""
     most, last, pid = 0, 0, 0
     for each in seen:
@@ -144,16 +113,8 @@ def steps_redone(seen: Iterable[RecordedStep]) -> int:
     return most
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files in the run directory
-
-
 def assert_newest_checkpoint_valid(run: Path, saved: int = 0) -> int:
-    """Fail unless the newest checkpoint is complete and valid; return its step, or 0 if there is none.
-
-    Args:
-        saved: the latest step that is known to have been saved.
-    """
+    """Fail unless the newest checkpoint is valid and not older than step `saved`; return its step, 0 if none."""
     if saved == 0 and not list(run.glob("checkpoints/step_????????")):
         return 0
     newest = newest_checkpoint(run)
@@ -164,24 +125,14 @@ def assert_newest_checkpoint_valid(run: Path, saved: int = 0) -> int:
     return loaded.step
 
 
-def newest_checkpoint_is_valid(run: Path) -> bool:
-    """Check the newest checkpoint of `run` while the run may be saving and deleting checkpoints.
-
-    Returns:
-        True if the newest checkpoint is valid; False if there is none, or if the check failed because the run saved or
-        deleted a checkpoint during the check.
-
-    Raises:
-        Exception: any exception of `assert_newest_checkpoint_valid`, if the newest checkpoint is not valid.
-    """
+def check_newest_while_running(run: Path) -> None:
+    """Fail if the newest checkpoint is invalid, and not only because the run saved or deleted one meanwhile."""
     before = set(run.glob("checkpoints/step_????????"))
     try:
         assert_newest_checkpoint_valid(run)
     except Exception:
         if before == set(run.glob("checkpoints/step_????????")):
             raise
-        return False
-    return bool(before)
 
 
 TEMPORARY_PATTERNS = ("**/*.part", "**/.*.part", "checkpoints/tmp.*", "checkpoints/*.pruned*", "checkpoints/*.corrupt*")
@@ -193,19 +144,10 @@ def assert_no_temporary_files(run: Path) -> None:
     assert not found, found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Resources outside of the run directory
-
-
 class ExternalResources:
-    """The processes, ports, shared memory and temporary files of the commands that run in `cwd`.
+    """The processes, ports, shared memory and, in `temporary`, files of the commands in `cwd`.
 
-    Create an instance before the commands start, and call `sample` while the commands run.
-
-    Args:
-        cwd: the working directory of the commands.
-        temporary: a directory for the temporary files of these commands only. None if the commands use the temporary
-            directory of this machine, which is not checked.
+    Create an instance before the commands start, and call `sample` while they run.
     """
 
     def __init__(self, cwd: Path, temporary: Path | None = None):
@@ -245,19 +187,10 @@ class ExternalResources:
         return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Exit code and console output
-
-
 def assert_exit(
     code: int | None, console: str, expected_code: int, console_pattern: str = "", traceback: bool = False
 ) -> None:
-    """Fail unless a command ended with `expected_code`, printed `console_pattern`, and printed no traceback.
-
-    Args:
-        console_pattern: a regular expression that is searched in the console output.
-        traceback: whether the output may contain the traceback of an unexpected error.
-    """
+    """Fail unless a command ended with `expected_code` and printed a match of `console_pattern`, and no traceback."""
     assert code == expected_code, f"exit code {code} instead of {expected_code}:\n{console}"
     assert re.search(console_pattern, console, re.MULTILINE), f"it does not say {console_pattern!r}:\n{console}"
     assert traceback or "Traceback" not in console, console

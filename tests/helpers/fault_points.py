@@ -34,10 +34,6 @@ class InjectedError(RuntimeError):
     """The error that a test plants in a process."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Points
-
-
 _counts: dict[str, int] = {}
 
 
@@ -56,12 +52,8 @@ def reach_point(point: str) -> None:
     if os.path.exists("trace.txt"):
         _append("trace.txt", f"{process_role()}: {point}")
     _counts[point] = _counts.get(point, 0) + 1
-    plan = _plan()
-    if (plan.get("at"), plan.get("process"), plan.get("count")) == (
-        point,
-        process_role(),
-        _counts[point],
-    ) and _claim_fault():
+    plan, here = _plan(), {"at": point, "process": process_role(), "count": _counts[point]}
+    if here.items() <= plan.items() and _claim_fault():
         trigger_fault(plan["do"])
 
 
@@ -85,11 +77,9 @@ def _new_process() -> None:
 
 
 def trigger_fault(what: str) -> None:
-    """Trigger a fault in this process, or in all processes of its run.
+    """`kill all` or `stop all` processes of the run; `kill`, `stop`, `hang` or `raise` in this process.
 
-    Args:
-        what: `kill all` (SIGKILL to every process of the run), `stop all` (SIGSTOP), `kill`, `stop` or `hang` (this
-            process), `raise`, or the names of signals that are sent to the command, one second apart.
+    Anything else is the names of signals that are sent to the command, one second apart.
     """
     from helpers.command import processes_in
 
@@ -118,15 +108,8 @@ def _append(name: str, line: str) -> None:
         os.close(file)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Wrappers
-
-
 def install() -> None:
-    """Wrap the functions of a run at which a test can plant a fault, and record the samples of each step.
-
-    The wrappers take effect in this process and in all processes that are later forked from it.
-    """
+    """Wrap functions of a run, in this process and all that are forked from it later."""
     import runner.state
     import runner.training
     from runner.data.digits import Digits
@@ -204,11 +187,7 @@ def _record_samples(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_sample_ids(batches: Iterator[Any], samples: list[str]) -> Iterator[Any]:
-    """Yield the batches with their original targets, and append an identifier of each sample to `samples`.
-
-    If the targets encode the indices of the samples (see `INDEX_STRIDE`), the identifier is the index. Otherwise, the
-    identifier is a hash of the pixels, which must not be augmented. A batch without targets adds no identifiers.
-    """
+    """Yield the batches with their original targets; append the index of each sample, or a hash of its pixels."""
     for batch in batches:
         targets = getattr(batch, "targets", None)
         if targets is None:
@@ -233,9 +212,9 @@ def _with_indices(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def plant_fault(cwd: Path, plan: dict[str, Any]) -> Iterator[None]:
+def plant_fault(cwd: Path, at: str, process: str, count: int, do: str) -> Iterator[None]:
     """A context in which a fault is planted for the commands in `cwd`."""
     (cwd / "fired").unlink(missing_ok=True)
-    (cwd / "fault.json").write_text(json.dumps(plan))
+    (cwd / "fault.json").write_text(json.dumps({"at": at, "process": process, "count": count, "do": do}))
     yield
     (cwd / "fault.json").unlink()

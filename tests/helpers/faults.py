@@ -1,20 +1,17 @@
-"""Fault scenarios: a run of some mode, the faults that interrupt it, and the result that it must reach nevertheless.
-
-A scenario is data: the name of a run in `RUNS`, and a sequence of `Fault`s. Each fault interrupts one session of the
-run, which is then resumed; after the last fault, it is resumed to its end:
+"""Fault scenarios: a run of `RUNS`, the `Fault`s that interrupt its sessions, and the result that it must reach.
 
     trial = FaultTrial(tmp_path, "ddp", reference("ddp"), count_fault, "killed at a named point")
     for fault in [Fault("kill all", at_point="before fsync manifest.json", process="rank 0", visit_number=2), ...]:
         trial.run_with_fault(fault)
     trial.finish()
 
-`run_with_fault` and `finish` check the run with the functions of `fault_checks`. The fixtures `reference` (the run of
-that name without faults) and `count_fault` (counts faults for the summary table) are defined in
-tests/faults/conftest.py.
+`run_with_fault` and `finish` check the run with `fault_checks`. `reference` and `count_fault` are fixtures of
+tests/faults.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -23,6 +20,8 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from helpers.command import Command, processes_in
 from helpers.compose import TINY_CPU
@@ -33,16 +32,17 @@ from helpers.fault_checks import (
     assert_newest_checkpoint_valid,
     assert_no_temporary_files,
     assert_one_value_per_step,
-    assert_same_trace,
-    newest_checkpoint_is_valid,
+    check_newest_while_running,
     run_results,
     steps_saved,
 )
 from helpers.fault_points import plant_fault
-from helpers.runs import write_images
+from helpers.runs import assert_bitwise_equal, write_images
 
 RUN_ALL_FAULTS = os.environ.get("RUNNER_FAULTS") == "all"
 """Whether all faults are tried, as `make faults` does, or a fixed selection."""
+
+only_in_make_faults = pytest.mark.skipif(not RUN_ALL_FAULTS, reason="part of `make faults`")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Runs
@@ -52,7 +52,9 @@ SCHEDULE = (f"steps={STEPS}", f"save_every={SAVE_EVERY}", "log_every=5", "eval_e
 TRAINING = (*SCHEDULE, "model.dropout=0.2", "optimizer=adamw", "accumulation=2")
 DIGITS = (*TINY_CPU, *TRAINING, "data.crop=2", "batch_size=48")
 IMAGE_FOLDER = ("data=imagefolder", "data.root=images", "data.size=8", "data.workers=1", "data.timeout=5")
-AGENT = ("env.num_envs=4", "workload.warm_up=64", "workload.eval_episodes=2", "batch_size=16", "model.hidden=[16]")
+AGENT = ("workload=dqn", "env.num_envs=4", "workload.warm_up=64", "workload.eval_episodes=2", "workload.n_step=3")
+AGENT += ("workload.replay_size=300", "workload.epsilon_repeat=9", "batch_size=16", "model.hidden=[16]")
+AGENT += (*SCHEDULE, "device=cpu", "device.threads=1")
 
 RUNS: dict[str, tuple[str, ...]] = {
     "single": DIGITS,
@@ -66,8 +68,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "ensemble": (*DIGITS, "parallel=ensemble"),
     "hogwild": (*DIGITS, "parallel=hogwild"),
     "workers": (*TRAINING, *IMAGE_FOLDER, "model=tiny", "device=cpu", "device.threads=1", "batch_size=8"),
-    "dqn": (*SCHEDULE, *AGENT, "workload=dqn", "device=cpu", "device.threads=1"),
-    "dqn ddp": (*SCHEDULE, *AGENT, "workload=dqn", "device=cpu", "device.threads=1", "parallel=ddp"),
+    "dqn": (*AGENT, "accumulation=2"),
+    "dqn ddp": (*AGENT, "env=acrobot", "parallel=ddp"),
 }
 """The arguments of the command for each run, by name. They make each run use all of its sources of randomness."""
 
@@ -88,21 +90,16 @@ def training_process(run: str, rank: int = 0) -> str:
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """A run without faults.
+    """A run without faults: what it computed, the points that it reached (as `process: point`), and its duration."""
 
-    Args:
-        trace: what it computed; see `helpers.fault_checks.run_results`.
-        points: all points that it reached, as `process: point`, in order.
-        seconds: its duration.
-    """
-
-    trace: dict[str, Any]
+    results: dict[str, Any]
+    config_hash: str
     points: list[str]
     seconds: float
 
 
 def train_without_faults(cwd: Path, run: str) -> ReferenceRun:
-    """Train the run `RUNS[run]` in `cwd` from start to end, without faults."""
+    """Train the run `RUNS[run]` in `cwd` from start to end."""
     trial = FaultTrial(cwd, run, None)
     (cwd / "trace.txt").touch()
     command = trial.start()  # the first command also waits for its server to start, which is not timed
@@ -111,14 +108,12 @@ def train_without_faults(cwd: Path, run: str) -> ReferenceRun:
     seconds = time.monotonic() - since
     assert_exit(trial.code, trial.console, 0, "^done after step")
     trial.assert_done()
-    return ReferenceRun(run_results(trial.directory), (cwd / "trace.txt").read_text().splitlines(), seconds)
+    points = (cwd / "trace.txt").read_text().splitlines()
+    return ReferenceRun(run_results(trial.directory), trial.config_hash, points, seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Faults
-
-SIGKILL_EXIT_CODES = (-signal.SIGKILL,)
-"""The expected exit codes of a command that is killed by SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,7 @@ class Fault:
     """A fault in one session of a run.
 
     Args:
-        fault_action: what happens; see `helpers.fault_points.trigger_fault`.
+        action: what happens; see `helpers.fault_points.trigger_fault`.
         at_point: the point at which the fault happens; empty for a fault at a certain time.
         visit_number: the fault happens when a process reaches the point for the `visit_number`-th time.
         process: the role of this process, for example `main` or `rank 1`.
@@ -135,23 +130,20 @@ class Fault:
             finished before the fault happened.
         console_pattern: a regular expression that the console output must match.
         traceback: whether the console output may contain a traceback.
-        arguments: overrides of this session only.
     """
 
-    fault_action: str = "kill all"
+    action: str = "kill all"
     at_point: str = ""
     visit_number: int = 1
     process: str = "main"
     after: float = 0.0
-    codes: tuple[int, ...] = SIGKILL_EXIT_CODES
+    codes: tuple[int, ...] = (-signal.SIGKILL,)
     console_pattern: str = ""
     traceback: bool = False
-    arguments: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.fault_action}: " + (
-            f"{self.process} {self.at_point} ({self.visit_number})" if self.at_point else f"{self.after:.2f} s"
-        )
+        where = f"{self.process} {self.at_point} ({self.visit_number})" if self.at_point else f"{self.after:.2f} s"
+        return f"{self.action}: {where}"
 
 
 FaultCounter = Callable[[str], AbstractContextManager[Callable[[], None]]]
@@ -194,6 +186,10 @@ class FaultTrial:
         return config.parent
 
     @property
+    def config_hash(self) -> str:
+        return json.loads((self.directory / "result.json").read_text())["config_hash"]
+
+    @property
     def done(self) -> bool:
         """Whether the latest session finished the run."""
         return self.code == 0
@@ -203,9 +199,9 @@ class FaultTrial:
         begun = list(self.cwd.glob("outputs/*/*/config.yaml"))
         return (f"resume={self.directory}", *self.extra) if begun else (*RUNS[self.run], *self.extra)
 
-    def start(self, *arguments: str) -> Command:
+    def start(self) -> Command:
         """Start a session, in which faults may be planted."""
-        return Command(self.cwd, *self.words(), *arguments, kind="faults")
+        return Command(self.cwd, *self.words(), kind="faults")
 
     def wait_and_monitor(self, command: Command) -> None:
         """Wait for the end of a session; meanwhile, record its resources and check its newest checkpoint."""
@@ -215,7 +211,7 @@ class FaultTrial:
                 look = now + 0.25
                 self.external_resources.sample()
                 for config in self.cwd.glob("outputs/*/*/config.yaml"):
-                    newest_checkpoint_is_valid(config.parent)
+                    check_newest_while_running(config.parent)
             time.sleep(0.01)
         self.code, self.console = command.wait()
         self.external_resources.assert_released()
@@ -223,29 +219,20 @@ class FaultTrial:
     def run_with_fault(self, fault: Fault, cause_fault: Callable[[Command], None] | None = None) -> bool:
         """Run a session with `fault`; return False if the run finished before the fault happened.
 
-        Args:
-            fault: the fault.
-            cause_fault: function that is called with the running command and causes the fault; None if `fault` itself
-                says when the fault happens.
+        `cause_fault` is called with the running command and causes the fault, if `fault` does not say when it happens.
         """
         with ExitStack() as stack:
             not_counted = stack.enter_context(self.count_fault(self.kind)) if self.count_fault else lambda: None
-            plan = {
-                "at": fault.at_point,
-                "process": fault.process,
-                "count": fault.visit_number,
-                "do": fault.fault_action,
-            }
-            with plant_fault(self.cwd, plan):
-                command = self.start(*fault.arguments)
+            with plant_fault(self.cwd, fault.at_point, fault.process, fault.visit_number, fault.action):
+                command = self.start()
                 if cause_fault is not None:
                     cause_fault(command)
                 elif not fault.at_point:
                     time.sleep(fault.after)
-                    if fault.fault_action == "kill all":
+                    if fault.action == "kill all":
                         command.signal_processes(signal.SIGKILL, command.pid, *processes_in(self.cwd))
                     else:
-                        command.signal_processes(signal.Signals[fault.fault_action])
+                        command.signal_processes(signal.Signals[fault.action])
                 self.wait_and_monitor(command)
             happened = not fault.at_point or (self.cwd / "fired").exists()
             if self.done and not (happened and 0 in fault.codes):
@@ -258,10 +245,17 @@ class FaultTrial:
                 assert_newest_checkpoint_valid(config.parent, steps_saved(self.cwd))
         return True
 
+    def run_with_faults(self, *faults: Fault) -> None:
+        """Run a session with each of the faults, all of which must happen, and then finish the run."""
+        for fault in faults:
+            assert self.run_with_fault(fault), f"{fault}: the run was done before"
+        self.finish()
+
     def finish(self) -> None:
-        """Resume the run to its end, and fail unless its result is that of a run without faults."""
-        self.wait_and_monitor(self.start())
-        assert_exit(self.code, self.console, 0, "^done after step|nothing is left to do")
+        """Resume the run to its end, unless it is done, and fail unless its result is that of a run without faults."""
+        if not self.done:
+            self.wait_and_monitor(self.start())
+            assert_exit(self.code, self.console, 0, "^done after step|nothing is left to do")
         self.assert_done()
 
     def assert_done(self) -> None:
@@ -270,13 +264,17 @@ class FaultTrial:
         assert_newest_checkpoint_valid(run, steps_saved(self.cwd))
         assert_one_value_per_step(run)
         assert_no_temporary_files(run)
+        for unbegun in set(self.cwd.glob("outputs/*/*")) - {run}:  # a session killed before it wrote its config
+            assert {path.name for path in unbegun.glob("[!.]*")} <= {"overrides.yaml"}
         if SAMPLES[self.run] and self.watched:
             # A checkpoint may be incomplete until the next one is due. An iteration of hogwild's loop takes two steps.
             assert_each_sample_once(self.cwd, self.run, SAMPLES[self.run], 2 * SAVE_EVERY + asynchronous)
         if self.reference and asynchronous:
-            assert run_results(run)["result"]["steps"] == self.reference.trace["result"]["steps"]
+            assert run_results(run)["result"]["steps"] == self.reference.results["result"]["steps"]
         elif self.reference:
-            assert_same_trace(run, self.reference.trace)
+            assert_bitwise_equal(run_results(run), self.reference.results)
+        if self.reference and not self.extra:
+            assert self.config_hash == self.reference.config_hash
 
 
 def run_all_faults(
@@ -284,12 +282,8 @@ def run_all_faults(
 ) -> None:
     """Run all faults, one per session, in as many runs as they need.
 
-    If a run finishes before it reaches the point of the next fault, the next run begins with this fault.
-
-    Args:
-        faults: the faults; a new run must be able to reach each of them.
-        new_trial: function that takes the number of a run, counted from 1, and returns the trial of this run.
-        check: function that is called with the console output of each session in which a fault happened.
+    If a run finishes before it reaches the point of the next fault, the next run begins with this fault. `new_trial`
+    takes the number of a run, from 1; `check` gets the console output of each session in which a fault happened.
     """
     left, number = list(faults), 0
     while left:
@@ -299,4 +293,4 @@ def run_all_faults(
             check(trial.console)
             left.pop(0)
         assert len(left) < before, f"{left[0]}: never come to"
-        trial.assert_done() if trial.done else trial.finish()
+        trial.finish()

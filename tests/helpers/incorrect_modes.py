@@ -1,7 +1,4 @@
-"""Parallel modes and workloads for the tests of `runner verify`: most have one error, and some are correct.
-
-`runner verify` compares the training of a config with training on a single device.
-"""
+"""Parallel modes and workloads for the tests of `runner verify`: most have one error, and some are correct."""
 
 from __future__ import annotations
 
@@ -55,16 +52,12 @@ class Replicas(MultiProcess):
 
 @dataclass
 class NoAllReduce(Replicas):
-    """Gradients are never all-reduced, so that each replica trains independently."""
-
     def reduce(self, gradients: list[torch.Tensor]) -> None:
         pass
 
 
 @dataclass
 class SumsShardMeans(Replicas):
-    """The gradients of the mean losses of the shards are summed instead of averaged."""
-
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         weight = micro.weight * self._session.world_size
         return super().accumulate(model, batch, micro._replace(weight=weight), log_due)
@@ -72,8 +65,6 @@ class SumsShardMeans(Replicas):
 
 @dataclass
 class ReducesOnce(Replicas):
-    """Gradients are all-reduced in the first step only."""
-
     _done = False
 
     def reduce(self, gradients: list[torch.Tensor]) -> None:
@@ -98,8 +89,6 @@ class ClipsLocally(Replicas):
 
 @dataclass
 class InitializesOwnWeights(Replicas):
-    """Each process initializes its weights from a seed of its own."""
-
     def _place(self, model: nn.Module, session: Session) -> nn.Module:
         torch.manual_seed(session.rank)
         for module in model.modules():
@@ -110,8 +99,6 @@ class InitializesOwnWeights(Replicas):
 
 @dataclass
 class RoundsGradients(Replicas):
-    """Gradients are rounded to bfloat16 before they are added."""
-
     def reduce(self, gradients: list[torch.Tensor]) -> None:
         for gradient in gradients:
             gradient.copy_(gradient.bfloat16())
@@ -120,16 +107,12 @@ class RoundsGradients(Replicas):
 
 @dataclass
 class SavesRankZeroBuffers(Replicas):
-    """A checkpoint contains the buffers of rank 0 instead of their averages over the processes."""
-
     def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
         return Parallel.full_state(self, model, optimizer)
 
 
 @dataclass
 class EvaluatesOwnBuffers(Replicas):
-    """Each process evaluates with the buffers of its own shard."""
-
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], MetricSums]:
         return Parallel.evaluate(self, model)
 
@@ -172,8 +155,6 @@ class UnweightedMicroBatches(Parallel):
 
 @dataclass
 class DropsLastMicroBatch(Parallel):
-    """The gradient of the last micro-batch of a step is not added."""
-
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         weight = 0.0 if micro.is_last else micro.weight
         return super().accumulate(model, batch, micro._replace(weight=weight), log_due)
@@ -195,8 +176,6 @@ class SkipsUpdate(Parallel):
 
 @dataclass
 class PermutesTargets(Parallel):
-    """Each sample has the target of the one before it in the batch."""
-
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         return super().accumulate(model, Batch(batch.inputs, batch.targets.roll(1)), micro, log_due)
 
@@ -225,8 +204,6 @@ class SameShard(Classifier):
 
 @dataclass
 class ShufflesWithOwnSeed(Classifier):
-    """Each process shuffles the samples with a seed of its own."""
-
     def batches(self, model: nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
         return super().batches(model, dataclasses.replace(plan, seed=plan.seed + plan.data_rank), after_step, device)
 
@@ -257,13 +234,7 @@ class WithRunningMean(Classifier):
 
 
 class Attention(nn.Module):
-    """Self-attention over the rows of an image, computed in float32 in every precision.
-
-    Args:
-        width: width of the images.
-        num_classes: number of classes.
-        scale: largest value of the mask that is added to the scores; if it is large, rounding removes the scores.
-    """
+    """Self-attention over the rows of an image, in float32; with a large `scale` of the mask, rounding hides scores."""
 
     def __init__(self, width: int, num_classes: int, scale: float):
         super().__init__()
@@ -307,10 +278,7 @@ class ChaoticNet(nn.Module):
 
 @dataclass
 class AmplifiesRounding(Classifier):
-    """A correct workload whose float32 rounding errors are so large that results cannot be compared.
-
-    The errors are this large even on a single device.
-    """
+    """Correct, but even on a single device, its rounding errors are too large to compare results."""
 
     def build_model(self) -> nn.Module:
         channels, height, width = self.train.shape
@@ -341,15 +309,11 @@ class OpaqueOwnSeed(ShufflesWithOwnSeed):
 
 @dataclass
 class Diverges(Classifier):
-    """The loss is infinite."""
-
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return super().criterion(outputs, targets) / 0
 
 
 @dataclass
 class Crashes(Parallel):
-    """Fails in the first step."""
-
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         raise ZeroDivisionError

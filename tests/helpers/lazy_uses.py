@@ -1,8 +1,4 @@
-"""`python -m helpers.lazy_uses NAME` imports torch and torchvision lazily, and checks that torch is not loaded yet.
-
-Unless NAME is `nothing`, the command then calls `FIRST_USES[NAME]`, which uses one of the two packages for the first
-time. At the end, the command checks that both packages work, and that torch was loaded only once.
-"""
+"""`python -m helpers.lazy_uses NAME` imports torch lazily, calls `FIRST_USES[NAME]`, and checks that torch works."""
 
 # ruff: noqa: F401
 from __future__ import annotations
@@ -50,13 +46,9 @@ def unpickling() -> None:
     pickle.loads(b"ctorch._utils\n_rebuild_tensor_v2\n.")
 
 
-FIRST_USES: dict[str, Callable[[], None]] = {
-    use.__name__: use
-    for use in (
-        *(attribute, name_in_the_package, submodule_of_the_other_package, inspection),
-        *(submodule, submodule_by_another_name, name_in_a_submodule, unpickling),
-    )
-}
+USES = (attribute, name_in_the_package, submodule_of_the_other_package, inspection)
+USES += (submodule, submodule_by_another_name, name_in_a_submodule, unpickling)
+FIRST_USES: dict[str, Callable[[], None]] = {use.__name__: use for use in USES}
 
 
 def check_loaded_once() -> None:
@@ -68,10 +60,7 @@ def check_loaded_once() -> None:
     assert torch.nn is sys.modules["torch.nn"]
     assert torch.utils._pytree is sys.modules["torch.utils._pytree"]
     assert type(torch).__name__ == "module"
-    assert torch.__spec__ is not None
-    assert torch.__spec__.name == "torch"
-    assert torch.nn.__spec__ is not None
-    assert torch.nn.__spec__.origin == torch.nn.__file__
+    assert (torch.__spec__.name, torch.nn.__spec__.origin) == ("torch", torch.nn.__file__)
     model = torch.nn.Linear(2, 1)
     assert isinstance(model, sys.modules["torch.nn"].Module)
     model(torch.ones(1, 2)).sum().backward()

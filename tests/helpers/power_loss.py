@@ -30,31 +30,18 @@ UNSYNCED_OUTCOMES = ("kept", "lost", "torn", "zeros")
 
 @dataclass(frozen=True)
 class DiskState:
-    """The state of the disk at one moment.
-
-    Args:
-        call: the call before or after which it was recorded, such as `before fsync`.
-        mark: the value of `DiskRecorder.mark`.
-        durable_names: the names that survive a power loss.
-        pending_changes: the later changes of names, any of which may survive.
-        synced: the content of files at their last fsync.
-        written: the current content of files.
-    """
+    """The disk before or after `call`, such as `before fsync`: what survives a power loss, and what may survive."""
 
     call: str
     mark: Any
     durable_names: DirectoryEntries
     pending_changes: tuple[NameChange, ...]
-    synced: dict[int, bytes]
-    written: dict[int, bytes]
+    synced: dict[int, bytes]  # the content of files at their last fsync
+    written: dict[int, bytes]  # their current content
 
 
 class DiskRecorder:
-    """A context manager that records the state of the disk below `root` before and after each call in `CALLS`.
-
-    These calls sync a file or directory, or change the names in a directory. The last state is recorded when the
-    context ends. All recorded states are in `instants`.
-    """
+    """A context that records the disk below `root` before and after each call in `CALLS`, as `instants`."""
 
     def __init__(self, root: Path):
         self.root, self.mark = root, None
@@ -94,29 +81,18 @@ class DiskRecorder:
 
     def _observe(self, call: str) -> None:
         self._scan()
-        self.instants.append(
-            DiskState(
-                call,
-                self.mark,
-                copy.deepcopy(self._certain),
-                tuple(self._pending),
-                dict(self._synced),
-                dict(self._written),
-            )
-        )
+        certain, pending = copy.deepcopy(self._certain), tuple(self._pending)
+        self.instants.append(DiskState(call, self.mark, certain, pending, dict(self._synced), dict(self._written)))
 
     def _sync(self, inode: int) -> None:
         number = self._numbers.get(inode)
         if number in self._written:
             self._synced[number] = self._written[number]
         elif number is not None:
-            kept = []
-            for change in self._pending:
-                if any(directory == number for directory, _, _ in change):
-                    apply_change(change, self._certain)
-                else:
-                    kept.append(change)
-            self._pending = kept
+            done = [change for change in self._pending if any(directory == number for directory, _, _ in change)]
+            for change in done:
+                apply_change(change, self._certain)
+            self._pending = [change for change in self._pending if change not in done]
 
     def _scan(self) -> None:
         """Detect changes since the last scan, including those by libraries that do not call functions of `os`."""
@@ -147,11 +123,7 @@ class DiskRecorder:
 
 
 def name_changes(before: DirectoryEntries, after: DirectoryEntries) -> Iterator[NameChange]:
-    """Yield the changes of names from `before` to `after`.
-
-    If an entry has moved, its old and its new name are one atomic change. Any other name that differs is a separate
-    change.
-    """
+    """Yield the changes of names from `before` to `after`; the old and the new name of an entry change together."""
     single: list[tuple[int, str, int | None]] = []
     for directory in {*before, *after}:
         old, new = before.get(directory, {}), after.get(directory, {})
@@ -179,11 +151,9 @@ def apply_change(change: NameChange, names: DirectoryEntries) -> None:
 
 
 def state_after_power_loss(instant: DiskState, applied: Collection[int], content: str) -> dict[str, bytes | None]:
-    """Return what a power loss at `instant` leaves, by path: the content of each file, and None for each directory.
+    """Return what a power loss leaves, by path: the content of each file, and None for each directory.
 
-    Args:
-        applied: the indices of the pending changes that survive.
-        content: what happens to content that is not synced, one of `UNSYNCED_OUTCOMES`.
+    `applied` are the indices of the pending changes that survive; `content` is one of `UNSYNCED_OUTCOMES`.
     """
     names = copy.deepcopy(instant.durable_names)
     for index, change in enumerate(instant.pending_changes):
@@ -205,15 +175,7 @@ def state_after_power_loss(instant: DiskState, applied: Collection[int], content
 
 
 def content_after_power_loss(synced: bytes, written: bytes, content: str) -> bytes:
-    """Return the content of a file after a power loss.
-
-    Synced content survives, unless the file was overwritten after the sync.
-
-    Args:
-        synced: the content at the last fsync of the file.
-        written: the content before the power loss.
-        content: what happens to content that is not synced, one of `UNSYNCED_OUTCOMES`.
-    """
+    """Return the content of a file after a power loss; what is synced survives, unless it was overwritten since."""
     if content == "kept" or synced == written:
         return written
     if content == "lost":
@@ -239,7 +201,7 @@ def possible_states(instants: list[DiskState], seed: int = 0) -> Iterator[tuple[
 
 
 def minimal_states(instants: list[DiskState]) -> Iterator[tuple[DiskState, dict[str, bytes | None]]]:
-    """Yield the minimum that a power loss leaves at each of the `instants`: only what is synced."""
+    """Yield what is synced at each of the `instants`, the least that a power loss leaves."""
     before: dict[str, bytes | None] = {}
     for instant in instants:
         state = state_after_power_loss(instant, (), "lost")

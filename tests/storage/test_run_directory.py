@@ -19,7 +19,7 @@ from helpers.command import ROOT, TIMEOUT_SECONDS, child_environment, run_comman
 from helpers.compose import TINY_CPU
 from helpers.nested_directories import nested
 from helpers.permissions import enforced_permissions
-from helpers.run_directory_processes import FIXED_TIME
+from helpers.programs import FIXED_TIME
 
 from runner.config.errors import ConfigError
 from runner.storage import run_directory as directory
@@ -45,14 +45,14 @@ def tree(root: Path, *without: str) -> dict[str, tuple[int, int]]:
 
 
 def start_directory_process(what: str, cwd: Path) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "helpers.run_directory_processes", what]
+    words = [sys.executable, "-m", "helpers.programs", what]
     return subprocess.Popen(
         words, cwd=cwd, env=child_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 
 def test_twenty_processes_in_the_same_second_make_a_hundred_directories(tmp_path: Path) -> None:
-    processes = [start_directory_process("create", tmp_path) for _ in range(20)]
+    processes = [start_directory_process("create_run_directories", tmp_path) for _ in range(20)]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -397,7 +397,7 @@ def test_lock_does_not_follow_a_link(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_locked_until_its_process_ends_however_it_ends(tmp_path: Path) -> None:
-    with start_directory_process("hold", tmp_path) as holder:
+    with start_directory_process("hold_lock", tmp_path) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "True\n"
         assert directory.lock(tmp_path) is None

@@ -33,6 +33,6 @@ def test_the_first_use_loads_the_whole_package_once(first_use: str) -> None:
 
 
 def test_the_deferred_compiler_is_loaded_at_its_first_use_and_works_as_usual() -> None:
-    words = [sys.executable, "-m", "helpers.deferred_compiler"]
+    words = [sys.executable, "-m", "helpers.programs", "deferred_compiler"]
     done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

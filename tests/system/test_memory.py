@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from helpers.command import child_environment
-from helpers.measure_memory import map_new_pages
+from helpers.programs import map_new_pages
 
 from runner.system import cgroup, memory
 
@@ -30,7 +30,7 @@ def test_memory_usage_on_the_cpu_is_that_of_the_process() -> None:
     """Measured in a subprocess, because allocations of other tests and threads would count too."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("this container forbids resetting the peak")
-    words = [sys.executable, "-m", "helpers.measure_memory", str(64 * MEGABYTE)]
+    words = [sys.executable, "-m", "helpers.programs", "measure_memory", str(64 * MEGABYTE)]
     done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
     measured = json.loads(done.stdout)
     before, during, after = (measured[name] for name in ("before", "during", "after"))

@@ -60,7 +60,7 @@ def test_a_signal_is_received_and_announced_at_once(number: signal.Signals, capf
 @pytest.mark.parametrize("place", ["exec", "destructor"])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
 def test_a_command_that_is_stopped_inside_exec_or_a_destructor_cleans_up(place: str, name: str, code: int) -> None:
-    words = [sys.executable, "-m", "helpers.signal_itself", place, name]
+    words = [sys.executable, "-m", "helpers.programs", "signal_itself", place, name]
     ended = subprocess.run(words, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert (ended.returncode, ended.stdout) == (code, "cleaned up\n"), ended.stderr
     assert "Traceback" not in ended.stderr

@@ -119,7 +119,7 @@ def test_errors_of_this_rank_do_not_mean_a_lost_peer(other: Callable[[], None]) 
 
 def test_a_rank_that_dies_in_a_collective_is_a_lost_peer(tmp_path: Path) -> None:
     """gloo raises a plain RuntimeError, which can be recognized only by its message."""
-    words = [sys.executable, "-m", "helpers.lost_peer", str(tmp_path / "store")]
+    words = [sys.executable, "-m", "helpers.programs", "lost_peer", str(tmp_path / "store")]
     pipes = {"env": child_environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     dying, left = (subprocess.Popen([*words, rank], **pipes) for rank in ("1", "0"))
     out, err = left.communicate(timeout=TIMEOUT_SECONDS)

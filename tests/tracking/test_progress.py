@@ -176,7 +176,7 @@ def test_other_ranks_are_silent(clock: FakeClock, capsys: pytest.CaptureFixture[
 # ---------------------------------------------------------------------------------------------------------------------
 # On a terminal
 
-STEPS = [sys.executable, "-m", "helpers.progress_steps"]
+STEPS = [sys.executable, "-m", "helpers.programs", "progress_steps"]
 
 
 def on_a_terminal(program: list[str], cwd: Path, timeout: float = TIMEOUT_SECONDS, **variables: str) -> str:

@@ -263,7 +263,7 @@ def test_a_dead_fork_server_is_noticed_and_replaced() -> None:
 
     Otherwise, the other tests would need a new fork server, which takes seconds to import torch.
     """
-    words = [sys.executable, "-m", "helpers.dead_fork_server"]
+    words = [sys.executable, "-m", "helpers.programs", "dead_fork_server"]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS, "check": False}
     blamed = "the fork server, the process that starts the ranks, "
     done = subprocess.run(words, env=child_environment(), **options)

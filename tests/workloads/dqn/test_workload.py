@@ -16,7 +16,6 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 from helpers.compose import TrainedRun, build_composed_run, prepare_session, train_in
 from helpers.events import load_events, scalar_curves
-from helpers.random_kills import assert_resume_after_kills_is_exact
 from PIL import Image
 from torch import nn
 
@@ -476,14 +475,6 @@ def test_environments_that_cannot_be_divided_evenly_are_refused() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Resume and crashes
-
-
-@pytest.mark.parametrize("env", ["env=cartpole", "env=acrobot"])
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
-def test_resume_of_an_agent_after_kills_is_bitwise_exact(tmp_path: Path, env: str, kills: int) -> None:
-    schedule = ("steps=60", "save_every=4", "log_every=3", "eval_every=30", "accumulation=2", "workload.n_step=3")
-    small = ("workload.replay_size=300", "workload.eval_episodes=1", "env.num_envs=4", "workload.epsilon_repeat=9")
-    assert_resume_after_kills_is_exact(tmp_path, [*SMALL, *schedule, *small, env], kills)
 
 
 def test_environments_that_cannot_be_saved_start_new_episodes_with_a_warning(

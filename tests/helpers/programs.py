@@ -1,0 +1,303 @@
+"""`python -m helpers.programs NAME ARGUMENT …` calls a function of this file, in a process of its own.
+
+The functions import what they need themselves: some of them check what their imports load.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Imports
+
+
+def imported_by(*modules: str) -> None:
+    """Import the modules, and print the names of all loaded modules."""
+    for name in modules:
+        import_module(name)
+    print(*sorted(sys.modules), sep="\n")
+
+
+def plot_without_seaborn(*arguments: str) -> None:
+    sys.modules["seaborn"] = None  # type: ignore[assignment]  # importing it fails
+    from runner.commands.plot import main
+
+    sys.exit(main(list(arguments)))
+
+
+def data_options() -> None:
+    """Build the dataset options that standard input has by name; fail if this loads torch or a data library."""
+    from runner.system.lazy_import import import_lazily
+
+    import_lazily("torch", "torchvision")
+    from runner.config.schema import build
+    from runner.data.base import Data
+
+    for name, node in json.load(sys.stdin).items():
+        build(node | ({"root": "anywhere"} if "root" in node else {}), Data, "data")
+        loaded = [name for name in ("torch._C", "torchvision.datasets", "numpy", "PIL.Image") if name in sys.modules]
+        assert not loaded, (name, loaded)
+        print(name)
+
+
+def model_options() -> None:
+    """Build model options, and print whether this loaded torch."""
+    from runner.system.lazy_import import import_lazily
+
+    import_lazily("torch", "torchvision")
+    from runner.config.errors import ConfigError
+    from runner.config.schema import build
+    from runner.model.base import Model
+
+    build({"_target_": "runner.model.resnet.ResNet", "depth": 18}, Model, "model")
+    try:
+        build({"_target_": "runner.model.convnet.ConvNet", "weights": "absent.pt"}, Model, "model")
+    except ConfigError:
+        print("refused", "torch.nn" in sys.modules, "models.convnet" in sys.modules)
+
+
+def deferred_compiler() -> None:
+    """Train before and after torch's compiler is loaded."""
+    import pytest
+    import torch
+
+    from runner.system.torch_private import defer_compiler
+
+    def trained(optimizer: Any, compiled: bool = False) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        updates = optimizer(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            updates.zero_grad()
+            model(torch.arange(6.0).reshape(2, 3)).square().sum().backward()
+            updates.step()
+
+        for _ in range(3):
+            (torch.compile(step, backend="eager") if compiled else step)()
+        updates.load_state_dict(updates.state_dict())
+        return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+    defer_compiler()
+    optimizers = (torch.optim.SGD, torch.optim.Adam)
+    before = [trained(each) for each in optimizers]
+    assert "torch._dynamo.eval_frame" not in sys.modules, "training without the compiler must not load it"
+
+    config = import_module("torch._dynamo.config")  # loads it, starting with a submodule that rejects new attributes
+    eval_frame = import_module("torch._dynamo.eval_frame")
+    assert (torch._dynamo.config, torch._dynamo.eval_frame) == (config, eval_frame)
+    assert torch._dynamo is sys.modules["torch._dynamo"]
+    assert torch._dynamo.graph_break.__module__ == "torch._dynamo.decorators"
+    assert [trained(each) for each in optimizers] == before
+    # Functions that `torch._disable_dynamo` decorates are hidden from the compiler even if they were called before.
+    hidden: Any = torch.optim.Optimizer.zero_grad
+    assert vars(hidden.__wrapped__)["__dynamo_disable"]._torchdynamo_disable
+    for each, values in zip(optimizers, before, strict=True):
+        assert trained(each, compiled=True) == pytest.approx(values, rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data workers
+
+
+class Echo:
+    """A dataset whose items are their indices, each available after a millisecond."""
+
+    def __getitem__(self, number: int) -> int:
+        time.sleep(0.001)
+        return number
+
+
+class Megabytes:
+    """A dataset of tensors of 1,000,000 bytes."""
+
+    def __getitem__(self, number: int) -> Any:
+        import torch
+
+        return torch.full((1_000_000,), number, dtype=torch.uint8)
+
+
+def read_with_workers(what: str) -> None:
+    """Read with two workers, and print their process ids after the first item.
+
+    Args:
+        what: a folder of images, which are read; or `endless` or `exit`, after the second item, to read numbers.
+    """
+    import torch
+
+    from runner.data.imagefolder import ImageFolder
+    from runner.data.workers import Loader, Workers
+
+    if what in ("exit", "endless"):
+        results = Loader(Echo(), Workers(2)).read(itertools.count())
+    else:
+        _, held_out = ImageFolder(what, workers=2, size=8).load()
+        results = held_out.in_order(1, (0, 1), torch.device("cpu"))
+    next(results)
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+    for _ in results:
+        if what == "exit":
+            sys.exit(0)
+    sys.stdin.readline()
+
+
+def read_megabytes(count: str) -> None:
+    """Read batches of 1 MB with two workers, and print how many were read, or the error."""
+    from runner.data.base import DataError
+    from runner.data.workers import Loader, Workers
+
+    try:
+        read = [int(batch[-1]) for batch in Loader(Megabytes(), Workers(2)).read(range(int(count)))]
+    except DataError as error:
+        print(error)
+    else:
+        assert read == [*range(len(read))]
+        print(len(read))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes, signals and memory
+
+
+FIXED_TIME = "2026-01-02_03-04-05"
+
+
+def create_run_directories() -> None:
+    """Read a line, then create five run directories whose names contain the same time, and print their paths."""
+    from runner.storage import run_directory
+
+    run_directory.time.strftime = lambda *_: FIXED_TIME
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for _ in range(5):
+        print(run_directory.create(Path("outputs") / "same"))
+
+
+def hold_lock() -> None:
+    """Lock the current directory, print whether that worked, and hold the lock until standard input is closed."""
+    from runner.storage import run_directory
+
+    lock = run_directory.lock(Path())
+    print(lock is not None, flush=True)
+    sys.stdin.read()
+
+
+def signal_itself(place: str, name: str) -> None:
+    """Send a signal in code that is run by `exec`, or in `__del__`, where Python only prints exceptions."""
+    from runner.system.signals import run_main
+
+    def kill(*_: object) -> None:
+        os.kill(os.getpid(), signal.Signals[name])
+
+    def main() -> int:
+        places: dict[str, Any] = {"exec": kill, "destructor": type("Dying", (), {"__del__": kill})}
+        try:
+            exec("place()", {"place": places[place]})
+            for _ in range(1000):
+                time.sleep(0.1)
+        finally:
+            print("cleaned up", flush=True)
+        return 0
+
+    sys.exit(run_main(main))
+
+
+def dead_fork_server() -> None:
+    """Print the error of a supervisor whose fork server is killed, and what the processes of another one return."""
+    from multiprocessing import forkserver
+
+    from helpers.command_server import fork_server_from_fork
+    from helpers.supervisor_functions import RETURN_ONE, SLEEP_SECONDS, report_result_of, sleep_until_killed
+    from runner.parallel.launch.supervisor import RankError, Supervisor
+    from runner.system.forkserver import start_server
+    from runner.system.signals import StopRequest
+
+    with fork_server_from_fork():
+        start_server("runner.parallel.launch.supervisor")
+    with Supervisor(report_result_of, [(sleep_until_killed,)] * 2, SLEEP_SECONDS) as ranks:
+        pids = [process.pid for process in ranks.processes]
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        try:
+            ranks.wait(StopRequest())
+        except RankError as error:
+            print(error)
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.01)
+    with fork_server_from_fork():
+        start_server("runner.parallel.launch.supervisor")
+    with Supervisor(report_result_of, [(RETURN_ONE,)] * 2, SLEEP_SECONDS) as ranks:
+        print(ranks.wait(StopRequest()))
+
+
+def lost_peer(store: str, rank: str) -> None:
+    """Rank 1 exits after an all-reduce; rank 0 prints the error of its next one, and whether it is recognized."""
+    import torch
+
+    from runner.system.torch_errors import is_lost_peer
+
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=int(rank), world_size=2)
+    torch.distributed.all_reduce(torch.ones(3))  # both ranks have joined
+    if rank == "1":
+        os._exit(7)
+    try:
+        torch.distributed.all_reduce(torch.ones(3))
+    except Exception as error:
+        print(type(error).__name__, is_lost_peer(error), sep="\n", flush=True)
+    os._exit(0)
+
+
+def map_new_pages(size: int) -> mmap.mmap:
+    """Write new pages, which grow this process by `size` bytes, as free memory on the heap would not."""
+    block = mmap.mmap(-1, size)
+    for _ in range(0, size, mmap.PAGESIZE):  # one page at a time, because the written bytes take memory, too
+        block.write(b"x" * mmap.PAGESIZE)
+    return block
+
+
+def measure_memory(size: str) -> None:
+    """Print the memory of this process before, while and after it holds `size` bytes."""
+    import torch
+
+    from runner.system import memory
+
+    def measured() -> dict[str, Any]:  # the resident memory from a file that `runner.system.memory` does not read
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return {"usage": memory.usage(torch.device("cpu")), "resident": resident}
+
+    gc.disable()
+    map_new_pages(int(size)).close()  # allocates beforehand what writing and the first call allocate
+    measured()
+    memory.reset_peak(torch.device("cpu"))
+    before = measured()
+    with map_new_pages(int(size)):
+        during = measured()
+    print(json.dumps({"before": before, "during": during, "after": measured()}))
+
+
+def progress_steps() -> None:
+    """Show the progress of forty steps of ten milliseconds."""
+    from runner.tracking.metrics import Measured
+    from runner.tracking.progress import progress_for
+
+    with progress_for(40, 64, 0, visible=True) as progress:
+        progress.metrics({"train/loss": 0.25, "train/accuracy": 0.75})
+        for step in range(1, 41):
+            time.sleep(0.01)
+            progress.step(step, Measured(step, step / 100, step / 100))
+    print("after it")
+
+
+if __name__ == "__main__":
+    # Not a function of this module: children cannot import what is in `__main__`.
+    getattr(import_module("helpers.programs"), sys.argv[1])(*sys.argv[2:])
