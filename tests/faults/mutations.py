@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -26,272 +27,229 @@ POWER = "tests/faults/test_power_loss.py"
 CORRUPTION = "tests/faults/test_corruption.py"
 HOSTILE = "tests/faults/test_hostile.py"
 DISK = "tests/faults/test_disk.py"
-SIGNALS = "tests/system/test_signals.py"
 RESUMED = f"{CORRUPTION}::test_a_damaged_run_that_is_resumed_ends_like_the_undisturbed_one"
 
 
 class Mutation(NamedTuple):
     """A bug: `old`, which occurs exactly once in the package, in any file, is replaced by `new`. A test must fail."""
 
+    tests: tuple[str, ...]
     bug: str
     old: str
     new: str
-    tests: tuple[str, ...]
+
+
+def noticed_by(*tests: str) -> Callable[..., list[Mutation]]:
+    return lambda *bugs: [Mutation(tests, *each) for each in bugs]
 
 
 MUTATIONS = [
-    Mutation(
-        "the files of a checkpoint are not synced",
-        "splitlines()[0]) from error\n    sync(path)\n",
-        "splitlines()[0]) from error\n",
-        (POWER,),
+    *noticed_by(POWER)(
+        (
+            "the files of a checkpoint are not synced",
+            "splitlines()[0]) from error\n    sync(path)\n",
+            "splitlines()[0]) from error\n",
+        ),
+        ("the directory of a checkpoint is not synced before it is renamed", "        sync(part)\n", ""),
+        (
+            "the rename of a checkpoint is not synced",
+            "        os.replace(part, final)\n        sync(self.root)\n",
+            "        os.replace(part, final)\n",
+        ),
+        ("small files are not synced before they are renamed", "                os.fsync(file.fileno())\n", ""),
+        (
+            "a run directory is not synced into its parents",
+            "                sync(folder)\n            if folder == existing",
+            "                pass\n            if folder == existing",
+        ),
+        (
+            "a superseded checkpoint is not synced before the new config is there",
+            "                sync(folder)  # a power loss must",
+            "                pass  # a power loss must",
+        ),
+        (
+            "curves are not synced before a checkpoint",
+            "                recorder.flush()  # a run",
+            "                pass  # a run",
+        ),
+        (
+            "keep=0 deletes the checkpoints before the result is written",
+            "    try:\n        write_json(directory / run_directory.RESULT",
+            '    if run.keep == 0:\n        prune(directory / "checkpoints", keep=0)\n    try:\n        write_json(directory / run_directory.RESULT',
+        ),
     ),
-    Mutation(
-        "the directory of a checkpoint is not synced before it is renamed",
-        "        sync(part)\n",
-        "",
-        (POWER,),
+    *noticed_by(POWER, "tests/storage/test_checkpoint.py")(
+        (
+            "a checkpoint is renamed before its manifest is written",
+            '        _write_synced(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))\n        sync(part)\n',
+            "        final = self.root / step_name(checkpoint.step)\n        os.replace(part, final)\n        _write_synced(final / MANIFEST, lambda path: path.write_text(manifest))\n        sync(final)\n        sync(self.root)\n        return\n",
+        ),
     ),
-    Mutation(
-        "the rename of a checkpoint is not synced",
-        "        os.replace(part, final)\n        sync(self.root)\n",
-        "        os.replace(part, final)\n",
-        (POWER,),
+    *noticed_by(POWER, DISK)(
+        (
+            "old checkpoints are deleted before the new one is there",
+            "        weights = {MODEL: checkpoint.tensors}",
+            "        prune(self.root, keep=0)\n        weights = {MODEL: checkpoint.tensors}",
+        ),
     ),
-    Mutation(
-        "a checkpoint is renamed before its manifest is written",
-        '        _write_synced(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))\n'
-        "        sync(part)\n",
-        "        final = self.root / step_name(checkpoint.step)\n        os.replace(part, final)\n"
-        "        _write_synced(final / MANIFEST, lambda path: path.write_text(manifest))\n"
-        "        sync(final)\n        sync(self.root)\n        return\n",
-        (POWER, "tests/storage/test_checkpoint.py"),
+    *noticed_by(RESUMED)(
+        (
+            "the random state is not restored",
+            '            _load_random_state(local["random"], devices)\n',
+            "            pass\n",
+        ),
+        ("the optimizer state is not restored", "    optimizer.load_state_dict(packed)\n", ""),
+        (
+            "the metric sums since the last log are not restored",
+            '        self.metric_buffer.load(self.session.collectives.local_share(shared["window"]), self.step)\n',
+            "",
+        ),
+        ("the best evaluation is not restored", 'shared["metrics"], shared["best"]', 'shared["metrics"], {}'),
+        (
+            "the order of the samples begins anew at a resume",
+            "session.batches(model, state.step)\n    model.train()",
+            "session.batches(model, 0)\n    model.train()",
+        ),
     ),
-    Mutation(
-        "old checkpoints are deleted before the new one is there",
-        "        weights = {MODEL: checkpoint.tensors}",
-        "        prune(self.root, keep=0)\n        weights = {MODEL: checkpoint.tensors}",
-        (POWER, DISK),
+    *noticed_by(RESUMED, DISK)(
+        (
+            "the points of an earlier session are not dropped at a resume",
+            "        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))\n",
+            "",
+        ),
     ),
-    Mutation(
-        "small files are not synced before they are renamed",
-        "                os.fsync(file.fileno())\n",
-        "",
-        (POWER,),
+    *noticed_by(CORRUPTION)(
+        ("the hashes of a checkpoint are not verified", "    if sha256 != wanted:\n", "    if not sha256:\n"),
+        (
+            "the hash of a saved config is not verified",
+            "if not seal or sha256.strip() != _sha256(text):",
+            "if not seal or not sha256:",
+        ),
+        ("the config of another run is accepted", "        check_resumable(saved, run.config, str(checkpoint))\n", ""),
+        (
+            "a run without an intact checkpoint begins anew",
+            "        if found is None and names:\n",
+            "        if found is None and not names:\n",
+        ),
     ),
-    Mutation(
-        "a run directory is not synced into its parents",
-        "                sync(folder)\n            if folder == existing",
-        "                pass\n            if folder == existing",
-        (POWER,),
+    *noticed_by(HOSTILE)(
+        (
+            "pickles are loaded with weights_only=False",
+            ", weights_only=True, map_location",
+            ", weights_only=False, map_location",
+        ),
+        (
+            "symbolic links are followed",
+            "    _check_regular(path, os.lstat(path))",
+            "    path = path.resolve()\n    _check_regular(path, os.lstat(path))",
+        ),
+        (
+            "references in a saved config are resolved",
+            'reference = "${" in value or value == "???"',
+            "reference = False",
+        ),
+        ("a run directory may contain links and pipes", "        run_directory.check_regular(path)\n", ""),
     ),
-    Mutation(
-        "a superseded checkpoint is not synced before the new config is there",
-        "                sync(folder)  # a power loss must",
-        "                pass  # a power loss must",
-        (POWER,),
+    *noticed_by(HOSTILE, "tests/storage/test_safe_torch_load.py")(
+        (
+            "archives that claim more than their file has are loaded",
+            'if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):\n                    raise UnusualFileError("it is compressed")\n                if sum(entry.file_size for entry in entries) > path.stat().st_size:',
+            "if not entries:",
+        ),
     ),
-    Mutation(
-        "curves are not synced before a checkpoint",
-        "                recorder.flush()  # a run",
-        "                pass  # a run",
-        (POWER,),
+    *noticed_by("tests/api/test_saved_defaults.py")(
+        (
+            "references in a saved config are looked for in no list",
+            "        return [_plain(element, key, set()) for element in value]\n",
+            "        return value\n",
+        ),
+        (
+            "a saved config decides where the run is sent",
+            "            check(value == defaults[key], key, value, why, remedy)\n",
+            "            pass\n",
+        ),
     ),
-    Mutation(
-        "keep=0 deletes the checkpoints before the result is written",
-        "    try:\n        write_json(directory / run_directory.RESULT",
-        "    if run.keep == 0:\n        delete_all(directory)\n"
-        "    try:\n        write_json(directory / run_directory.RESULT",
-        (POWER,),
+    *noticed_by(HOSTILE, "tests/storage/test_saved_config.py")(
+        ("tags in a saved config are accepted", "    if short not in _PLAIN:\n", "    if False:\n"),
     ),
-    Mutation(
-        "the random state is not restored",
-        '            _load_random_state(local["random"], devices)\n',
-        "            pass\n",
-        (RESUMED,),
+    *noticed_by(DISK)(
+        (
+            "a full disk ends the run with a traceback",
+            "            raise StorageError(part, error.strerror or str(error)) from error\n",
+            "            raise\n",
+        ),
     ),
-    Mutation(
-        "the optimizer state is not restored",
-        "    optimizer.load_state_dict(packed)\n",
-        "",
-        (RESUMED,),
+    *noticed_by(DISK, "tests/storage/test_checkpoint.py")(
+        (
+            "a failed checkpoint leaves its temporary directory behind",
+            "                    (part / name).unlink(missing_ok=True)\n",
+            "                    pass\n",
+        ),
     ),
-    Mutation(
-        "the metric sums since the last log are not restored",
-        '        self.metric_buffer.load(self.session.collectives.local_share(shared["window"]), self.step)\n',
-        "",
-        (RESUMED,),
+    *noticed_by("tests/storage/test_background_saving.py")(
+        (
+            "a run does not wait for the end of the thread that writes its last checkpoint",
+            "            writing.join()\n",
+            "            time.sleep(0.05)\n",
+        ),
     ),
-    Mutation(
-        "the best evaluation is not restored",
-        'shared["metrics"], shared["best"]',
-        'shared["metrics"], {}',
-        (RESUMED,),
+    *noticed_by("tests/storage/test_run_directory.py")(
+        (
+            "the lock of a run directory is not taken",
+            "        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+            "        pass\n",
+        ),
     ),
-    Mutation(
-        "the order of the samples begins anew at a resume",
-        "session.batches(model, state.step)\n    model.train()",
-        "session.batches(model, 0)\n    model.train()",
-        (RESUMED,),
+    *noticed_by("tests/system/test_signals.py::test_a_signal_before_training_ends_the_command")(
+        (
+            "SIGTERM is not handled",
+            "STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, ",
+            "STOP_SIGNALS = (signal.SIGINT, ",
+        ),
     ),
-    Mutation(
-        "the points of an earlier session are not dropped at a resume",
-        "        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))\n",
-        "",
-        (RESUMED, DISK),
+    *noticed_by("tests/system/test_signals.py::test_resume_after_a_signal_is_bitwise_exact")(
+        ("a run that was stopped exits with 0", '"stopped": STOPPED', '"stopped": DONE'),
     ),
-    Mutation(
-        "the hashes of a checkpoint are not verified",
-        "    if sha256 != wanted:\n",
-        "    if not sha256:\n",
-        (CORRUPTION,),
+    *noticed_by("tests/parallel/launch/test_faults.py::test_one_killed_rank_of_three_ends_the_run")(
+        (
+            "a rank that died is not noticed",
+            "        return [rank for rank in ended if self.reports[rank] is None]\n",
+            "        return []\n",
+        ),
     ),
-    Mutation(
-        "the hash of a saved config is not verified",
-        "if not seal or sha256.strip() != _sha256(text):",
-        "if not seal or not sha256:",
-        (CORRUPTION,),
+    *noticed_by("tests/test_resume.py::test_a_resume_that_is_refused_while_the_model_is_built_changes_nothing")(
+        (
+            "a resume that a rank refuses has already replaced the config of the run",
+            "            result = trained(run, session, launcher, directory, begin)\n",
+            "            begin()\n            result = trained(run, session, launcher, directory, begin)\n",
+        ),
     ),
-    Mutation(
-        "the config of another run is accepted",
-        "        check_resumable(saved, run.config, str(checkpoint))\n",
-        "",
-        (CORRUPTION,),
+    *noticed_by("tests/test_resume.py::test_resuming_an_earlier_checkpoint_renames_later_ones")(
+        (
+            "a run resumed from an earlier checkpoint continues from the newest",
+            "last_step = math.inf if named is None else step_of(named) or 0",
+            "last_step = math.inf",
+        ),
     ),
-    Mutation(
-        "a run without an intact checkpoint begins anew",
-        "        if found is None and names:\n",
-        "        if found is None and not names:\n",
-        (CORRUPTION,),
+    *noticed_by("tests/storage/test_forged.py")(
+        (
+            "the types and shapes of a saved state are not compared",
+            "    if not ok:\n        raise UnexpectedContentError(",
+            "    if ok is None:\n        raise UnexpectedContentError(",
+        ),
     ),
-    Mutation(
-        "pickles are loaded with weights_only=False",
-        ", weights_only=True, map_location",
-        ", weights_only=False, map_location",
-        (HOSTILE,),
-    ),
-    Mutation(
-        "archives that claim more than their file has are loaded",
-        "if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):\n"
-        '                    raise UnusualFileError("it is compressed")\n'
-        "                if sum(entry.file_size for entry in entries) > path.stat().st_size:",
-        "if not entries:",
-        (HOSTILE, "tests/storage/test_safe_torch_load.py"),
-    ),
-    Mutation(
-        "symbolic links are followed",
-        "    _check_regular(path, os.lstat(path))",
-        "    path = path.resolve()\n    _check_regular(path, os.lstat(path))",
-        (HOSTILE,),
-    ),
-    Mutation(
-        "references in a saved config are resolved",
-        'reference = "${" in value or value == "???"',
-        "reference = False",
-        (HOSTILE,),
-    ),
-    Mutation(
-        "references in a saved config are looked for in no list",
-        "        return [_plain(element, key, set()) for element in value]\n",
-        "        return value\n",
-        ("tests/api/test_saved_defaults.py",),
-    ),
-    Mutation(
-        "a saved config decides where the run is sent",
-        "            check(value == defaults[key], key, value, why, remedy)\n",
-        "            pass\n",
-        ("tests/api/test_saved_defaults.py",),
-    ),
-    Mutation(
-        "tags in a saved config are accepted",
-        "    if short not in _PLAIN:\n",
-        "    if False:\n",
-        (HOSTILE, "tests/storage/test_saved_config.py"),
-    ),
-    Mutation(
-        "a run directory may contain links and pipes",
-        "        run_directory.check_regular(path)\n",
-        "",
-        (HOSTILE,),
-    ),
-    Mutation(
-        "a full disk ends the run with a traceback",
-        "            raise StorageError(part, error.strerror or str(error)) from error\n",
-        "            raise\n",
-        (DISK,),
-    ),
-    Mutation(
-        "a failed checkpoint leaves its temporary directory behind",
-        "                    (part / name).unlink(missing_ok=True)\n",
-        "                    pass\n",
-        (DISK, "tests/storage/test_checkpoint.py"),
-    ),
-    Mutation(
-        "a run does not wait for the end of the thread that writes its last checkpoint",
-        "            writing.join()\n",
-        "            time.sleep(0.05)\n",
-        ("tests/storage/test_background_saving.py",),
-    ),
-    Mutation(
-        "the lock of a run directory is not taken",
-        "        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
-        "        pass\n",
-        ("tests/storage/test_run_directory.py",),
-    ),
-    Mutation(
-        "SIGTERM is not handled",
-        "STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, ",
-        "STOP_SIGNALS = (signal.SIGINT, ",
-        (f"{SIGNALS}::test_a_signal_before_training_ends_the_command",),
-    ),
-    Mutation(
-        "a run that was stopped exits with 0",
-        '"stopped": STOPPED',
-        '"stopped": DONE',
-        (f"{SIGNALS}::test_resume_after_a_signal_is_bitwise_exact",),
-    ),
-    Mutation(
-        "a rank that died is not noticed",
-        "        return [rank for rank in ended if self.reports[rank] is None]\n",
-        "        return []\n",
-        ("tests/parallel/launch/test_faults.py::test_one_killed_rank_of_three_ends_the_run",),
-    ),
-    Mutation(
-        "a resume that a rank refuses has already replaced the config of the run",
-        "            result = trained(run, session, launcher, directory, begin)\n",
-        "            begin()\n            result = trained(run, session, launcher, directory, begin)\n",
-        ("tests/test_resume.py::test_a_resume_that_is_refused_while_the_model_is_built_changes_nothing",),
-    ),
-    Mutation(
-        "a run resumed from an earlier checkpoint continues from the newest",
-        "last_step = math.inf if named is None else step_of(named) or 0",
-        "last_step = math.inf",
-        ("tests/test_resume.py::test_resuming_an_earlier_checkpoint_renames_later_ones",),
-    ),
-    Mutation(
-        "the types and shapes of a saved state are not compared",
-        "    if not ok:\n        raise UnexpectedContentError(",
-        "    if ok is None:\n        raise UnexpectedContentError(",
-        ("tests/storage/test_forged.py",),
-    ),
-    Mutation(
-        "tensors that are far larger than their file are loaded",
-        "    _check_sizes(content, path.stat().st_size)\n",
-        "",
-        ("tests/storage/test_safe_torch_load.py",),
+    *noticed_by("tests/storage/test_safe_torch_load.py")(
+        (
+            "tensors that are far larger than their file are loaded",
+            "    _check_sizes(content, path.stat().st_size)\n",
+            "",
+        ),
     ),
 ]
 
 
 class Outcome(NamedTuple):
-    """The result of trying a bug.
-
-    Args:
-        bug: its description.
-        file: the file in which it was planted.
-        test: the first test that failed; empty if none did.
-        only_in_make_faults: whether only `make faults` notices it.
-    """
+    """A bug, the file in which it was planted, and the first test that failed, if one did."""
 
     bug: str
     file: str
@@ -310,11 +268,7 @@ def copy_of_project(to: Path) -> Path:
 
 
 def first_failure(project: Path, test: str, faults: str) -> str:
-    """Run a test or a test file in a copy of the project, and return the first test that failed; empty if none did.
-
-    Args:
-        faults: value of RUNNER_FAULTS: `all` to run what `make faults` runs, empty for the selection of `make test`.
-    """
+    """Run a test or a file, with RUNNER_FAULTS=`faults`, and return the first test that failed; empty if none did."""
     path = os.pathsep.join([str(project), str(project / "tests")])
     variables = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "RUNNER_FAULTS": faults}
     where = [sys.executable, "-c", "import runner; print(runner.__file__)"]
@@ -372,11 +326,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Try all bugs whose description contains one of `words`, or every bug if `words` is empty.
-
-    Returns:
-        The exit code: 0 if the tests noticed every bug that was tried, otherwise 1.
-    """
+    """Try the bugs whose description contains one of `words`, or all; return 0 if the tests noticed each, else 1."""
     chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.bug for word in words)]
     outcomes = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
