@@ -84,7 +84,9 @@ def unique_name(overrides: Iterable[str] = ()) -> str:
     cut = _cut(labels, "+", _MAX_LABEL)
     if len(cut) < len(labels[0] if labels else ""):  # in the middle of a word
         cut = re.sub(r"(?<==)(.+)[\W_][^\W_]*", r"\1", cut).rstrip("_.-")
-    return "-".join(filter(None, (time.strftime("%Y-%m-%d_%H-%M-%S"), secrets.token_hex(3), cut)))
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    begun = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(seconds))
+    return "-".join(filter(None, (begun, f"{nanoseconds // 1000:05x}{secrets.token_hex(1)[0]}", cut)))
 
 
 def create(parent: Path, name: str | None = None, overrides: Iterable[str] = ()) -> Path:

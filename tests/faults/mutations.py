@@ -75,14 +75,23 @@ MUTATIONS = [
         (
             "keep=0 deletes the checkpoints before the result is written",
             "    try:\n        write_json(directory / run_directory.RESULT",
-            '    if run.keep == 0:\n        prune(directory / "checkpoints", keep=0)\n    try:\n        write_json(directory / run_directory.RESULT',
+            "    if run.keep == 0:\n"
+            '        prune(directory / "checkpoints", keep=0)\n'
+            "    try:\n"
+            "        write_json(directory / run_directory.RESULT",
         ),
     ),
     *noticed_by(POWER, "tests/storage/test_checkpoint.py")(
         (
             "a checkpoint is renamed before its manifest is written",
-            '        _write_synced(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))\n        sync(part)\n',
-            "        final = self.root / step_name(checkpoint.step)\n        os.replace(part, final)\n        _write_synced(final / MANIFEST, lambda path: path.write_text(manifest))\n        sync(final)\n        sync(self.root)\n        return\n",
+            '        _write_synced(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))\n'
+            "        sync(part)\n",
+            "        final = self.root / step_name(checkpoint.step)\n"
+            "        os.replace(part, final)\n"
+            "        _write_synced(final / MANIFEST, lambda path: path.write_text(manifest))\n"
+            "        sync(final)\n"
+            "        sync(self.root)\n"
+            "        return\n",
         ),
     ),
     *noticed_by(POWER, DISK)(
@@ -153,7 +162,9 @@ MUTATIONS = [
     *noticed_by(HOSTILE, "tests/storage/test_safe_torch_load.py")(
         (
             "archives that claim more than their file has are loaded",
-            'if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):\n                    raise UnusualFileError("it is compressed")\n                if sum(entry.file_size for entry in entries) > path.stat().st_size:',
+            "if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):\n"
+            '                    raise UnusualFileError("it is compressed")\n'
+            "                if sum(entry.file_size for entry in entries) > path.stat().st_size:",
             "if not entries:",
         ),
     ),

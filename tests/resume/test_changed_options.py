@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from helpers.compose import TINY_CPU, compose_config
 
+from runner.config.errors import ConfigError
 from runner.resume.changed_options import check_resumable, differences, lost_options
 
 
@@ -18,7 +21,9 @@ from runner.resume.changed_options import check_resumable, differences, lost_opt
     ],
 )
 def test_how_a_run_is_computed_does_not_make_it_another_run(changes: str) -> None:
-    assert differences(compose_config(*TINY_CPU), compose_config(*TINY_CPU, changes)) == []
+    saved, now = compose_config(*TINY_CPU), compose_config(*TINY_CPU, changes)
+    assert differences(saved, now) == []
+    check_resumable(saved, now, "PATH")
 
 
 @pytest.mark.parametrize(
@@ -44,11 +49,35 @@ def test_what_is_computed_makes_another_run_which_can_be_continued_if_it_is_name
     check_resumable(saved, now, "PATH")
 
 
-@pytest.mark.parametrize("change", ["seed=1", "batch_size=32", "model.hidden=32", "data.size=16"])
-def test_essential_options_make_a_run_that_cannot_be_continued(change: str) -> None:
-    key = change.partition("=")[0]
-    [found] = differences(compose_config(*TINY_CPU), compose_config(*TINY_CPU, change, "log_every=2"))
-    assert (found.key, found.is_essential) == (key, True)
+@pytest.mark.parametrize(
+    ("change", "then", "now"),
+    [
+        ("seed=1", "seed: 0 ", "1 "),
+        ("batch_size=32", "batch_size: 64 ", "32 "),
+        ("model.hidden=32", "model.hidden: 64 ", "32 "),
+        ("model=convnet", "model.channels: [16, 32] ", "[20, 20] "),
+        ("data.size=16", "data.size: 8 ", "16 "),
+        ("data.crop=1", "data.crop: 0 ", "1 "),
+        ("optimizer=adam", "optimizer: runner.optimizer.SGD ", "runner.optimizer.Adam "),
+        ("workload.label_smoothing=0.1", "workload.label_smoothing: 0.0 ", "0.1 "),
+    ],
+)
+def test_seed_batch_size_model_data_and_optimizer_cannot_change(change: str, then: str, now: str) -> None:
+    saved, other = (compose_config(*TINY_CPU, "data.crop=0", *words) for words in ((), (change, "log_every=2")))
+    assert all(each.is_essential for each in differences(saved, other))
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(saved, other, "PATH")
+    assert (caught.value.key, caught.value.got) == ("resume", "PATH")
+    assert now in caught.value.why.partition(then)[2]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", None, []])
+def test_a_saved_optimizer_that_is_not_a_component_is_refused(optimizer: Any) -> None:
+    """The saved config may come from somebody else."""
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(compose_config(*TINY_CPU) | {"optimizer": optimizer}, compose_config(*TINY_CPU), "PATH")
+    assert (caught.value.key, caught.value.got) == ("resume", "PATH")
+    assert "optimizer: None then, runner.optimizer.SGD now" in caught.value.why
 
 
 def test_the_length_of_an_agents_run_distinguishes_it() -> None:

@@ -262,6 +262,12 @@ def test_the_name_of_a_job_fits_into_a_directory(letter: str, tmp_path: Path) ->
     assert directory.create(tmp_path, name).is_dir()
 
 
+def test_names_sort_by_time() -> None:
+    names = [directory.unique_name(words) for words in (["seed=1"], [], ["a=1"]) * 5]
+    assert all(NAME.match(name) for name in names)
+    assert sorted(names) == names, "also those of the same second"
+
+
 STAMP = "2026-01-02_03-04-05-a1b2c3"
 
 
@@ -287,17 +293,11 @@ STAMP = "2026-01-02_03-04-05-a1b2c3"
 def test_the_name_of_a_run_contains_its_overrides(
     overrides: list[str], name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time, "strftime", lambda _: FIXED_TIME)
-    monkeypatch.setattr(directory.secrets, "token_hex", lambda _: "a1b2c3")
+    monkeypatch.setattr(time, "strftime", lambda *_: FIXED_TIME)
+    monkeypatch.setattr(time, "time_ns", lambda: 0xA1B2C * 1000)
+    monkeypatch.setattr(directory.secrets, "token_hex", lambda _: "3f")
     cut_at_a_word = f"{STAMP}-model.weights=_data_all_experiments_of-november_resnet50"
     assert directory.unique_name(overrides) == (name or cut_at_a_word)
-
-
-def test_names_sort_by_time_with_any_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
-    stamps = iter(["2026-01-02_03-04-05", "2026-01-02_03-04-06", "2026-01-02_03-04-07"])
-    monkeypatch.setattr(time, "strftime", lambda _: next(stamps))
-    names = [directory.unique_name(["seed=1"]), directory.unique_name(), directory.unique_name(["a=1"])]
-    assert sorted(names) == names
 
 
 def test_a_free_name_is_numbered(tmp_path: Path) -> None:
