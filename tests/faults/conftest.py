@@ -1,8 +1,7 @@
 """Fixtures of the fault-injection tests, and a summary table of the injected faults.
 
 `make test` runs a fixed selection; `make faults` (RUNNER_FAULTS=all) runs everything, with faults at random times drawn
-from RUNNER_FAULTS_SEED, which is printed. See tests/helpers/faults.py for how a scenario is declared, and
-tests/helpers/fault_checks.py for what is checked after a fault.
+from RUNNER_FAULTS_SEED, which is printed. See tests/helpers/faults.py and tests/helpers/fault_checks.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.faults import RUN_ALL_FAULTS, FaultCounter, ReferenceRun, train_without_faults
+from helpers.faults import RUN_ALL_FAULTS, FaultCounter, FaultTrial, ReferenceRun, train_without_faults
 
 SEED = int(os.environ.get("RUNNER_FAULTS_SEED") or (random.randrange(10**6) if RUN_ALL_FAULTS else 0))
 TABLE = Path(__file__).parent.parent.parent / "outputs" / "faults.md"
@@ -34,10 +33,7 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReferenceRun]:
-    """Return a function that takes the name of a run in `helpers.faults.RUNS`, and trains this run without faults.
-
-    Each run is trained only once: further calls with the same name return the same `ReferenceRun`.
-    """
+    """Return a function that trains a run of `helpers.faults.RUNS` without faults, once."""
     done: dict[str, ReferenceRun] = {}
 
     def get(run: str) -> ReferenceRun:
@@ -50,10 +46,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
 @pytest.fixture
 def count_fault(request: pytest.FixtureRequest) -> FaultCounter:
-    """Return a function that counts faults: `with count_fault("a killed rank"): …` counts one fault of this kind.
+    """Return a context that counts one fault of a kind, which passes unless the block raises an error.
 
-    The fault has passed if the block raises nothing. If the fault did not happen, call the function that the context
-    manager yields; the fault is then not counted.
+    The context yields a function; call it if the fault did not happen, so that it is not counted.
     """
 
     @contextmanager
@@ -66,16 +61,20 @@ def count_fault(request: pytest.FixtureRequest) -> FaultCounter:
     return count
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The table
+@pytest.fixture
+def trial(
+    tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
+) -> Callable[..., FaultTrial]:
+    """Return a function that prepares a trial of a run with faults of a kind; further arguments are overrides."""
+
+    def prepare(run: str, kind: str, *extra: str, number: int = 0) -> FaultTrial:
+        return FaultTrial(tmp_path / str(number), run, reference(run), count_fault, kind, extra)
+
+    return prepare
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print how many faults of each kind were tried, and how many of them passed.
-
-    A test that does not count its faults with `count_fault` is itself counted as one fault, of a kind that is named
-    after the test's file.
-    """
+    """Print how many faults of each kind passed; a test that counts no faults is one, named after its file."""
     tried: dict[str, list[bool]] = defaultdict(list)
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, []):

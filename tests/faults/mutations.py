@@ -1,7 +1,7 @@
 """Mutation testing: plants one bug at a time in a copy of the project, and checks that a test fails.
 
-`python tests/faults/mutations.py [WORD…]` tries the bugs whose description contains a WORD. Without a WORD, it tries
-all bugs, and writes the table tests/faults/MUTATIONS.md. If no test notices a bug, a test is missing.
+`python tests/faults/mutations.py [WORD…]` tries the bugs whose description contains a WORD, or all. If no test notices
+a bug, a test is missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
-TABLE = Path(__file__).with_name("MUTATIONS.md")
 COPIED = ("runner", "models", "conf", "tests", "pyproject.toml", "constraints.txt", "Makefile")
 TIMEOUT_SECONDS = 900.0
 """Timeout of a test run in seconds. A bug that makes the tests hang counts as noticed."""
@@ -259,15 +258,6 @@ MUTATIONS = [
 ]
 
 
-class Outcome(NamedTuple):
-    """A bug, the file in which it was planted, and the first test that failed, if one did."""
-
-    bug: str
-    file: str
-    test: str
-    only_in_make_faults: bool
-
-
 def copy_of_project(to: Path) -> Path:
     """Copy the files that the tests need to the directory `to`, and return `to`."""
     for name in COPIED:
@@ -306,47 +296,28 @@ def plant(mutation: Mutation, project: Path) -> Path:
     return file.relative_to(project)
 
 
-def try_out(mutation: Mutation) -> Outcome:
-    """Plant a bug in a copy of the project, and run the tests that should notice it."""
+def try_out(mutation: Mutation) -> str:
+    """Plant a bug in a copy of the project, and return the first test that notices it; empty if none does."""
     with tempfile.TemporaryDirectory() as directory:
         project = copy_of_project(Path(directory))
         file = plant(mutation, project)
         for faults in ("", "all"):
             for test in mutation.tests:
                 if failed := first_failure(project, test, faults):
-                    return Outcome(mutation.bug, str(file), failed, bool(faults))
-    return Outcome(mutation.bug, str(file), "", False)
-
-
-def table(outcomes: list[Outcome]) -> str:
-    """Return the results as a Markdown document."""
-    noticed = sum(bool(outcome.test) for outcome in outcomes)
-    lines = [
-        "# Planted bugs",
-        "",
-        "Written by `python tests/faults/mutations.py`, which plants each bug in a copy of the project and runs tests.",
-        f"{noticed} of {len(outcomes)} are noticed.",
-        "",
-        "| bug | in | noticed by |",
-        "|---|---|---|",
-    ]
-    for bug, file, test, only_in_make_faults in outcomes:
-        shown = test.replace("|", "\\|") + ", in `make faults`" * only_in_make_faults
-        lines.append(f"| {bug} | `{file}` | {shown or '**nothing**'} |")
-    return "\n".join([*lines, ""])
+                    return f"{file}: {failed}" + ", in `make faults`" * bool(faults)
+    return ""
 
 
 def main(words: list[str]) -> int:
     """Try the bugs whose description contains one of `words`, or all; return 0 if the tests noticed each, else 1."""
     chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.bug for word in words)]
-    outcomes = []
+    noticed = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for outcome in pool.map(try_out, chosen):
-            outcomes.append(outcome)
-            print(f"{outcome.bug}: {outcome.test or 'NOT NOTICED'}", flush=True)
-    if not words:
-        TABLE.write_text(table(outcomes), encoding="utf-8")
-    return int(not all(outcome.test for outcome in outcomes))
+        for mutation, failed in zip(chosen, pool.map(try_out, chosen), strict=True):
+            print(f"{mutation.bug}: {failed or 'NOT NOTICED'}", flush=True)
+            noticed += bool(failed)
+    print(f"{noticed} of {len(chosen)} are noticed")
+    return int(noticed < len(chosen))
 
 
 if __name__ == "__main__":

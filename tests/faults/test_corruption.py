@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from helpers.checkpoint_edits import rewrite_manifest
 from helpers.compose import TINY_CPU, build_composed_run
 from helpers.dry_run import run_up_to_training
 from helpers.events import scalar_curves
+from helpers.faults import RUN_ALL_FAULTS as ALL
 from helpers.faults import FaultCounter
 from helpers.runs import assert_bitwise_equal, run_outcome
 
@@ -31,7 +31,6 @@ from runner.storage.checkpoint import Checkpoint, load
 from runner.storage.ledger_file import read_ledger
 from runner.storage.saved_run import saved_config
 
-ALL = os.environ.get("RUNNER_FAULTS") == "all"
 OPTIONS = (*TINY_CPU, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=4")
 OPTIONS += ("log_every=3", "keep=9", "name=a")
 TOP = ("config.yaml", "overrides.yaml", "environment.json", "result.json", "log.txt", ".lock", "events")

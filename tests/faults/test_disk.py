@@ -20,12 +20,12 @@ from helpers.compose import TINY_CPU
 from helpers.disk_faults import DiskFault, inject_disk_fault
 from helpers.dry_run import run_in_this_process
 from helpers.fault_checks import assert_newest_checkpoint_valid, assert_no_temporary_files, assert_one_value_per_step
+from helpers.faults import RUN_ALL_FAULTS as ALL
 from helpers.faults import FaultCounter
 from helpers.runs import assert_bitwise_equal, run_outcome
 
 import runner.training
 
-ALL = os.environ.get("RUNNER_FAULTS") == "all"
 OPTIONS = (*TINY_CPU, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=3")
 OPTIONS += ("log_every=1", "name=a", "resume=auto")
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from helpers.faults import RUNS, Fault, FaultCounter, FaultTrial, ReferenceRun, only_in_make_faults, run_all_faults
+from helpers.faults import RUNS, Fault, FaultTrial, ReferenceRun, only_in_make_faults, run_all_faults
 
 SELECTED = {
     "single": [
@@ -27,40 +26,33 @@ NUM_KILLS = dict.fromkeys(RUNS, 15) | {"single": 100, "workers": 20, "dqn": 30, 
 
 
 @pytest.mark.parametrize("run", SELECTED)
-def test_runs_killed_at_selected_points_resume_bitwise(
-    run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
-) -> None:
-    trial = FaultTrial(tmp_path, run, reference(run), count_fault, "killed at a named point")
-    trial.run_with_faults(*SELECTED[run])
+def test_runs_killed_at_selected_points_resume_bitwise(run: str, trial: Callable[..., FaultTrial]) -> None:
+    trial(run, "killed at a named point").run_with_faults(*SELECTED[run])
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", RUNS)
 def test_runs_killed_at_each_point_resume_bitwise(
-    run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
+    run: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial]
 ) -> None:
     """The run is killed at each point that a process reaches, at its second visit if there is one."""
     faults, points = [], reference(run).points
     for line in dict.fromkeys(points):
         process, _, point = line.partition(": ")
         faults.append(Fault(at_point=point, process=process, visit_number=min(2, points.count(line))))
-
-    def begin(number: int) -> FaultTrial:
-        return FaultTrial(tmp_path / str(number), run, reference(run), count_fault, "killed at a named point")
-
-    run_all_faults(faults, begin)
+    run_all_faults(faults, lambda number: trial(run, "killed at a named point", number=number))
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", RUNS)
 def test_runs_killed_at_random_moments_resume_bitwise(
-    run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter, rng: random.Random
+    run: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial], rng: random.Random
 ) -> None:
     """The time of a kill is drawn between the start of a command and the duration of an undisturbed run."""
     kills, number = NUM_KILLS[run], 0
     while kills > 0:
         number += 1
-        trial = FaultTrial(tmp_path / str(number), run, reference(run), count_fault, "killed at a random moment")
-        while kills > 0 and trial.run_with_fault(Fault(after=rng.uniform(0, reference(run).seconds))):
+        killed = trial(run, "killed at a random moment", number=number)
+        while kills > 0 and killed.run_with_fault(Fault(after=rng.uniform(0, reference(run).seconds))):
             kills -= 1
-        trial.finish()
+        killed.finish()

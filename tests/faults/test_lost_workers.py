@@ -51,14 +51,12 @@ WORKER = {
 
 
 @pytest.mark.parametrize("number", [*WORKER] if RUN_ALL_FAULTS else [signal.SIGKILL])
-def test_a_run_resumes_after_its_data_worker_died(
-    number: signal.Signals, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
-) -> None:
-    trial = FaultTrial(tmp_path, "workers", reference("workers"), count_fault, "a data worker killed or stopped")
+def test_a_run_resumes_after_its_data_worker_died(number: signal.Signals, trial: Callable[..., FaultTrial]) -> None:
+    run = trial("workers", "a data worker killed or stopped")
     for steps in (3, 12, 9) if RUN_ALL_FAULTS else (3,):
         fault = Fault(number.name, codes=(1,), console_pattern=WORKER[number], traceback=True)
-        assert trial.run_with_fault(fault, strike_a_worker(tmp_path, number, steps)), "the run was done before"
-    trial.run_with_faults(Fault("kill all", "after step", 9))
+        assert run.run_with_fault(fault, strike_a_worker(run.cwd, number, steps)), "the run was done before"
+    run.run_with_faults(Fault("kill all", "after step", 9))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import pytest
 import safetensors.torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 from helpers.dry_run import run_in_this_process
+from helpers.faults import RUN_ALL_FAULTS as ALL
 from helpers.faults import FaultCounter
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome, write_images
 
@@ -29,7 +30,6 @@ from runner.analysis.comparison import Comparison
 from runner.analysis.tables import as_csv, terminal
 from runner.commands import plot
 
-ALL = os.environ.get("RUNNER_FAULTS") == "all"
 OPTIONS = (*TINY_CPU, "steps=4", "save_every=1", "eval_every=2", "log_every=1")
 
 NAMES: dict[str, str] = {

@@ -8,7 +8,6 @@ with `RUNNER_FAULTS=all`.
 from __future__ import annotations
 
 import copy
-import os
 import random
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from unittest import mock
 import pytest
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 from helpers.events import scalar_curves
+from helpers.faults import RUN_ALL_FAULTS as ALL
 from helpers.faults import FaultCounter
 from helpers.power_loss import DiskRecorder, DiskState, minimal_states, possible_states, write_state
 from helpers.runs import assert_bitwise_equal, run_outcome
@@ -34,7 +34,6 @@ from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
 from runner.tracking.event_file import EventFile
 
-ALL = os.environ.get("RUNNER_FAULTS") == "all"
 STATES, RESUMES = (600, 20) if ALL else (45, 2)
 OPTIONS = (*TINY_CPU, "save_every=2", "eval_every=3", "log_every=1", "name=a")
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from helpers.faults import (
-    RUN_ALL_FAULTS,
     Fault,
-    FaultCounter,
     FaultTrial,
     ReferenceRun,
     only_in_make_faults,
@@ -53,10 +50,6 @@ def fault(do: str, rank: int, moment: str) -> Fault:
     return Fault(do, at, count, f"rank {rank}", codes=(1,), console_pattern=says, traceback=do == "raise")
 
 
-def reaches(reference: ReferenceRun, each: Fault) -> bool:
-    return f"{each.process}: {each.at_point}" in reference.points
-
-
 def assert_named_once(console: str) -> None:
     """Fail unless exactly one line names a rank, and the console says after which step the run crashed."""
     assert len(re.findall(r"^rank \d+ ", console, re.MULTILINE)) == 1, console
@@ -71,62 +64,47 @@ SELECTED = {
 
 
 @pytest.mark.parametrize("mode", SELECTED)
-def test_a_run_resumes_after_ranks_that_died(
-    mode: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
-) -> None:
-    trial = FaultTrial(tmp_path, mode, reference(mode), count_fault, "a rank killed or failing")
+def test_a_run_resumes_after_ranks_that_died(mode: str, trial: Callable[..., FaultTrial]) -> None:
+    run = trial(mode, "a rank killed or failing")
     for do, rank, moment in SELECTED[mode]:
-        assert trial.run_with_fault(fault(do, rank, moment)), "the run was done before"
-        assert_named_once(trial.console)
-    trial.finish()
+        assert run.run_with_fault(fault(do, rank, moment)), "the run was done before"
+        assert_named_once(run.console)
+    run.finish()
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("do", ["kill", "raise"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_resumes_after_ranks_that_died_at_any_point(
-    do: str, mode: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
+    do: str, mode: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial]
 ) -> None:
-    left = [fault(do, rank, moment) for moment in MOMENTS for rank in (0, 1)]
-
-    def begin(number: int) -> FaultTrial:
-        return FaultTrial(tmp_path / str(number), mode, reference(mode), count_fault, f"a rank {KINDS[do]}")
-
-    run_all_faults([each for each in left if reaches(reference(mode), each)], begin, assert_named_once)
+    faults = [fault(do, rank, moment) for moment in MOMENTS for rank in (0, 1)]
+    reached = [each for each in faults if f"{each.process}: {each.at_point}" in reference(mode).points]
+    run_all_faults(reached, lambda number: trial(mode, f"a rank {KINDS[do]}", number=number), assert_named_once)
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("do", ["stop", "hang"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_resumes_after_ranks_that_stopped(
-    do: str, mode: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
-) -> None:
-    trial = FaultTrial(
-        tmp_path, mode, reference(mode), count_fault, f"a rank {KINDS[do]}", (f"parallel.timeout={TIMEOUT}",)
-    )
+def test_a_run_resumes_after_ranks_that_stopped(do: str, mode: str, trial: Callable[..., FaultTrial]) -> None:
+    run = trial(mode, f"a rank {KINDS[do]}", f"parallel.timeout={TIMEOUT}")
     for rank, moment in ((1, "training"), (0, "training"), (1, "about to save"), (0, "committing")):
-        assert trial.run_with_fault(fault(do, rank, moment)), "the run was done before"
-        assert_named_once(trial.console)
-    trial.finish()
+        assert run.run_with_fault(fault(do, rank, moment)), "the run was done before"
+        assert_named_once(run.console)
+    run.finish()
 
 
 RESTARTED = [("kill", 1, "training"), ("raise", 0, "evaluating"), ("kill", 0, "committing"), ("raise", 1, "starting")]
 
 
-@pytest.mark.parametrize("mode", MODES if RUN_ALL_FAULTS else ("ddp",))
-@pytest.mark.parametrize(("do", "rank", "moment"), RESTARTED if RUN_ALL_FAULTS else RESTARTED[:1])
+@only_in_make_faults  # tests/parallel/launch/test_faults.py restarts the ranks of ddp
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("do", "rank", "moment"), RESTARTED)
 def test_all_ranks_restart_from_the_last_checkpoint(
-    do: str,
-    rank: int,
-    moment: str,
-    mode: str,
-    tmp_path: Path,
-    reference: Callable[[str], ReferenceRun],
-    count_fault: FaultCounter,
+    do: str, rank: int, moment: str, mode: str, trial: Callable[..., FaultTrial]
 ) -> None:
     """The ranks restart within the same command, which has the same results as an undisturbed run."""
-    trial = FaultTrial(tmp_path, mode, reference(mode), count_fault, "a rank restarted", ("parallel.max_restarts=1",))
-    one = fault(do, rank, moment)
+    run, one = trial(mode, "a rank restarted", "parallel.max_restarts=1"), fault(do, rank, moment)
     says = rf"{one.console_pattern[:-1]}\n(?:.*\n)*all ranks restart from the last checkpoint \(restart 1 of 1\)"
-    assert trial.run_with_fault(replace(one, codes=(0,), console_pattern=says))
-    trial.assert_done()
+    assert run.run_with_fault(replace(one, codes=(0,), console_pattern=says))
+    run.assert_done()

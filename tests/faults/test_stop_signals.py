@@ -68,11 +68,8 @@ SELECTED = {
 
 
 @pytest.mark.parametrize("run", SELECTED)
-def test_a_run_resumes_after_signals(
-    run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
-) -> None:
-    trial = FaultTrial(tmp_path, run, reference(run), count_fault, "a signal at a named point")
-    trial.run_with_faults(*SELECTED[run])
+def test_a_run_resumes_after_signals(run: str, trial: Callable[..., FaultTrial]) -> None:
+    trial(run, "a signal at a named point").run_with_faults(*SELECTED[run])
 
 
 POINTS = (("after step", 2), ("before save", 1), ("before rename step_N", 1), ("before log", 1), ("in evaluation", 1))
@@ -82,46 +79,40 @@ SIGNALLED = ("single", "ddp", "fsdp", "pipeline", "hogwild", "ensemble", "worker
 @only_in_make_faults
 @pytest.mark.parametrize("run", SIGNALLED)
 def test_a_run_resumes_after_any_signal_at_any_point(
-    run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
+    run: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial]
 ) -> None:
     left = [during_training(name, run, *point) for name, point in zip(STOP_SIGNALS, (*POINTS, POINTS[0]), strict=True)]
     left += [twice(names, run) for names in ("SIGINT SIGINT", "SIGTERM SIGINT", "SIGINT SIGTERM", "SIGHUP SIGUSR1")]
-
-    def begin(number: int) -> FaultTrial:
-        return FaultTrial(tmp_path / str(number), run, reference(run), count_fault, "a signal at a named point")
-
-    run_all_faults([each for each in left if f"{each.process}: {each.at_point}" in reference(run).points], begin)
+    reached = [each for each in left if f"{each.process}: {each.at_point}" in reference(run).points]
+    run_all_faults(reached, lambda number: trial(run, "a signal at a named point", number=number))
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("name", STOP_SIGNALS)
-def test_a_run_resumes_after_signals_before_training(
-    name: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
-) -> None:
-    trial = FaultTrial(tmp_path, "single", reference("single"), count_fault, "a signal at the start")
+def test_a_run_resumes_after_signals_before_training(name: str, trial: Callable[..., FaultTrial]) -> None:
     points = ("before rename overrides.yaml", "after rename config.yaml", "after rename environment.json")
-    trial.run_with_faults(*(before_training(name, at) for at in points))
+    trial("single", "a signal at the start").run_with_faults(*(before_training(name, at) for at in points))
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp", "hogwild", "dqn"])
 def test_a_run_resumes_after_signals_at_random_moments(
-    run: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter, rng: random.Random
+    run: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial], rng: random.Random
 ) -> None:
     """A signal may also come after the last step, where it has no effect."""
     signals, number = 15, 0
     while signals > 0:
         number += 1
-        trial = FaultTrial(tmp_path / str(number), run, reference(run), count_fault, "a signal at a random moment")
-        while signals > 0 and not trial.done:
+        stopped = trial(run, "a signal at a random moment", number=number)
+        while signals > 0 and not stopped.done:
             name, after = rng.choice(STOP_SIGNALS), rng.uniform(0.05, reference(run).seconds)
-            trial.run_with_fault(Fault(name, after=after, codes=(0, STOPPED, INTERRUPTED)))
-            assert trial.code != INTERRUPTED or name == "SIGINT", trial.console
-            if trial.code == STOPPED:
+            stopped.run_with_fault(Fault(name, after=after, codes=(0, STOPPED, INTERRUPTED)))
+            assert stopped.code != INTERRUPTED or name == "SIGINT", stopped.console
+            if stopped.code == STOPPED:
                 said = "finishing the step, then saving|stopped before the first step"
-                assert re.search(f"^{name}: ({said})", trial.console, re.MULTILINE), trial.console
+                assert re.search(f"^{name}: ({said})", stopped.console, re.MULTILINE), stopped.console
             signals -= 1
-        trial.finish()
+        stopped.finish()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,20 +125,19 @@ TIMEOUT = 8
 @pytest.mark.parametrize("at", ["after step", "before fsync model.safetensors"])
 @pytest.mark.parametrize("run", ["ddp", "fsdp", "pipeline", "hogwild", "ensemble", "workers"])
 def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(
-    run: str, at: str, tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
+    run: str, at: str, trial: Callable[..., FaultTrial]
 ) -> None:
     def go_on(command: Command) -> None:
-        wait_until(lambda: (tmp_path / "fired").exists() or command.command_exit_code is not None)
+        wait_until(lambda: (paused.cwd / "fired").exists() or command.command_exit_code is not None)
         time.sleep(TIMEOUT + 4)
-        for pid in processes_in(tmp_path):
+        for pid in processes_in(paused.cwd):
             os.kill(pid, signal.SIGCONT)
 
     limit = () if run == "workers" else (f"parallel.timeout={TIMEOUT}",)
-    trial = FaultTrial(tmp_path, run, reference(run), count_fault, "a pause of all processes", limit)
-    assert trial.run_with_fault(
-        Fault("stop all", at, 3, training_process(run), codes=(0,), console_pattern="^done after step"), go_on
-    )
-    trial.assert_done()
+    paused = trial(run, "a pause of all processes", *limit)
+    pause = Fault("stop all", at, 3, training_process(run), codes=(0,), console_pattern="^done after step")
+    assert paused.run_with_fault(pause, go_on)
+    paused.assert_done()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,10 +24,7 @@ TIMEOUT_SECONDS = 300.0
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """Return the environment variables for a child process, including `variables`.
-
-    The child imports this checkout and uses one OpenMP thread. Variables that would change its output are left out.
-    """
+    """Return the environment variables for a child process, including `variables`."""
     drop = ("CI", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "HYDRA_FULL_ERROR")
     kept = {name: value for name, value in os.environ.items() if name not in drop}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -53,10 +50,7 @@ def run_in_new_interpreter(
 
 @functools.cache
 def _command_server(kind: str) -> subprocess.Popen[str]:
-    """Return the command server of the given kind (see `command_server`).
-
-    The first call for each kind starts the server.
-    """
+    """Return the command server of the given kind (see `command_server`)."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     words = [sys.executable, "-m", "helpers.command_server", kind]
     server = subprocess.Popen(words, env=child_environment(), cwd="/", **pipes)
@@ -65,13 +59,7 @@ def _command_server(kind: str) -> subprocess.Popen[str]:
 
 
 class Command:
-    """`python -m runner ARGUMENTS` in `cwd`, in the background.
-
-    Args:
-        kind: the kind of the server that forks the command (see `command_server`).
-        variables: environment variables of the command. The ranks of the command do not get these variables, only the
-            directories in PYTHONPATH.
-    """
+    """`python -m runner ARGUMENTS` in `cwd`, in the background."""
 
     def __init__(self, cwd: Path, *arguments: str, kind: str = "ranks", **variables: str):
         self.cwd = cwd
@@ -126,10 +114,7 @@ class Command:
         return self
 
     def signal_processes(self, number: signal.Signals, *pids: int) -> float:
-        """Send the signal `number` to the processes `pids`, and return `time.monotonic()` after sending it.
-
-        If no `pids` are given, the signal is sent to the process of the command.
-        """
+        """Send the signal `number` to the processes `pids`, and return `time.monotonic()` after sending it."""
         for pid in pids or [self.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -96,10 +96,7 @@ def share_fork_server(*modules: str) -> None:
 
 @contextmanager
 def fork_server_from_fork() -> Iterator[None]:
-    """A context in which multiprocessing starts its fork server by forking this process.
-
-    The fork server then does not have to import again what this process has already imported.
-    """
+    """A context in which multiprocessing starts its fork server by forking this process."""
     resource_tracker.ensure_running()
     original_spawn = util.spawnv_passfds
     with mock.patch.object(util, "spawnv_passfds", partial(fork_instead_of_spawn, original_spawn)):
@@ -107,18 +104,7 @@ def fork_server_from_fork() -> Iterator[None]:
 
 
 def fork_instead_of_spawn(original_spawn: Any, path: bytes, words: list[str], descriptors: list[int]) -> int:
-    """Fork this process instead of starting a new interpreter; a replacement for a function of multiprocessing.
-
-    Args:
-        original_spawn: the function that this function replaces. The child restores it, so that jobs that start a
-            fork server of their own start it in a new interpreter.
-        path: the path of the interpreter; not used.
-        words: the command line of the new interpreter, `python … -c PROGRAM`. The child executes `PROGRAM`.
-        descriptors: the file descriptors that the child keeps open, besides standard input, output and error.
-
-    Returns:
-        The process id of the child.
-    """
+    """Fork this process instead of starting a new interpreter; a replacement for a function of multiprocessing."""
     if (child := os.fork()) != 0:
         return child
     try:

@@ -58,12 +58,7 @@ def train_in(
     change: Callable[[Run, Session], Any] = lambda run, session: None,
     train_rank: Callable[[dict[str, Any], Path, Collectives], Result] = train_rank,
 ) -> TrainedRun:
-    """Train `run` in this process or in the processes of its mode, as the command does.
-
-    Args:
-        change: called with the run and the session of this process before training.
-        train_rank: called in each process that the mode starts.
-    """
+    """Train `run` in this process or in the processes of its mode, as the command does."""
     directory.mkdir(exist_ok=True)
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process:

@@ -1,7 +1,4 @@
-"""Run the command in this process up to the start of training.
-
-Tests use this to find out what the command would resume from, or why it refuses to run.
-"""
+"""Run the command in this process up to the start of training."""
 
 from __future__ import annotations
 
@@ -29,16 +26,7 @@ from runner.training import prepare, train_step
 
 
 class CommandOutcome(NamedTuple):
-    """What a command did.
-
-    Args:
-        code: its exit code.
-        console: what it printed.
-        directory: the run directory in which it would train; None if it refused the config.
-        checkpoint: the checkpoint from which it would resume; None if there is none.
-        result: the result of the run, if it is already done.
-        state: the state from which it would resume; only with `train_one_step`.
-    """
+    """What a command did."""
 
     code: int
     console: str
@@ -49,11 +37,7 @@ class CommandOutcome(NamedTuple):
 
 
 def run_up_to_training(*arguments: str, cwd: Path, train_one_step: bool = False) -> CommandOutcome:
-    """Run the command with `arguments` in `cwd`, without training.
-
-    Args:
-        train_one_step: also build the model, load the state into it, and train one step.
-    """
+    """Run the command with `arguments` in `cwd`, without training."""
     seen: dict[str, Any] = {}
 
     def written(run: Run, directory: Path, result: Result) -> None:

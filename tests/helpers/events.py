@@ -32,12 +32,7 @@ def scalar_curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def hparams_table(root: Path) -> tuple[list[dict[str, Any]], dict[str, bool]]:
-    """Return the content of the HPARAMS tab as the plugin reads it.
-
-    Returns:
-        A list with a dict for each row, and a dict that maps the name of each hyper-parameter to whether its values
-        differ between the rows. The names are in the order of the columns.
-    """
+    """Return the content of the HPARAMS tab as the plugin reads it."""
     experiment, groups = _hparams(root)
     rows = [
         {

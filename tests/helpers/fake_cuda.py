@@ -13,10 +13,7 @@ SECOND_CUDA = torch.device("cuda", 1)
 
 
 class FakeCuda:
-    """The part of `torch.cuda` that copy streams use; `calls` records what was called.
-
-    Each device has a compute stream: `compute` is that of `CUDA`, and `compute on cuda:1` is that of `SECOND_CUDA`.
-    """
+    """The part of `torch.cuda` that copy streams use; `calls` records what was called."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

@@ -1,9 +1,4 @@
-"""A fake SLURM with one node: sbatch, srun, squeue, sacct, scancel and scontrol, as submitit and the runner use them.
-
-`python -m helpers.fake_slurm PROGRAM ARGUMENT …` runs a program of SLURM; tests use `FakeSlurm`. The state of the
-cluster is stored in a file in the directory that the environment variable FAKE_SLURM names. Only the standard library
-is imported, so that each program starts quickly.
-"""
+"""A fake SLURM with one node, whose programs (`python -m helpers.fake_slurm PROGRAM ARGUMENT …`) start quickly."""
 
 from __future__ import annotations
 
@@ -41,11 +36,7 @@ def locked_state(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 class FakeSlurm:
-    """A fake cluster.
-
-    Args:
-        directory: a new directory for its programs and its state.
-    """
+    """A fake cluster."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -73,10 +64,7 @@ class FakeSlurm:
             return [words for name, *words in known["calls"] if name == program]
 
     def fail(self, program: str, times: int, out: str = "", err: str = "", code: int = 1) -> None:
-        """Replace the next `times` calls of `program`: each call prints `out` and `err`, and exits with `code`.
-
-        `out` is printed to standard output, and `err` to standard error. The replaced calls do nothing else.
-        """
+        """Replace the next `times` calls of `program`: each call prints `out` and `err`, and exits with `code`."""
         with locked_state(self.directory) as known:
             known["faults"][program] = [times, out, err, code]
 

@@ -70,10 +70,7 @@ def steps_saved(cwd: Path) -> int:
 
 
 def assert_each_sample_once(cwd: Path, mode: str, num_samples: int, limit: int) -> None:
-    """Fail unless all sessions together read each sample once per epoch, and no session redid more than `limit` steps.
-
-    `mode` is the name of the run, such as `ddp`, which determines how the processes divide the `num_samples` samples.
-    """
+    """Fail unless all sessions together read each sample once per epoch, and none redid more than `limit` steps."""
     seen = read_recorded_steps(cwd)
     streams: dict[str, dict[int, list[str]]] = {}
     for each in seen:
@@ -145,10 +142,7 @@ def assert_no_temporary_files(run: Path) -> None:
 
 
 class ExternalResources:
-    """The processes, ports, shared memory and, in `temporary`, files of the commands in `cwd`.
-
-    Create an instance before the commands start, and call `sample` while they run.
-    """
+    """The processes, ports, shared memory and, in `temporary`, files of the commands in `cwd`."""
 
     def __init__(self, cwd: Path, temporary: Path | None = None):
         self.cwd, self.temporary = cwd, temporary

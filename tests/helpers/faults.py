@@ -150,16 +150,7 @@ FaultCounter = Callable[[str], AbstractContextManager[Callable[[], None]]]
 
 
 class FaultTrial:
-    """One run, from its first session to its end, with a fault in each session but the last.
-
-    Args:
-        cwd: working directory of its commands.
-        run: its name in `RUNS`.
-        reference: the same run without faults; None if the results are not compared.
-        count_fault: counts the faults.
-        kind: name of the faults in the summary table.
-        extra: overrides of all sessions.
-    """
+    """One run, from its first session to its end, with a fault in each session but the last."""
 
     def __init__(
         self,
@@ -217,10 +208,7 @@ class FaultTrial:
         self.external_resources.assert_released()
 
     def run_with_fault(self, fault: Fault, cause_fault: Callable[[Command], None] | None = None) -> bool:
-        """Run a session with `fault`; return False if the run finished before the fault happened.
-
-        `cause_fault` is called with the running command and causes the fault, if `fault` does not say when it happens.
-        """
+        """Run a session with `fault`; return False if the run finished before the fault happened."""
         with ExitStack() as stack:
             not_counted = stack.enter_context(self.count_fault(self.kind)) if self.count_fault else lambda: None
             with plant_fault(self.cwd, fault.at_point, fault.process, fault.visit_number, fault.action):
@@ -280,11 +268,7 @@ class FaultTrial:
 def run_all_faults(
     faults: list[Fault], new_trial: Callable[[int], FaultTrial], check: Callable[[str], object] = lambda console: None
 ) -> None:
-    """Run all faults, one per session, in as many runs as they need.
-
-    If a run finishes before it reaches the point of the next fault, the next run begins with this fault. `new_trial`
-    takes the number of a run, from 1; `check` gets the console output of each session in which a fault happened.
-    """
+    """Run all faults, one per session, in as many runs as they need."""
     left, number = list(faults), 0
     while left:
         number += 1

@@ -10,10 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def nested(directory: Path, levels: int = 1_050) -> Iterator[Path]:
-    """Create `levels` nested directories in `directory`, and yield the innermost one.
-
-    At the end of the context, the directories are removed if they still exist.
-    """
+    """Create `levels` nested directories in `directory`, and yield the innermost one."""
     for _ in range(levels):  # from the inside, because long paths are slow
         os.mkdir(directory / "next")
         if (directory / "d").exists():

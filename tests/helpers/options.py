@@ -15,11 +15,7 @@ from runner.training import train
 
 
 def options_of(component: Any, path: str = "") -> dict[str, Any]:
-    """Return deep copies of the fields of `component`, by dotted name.
-
-    If a field holds another component, the value of the field is the name of that component's class, and the fields of
-    that component are included too.
-    """
+    """Return deep copies of the fields of `component`, by dotted name."""
     options: dict[str, Any] = {}
     for field in dataclasses.fields(component):
         value, name = getattr(component, field.name), f"{path}{field.name}"

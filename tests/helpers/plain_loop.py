@@ -104,21 +104,13 @@ class PlainResult(NamedTuple):
 
 @dataclass(frozen=True)
 class PlainSettings:
-    """Options of `plain_loop`.
-
-    Args:
-        learning_rates: the learning rate of every step; if empty, that of the optimizer.
-        max_norm: the norm to which gradients are clipped.
-        num_batch_shards: number of shards of a batch. Each is processed by a copy of the model with its own buffers,
-            which are averaged at the end.
-        frozen: the name of a module that is not trained.
-    """
+    """Options of `plain_loop`."""
 
     num_steps: int = STEPS
     dtype: torch.dtype = torch.float32
-    learning_rates: tuple[float, ...] = ()
+    learning_rates: tuple[float, ...] = ()  # of every step; if empty, that of the optimizer
     max_norm: float | None = None
-    num_batch_shards: int = 1
+    num_batch_shards: int = 1  # each goes through a copy of the model with its own buffers
     frozen: str = ""
 
 

@@ -30,9 +30,5 @@ def wait_until_ended(pool: Pool, *wanted: int) -> dict[int, Ended]:
 
 
 def exit_codes_of(pool: Pool, *wanted: int) -> dict[int, int | None]:
-    """Wait until the `wanted` jobs have ended, and return the exit codes of all jobs that ended meanwhile.
-
-    Returns:
-        A dict from the number of each job to its exit code.
-    """
+    """Wait until the `wanted` jobs have ended, and return the exit codes of all jobs that ended meanwhile."""
     return {number: each.code for number, each in wait_until_ended(pool, *wanted).items()}

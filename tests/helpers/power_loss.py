@@ -1,8 +1,4 @@
-"""Record every change below a directory, and construct what a power loss at any moment may leave of it.
-
-A file system guarantees nothing that is not synced: the creation, renaming or deletion of a name is durable after an
-fsync of its directory, and the content of a file after an fsync of the file.
-"""
+"""Record every change below a directory, and construct what a power loss at any moment may leave of it."""
 
 from __future__ import annotations
 
@@ -151,10 +147,7 @@ def apply_change(change: NameChange, names: DirectoryEntries) -> None:
 
 
 def state_after_power_loss(instant: DiskState, applied: Collection[int], content: str) -> dict[str, bytes | None]:
-    """Return what a power loss leaves, by path: the content of each file, and None for each directory.
-
-    `applied` are the indices of the pending changes that survive; `content` is one of `UNSYNCED_OUTCOMES`.
-    """
+    """Return what a power loss leaves, by path: the content of each file, and None for each directory."""
     names = copy.deepcopy(instant.durable_names)
     for index, change in enumerate(instant.pending_changes):
         if index in applied:

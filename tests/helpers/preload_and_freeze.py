@@ -1,9 +1,4 @@
-"""Load what each run would otherwise load itself, and call `gc.freeze`.
-
-A server imports this module before it forks. Each run imports TensorBoard when it opens its first file, and collects
-garbage before its first step. Without `gc.freeze`, this garbage collection would visit a million objects of torch, and
-a child of the server would have to copy the memory pages of these objects.
-"""
+"""Load what each run would otherwise load itself, and call `gc.freeze`."""
 
 import gc
 

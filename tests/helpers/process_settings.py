@@ -1,7 +1,4 @@
-"""`python -m helpers.process_settings IMAGES` prints what training from Python changes in the process, as JSON.
-
-Imports are not counted: what a run imports, such as TensorBoard, has been imported before.
-"""
+"""`python -m helpers.process_settings IMAGES` prints what training from Python changes in the process, as JSON."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Functions that ranks run in tests, mostly instead of `train_rank`.
-
-This module imports few other modules, because every rank imports it.
-"""
+"""Functions that ranks run in tests, mostly instead of `train_rank`."""
 
 from __future__ import annotations
 
@@ -121,11 +118,7 @@ def record_attempt_and_fail(config: dict[str, Any], directory: Path, process: Co
 
 
 def signal_after_training(config: dict[str, Any], directory: Path, process: Collectives) -> int:
-    """Send SIGUSR1 to this process after training, and return the rank of this process.
-
-    After training, the main thread blocks SIGUSR1 again, but a thread that was started during training is still running
-    and does not block SIGUSR1.
-    """
+    """Send SIGUSR1 to this process after training, and return the rank of this process."""
     process.barrier()  # as in training: gloo fails on a rank that still connects when another one exits
     done = threading.Event()
     with StopRequest():
@@ -151,14 +144,7 @@ def rank_infos(config: dict[str, Any], directory: Path, process: Collectives) ->
 
 
 def report_num_threads(pipe: Connection, asked: str | None, config: dict[str, Any], rank_info: RankInfo) -> None:
-    """Report the number of threads that operations use during training.
-
-    Args:
-        pipe: connection to the supervisor.
-        asked: the value to which this function sets OMP_NUM_THREADS; None to unset OMP_NUM_THREADS.
-        config: the config of the run.
-        rank_info: rank of this process, and address of the store.
-    """
+    """Report the number of threads that operations use during training."""
     report = start_heartbeat(pipe)
     os.environ.pop("OMP_NUM_THREADS", None)
     if asked:
@@ -171,13 +157,7 @@ def report_num_threads(pipe: Connection, asked: str | None, config: dict[str, An
 
 
 def run_sweep_jobs(configs: list[dict[str, Any]], directory: Path) -> list[str]:
-    """Run the jobs of a sweep one after another on this rank, which was started from outside, as by `torchrun`.
-
-    Rank 1 fails in the second job.
-
-    Returns:
-        For each job, its status on this rank or, if the job failed on this rank, its error.
-    """
+    """Run the jobs of a sweep one after another on this rank, which was started from outside, as by `torchrun`."""
     return [run_sweep_job(config, directory / str(number), fails=number == 1) for number, config in enumerate(configs)]
 
 

@@ -1,7 +1,4 @@
-"""Persistent ranks: processes that train one run after another.
-
-A run starts in 0.1 s in these processes, instead of 2 s in new ones.
-"""
+"""Persistent ranks: processes that train one run after another."""
 
 from __future__ import annotations
 
@@ -25,11 +22,7 @@ TIMEOUT_SECONDS = 300.0
 
 
 class PersistentRanks:
-    """`count` processes with the environment variables of torchrun, which contain the rank and the address of a store.
-
-    Because of these variables, a parallel mode trains in these processes instead of starting its own. The processes
-    keep their process group from one run to the next.
-    """
+    """`count` processes with the environment variables of torchrun, which say their rank and where the store is."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -86,10 +79,7 @@ class PersistentRanks:
         return [answers[pipe] for pipe in self.pipes]
 
     def _lost(self, pipe: Connection) -> RuntimeError:
-        """End all ranks, and return an error that says how the rank behind `pipe` ended.
-
-        The next call of `call_on_all` starts new ranks.
-        """
+        """End all ranks, and return an error that says how the rank behind `pipe` ended."""
         rank = self.pipes.index(pipe)
         process = self.processes[rank]
         process.join(TIMEOUT_SECONDS)

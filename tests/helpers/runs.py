@@ -104,10 +104,7 @@ def held_resources(cwd: Path) -> tuple[set[str], set[str]]:
 
 
 def listening_addresses(cwd: Path) -> set[tuple[str, int]]:
-    """Return the pairs (address, port) at which the processes in `cwd` accept TCP connections.
-
-    Each address is in the hexadecimal form that /proc/net uses.
-    """
+    """Return the pairs (address, port) at which the processes in `cwd` accept TCP connections."""
     inodes = held_resources(cwd)[0]
     lines = "".join(Path(f"/proc/net/{family}").read_text() for family in ("tcp", "tcp6")).splitlines()
     found = [line.split()[1].split(":") for line in lines if line.split()[9] in inodes]

@@ -15,10 +15,7 @@ from runner.workloads.dqn.replay import NStepBuffer, Replay, unpack
 
 
 class ScriptedEnv(gymnasium.Env):
-    """Episodes of 1, 2, …, 9 steps in rotation, which are terminated, truncated, or both.
-
-    An observation is (environment, episode, step) and therefore unique. `transition_log` records all transitions.
-    """
+    """Episodes of 1, 2, …, 9 steps in rotation, which are terminated, truncated, or both."""
 
     observation_space = gymnasium.spaces.Box(0, 1e6, (3,), np.float32)
     action_space = gymnasium.spaces.Discrete(4)
@@ -67,11 +64,7 @@ def scripted_actor(
 
 
 def expected_transitions(length: int, discount: float) -> dict[tuple, tuple]:
-    """The n-step transitions that follow from the steps in `ScriptedEnv.transition_log`.
-
-    Returns:
-        A dict that maps each observation to (action, return, next observation, discount).
-    """
+    """The n-step transitions that follow from the steps in `ScriptedEnv.transition_log`."""
     wanted = {}
     for episodes in ScriptedEnv.transition_log.values():
         for number, steps in enumerate(episodes):

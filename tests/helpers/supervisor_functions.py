@@ -1,7 +1,4 @@
-"""Functions that the processes of a supervisor run in tests.
-
-Each of these processes imports this module. The module therefore imports only a few other modules.
-"""
+"""Functions that the processes of a supervisor run in tests."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ SLEEP_SECONDS = 600.0
 
 
 def report_result_of(pipe: Connection, what: Callable[[], Any], reported: Path | None = None) -> None:
-    """Call `what` in a rank, and report its return value or its error.
-
-    Args:
-        reported: a file that is created after an error is reported.
-    """
+    """Call `what` in a rank, and report its return value or its error."""
     report = start_heartbeat(pipe)
     try:
         report(Report(value=what()))

@@ -37,11 +37,7 @@ def peak_allocated_bytes(sizes: list[int]) -> int:
 
 
 def measured_peak(config: dict[str, Any], directory: Path, process: Collectives | None = None) -> int:
-    """The peak memory of tensors, in bytes, during the first two steps of the run of `config` on this rank.
-
-    Args:
-        process: describes this process; None to get it from the launcher.
-    """
+    """The peak memory of tensors, in bytes, during the first two steps of the run of `config` on this rank."""
     run = build_run(config)
     connected = nullcontext(process) if process else run.parallel.launcher(run.device).connect()
     with connected as process, record_allocations() as sizes:

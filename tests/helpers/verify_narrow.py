@@ -20,15 +20,7 @@ def use_narrow_networks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def record_first_steps(configs: list[dict[str, Any]], directory: Path) -> list[Steps] | None:
-    """Record the first steps of the runs of `configs`, with narrow networks; called in each process of the runs.
-
-    Args:
-        configs: the configs of the runs.
-        directory: the directory for the records; it may also contain packages with components that the configs use.
-
-    Returns:
-        On rank 0, the first steps of each run; on the other ranks, None.
-    """
+    """Record the first steps of the runs of `configs`, with narrow networks; called in each process of the runs."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.syspath_prepend(str(directory))
         use_narrow_networks(monkeypatch)

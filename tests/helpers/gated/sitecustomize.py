@@ -1,7 +1,4 @@
-"""Installs `step_gate` in processes that run `python -m runner` or a fork server.
-
-If this directory is on PYTHONPATH, every Python interpreter imports this module when it starts.
-"""
+"""Installs `step_gate` in processes that run `python -m runner` or a fork server."""
 
 import sys
 
