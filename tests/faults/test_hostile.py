@@ -153,6 +153,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    (tmp_path / "cwd").mkdir()
+    return tmp_path / "cwd"
+
+
+@pytest.fixture
 def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     monkeypatch.setenv("MY_SECRET", SECRET)
     outside = tmp_path / "outside"
@@ -167,9 +173,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
 
 
 def module_in_the_current_directory(sandbox: Sandbox) -> None:
-    cwd = sandbox.path.parent / "cwd"
-    cwd.mkdir()
-    (cwd / "evil.py").write_text(f"open({str(sandbox.canary)!r}, 'w')\nclass Thing: pass\n")
+    (sandbox.path.parent / "cwd/evil.py").write_text(f"open({str(sandbox.canary)!r}, 'w')\nclass Thing: pass\n")
     sandbox.tracker("evil.Thing")
 
 
@@ -302,13 +306,11 @@ HARMLESS += ("result: escape codes", "a step of a thousand digits", "a step of a
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_hostile_run_directory_does_no_harm(
-    kind: str, original: Path, sandbox: Sandbox, count_fault: FaultCounter
+    kind: str, original: Path, sandbox: Sandbox, cwd: Path, count_fault: FaultCounter
 ) -> None:
     with count_fault("hostile run directory"):
         shutil.copytree(original, sandbox.path)
         RUNS[kind](sandbox)
-        cwd = sandbox.path.parent / "cwd"
-        cwd.mkdir(exist_ok=True)
         here, before = snapshot(cwd), snapshot(sandbox.outside)
         found = run_up_to_training(f"resume={sandbox.path}", cwd=cwd, train_one_step=True)
         codes = (STOPPED,) if kind in RESUMED else (0, 2, STOPPED) if kind in HARMLESS else (2,)
@@ -349,11 +351,10 @@ WEIGHTS: dict[str, Callable[[Sandbox], bytes]] = {
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_a_hostile_file_of_weights_is_refused(
-    kind: str, suffix: str, sandbox: Sandbox, count_fault: FaultCounter
+    kind: str, suffix: str, sandbox: Sandbox, cwd: Path, count_fault: FaultCounter
 ) -> None:
     with count_fault("hostile weights"):
-        cwd, path = sandbox.path.parent / "cwd", sandbox.path.with_suffix(f".{suffix}")
-        cwd.mkdir()
+        path = sandbox.path.with_suffix(f".{suffix}")
         path.write_bytes(WEIGHTS[kind](sandbox))
         before = snapshot(sandbox.outside)
         code, console = run_in_this_process([*TINY_CPU, "steps=1", f"model.weights={path}"], cwd)
@@ -415,10 +416,9 @@ def folder_of_images(root: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", IMAGES)
-def test_a_hostile_image_does_no_harm(kind: str, sandbox: Sandbox, count_fault: FaultCounter) -> None:
+def test_a_hostile_image_does_no_harm(kind: str, sandbox: Sandbox, cwd: Path, count_fault: FaultCounter) -> None:
     with count_fault("hostile image"):
-        cwd, root = sandbox.path.parent / "cwd", sandbox.path
-        cwd.mkdir()
+        root = sandbox.path
         folder_of_images(root)
         (root / "dog/2.png").unlink()
         IMAGES[kind](sandbox, root / "dog/2.png")
@@ -442,10 +442,9 @@ MNIST: dict[str, Callable[[Sandbox], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", [*MNIST, "gzip of a gigabyte", "cifar: a pickle"])
-def test_a_hostile_data_set_is_refused(kind: str, sandbox: Sandbox, count_fault: FaultCounter) -> None:
+def test_a_hostile_data_set_is_refused(kind: str, sandbox: Sandbox, cwd: Path, count_fault: FaultCounter) -> None:
     with count_fault("hostile data set"):
-        cwd, root = sandbox.path.parent / "cwd", sandbox.path
-        cwd.mkdir()
+        root = sandbox.path
         if kind.startswith("cifar"):
             (root / "cifar-10-batches-py").mkdir(parents=True)
             for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
@@ -466,11 +465,10 @@ def test_a_hostile_data_set_is_refused(kind: str, sandbox: Sandbox, count_fault:
         assert_no_harm(sandbox, before, console, cwd)
 
 
-def test_valid_weights_at_the_same_path_are_loaded(sandbox: Sandbox) -> None:
+def test_valid_weights_at_the_same_path_are_loaded(sandbox: Sandbox, cwd: Path) -> None:
     """Valid weights at the same path are accepted: the files above are refused because of their content."""
     model = prepare_session(build_composed_run(*TINY_CPU)).workload.build_model()
-    cwd, path = sandbox.path.parent / "cwd", sandbox.path.with_suffix(".safetensors")
-    cwd.mkdir()
+    path = sandbox.path.with_suffix(".safetensors")
     safetensors.torch.save_file(model.state_dict(), path)
     code, console = run_in_this_process([*TINY_CPU, "steps=1", f"model.weights={path}"], cwd)
     assert code == 0, console

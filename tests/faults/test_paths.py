@@ -1,7 +1,6 @@
 """Tests with unusual names of directories and files: a run trains and resumes, or is refused with an error message.
 
-A run that crashes prints the command that resumes it. Unless a test moves the run, the test resumes it with this
-command. If `RUNNER_FAULTS` is `all`, all names are tried in all places; otherwise, some names in some places.
+A run that crashes prints the command that resumes it, and is resumed with this command.
 """
 
 from __future__ import annotations
@@ -37,9 +36,6 @@ NAMES: dict[str, str] = {
     "spaces around": " a ",
     "equals sign": "lr=0.1",
     "percent": "100%s%d%%",
-    "hash": "#1 run",
-    "single quote": "it's",
-    "double quote": 'a "b" c',
     "both quotes": "a'\"",
     "a quote first": "'a",
     "dollar": "$HOME",
@@ -47,29 +43,24 @@ NAMES: dict[str, str] = {
     "backslash": "a\\b",
     "comma and brackets": "a,b[1]{c}(d)",
     "star and question mark": "*?",
-    "semicolon": "a;touch x&",
     "colon": "a:b",
     "tilde": "~x",
     "leading dash": "-rf",
     "long": "x" * 200,
     "umlaut": "Übung",
-    "wide": "日本語",
     "emoji": "🚀",
-    "number": "007",
     "truth": "true",
     "nothing": "null",
     "dots": "...",
     "newline": "a\nb",
-    "tab": "a\tb",
-    "escape code": "\x1b[31mred",
     "not UTF-8": os.fsdecode(b"caf\xe9"),
 }
 UNPARSED = ("a quote first",)
 """Names that Hydra cannot parse, because they begin like a quoted string. After `./` or another path, it can."""
-QUICK = ("space", "equals sign", "percent", "both quotes", "reference", "leading dash", "newline", "not UTF-8", "long")
+QUICK = ("space", "both quotes", "reference", "leading dash", "newline", "not UTF-8")
 ODD = [kind for kind in NAMES if ALL or kind in QUICK]
 FEW = [kind for kind in NAMES if ALL or kind in ("both quotes", "newline", "not UTF-8")]
-REFUSED = ("newline", "tab", "escape code", "not UTF-8")
+REFUSED = ("newline", "not UTF-8")
 """Names that a command line or a saved config cannot contain; they are refused as `output_root`."""
 
 
@@ -191,6 +182,18 @@ def test_an_unusual_run_name_is_used_or_refused(
         assert_resumes_as_said(crashed(tmp_path, f"name={NAMES[kind]}"), tmp_path, undisturbed)
 
 
+def is_used(code: int, console: str, kind: str, key: str) -> bool:
+    """Return whether a path was accepted; fail unless it was, or may be refused and names `key`."""
+    if kind in REFUSED and code == 2:
+        assert_refused(code, console, key)
+    elif kind == "reference":  # an interpolation, of a root key
+        assert code in (0, 2), console
+    else:
+        assert code == 0, console
+        return True
+    return False
+
+
 @pytest.mark.parametrize("kind", FEW)
 def test_a_run_moved_to_an_unusual_path_is_resumed_or_refused(
     kind: str, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
@@ -200,17 +203,11 @@ def test_a_run_moved_to_an_unusual_path_is_resumed_or_refused(
         moved = tmp_path / NAMES[kind]
         shutil.move(only_run(tmp_path), moved)
         code, console = run_in_this_process([f"resume={moved}"], tmp_path)
-        if kind in REFUSED and code == 2:
-            assert_refused(code, console, "resume")
-            return
-        if kind == "reference":  # an interpolation, of a root key
-            assert code in (0, 2), console
-            return
-        assert code == 0, console
-        assert_bitwise_equal(outcome_of(moved), undisturbed)
-        code, console = run_in_this_process([f"resume={moved}/checkpoints/step_00000002"], tmp_path)
-        assert code == 0, console
-        assert_bitwise_equal(outcome_of(moved), undisturbed)
+        if is_used(code, console, kind, "resume"):
+            assert_bitwise_equal(outcome_of(moved), undisturbed)
+            code, console = run_in_this_process([f"resume={moved}/checkpoints/step_00000002"], tmp_path)
+            assert code == 0, console
+            assert_bitwise_equal(outcome_of(moved), undisturbed)
 
 
 @pytest.mark.parametrize("kind", FEW)
@@ -221,27 +218,15 @@ def test_weights_at_an_unusual_path_are_loaded_or_refused(kind: str, tmp_path: P
         model = prepare_session(build_composed_run(*TINY_CPU)).workload.build_model()
         safetensors.torch.save_file(model.state_dict(), folder / "w.safetensors")
         code, console = run_in_this_process([*OPTIONS, f"model.weights={folder}/w.safetensors"], tmp_path)
-        if kind in REFUSED and code == 2:
-            assert_refused(code, console, "model.weights")
-            return
-        if kind == "reference":
-            assert code in (0, 2), console
-            return
-        assert code == 0, console
+        is_used(code, console, kind, "model.weights")
 
 
 @pytest.mark.parametrize("kind", FEW)
 def test_images_at_an_unusual_path_are_loaded_or_refused(kind: str, tmp_path: Path, count_fault: FaultCounter) -> None:
     with count_fault("odd path"):
-        folder = tmp_path / NAMES[kind]
-        write_images(folder / NAMES[kind])
-        shutil.move(folder / NAMES[kind] / "train/cat/1.png", folder / NAMES[kind] / f"train/cat/{NAMES[kind]}.png")
-        data = ("data=imagefolder", f"data.root={folder / NAMES[kind]}", "data.size=8", "data.workers=0")
+        root = tmp_path / NAMES[kind] / NAMES[kind]
+        write_images(root)
+        shutil.move(root / "train/cat/1.png", root / f"train/cat/{NAMES[kind]}.png")
+        data = ("data=imagefolder", f"data.root={root}", "data.size=8", "data.workers=0")
         code, console = run_in_this_process([*data, "model=tiny", "device=cpu", "steps=2", "batch_size=8"], tmp_path)
-        if kind in REFUSED and code == 2:
-            assert_refused(code, console, "data.root")
-            return
-        if kind == "reference":
-            assert code in (0, 2), console
-            return
-        assert code == 0, console
+        is_used(code, console, kind, "data.root")

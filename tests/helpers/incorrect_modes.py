@@ -16,7 +16,6 @@ from runner.optimizer import trainable
 from runner.parallel.base import Parallel
 from runner.parallel.full_state import TensorDict
 from runner.parallel.multiprocess import MultiProcess, average_buffers
-from runner.session import Session
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.classifier import Classifier
 
@@ -57,13 +56,6 @@ class NoAllReduce(Replicas):
 
 
 @dataclass
-class SumsShardMeans(Replicas):
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
-        weight = micro.weight * self._session.world_size
-        return super().accumulate(model, batch, micro._replace(weight=weight), log_due)
-
-
-@dataclass
 class ReducesOnce(Replicas):
     _done = False
 
@@ -88,16 +80,6 @@ class ClipsLocally(Replicas):
 
 
 @dataclass
-class InitializesOwnWeights(Replicas):
-    def _place(self, model: nn.Module, session: Session) -> nn.Module:
-        torch.manual_seed(session.rank)
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Conv2d):
-                module.reset_parameters()
-        return super()._place(model, session)
-
-
-@dataclass
 class RoundsGradients(Replicas):
     def reduce(self, gradients: list[torch.Tensor]) -> None:
         for gradient in gradients:
@@ -109,12 +91,6 @@ class RoundsGradients(Replicas):
 class SavesRankZeroBuffers(Replicas):
     def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
         return Parallel.full_state(self, model, optimizer)
-
-
-@dataclass
-class EvaluatesOwnBuffers(Replicas):
-    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], MetricSums]:
-        return Parallel.evaluate(self, model)
 
 
 @dataclass
@@ -143,17 +119,6 @@ class UnequalShards(Replicas):
 
 
 @dataclass
-class UnweightedMicroBatches(Parallel):
-    """A batch is split into a quarter and three quarters, whose mean losses are weighted equally."""
-
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
-        cut, weight = len(batch.targets) // 4, micro.weight / 2
-        parts = (Batch(batch.inputs[part], batch.targets[part]) for part in (slice(None, cut), slice(cut, None)))
-        first, second = (self._accumulate(model, part, weight) for part in parts)
-        return first + second
-
-
-@dataclass
 class DropsLastMicroBatch(Parallel):
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         weight = 0.0 if micro.is_last else micro.weight
@@ -161,32 +126,9 @@ class DropsLastMicroBatch(Parallel):
 
 
 @dataclass
-class SkipsUpdate(Parallel):
-    """The optimizer has no gradients in the second step, so that its update is skipped."""
-
-    _steps = 0
-
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
-        sums = super().accumulate(model, batch, micro, log_due)
-        self._steps += 1
-        if self._steps == 2:
-            model.zero_grad(set_to_none=True)
-        return sums
-
-
-@dataclass
 class PermutesTargets(Parallel):
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         return super().accumulate(model, Batch(batch.inputs, batch.targets.roll(1)), micro, log_due)
-
-
-@dataclass
-class RepeatsSample(Parallel):
-    """The last sample of each batch is left out, and the first one counts twice."""
-
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
-        inputs, targets = (torch.cat((t[:1], t[:-1])) for t in batch)
-        return super().accumulate(model, Batch(inputs, targets), micro, log_due)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

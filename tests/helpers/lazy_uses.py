@@ -13,10 +13,6 @@ def attribute() -> None:
     torch.zeros(1)
 
 
-def name_in_the_package() -> None:
-    from torch import nn
-
-
 def submodule_of_the_other_package() -> None:
     import torchvision.transforms.v2
 
@@ -31,14 +27,6 @@ def submodule() -> None:
     import torch.utils.data
 
 
-def submodule_by_another_name() -> None:
-    import torch.nn.functional as functional
-
-
-def name_in_a_submodule() -> None:
-    from torch.utils.tensorboard.summary import scalar
-
-
 def unpickling() -> None:
     import copyreg
     import pickle
@@ -46,8 +34,7 @@ def unpickling() -> None:
     pickle.loads(b"ctorch._utils\n_rebuild_tensor_v2\n.")
 
 
-USES = (attribute, name_in_the_package, submodule_of_the_other_package, inspection)
-USES += (submodule, submodule_by_another_name, name_in_a_submodule, unpickling)
+USES = (attribute, submodule_of_the_other_package, inspection, submodule, unpickling)
 FIRST_USES: dict[str, Callable[[], None]] = {use.__name__: use for use in USES}
 
 

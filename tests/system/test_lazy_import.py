@@ -21,7 +21,7 @@ def test_a_lazy_import_loads_nothing() -> None:
     use_lazily("nothing")
 
 
-SLOW = ("submodule", "submodule_by_another_name", "name_in_a_submodule", "unpickling")  # three seconds each
+SLOW = ("submodule", "unpickling")  # three seconds each
 
 
 @pytest.mark.parametrize(

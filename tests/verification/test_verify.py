@@ -175,30 +175,18 @@ PLANTED_MISTAKES = {
     "other samples": (["parallel=ddp", workload("ShufflesWithOwnSeed")], "samples"),
     "other samples that cannot be read": (["parallel=ddp", workload("OpaqueOwnSeed")], "gradients"),
     "one shard twice": (["parallel=ddp", workload("SameShard")], "samples"),
-    "a sample twice and one missing": ([mode("RepeatsSample")], "loss per sample"),
     "permuted targets": ([mode("PermutesTargets")], "loss per sample"),
-    "micro-batches without weights": ([mode("UnweightedMicroBatches")], "gradients"),
     "mean of means": ([mode("UnequalShards")], "gradients"),
     "no all-reduce": ([mode("NoAllReduce")], "gradients"),
     "all-reduce once": ([mode("ReducesOnce")], "weights"),
-    "sums instead of means": ([mode("SumsShardMeans")], "gradients"),
     "rounded gradients": ([mode("RoundsGradients")], "gradients"),
     "clipping by local norms": ([mode("ClipsLocally"), "max_grad_norm=0.1"], "gradients"),
-    "own initial weights": ([mode("InitializesOwnWeights")], "loss per sample"),
     "a micro-batch dropped": ([mode("DropsLastMicroBatch"), "accumulation=2"], "gradients"),
-    "an update skipped": ([mode("SkipsUpdate")], "weights"),
     "buffers of rank 0": ([mode("SavesRankZeroBuffers"), workload("WithRunningMean")], "buffers"),
-    "evaluated with own buffers": (
-        [mode("EvaluatesOwnBuffers"), workload("WithRunningMean")],
-        "evaluation",
-    ),
     "evaluation of one shard": ([mode("EvaluatesOneShard")], "evaluation"),
     "dropout": (["parallel=ddp", "model=convnet", "data.size=16", "model.dropout=0.5"], "loss per sample"),
     "other samples in float32": (["parallel=ddp", workload("Float32OwnSeed")], "samples"),
-    "other samples under rounding": (
-        ["parallel=ddp", workload("Float32OwnSeed"), "+workload.scale=1e12"],
-        "samples",
-    ),
+    "other samples under rounding": (["parallel=ddp", workload("Float32OwnSeed"), "+workload.scale=1e12"], "samples"),
 }
 """The overrides of each planted mistake, and a row of the table in which it must show."""
 
