@@ -85,9 +85,9 @@ def test_jobs_go_on_when_the_fork_server_is_killed(pool: Pool, tmp_path: Path) -
     for number, steps in enumerate((2, 1000000)):
         pool.submit(job(tmp_path, number, f"steps={steps}"))
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    wait_until(lambda: (tmp_path / "1" / "config.yaml").exists())
-    os.kill(server, signal.SIGSTOP)  # so that it does not tell how the first job ends
+    os.kill(server, signal.SIGSTOP)  # both are forked, and it cannot tell how the first one ends
     wait_until(lambda: (tmp_path / "0" / "result.json").exists() and not is_locked(tmp_path / "0.txt"))
+    wait_until(lambda: (tmp_path / "1" / "config.yaml").exists())
     os.kill(server, signal.SIGKILL)
     assert ended(pool, 0) == {0: None}, "the result in its directory tells"
     assert pool.wait(0) == []
