@@ -37,18 +37,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in 
 TESTS = Path(__file__).parent
 COSTLY = (
     "parallel/launch/test_faults.py",
+    "parallel/launch/test_processes.py",
+    "faults/test_selection.py",
+    "docs/test_suggestions.py",
+    "sweep/engines/test_slurm.py",
     "parallel/pipelining/test_parity_pipeline.py",
     "verification/test_verify.py",
-    "parallel/launch/test_processes.py",
-    "parallel/test_parity_modes.py",
-    "workloads/dqn/test_workload.py",
-    "test_resume.py",
-    "commands/test_train.py",
-    "faults/",
-    "parallel/",
-    "analysis/test_figures.py",
     "config/test_options.py",
-    "data/test_workers.py",
+    "system/test_console.py",
+    "parallel/",
+    "planning/",
+    "faults/",
 )
 """Files and folders of long tests. xdist starts with them, so that none of them runs alone at the end."""
 

@@ -8,29 +8,12 @@ from collections.abc import Callable
 import pytest
 from helpers.faults import RUNS, Fault, FaultTrial, ReferenceRun, only_in_make_faults, run_all_faults
 
-SELECTED = {
-    "single": [
-        Fault(at_point="before rename config.yaml"),
-        Fault(at_point="after fsync model.safetensors", visit_number=2),
-        Fault(at_point="after rename step_N", visit_number=2),
-        Fault(at_point="in evaluation", visit_number=2),
-        Fault(at_point="before rename result.json"),
-    ],
-    "ddp": [Fault(at_point="before rename rank_1.pt", process="rank 1")],
-    "dqn": [Fault(at_point="after step", visit_number=9)],
-}
-"""The faults of `make test`: one of each kind of moment. tests/faults/test_lost_workers.py kills a run with workers."""
+pytestmark = only_in_make_faults
 
 NUM_KILLS = dict.fromkeys(RUNS, 15) | {"single": 100, "workers": 20, "dqn": 30, "dqn ddp": 30}
 """How often `make faults` kills each run at a random moment."""
 
 
-@pytest.mark.parametrize("run", SELECTED)
-def test_runs_killed_at_selected_points_resume_bitwise(run: str, trial: Callable[..., FaultTrial]) -> None:
-    trial(run, "killed at a named point").run_with_faults(*SELECTED[run])
-
-
-@only_in_make_faults
 @pytest.mark.parametrize("run", RUNS)
 def test_runs_killed_at_each_point_resume_bitwise(
     run: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial]
@@ -43,7 +26,6 @@ def test_runs_killed_at_each_point_resume_bitwise(
     run_all_faults(faults, lambda number: trial(run, "killed at a named point", number=number))
 
 
-@only_in_make_faults
 @pytest.mark.parametrize("run", RUNS)
 def test_runs_killed_at_random_moments_resume_bitwise(
     run: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial], rng: random.Random

@@ -15,6 +15,8 @@ from helpers.faults import (
     run_all_faults,
 )
 
+pytestmark = only_in_make_faults  # tests/parallel/launch/test_faults.py stops and restarts ranks in `make test`
+
 TIMEOUT = 15
 """`parallel.timeout` in seconds. It also limits the start of a rank, which may be slow on a busy machine."""
 
@@ -56,23 +58,6 @@ def assert_named_once(console: str) -> None:
     assert re.search(r"^crashed after step \d+/\d+", console, re.MULTILINE), console
 
 
-SELECTED = {
-    "ddp": [("raise", 1, "starting"), ("kill", 0, "saving the weights")],
-    "pipeline": [("kill", 1, "training")],
-    "hogwild": [("kill", 1, "having saved")],
-}
-
-
-@pytest.mark.parametrize("mode", SELECTED)
-def test_a_run_resumes_after_ranks_that_died(mode: str, trial: Callable[..., FaultTrial]) -> None:
-    run = trial(mode, "a rank killed or failing")
-    for do, rank, moment in SELECTED[mode]:
-        assert run.run_with_fault(fault(do, rank, moment)), "the run was done before"
-        assert_named_once(run.console)
-    run.finish()
-
-
-@only_in_make_faults
 @pytest.mark.parametrize("do", ["kill", "raise"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_resumes_after_ranks_that_died_at_any_point(
@@ -83,7 +68,6 @@ def test_a_run_resumes_after_ranks_that_died_at_any_point(
     run_all_faults(reached, lambda number: trial(mode, f"a rank {KINDS[do]}", number=number), assert_named_once)
 
 
-@only_in_make_faults
 @pytest.mark.parametrize("do", ["stop", "hang"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_resumes_after_ranks_that_stopped(do: str, mode: str, trial: Callable[..., FaultTrial]) -> None:
@@ -97,7 +81,6 @@ def test_a_run_resumes_after_ranks_that_stopped(do: str, mode: str, trial: Calla
 RESTARTED = [("kill", 1, "training"), ("raise", 0, "evaluating"), ("kill", 0, "committing"), ("raise", 1, "starting")]
 
 
-@only_in_make_faults  # tests/parallel/launch/test_faults.py restarts the ranks of ddp
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("do", "rank", "moment"), RESTARTED)
 def test_all_ranks_restart_from_the_last_checkpoint(

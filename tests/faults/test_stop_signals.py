@@ -57,21 +57,6 @@ def before_training(name: str, at: str) -> Fault:
     return Fault(name, at, 1, "main", codes=(code,), console_pattern=f"^{says}")
 
 
-SELECTED = {
-    "single": [
-        before_training("SIGTERM", "before rename config.yaml"),
-        during_training("SIGUSR2", "single", "before rename step_N", 1),
-        twice("SIGINT SIGINT", "single"),
-    ],
-    "ddp": [twice("SIGTERM SIGINT", "ddp")],
-}
-
-
-@pytest.mark.parametrize("run", SELECTED)
-def test_a_run_resumes_after_signals(run: str, trial: Callable[..., FaultTrial]) -> None:
-    trial(run, "a signal at a named point").run_with_faults(*SELECTED[run])
-
-
 POINTS = (("after step", 2), ("before save", 1), ("before rename step_N", 1), ("before log", 1), ("in evaluation", 1))
 SIGNALLED = ("single", "ddp", "fsdp", "pipeline", "hogwild", "ensemble", "workers", "dqn")
 
