@@ -255,6 +255,13 @@ MUTATIONS = [
             "",
         ),
     ),
+    *noticed_by("tests/test_batching.py")(
+        (
+            "every rank trains on the samples of the first",
+            "        index, count = self.data_shard\n        size",
+            "        index, count = 0, self.data_shard[1]\n        size",
+        ),
+    ),
 ]
 
 
