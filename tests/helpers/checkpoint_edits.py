@@ -41,7 +41,6 @@ def sha256(file: Path) -> str:
 
 
 def read_checkpoint_file(file: Path) -> Any:
-    """The content of a file of a checkpoint."""
     if file.suffix == ".safetensors":
         return safetensors.torch.load_file(file)
     return torch.load(file, weights_only=True)

@@ -50,7 +50,6 @@ def run_in_new_interpreter(
 
 @functools.cache
 def _command_server(kind: str) -> subprocess.Popen[str]:
-    """Return the command server of the given kind (see `command_server`)."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     words = [sys.executable, "-m", "helpers.command_server", kind]
     server = subprocess.Popen(words, env=child_environment(), cwd="/", **pipes)
@@ -74,7 +73,6 @@ class Command:
 
     @property
     def single_run_directory(self) -> Path:
-        """The directory of the only run in `cwd`."""
         [path] = self.cwd.glob("outputs/*/*/")
         return path
 
@@ -91,7 +89,6 @@ class Command:
 
     @property
     def console(self) -> str:
-        """What the command has printed so far."""
         return (self.cwd / "console.txt").read_text()
 
     def wait_for_rank_pids(self, start: int = 1) -> list[int]:

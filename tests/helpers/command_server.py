@@ -36,7 +36,6 @@ PRELOAD_AND_FREEZE, PRELOAD_COMMAND = "helpers.preload_and_freeze", "helpers.pre
 
 
 def main() -> None:
-    """Serve commands until standard input is closed."""
     kind = sys.argv[1]
     if kind == "no-torch":
         sys.modules |= dict.fromkeys(("torch._C", "numpy"))  # type: ignore[arg-type]  # importing them fails
@@ -119,7 +118,6 @@ def fork_instead_of_spawn(original_spawn: Any, path: bytes, words: list[str], de
 
 
 def write_code(child: int, cwd: str) -> None:
-    """Write the exit code of a command that has ended."""
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with suppress(FileNotFoundError):  # its directory may be gone
         with open(f"{cwd}/code.part", "w") as file:

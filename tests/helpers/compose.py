@@ -24,7 +24,6 @@ TINY_CPU = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1")
 
 
 def compose_config(*overrides: str) -> dict[str, Any]:
-    """The resolved config of a command line, as the command composes it."""
     return copy.deepcopy(_composed(overrides))
 
 
@@ -45,8 +44,6 @@ def prepare_session(run: Run) -> Session:
 
 
 class TrainedRun(NamedTuple):
-    """A run that was trained, with its run directory and its result."""
-
     run: Run
     directory: Path
     result: Result

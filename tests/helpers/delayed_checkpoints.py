@@ -19,7 +19,6 @@ class DeferredWriting:
 
 
 def delay_checkpoint_writes(*_: Any) -> None:
-    """Delay the checkpoints of this process until `restore_checkpoint_writes` is called."""
     checkpoint_writing.Writing = DeferredWriting  # type: ignore[misc]
 
 

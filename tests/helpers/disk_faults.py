@@ -51,8 +51,6 @@ class DiskFault:
 
 
 class _FailingFile:
-    """A file whose writes may fail."""
-
     def __init__(self, file: Any, fail: Callable[[], None]):
         self._file, self._fail = file, fail
 

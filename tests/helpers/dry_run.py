@@ -26,8 +26,6 @@ from runner.training import prepare, train_step
 
 
 class CommandOutcome(NamedTuple):
-    """What a command did."""
-
     code: int
     console: str
     directory: Path | None

@@ -17,7 +17,6 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment
 
 
 def load_events(directory: Path) -> EventAccumulator:
-    """All events of a run directory."""
     sizes = dict.fromkeys(("scalars", "images", "tensors"), 0)
     with mock.patch.object(
         pywrap_tensorflow, "crc32c", google_crc32c.value
@@ -26,13 +25,11 @@ def load_events(directory: Path) -> EventAccumulator:
 
 
 def scalar_curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """The points (step, value) of every scalar in a run directory, by tag."""
     read = load_events(directory)
     return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
 
 
 def hparams_table(root: Path) -> tuple[list[dict[str, Any]], dict[str, bool]]:
-    """Return the content of the HPARAMS tab as the plugin reads it."""
     experiment, groups = _hparams(root)
     rows = [
         {

@@ -36,8 +36,6 @@ def locked_state(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 class FakeSlurm:
-    """A fake cluster."""
-
     def __init__(self, directory: Path):
         self.directory = directory
         programs = directory / "bin"
@@ -54,12 +52,10 @@ class FakeSlurm:
 
     @property
     def jobs(self) -> dict[str, dict[str, Any]]:
-        """All jobs that were ever submitted, by id."""
         with locked_state(self.directory) as known:
             return known["jobs"]
 
     def calls(self, program: str) -> list[list[str]]:
-        """The arguments of each call of a program."""
         with locked_state(self.directory) as known:
             return [words for name, *words in known["calls"] if name == program]
 
@@ -86,7 +82,6 @@ class FakeSlurm:
         os.killpg(batch, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the processes of all jobs."""
         for job in self.jobs.values():
             for name in ("slurmd", "batch"):
                 with suppress(OSError, KeyError):
@@ -156,7 +151,6 @@ def may_start(directory: Path, name: str) -> bool:
 
 
 def run_script(directory: Path, name: str) -> int:
-    """Run the script of a job to its end, and return its exit code."""
     with locked_state(directory) as known:
         job = known["jobs"][name]
     script = directory / f"{name}.sh"

@@ -51,7 +51,6 @@ class RecordedStep(NamedTuple):
 
 
 def read_recorded_steps(cwd: Path) -> list[RecordedStep]:
-    """All training steps of the commands in `cwd`, in the order in which they were executed."""
     steps = []
     for line in (cwd / "seen.txt").read_text().splitlines():
         if not line.startswith("saved "):
@@ -152,7 +151,6 @@ class ExternalResources:
         self.sample()
 
     def sample(self) -> None:
-        """Record what the commands hold now."""
         sockets, shared = held_resources(self.cwd)
         self.sockets |= sockets
         self.shared |= shared
@@ -168,7 +166,6 @@ class ExternalResources:
             raise AssertionError(f"left in shared memory or among the temporary files: {self._files()}") from None
 
     def _files(self) -> list[str]:
-        """Names of the remaining shared memory and temporary files of the commands."""
         # The resource tracker, which all commands of a server share, unlinks semaphores when the server ends.
         kept = "/dev/shm/sem.mp-" if self.temporary is None else "none"
         found = [name for name in self.shared if Path(name).exists() and not name.startswith(kept)]

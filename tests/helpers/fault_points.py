@@ -31,7 +31,7 @@ INDEX_STRIDE = 1000
 
 
 class InjectedError(RuntimeError):
-    """The error that a test plants in a process."""
+    pass
 
 
 _counts: dict[str, int] = {}
@@ -213,7 +213,6 @@ def _with_indices(load: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def plant_fault(cwd: Path, at: str, process: str, count: int, do: str) -> Iterator[None]:
-    """A context in which a fault is planted for the commands in `cwd`."""
     (cwd / "fired").unlink(missing_ok=True)
     (cwd / "fault.json").write_text(json.dumps({"at": at, "process": process, "count": count, "do": do}))
     yield

@@ -99,7 +99,6 @@ class ReferenceRun:
 
 
 def train_without_faults(cwd: Path, run: str) -> ReferenceRun:
-    """Train the run `RUNS[run]` in `cwd` from start to end."""
     trial = FaultTrial(cwd, run, None)
     (cwd / "trace.txt").touch()
     command = trial.start()  # the first command also waits for its server to start, which is not timed
@@ -172,7 +171,6 @@ class FaultTrial:
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
         [config] = self.cwd.glob("outputs/*/*/config.yaml")
         return config.parent
 
@@ -182,7 +180,6 @@ class FaultTrial:
 
     @property
     def done(self) -> bool:
-        """Whether the latest session finished the run."""
         return self.code == 0
 
     def words(self) -> tuple[str, ...]:
@@ -191,7 +188,6 @@ class FaultTrial:
         return (f"resume={self.directory}", *self.extra) if begun else (*RUNS[self.run], *self.extra)
 
     def start(self) -> Command:
-        """Start a session, in which faults may be planted."""
         return Command(self.cwd, *self.words(), kind="faults")
 
     def wait_and_monitor(self, command: Command) -> None:

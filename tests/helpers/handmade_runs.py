@@ -26,12 +26,10 @@ def write_run_directory(path: Path, *overrides: str, **result: Any) -> Path:
 
 
 def evaluation_entries(best: float, last: float, metric: str = "eval/accuracy", **more: Any) -> dict[str, Any]:
-    """The entries of `result.json` for a run that was evaluated."""
     return {"best": {"metric": metric, "value": best, "step": 5}, "metrics": {metric: last}, **more}
 
 
 def save_and_wait(checkpoints: Checkpoints, content: Checkpoint, best_step: int | None = None) -> Path:
-    """Save a checkpoint, wait until it is written, and return its path."""
     checkpoints.save(content, best_step)
     checkpoints.wait()
     return checkpoints.root / step_name(content.step)

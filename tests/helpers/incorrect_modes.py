@@ -67,8 +67,6 @@ class ReducesOnce(Replicas):
 
 @dataclass
 class ClipsLocally(Replicas):
-    """Each process clips its own gradient, by its own norm, before the all-reduce."""
-
     def reduce(self, gradients: list[torch.Tensor]) -> None:
         norm = torch.nn.utils.get_total_norm(gradients)
         for gradient in gradients:
@@ -204,7 +202,7 @@ class Float32Attention(Classifier):
 
 @dataclass
 class Float32OwnSeed(Float32Attention, ShufflesWithOwnSeed):
-    """The network computes in float32, and each process shuffles the samples with a seed of its own."""
+    pass
 
 
 class ChaoticNet(nn.Module):

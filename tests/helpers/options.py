@@ -34,7 +34,6 @@ def changed_options(before: dict[str, Any], run: Run) -> dict[str, tuple[Any, An
 
 
 def train_and_log(config: dict[str, Any], directory: Path) -> Result:
-    """Train in one of several processes, with a log file for each rank in `directory`."""
     directory.mkdir(exist_ok=True)
     run = build_run(config)
     with run.parallel.launcher(run.device).connect() as process, LogFile(directory, process.rank):

@@ -64,8 +64,6 @@ OPTIMIZER_CASES: dict[str, tuple[list[str], Callable[..., torch.optim.Optimizer]
 
 
 class MuonAndAdamW:
-    """Muon for matrices and AdamW for all other parameters, side by side."""
-
     def __init__(self, parameters: list[torch.nn.Parameter]):
         matrices, others = ([p for p in parameters if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
         self.parts = [
@@ -95,8 +93,6 @@ Muon orthogonalizes in bfloat16, and the others divide by small gradients.
 
 
 class PlainResult(NamedTuple):
-    """The result of `plain_loop`: weights by name, and the loss and accuracy of every step."""
-
     weights: dict[str, torch.Tensor]
     losses: list[float]
     accuracies: list[float]
@@ -104,8 +100,6 @@ class PlainResult(NamedTuple):
 
 @dataclass(frozen=True)
 class PlainSettings:
-    """Options of `plain_loop`."""
-
     num_steps: int = STEPS
     dtype: torch.dtype = torch.float32
     learning_rates: tuple[float, ...] = ()  # of every step; if empty, that of the optimizer
@@ -195,7 +189,6 @@ def plain_evaluation(run: Run, weights: dict[str, torch.Tensor]) -> tuple[float,
 
 
 def weights_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
-    """The weights in a checkpoint of a run directory."""
     return safetensors.torch.load_file(directory / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
 
 

@@ -18,7 +18,6 @@ def reports_of_job(number: int) -> list[dict[str, Any]]:
 
 
 def wait_until_started(pool: Pool, *numbers: int) -> None:
-    """Wait until the jobs have started."""
     wait_until(lambda: (pool.wait(0.05), all(reports_of_job(number) for number in numbers))[1])
 
 
@@ -30,5 +29,4 @@ def wait_until_ended(pool: Pool, *wanted: int) -> dict[int, Ended]:
 
 
 def exit_codes_of(pool: Pool, *wanted: int) -> dict[int, int | None]:
-    """Wait until the `wanted` jobs have ended, and return the exit codes of all jobs that ended meanwhile."""
     return {number: each.code for number, each in wait_until_ended(pool, *wanted).items()}

@@ -138,7 +138,6 @@ def name_changes(before: DirectoryEntries, after: DirectoryEntries) -> Iterator[
 
 
 def apply_change(change: NameChange, names: DirectoryEntries) -> None:
-    """Apply `change` to `names`."""
     for directory, name, number in change:
         if number is None:
             names.get(directory, {}).pop(name, None)
@@ -204,7 +203,6 @@ def minimal_states(instants: list[DiskState]) -> Iterator[tuple[DiskState, dict[
 
 
 def write_state(state: dict[str, bytes | None], root: Path) -> None:
-    """Write a state into the directory `root`."""
     for path, content in state.items():
         file = root / path
         if content is None:

@@ -19,7 +19,6 @@ SMALL = ("model=tiny", "steps=4", "batch_size=6", "data.size=8", "device=cpu")
 
 
 def of_interpreter() -> dict[str, Any]:
-    """Return the settings of Python and the process."""
     logger = logging.getLogger("runner")
     return {
         "logging": (logging.root.manager.disable, logging.root.level, len(logging.root.handlers)),
@@ -41,7 +40,6 @@ def of_interpreter() -> dict[str, Any]:
 
 
 def of_torch() -> dict[str, Any]:
-    """Return the settings of torch and numpy."""
     import numpy
     import torch
 

@@ -68,7 +68,6 @@ def model_options() -> None:
 
 
 def deferred_compiler() -> None:
-    """Train before and after torch's compiler is loaded."""
     import pytest
     import torch
 

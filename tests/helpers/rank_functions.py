@@ -43,7 +43,6 @@ def sigterm_at(step: int, rank: int, run: Run, session: Session) -> None:
 
 
 def fail_at(rank: int, step: int, error: BaseException, run: Run, session: Session) -> None:
-    """Raise `error` on `rank` after `step`."""
     if session.rank == rank:
 
         def after_step(_: torch.nn.Module, now: int) -> None:
@@ -100,7 +99,6 @@ def limit_file_size(rank: int, num_bytes: int, run: Run, session: Session) -> No
 def train_with_change(
     change: Callable[[Run, Session], Any], config: dict[str, Any], directory: Path, process: Collectives
 ) -> Result:
-    """Train like `train_rank`, after applying `change` to the run and the session."""
     run = build_run(config)
     session = run.prepare(process)
     change(run, session)
@@ -109,7 +107,6 @@ def train_with_change(
 
 
 def record_attempt_and_fail(config: dict[str, Any], directory: Path, process: Collectives) -> None:
-    """Record each attempt in a file, and fail on rank 1."""
     if process.rank == 1:
         with (directory / "attempts").open("a") as file:
             print(os.getpid(), file=file)
@@ -192,7 +189,6 @@ CPU = torch.device("cpu")
 
 
 def two_rank_info(rank: int, port: int) -> RankInfo:
-    """The `RankInfo` of one of two ranks on this machine."""
     return RankInfo(rank, 2, rank, 2, process_group.HOST, port)
 
 

@@ -8,6 +8,5 @@ WHILE_IMPORTING = gc.isenabled()
 
 
 def report_gc_state(path: str) -> None:
-    """Write the state of this process's garbage collector to the file at `path`."""
     found = {"while importing": WHILE_IMPORTING, "enabled": gc.isenabled(), "frozen": gc.get_freeze_count()}
     Path(path).write_text(json.dumps(found))

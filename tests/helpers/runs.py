@@ -24,13 +24,11 @@ TWO_RANK_DDP = (*TINY_CPU, "parallel=ddp", "parallel.processes=2")
 
 
 def only_run(cwd: Path) -> Path:
-    """The directory of the only run in `cwd`."""
     [path] = cwd.glob("outputs/*/*")
     return path
 
 
 def newest_checkpoint(run: Path) -> Path:
-    """The checkpoint of the latest step in the run directory `run`."""
     return max(run.glob("checkpoints/step_????????"))
 
 
@@ -44,7 +42,6 @@ def checkpoint_tensors(run: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_checkpoint_bitwise_equal(run: Path, wanted: dict[str, torch.Tensor]) -> None:
-    """Fail unless `checkpoint_tensors(run)` equals `wanted`, bit for bit."""
     got = checkpoint_tensors(run)
     assert got.keys() == wanted.keys()
     for name, tensor in got.items():
@@ -112,7 +109,6 @@ def listening_addresses(cwd: Path) -> set[tuple[str, int]]:
 
 
 def listening_inodes() -> set[str]:
-    """Inodes of the listening TCP sockets of this machine."""
     lines = "".join(Path(f"/proc/net/{family}").read_text() for family in ("tcp", "tcp6")).splitlines()
     return {line.split()[9] for line in lines if line.split()[3] == "0A"}
 

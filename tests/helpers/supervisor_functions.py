@@ -21,7 +21,6 @@ SLEEP_SECONDS = 600.0
 
 
 def report_result_of(pipe: Connection, what: Callable[[], Any], reported: Path | None = None) -> None:
-    """Call `what` in a rank, and report its return value or its error."""
     report = start_heartbeat(pipe)
     try:
         report(Report(value=what()))
@@ -42,7 +41,6 @@ def sleep_until_killed() -> None:
 
 
 def fail(error: BaseException, after: Path | None = None) -> None:
-    """Raise `error` once the file `after` exists."""
     wait_for_file(after)
     raise error
 
@@ -79,7 +77,6 @@ def send_progress(pipe: Connection, number: int) -> None:
 
 
 def wait_for_file(path: Path | None) -> None:
-    """Wait until there is a file at `path`."""
     while path is not None and not path.exists():
         time.sleep(0.01)
 

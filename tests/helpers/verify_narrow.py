@@ -15,7 +15,6 @@ from runner.verification.steps import Steps
 
 
 def use_narrow_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `verify_steps` use networks of half the width."""
     monkeypatch.setattr(verify_steps, "build_run", lambda config: use_narrow_resnet(build_run(config)))
 
 
