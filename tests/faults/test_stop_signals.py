@@ -37,22 +37,17 @@ SAVED = r"^{name}: finishing the step, then saving; press Ctrl-C to stop at once
 
 
 def during_training(name: str, run: str, at: str = "after step", count: int = 3) -> Fault:
-    """Return a fault that sends the signal `name` during training, so that the run saves a checkpoint and ends."""
     return Fault(name, at, count, training_process(run), codes=(STOPPED,), console_pattern=SAVED.format(name=name))
 
 
 def twice(names: str, run: str) -> Fault:
-    """Return a fault that sends the two signals in `names` during training.
-
-    If the second signal is SIGINT (Ctrl-C), the command exits at once. Otherwise, the second signal has no effect.
-    """
+    """Two signals, of which the second ends the command at once if it is SIGINT, and otherwise has no effect."""
     first, second = names.split()
     code, says = (INTERRUPTED, "^interrupted$") if second == "SIGINT" else (STOPPED, SAVED.format(name=first))
     return Fault(names, "after step", 3, training_process(run), codes=(code,), console_pattern=says)
 
 
 def before_training(name: str, at: str) -> Fault:
-    """Return a fault that sends the signal `name` to a command before the command starts to train."""
     code, says = (INTERRUPTED, "interrupted") if name == "SIGINT" else (STOPPED, f"{name}: stopped before the first")
     return Fault(name, at, 1, "main", codes=(code,), console_pattern=f"^{says}")
 
@@ -130,10 +125,7 @@ def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(
 
 
 def handles_signals(pid: int, ignored: str = "") -> bool:
-    """Return whether a process has installed handlers for all stop signals except `ignored`.
-
-    The command installs these handlers before any slow import.
-    """
+    """Return whether a process has installed its handlers, which it does before any slow import."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = int(re.findall(r"SigCgt:\s+(\w+)", status)[0], 16)
     return all(caught >> (signal.Signals[name] - 1) & 1 for name in STOP_SIGNALS if name != ignored)
@@ -157,73 +149,64 @@ def test_an_exception_that_replaces_a_stop_does_not_change_the_exit_code(number:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
 
 
-def end_of(process: subprocess.Popen[str], trial: FaultTrial) -> None:
-    """Wait until a command ends, and check that it leaves no process, port, shared memory or temporary file."""
-    trial.watched = False
-    while process.poll() is None:
-        trial.external_resources.sample()
-        time.sleep(0.2)
-    trial.external_resources.assert_released()
+class Typed:
+    """A run whose commands are started in new interpreters; they may leave no process, port, memory or file behind."""
+
+    def __init__(self, faulty: FaultTrial, temporary: Path):
+        self.faulty, faulty.watched = faulty, False
+        faulty.external_resources.temporary = temporary
+
+    def start(self, **options: Any) -> subprocess.Popen[str]:
+        with (self.faulty.cwd / "console.txt").open("w") as console:
+            streams = dict.fromkeys(("stdout", "stderr"), console)
+            return start_in_new_interpreter(*self.faulty.words(), cwd=self.faulty.cwd, **(streams | options))
+
+    def end(self, process: subprocess.Popen[str], codes: tuple[int, ...]) -> None:
+        while process.poll() is None:
+            self.faulty.external_resources.sample()
+            time.sleep(0.2)
+        self.faulty.external_resources.assert_released()
+        console = (self.faulty.cwd / "console.txt").read_text()
+        assert process.returncode in codes, console
+        assert "Traceback" not in console
 
 
 @pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.Popen[str]]:
-    """Return a function that starts or resumes a run in a new interpreter, whose output goes to `console.txt`."""
+def typed(tmp_path: Path, trial: Callable[..., FaultTrial], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Typed]:
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
-
-    def start(trial: FaultTrial, **options: Any) -> subprocess.Popen[str]:
-        trial.external_resources.temporary = tmp_path / "t"
-        with (trial.cwd / "console.txt").open("w") as console:
-            streams = dict.fromkeys(("stdout", "stderr"), console)
-            return start_in_new_interpreter(*trial.words(), cwd=trial.cwd, **(streams | options))
-
-    return start
+    return lambda run: Typed(trial(run, ""), tmp_path / "t")
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp"])
 @pytest.mark.parametrize("name", STOP_SIGNALS)
 def test_a_command_can_be_stopped_from_its_first_moment(
-    name: str,
-    run: str,
-    tmp_path: Path,
-    reference: Callable[[str], ReferenceRun],
-    count_fault: FaultCounter,
-    rng: random.Random,
-    typed: Callable[..., subprocess.Popen[str]],
+    name: str, run: str, count_fault: FaultCounter, rng: random.Random, typed: Callable[[str], Typed]
 ) -> None:
-    trial = FaultTrial(tmp_path / "run", run, reference(run))
+    command = typed(run)
     for _ in range(2):
         with count_fault("a signal at the start"):
-            process = typed(trial)
+            process = command.start()
             wait_until(lambda process=process: handles_signals(process.pid))
             time.sleep(rng.uniform(0, 4))
             process.send_signal(signal.Signals[name])
-            end_of(process, trial)
-            console = (trial.cwd / "console.txt").read_text()
-            assert process.returncode in (0, INTERRUPTED if name == "SIGINT" else STOPPED, STOPPED), console
-            assert "Traceback" not in console
-    trial.finish()
+            command.end(process, (0, INTERRUPTED if name == "SIGINT" else STOPPED, STOPPED))
+    command.faulty.finish()
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp", "hogwild"])
 def test_a_run_resumes_after_its_terminal_was_closed(
-    run: str,
-    tmp_path: Path,
-    reference: Callable[[str], ReferenceRun],
-    count_fault: FaultCounter,
-    rng: random.Random,
-    typed: Callable[..., subprocess.Popen[str]],
+    run: str, count_fault: FaultCounter, rng: random.Random, typed: Callable[[str], Typed]
 ) -> None:
-    trial = FaultTrial(tmp_path / "run", run, reference(run))
+    command = typed(run)
     for _ in range(3):
         with count_fault("a closed terminal"):
             ours, terminal = pty.openpty()
             own = partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0)
             streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-            process = typed(trial, **streams, start_new_session=True, preexec_fn=own)
+            process = command.start(**streams, start_new_session=True, preexec_fn=own)
             os.close(terminal)
             os.set_blocking(ours, False)
             wait_until(lambda process=process: process.poll() is not None or handles_signals(process.pid))
@@ -233,28 +216,21 @@ def test_a_run_resumes_after_its_terminal_was_closed(
                     os.read(ours, 65536)  # or the buffer of the terminal would fill up
                 time.sleep(0.01)
             os.close(ours)
-            end_of(process, trial)
-            assert process.returncode in (0, STOPPED)
-    trial.finish()
+            command.end(process, (0, STOPPED))
+    command.faulty.finish()
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp"])
 def test_nohup_ignores_a_closed_terminal_and_nothing_else(
-    run: str,
-    tmp_path: Path,
-    reference: Callable[[str], ReferenceRun],
-    count_fault: FaultCounter,
-    rng: random.Random,
-    typed: Callable[..., subprocess.Popen[str]],
+    run: str, count_fault: FaultCounter, rng: random.Random, typed: Callable[[str], Typed]
 ) -> None:
-    trial = FaultTrial(tmp_path / "run", run, reference(run))
+    command = typed(run)
     for name, codes in (("SIGTERM", (0, STOPPED)), ("SIGHUP", (0,))):
         with count_fault("nohup"):
-            process = typed(trial, preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN))
+            process = command.start(preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN))
             wait_until(lambda process=process: handles_signals(process.pid, "SIGHUP"))
             time.sleep(rng.uniform(0, 4))
             process.send_signal(signal.Signals[name])
-            end_of(process, trial)
-            assert process.returncode in codes, (trial.cwd / "console.txt").read_text()
-    trial.finish()
+            command.end(process, codes)
+    command.faulty.finish()
