@@ -14,8 +14,8 @@ STOPPED, INTERRUPTED = 75, 130
 def rank(action: str, number: int, at: str, visit_number: int = 1) -> Fault:
     """A rank that is killed or fails, which ends the command with exit code 1."""
     says = r"was killed by SIGKILL \(" if action == "kill" else "failed: InjectedError: planted by a test$"
-    pattern = rf"^rank {number} {says}"
-    return Fault(action, at, visit_number, f"rank {number}", (1,), pattern, traceback=action == "raise")
+    role, pattern = f"rank {number}", rf"^rank {number} {says}"
+    return Fault(action, at, visit_number, role, codes=(1,), console_pattern=pattern, traceback=action == "raise")
 
 
 SELECTED = {

@@ -249,7 +249,8 @@ class FaultTrial:
         assert_one_value_per_step(run)
         assert_no_temporary_files(run)
         for unbegun in set(self.cwd.glob("outputs/*/*")) - {run}:  # a session killed before it wrote its config
-            assert {path.name for path in unbegun.glob("[!.]*")} <= {"overrides.yaml"}
+            left = {path.name for path in unbegun.glob("[!.]*")}
+            assert left <= {"overrides.yaml", "environment.json", "log.txt"}, left
         if SAMPLES[self.run] and self.watched:
             # A checkpoint may be incomplete until the next one is due. An iteration of hogwild's loop takes two steps.
             assert_each_sample_once(self.cwd, self.run, SAMPLES[self.run], 2 * SAVE_EVERY + asynchronous)
