@@ -36,37 +36,6 @@ def plot_without_seaborn(*arguments: str) -> None:
     sys.exit(main(list(arguments)))
 
 
-def data_options() -> None:
-    """Build the dataset options that standard input has by name; fail if this loads torch or a data library."""
-    from runner.system.lazy_import import import_lazily
-
-    import_lazily("torch", "torchvision")
-    from runner.config.schema import build
-    from runner.data.base import Data
-
-    for name, node in json.load(sys.stdin).items():
-        build(node | ({"root": "anywhere"} if "root" in node else {}), Data, "data")
-        loaded = [name for name in ("torch._C", "torchvision.datasets", "numpy", "PIL.Image") if name in sys.modules]
-        assert not loaded, (name, loaded)
-        print(name)
-
-
-def model_options() -> None:
-    """Build model options, and print whether this loaded torch."""
-    from runner.system.lazy_import import import_lazily
-
-    import_lazily("torch", "torchvision")
-    from runner.config.errors import ConfigError
-    from runner.config.schema import build
-    from runner.model.base import Model
-
-    build({"_target_": "runner.model.resnet.ResNet", "depth": 18}, Model, "model")
-    try:
-        build({"_target_": "runner.model.convnet.ConvNet", "weights": "absent.pt"}, Model, "model")
-    except ConfigError:
-        print("refused", "torch.nn" in sys.modules, "models.convnet" in sys.modules)
-
-
 def deferred_compiler() -> None:
     import pytest
     import torch
