@@ -111,7 +111,7 @@ class Composer:
             config = self._load([*sweep.hydra.overrides.hydra, *overrides], RunMode.RUN)
             OmegaConf.copy_cache(sweep, config)  # `${now:…}` is the same in all jobs
             with open_dict(config):
-                config.hydra.job.id = config.hydra.job.num = number
+                config.hydra.job.id, config.hydra.job.num = str(number), number
             return _job(config)
 
     def show(self, overrides: Iterable[str], package: str | None = None, resolve: bool = False) -> str:
