@@ -194,14 +194,14 @@ def replaced_by_a_link(path: Path) -> None:
     path.symlink_to(path.with_name("aside"))
 
 
-def compressed_state(sandbox: Sandbox) -> None:
+def compressed(sandbox: Sandbox, name: str) -> None:
     """Compress the entries of a `torch.save` file, and add an entry with 100 MB of zeros."""
-    content, bomb = io.BytesIO((sandbox.checkpoint / "state.pt").read_bytes()), io.BytesIO()
+    content, bomb = io.BytesIO((sandbox.checkpoint / name).read_bytes()), io.BytesIO()
     with zipfile.ZipFile(content) as old, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as new:
         for entry in old.infolist():
             new.writestr(entry.filename, old.read(entry))
         new.writestr("archive/bomb", bytes(10**8))
-    sandbox.forge("state.pt", bomb.getvalue())
+    sandbox.forge(name, bomb.getvalue())
 
 
 def zip_with_absolute_names(sandbox: Sandbox) -> bytes:
@@ -234,6 +234,7 @@ RUNS: dict[str, Callable[[Sandbox], object]] = {
     "yaml: deep": lambda box: box.text("name: " + "[" * 5000),
     "yaml: a long number": lambda box: box.text("seed: " + "9" * 100_000),
     "yaml: sixty": lambda box: box.text("seed: " + ":".join(["59"] * 20_000)),
+    "yaml: NUL": lambda box: box.text("name: a\0b"),
     "yaml: 100 GB": lambda box: os.truncate(box.path / "config.yaml", 10**11),  # sparse: it takes no space
     # classes
     "class: os.system": lambda box: box.tracker("os.system"),
@@ -242,6 +243,8 @@ RUNS: dict[str, Callable[[Sandbox], object]] = {
     "class: imported there": lambda box: box.tracker("runner.training.json.loads"),
     "class: a function": lambda box: box.tracker("runner.storage.retention.prune"),
     "class: with a call in it": lambda box: box.tracker("runner.tracking.base.Tracker", hook={"_target_": "os.system"}),
+    "class: a number": lambda box: box.tracker(3),
+    "class: the command itself": lambda box: box.tracker("runner.commands.start.main"),
     "class: _args_": lambda box: box.tracker("runner.tracking.base.Tracker", _args_=["x"]),
     "class: a module here": module_in_the_current_directory,
     "modules in the run directory": module_in_the_run_directory,
@@ -249,6 +252,7 @@ RUNS: dict[str, Callable[[Sandbox], object]] = {
     "reference: a secret": lambda box: box.config(name="${oc.env:MY_SECRET}"),
     "reference: in a path": lambda box: box.config(output_root="x/${oc.env:MY_SECRET}"),
     "reference: nested": lambda box: box.config(name="${oc.env:${oc.decode:MY_SECRET}}"),
+    "reference: in a list": lambda box: box.config(data=IMAGES_ELSEWHERE | {"root": ["${oc.env:MY_SECRET}"]}),
     "name: upwards": lambda box: box.config(name="../../outside"),
     "output_root: elsewhere": lambda box: box.config(output_root=str(box.outside)),
     "weights: a secret": lambda box: box.config(model=weights_in(box, box.secret)),
@@ -284,7 +288,8 @@ RUNS: dict[str, Callable[[Sandbox], object]] = {
     "rank: a call in it": lambda box: box.insert("rank_0.pt", workload=touch(box)),
     "state: a plain pickle": lambda box: box.forge("state.pt", pickle.dumps(touch(box))),
     "state: memory of a call": lambda box: box.insert("state.pt", best=Runs(bytearray, 10**12)),
-    "state: compressed": compressed_state,
+    "state: compressed": lambda box: compressed(box, "state.pt"),
+    "rank: compressed": lambda box: compressed(box, "rank_0.pt"),
     "model: a pickle": lambda box: box.forge("model.safetensors", pickle.dumps(touch(box))),
     "model: a large header": lambda box: box.forge("model.safetensors", (2**62).to_bytes(8, "little") + b"{}"),
     "model: a large shape": lambda box: box.forge(
