@@ -17,10 +17,10 @@ from runner.session import Session
 from runner.system import torch_private
 from runner.tracking.metrics import BatchSums, MetricSums
 
-_OPTIONS = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
-_NO_BROADCAST: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False
-}
+
+def _no_broadcast() -> dict[str, Any]:
+    options = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False}
 
 
 @dataclass
@@ -75,7 +75,7 @@ class DDP(MultiProcess):
             find_unused_parameters=self.find_unused,
             gradient_as_bucket_view=self.gradients_as_views,
             static_graph=self.static_graph,
-            **_NO_BROADCAST,
+            **_no_broadcast(),
         )
         if self.compression != "none":
             state, hook = self._hook()

@@ -157,6 +157,8 @@ class Trial:
 def _run_trial(config: dict[str, Any], directory: str, connection: Connection) -> None:
     """Train the run of `config` in this process, or in processes that the launcher of its parallel mode starts."""
     become_command()
+    # A compiler that is killed leaves an incomplete file in torch's cache, with which all later runs would fail.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(directory, "compiled"))
     file = os.open(Path(directory, "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(file, stream)

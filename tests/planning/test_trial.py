@@ -43,6 +43,14 @@ def test_a_trial_trains_and_ends(mode: str) -> None:
     assert psutil.wait_procs(processes, TIMEOUT_SECONDS)[1] == []
 
 
+def test_compiled_code_is_kept_apart_from_that_of_other_runs() -> None:
+    trial = Trial(compose_config(*TINY_CPU, "parallel=ddp", "compile=true"), TIMEOUT_SECONDS)
+    directory = Path(trial._directory.name)
+    assert list(directory.glob("compiled/**/*.so"))
+    trial.close(kill=True)
+    assert not directory.exists()
+
+
 def test_a_config_that_is_refused_is_an_error() -> None:
     with pytest.raises(TrialError, match="batch_size") as caught:
         Trial(compose_config(*TINY_CPU, "batch_size=63", "parallel=ddp"), TIMEOUT_SECONDS)

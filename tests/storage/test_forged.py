@@ -140,11 +140,11 @@ def test_a_value_of_another_form_is_refused(forger: Callable[[str], Forger], nam
     content, values, tensors = read_checkpoint_file(run.original / file), cycle(VALUES), cycle(TENSORS)
     for keys, value in chosen(content):
         is_tensor = isinstance(value, torch.Tensor)
-        forgeries = [next(tensors)(value) if is_tensor else next(values) for _ in range(3)]
-        for forged in [*forgeries, REMOVE_KEY]:
+        is_free = keys[:3] in (ENVS, ("workload", "environments", "seed"))  # nothing is raised: one trial is enough
+        forgeries = [next(tensors)(value) if is_tensor else next(values) for _ in range(1 if is_free else 3)]
+        for forged in forgeries if is_free else [*forgeries, REMOVE_KEY]:
             if is_tensor or not may_be(keys, value, forged):
                 outcome = run.with_content(file, with_value_changed(content, keys, lambda _, forged=forged: forged))
-                is_free = keys[:3] in (ENVS, ("workload", "environments", "seed"))  # nothing is raised
                 assert outcome == "refused" or is_free, (keys, type(forged), outcome)
 
 
