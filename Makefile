@@ -43,8 +43,7 @@ bench: .venv/bench
 	@$(BIN)/python -m benchmarks.pipeline --precision bf16
 	@$(BIN)/python -m benchmarks.dqn
 	@$(BIN)/python -m benchmarks.sweep
-	@$(BIN)/python -m benchmarks.plan memory
-	@$(BIN)/python -m benchmarks.plan time
+	@$(BIN)/python -m benchmarks.plan
 	@$(BIN)/python -m benchmarks.tune
 
 .venv/ready: pyproject.toml constraints.txt

@@ -36,7 +36,7 @@ RUN_DIRECTORY = "--run-directory"
 
 PRELOADED = (
     *("torch.utils.flop_counter", "PIL.ImageDraw", "psutil", "runner.tracking.event_file", "runner.tracking.hparams"),
-    *("runner.api.run_job", "runner.commands.train"),
+    *("runner.api.run_job", "runner.commands.train", "runner.api.composing"),
 )
 """Modules that the jobs of a sweep need. Their server imports them once, also those that a run imports late."""
 
