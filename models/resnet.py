@@ -40,8 +40,6 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "group": partial(nn.GroupNorm, 32),  # the number of channels of every layer is a multiple of 32
 }
 
-STEMS = ("imagenet", "cifar")
-
 
 class ResNet(resnet.ResNet):
     """A residual network, version 1.5, for inputs [n, in_channels, height, width], with torchvision's parameter names.

@@ -237,7 +237,7 @@ def check_used(run: Run, overrides: Iterable[str]) -> None:
             raise ConfigError(key, value, why, "choose one of them")
         group = key.partition(".")[0]
         if group in WORKLOAD_INPUTS and group not in used:
-            why = f"{type(run.workload).__name__} is not made from any {group}"
+            why = f"{type(run.workload).__name__} does not use {group}"
             raise ConfigError(key, value, why, "leave it out, or choose another workload")
 
 

@@ -124,7 +124,8 @@ class MeasuredRun:
             environment = json.loads(read_regular(self.directory / ENVIRONMENT, MAX_BYTES))
             cpu, devices = environment["cpu"], Counter(str(device["name"]) for device in environment["devices"])
             names = [f"{count} × {name}" if count > 1 else name for name, count in devices.items()]
-            hardware = ", ".join(names) or f"{cpu['model']}, {cpu['allowed_cores']} cores"
+            cores = cpu["allowed_cores"]
+            hardware = ", ".join(names) or f"{cpu['model']}, {cores} core{'s' * (cores != 1)}"
             return one_line(f"{hardware}, torch {str(environment['versions']['torch']).partition('+')[0]}")
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return "an unknown machine"

@@ -47,12 +47,18 @@ def existing(texts: Iterable[str]) -> list[Path]:
     return paths
 
 
-def _parser() -> Parser:
-    parser = Parser("compare", "Compare runs: the options that differ, and what came of them.")
+def parser_of_runs(name: str, description: str) -> Parser:
+    """Return the parser of a subcommand that takes directories with runs, and the metric to compare them by."""
+    parser = Parser(name, description)
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a directory with runs at any depth below it")
     parser.add_argument(
         "--metric", metavar="NAME", help="a metric by its TensorBoard tag (default: the one that selects the best)"
     )
+    return parser
+
+
+def _parser() -> Parser:
+    parser = parser_of_runs("compare", "Compare runs: the options that differ, and what came of them.")
     parser.add_argument(
         "--sort",
         metavar="KEY",

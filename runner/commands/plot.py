@@ -18,7 +18,7 @@ from runner.analysis.comparison import MEASURES, Comparison
 from runner.analysis.swept_keys import REPEATS
 from runner.analysis.tables import PLOTTED, as_csv, csv_text, terminal
 from runner.commands.arguments import Parser
-from runner.commands.compare import existing
+from runner.commands.compare import existing, parser_of_runs
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import as_typed, typed_path
 from runner.storage.files import check_no_link, write_text
@@ -44,13 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("plot", "Figures and tables of a sweep.")
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="a directory with runs at any depth below it")
+    parser = parser_of_runs("plot", "Figures and tables of a sweep.")
     parser.add_argument(
         "--out", metavar="DIR", help="output directory (default: `plots` in the common parent of all PATHs)"
-    )
-    parser.add_argument(
-        "--metric", metavar="NAME", help="a metric by its TensorBoard tag (default: the one that selects the best)"
     )
     return parser
 

@@ -75,15 +75,6 @@ def num_jobs(ledger: dict[str, Any]) -> int:
     return max(ledger.get("num_jobs", 0), len(ledger.get("jobs", {})))
 
 
-def is_plain_name(directory: str) -> bool:
-    """Return whether `directory` is a plain name, not a path.
-
-    The name of a run directory in a ledger must be checked before it is used, because anybody may have written the
-    ledger.
-    """
-    return directory not in ("", ".", "..") and "/" not in directory and "\0" not in directory
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build the dictionary of a JSON object from its items. Raise ValueError if a key occurs twice."""
     value = dict(pairs)

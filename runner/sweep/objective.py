@@ -47,10 +47,6 @@ class Objective(NamedTuple):
             why = f"its value in the result of a job is not a number, but {reprlib.repr(value)}"
             raise ConfigError("sweep.metric", self.tag, why, "remove the directory of this job") from None
 
-    def is_better(self, one: float, other: float) -> bool:
-        """Return whether the value `one` is better than `other`."""
-        return one > other if self.goal == "max" else one < other
-
 
 class Curve:
     """The values of a metric after each evaluation of a job, read from its event files while the job still runs.

@@ -166,11 +166,12 @@ def test_workers_suspended_while_they_send_batches_raise_an_error(others):
 def test_only_waiting_counts_towards_the_timeout():
     loader = Loader(Squares(), Workers(2))
     results = loader.read(jobs(6, 1.0))  # a second for each batch
-    next(results)
+    squares = [next(results)[0].item()]
     loader.timeout = 3
     for _ in range(5):
         time.sleep(0.7)  # time of training, which does not count
-        next(results)
+        squares.append(next(results)[0].item())
+    assert squares == [0, 1, 4, 9, 16, 25]
 
 
 @pytest.mark.parametrize("count", [0, 2])
