@@ -45,7 +45,8 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
     """Train one run until it is done, stopped, or diverged, and return its result; called on every rank.
 
     Args:
-        session: the options and the process.
+        run: the options.
+        session: this process, and its part of the work.
         directory: the run directory.
         begin: function that rank 0 calls once no rank has refused the config or the checkpoint to resume from. It
             writes the config to the directory of a run that is resumed.

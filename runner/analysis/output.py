@@ -1,4 +1,4 @@
-"""Prints and writes the results of tools."""
+"""Prints and writes the results of subcommands."""
 
 from __future__ import annotations
 
