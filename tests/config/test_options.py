@@ -14,14 +14,12 @@ import pytest
 import torch
 import yaml
 from helpers.compose import build_composed_run, compose_config, option_content, prepare_session, train_in
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
 
 from runner.config.composition import Composer
 from runner.config.errors import ConfigError
 from runner.config.options import CONF, groups
 from runner.config.schema import build, load_class, option_fields, typed_values
-from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run
+from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run, build_run
 from runner.sweep.engines.base import Engine
 from runner.sweep.sweep_jobs import SweepJobs
 
@@ -124,28 +122,42 @@ def covering_rows(factors: dict[str, list[str]], without: Iterable[frozenset[str
     return rows
 
 
-def tried(options: Iterable[str], *more: str) -> Run:
-    """Build the run of `options`. If all of them are available here, prepare it and build its model on the meta device.
+def checked(run: Run, options: Iterable[str]) -> Run:
+    """Check that `options` were chosen, and if they are available here, prepare the run and build its model on `meta`.
 
     Raises:
         ConfigError: if the command would refuse the options.
     """
-    options = list(options)
-    chosen = {option.partition("=")[0] for option in options}
-    needed = [text for option in options for text in WITH.get(option, []) if text.partition("=")[0] not in chosen]
-    run = build_composed_run(*options, *needed, *more)
     for option in options:
         group, _, name = option.partition("=")
         target = option_content(group, name).get("_target_")
         if group == "sweep":  # its options are not part of a run
             assert build(option_content(group, name), Engine, "sweep")
-            continue
-        assert target is None or run.config[group]["_target_"] == target, f"{option} was not chosen"
+        else:
+            assert target is None or run.config[group]["_target_"] == target, f"{option} was not chosen"
     if not ABSENT_HERE.keys() & set(options):
         prepare_session(run)
         with torch.device("meta"):
             run.workload.build_model()
     return run
+
+
+def crossed(row: Iterable[str], *more: str) -> Run:
+    """Build the run of a row, which has an option of each group.
+
+    Only the options that set keys of the whole config are composed by Hydra; the others replace its components.
+    """
+    whole = [option for option in row if option.startswith(("workload=", "debug="))]
+    config = compose_config(*whole, "batch_size=64", *more)
+    for option in row:
+        group, _, name = option.partition("=")
+        if option == "tracking=several":
+            config[group] = compose_config(option)[group]
+        elif option not in whole and group != "sweep":
+            config[group] = option_content(group, name)
+        for key, _, value in (text.partition("=") for text in WITH.get(option, ()) if text.startswith(f"{group}.")):
+            config[group][key.partition(".")[2]] = yaml.safe_load(value)
+    return build_run(config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,7 +177,7 @@ ALONE = CROSSED | {group: groups()[group] for group in ("experiment", "local") i
 
 @pytest.mark.parametrize("option", [f"{group}={name}" for group, names in ALONE.items() for name in names])
 def test_every_option_is_prepared_or_refused_if_it_is_not_available_here(option: str) -> None:
-    run = tried([option])
+    run = checked(build_composed_run(option, *WITH.get(option, ())), [option])
     if option in ABSENT_HERE:
         with pytest.raises(ConfigError) as refusal:
             prepare_session(run)
@@ -181,13 +193,15 @@ def test_runs_with_all_compatible_pairs_of_options_are_prepared() -> None:
     together = {frozenset(pair) for row in ROWS for pair in itertools.combinations(row, 2)}
     assert together == pairs_of(HERE) - REFUSED.keys()
     for row in ROWS:
-        tried(row)
+        checked(crossed(row), row)
 
 
 def test_incompatible_pairs_of_options_are_refused_by_key() -> None:
     for pair, (begins, word) in REFUSED.items():
+        chosen = {option.partition("=")[0] for option in pair}
+        needed = [text for option in pair for text in WITH.get(option, ()) if text.partition("=")[0] not in chosen]
         with pytest.raises(ConfigError) as refusal:
-            tried(pair)
+            checked(build_composed_run(*pair, *needed), pair)
         assert str(refusal.value).startswith(begins)
         assert word in str(refusal.value)
 
@@ -195,7 +209,7 @@ def test_incompatible_pairs_of_options_are_refused_by_key() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=" ".join)
 def test_runs_with_all_compatible_pairs_of_options_train(row: list[str], tmp_path: Path) -> None:
-    run = tried(row, "steps=2", "log_every=1", "eval_every=0", "batch_size=64", "device.threads=1")
+    run = crossed(row, "steps=2", "log_every=1", "eval_every=0", "device.threads=1")
     result = train_in(tmp_path, run).result
     assert (result.status, result.steps) == ("done", 2)
 
@@ -214,32 +228,19 @@ def lines_of(path: Path) -> list[str]:
     return lines[1:] if lines[0] == "# @package _global_" else lines
 
 
-def values_of(override: Override) -> list[Any]:
-    """Return the values of an override in a sweep; for an interval, only its lower bound."""
-    if isinstance(interval := override.value(), IntervalSweep):
-        return [interval.start]
-    return list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
-
-
-def commands(typed: str) -> list[list[str]]:
-    """Return the overrides of each run that a command `python -m runner …` starts; a sweep starts several runs."""
-    words = shlex.split(typed)[3:]
-    if "-m" not in words:
-        return [words]
-    parsed = OverridesParser.create().parse_overrides([word for word in words if word != "-m"])
-    swept = [[f"{o.key_or_group}={value}" for value in values_of(o)] for o in parsed]
-    return [list(job) for job in itertools.product(*swept)]
-
-
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_an_option_file_begins_with_a_command_that_uses_it_and_a_sentence(path: Path) -> None:
     command, sentence = lines_of(path)[:2]
     assert re.fullmatch(r"# python -m runner( .+)?", command)
     assert re.fullmatch(r"# (?!python).+\.", sentence)
     assert len(sentence) <= 150
-    for overrides in commands(command[2:]):
-        assert f"{path.parent.name}={path.stem}" in overrides
-        compose_config(*overrides)
+    words = shlex.split(command)[4:]
+    assert f"{path.parent.name}={path.stem}" in words
+    if "-m" in words:
+        jobs = SweepJobs(Composer(), [word for word in words if word != "-m"])
+        jobs.compose(0, next(iter(jobs)))
+    else:
+        compose_config(*words)
 
 
 @pytest.mark.parametrize("path", [*FILES, *INHERITED, CONF / "config.yaml"], ids=lambda path: path.stem)
@@ -357,10 +358,9 @@ def test_experiment_precisions_sweeps_two_precisions_and_three_seeds() -> None:
     ],
 )
 def test_the_resnet50_experiments_sweep_modes_and_split_sizes_on_three_seeds(name: str, swept: dict[str, str]) -> None:
-    node = option_content("experiment", name)
-    assert node["hydra"]["sweeper"]["params"] == swept | {"seed": "0,1,2"}
+    assert option_content("experiment", name)["hydra"]["sweeper"]["params"] == swept | {"seed": "0,1,2"}
     [(key, values)] = swept.items()
-    for value in values.split(","):
+    for value in (values.split(",")[0], values.split(",")[-1]):
         run = build_composed_run(f"experiment={name}", f"{key}={value}")
         session = prepare_session(run)
         assert (run.batch_size, session.num_steps, run.workload.train.shape) == (120, 5, (3, 128, 128))

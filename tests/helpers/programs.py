@@ -5,9 +5,7 @@ The functions import what they need themselves: some of them check what their im
 
 from __future__ import annotations
 
-import gc
 import itertools
-import json
 import mmap
 import multiprocessing
 import os
@@ -231,26 +229,6 @@ def map_new_pages(size: int) -> mmap.mmap:
     for _ in range(0, size, mmap.PAGESIZE):  # one page at a time, because the written bytes take memory, too
         block.write(b"x" * mmap.PAGESIZE)
     return block
-
-
-def measure_memory(size: str) -> None:
-    """Print the memory of this process before, while and after it holds `size` bytes."""
-    import torch
-
-    from runner.system import memory
-
-    def measured() -> dict[str, Any]:  # the resident memory from a file that `runner.system.memory` does not read
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return {"usage": memory.usage(torch.device("cpu")), "resident": resident}
-
-    gc.disable()
-    map_new_pages(int(size)).close()  # allocates beforehand what writing and the first call allocate
-    measured()
-    memory.reset_peak(torch.device("cpu"))
-    before = measured()
-    with map_new_pages(int(size)):
-        during = measured()
-    print(json.dumps({"before": before, "during": during, "after": measured()}))
 
 
 def progress_steps() -> None:

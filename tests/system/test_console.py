@@ -12,7 +12,6 @@ from helpers.command import TIMEOUT_SECONDS, child_environment, names_left_in
 from helpers.compose import TINY_CPU
 from helpers.handmade_runs import write_run_directory
 
-from runner.commands import COMMANDS
 from runner.storage import run_directory
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -26,7 +25,7 @@ def run_in_shell(command: str, cwd: Path, **variables: str) -> subprocess.Comple
 
 
 @FULL
-@pytest.mark.parametrize("redirected", ["2>&-", "2>/dev/full", ">/dev/full", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("redirected", ["2>/dev/full", ">/dev/full", "<&- >&- 2>&-"])
 def test_a_run_is_trained_whatever_its_console_is(redirected: str, tmp_path: Path) -> None:
     ended = run_in_shell(f" {' '.join(TINY_CPU)} steps=1 {redirected}", tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -41,12 +40,13 @@ def test_a_run_is_trained_whatever_its_console_is(redirected: str, tmp_path: Pat
 
 
 @FULL
-@pytest.mark.parametrize("redirected", ["2>&1 | true", "2>/dev/full >/dev/full", "2>&-"])
-def test_all_jobs_of_a_sweep_run_whatever_its_console_is(redirected: str, tmp_path: Path) -> None:
-    ended = run_in_shell(f" -m {' '.join(TINY_CPU)} steps=1 seed=0,1,2 sweep.slots=1 {redirected}", tmp_path)
-    assert ended.returncode == 0, ended.stderr
+def test_all_jobs_of_a_sweep_run_whatever_its_console_is_and_it_fails_if_one_does(tmp_path: Path) -> None:
+    words = "steps=1 optimizer.lr=0.1,-1,0.2 sweep.slots=1"
+    ended = run_in_shell(f" -m {' '.join(TINY_CPU)} {words} 2>/dev/full | true", tmp_path)
+    assert ended.returncode == 2, ended.stderr
     [ledger] = tmp_path.glob("outputs/sweeps/classifier/*/sweep.json")
-    assert [job["state"] for job in json.loads(ledger.read_text())["jobs"].values()] == ["done"] * 3
+    states = [job["state"] for job in json.loads(ledger.read_text())["jobs"].values()]
+    assert states == ["done", "refused", "done"]
 
 
 @FULL
@@ -58,13 +58,8 @@ def test_ranks_train_although_what_their_environments_print_cannot_be_written(tm
     assert run_directory.read_result(path)["status"] == "done"
 
 
-def test_a_sweep_with_a_crashed_job_fails_even_if_nobody_reads_its_output(tmp_path: Path) -> None:
-    ended = run_in_shell(f" -m {' '.join(TINY_CPU)} steps=1 optimizer.lr=-1,0.1 2>&1 | true", tmp_path)
-    assert ended.returncode == 2
-
-
 @FULL
-@pytest.mark.parametrize("command", [" --help", " --version", " --cfg job", " compare .", " runs ."])
+@pytest.mark.parametrize("command", [" --help", " --cfg job", " runs ."])
 def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_leaves(
     command: str, tmp_path: Path
 ) -> None:
@@ -76,26 +71,30 @@ def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_lea
     assert (left.returncode, left.stderr) == (0, "")
 
 
-HELP = [" --help", *(f" {name} --help" for name in COMMANDS)]
-
-
-@pytest.mark.parametrize("command", [*HELP, " --cfg job name=ü", " doctor"])
-def test_characters_that_a_console_lacks_are_escaped(command: str, tmp_path: Path) -> None:
-    ended = run_in_shell(command, tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        (" --help", {"PYTHONIOENCODING": "", "LC_ALL": "C"}),
+        (" doctor", {"PYTHONIOENCODING": "ascii"}),
+        (" --cfg job name=ü", {"PYTHONIOENCODING": "ascii"}),
+    ],
+)
+def test_characters_that_a_console_lacks_are_escaped(command: str, variables: dict[str, str], tmp_path: Path) -> None:
+    ended = run_in_shell(command, tmp_path, PYTHONUTF8="0", **variables)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.isascii()
     assert ("name: \\xfc\n" in ended.stdout) == ("name" in command)
     assert names_left_in(tmp_path) == set()
 
 
-@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "", "LC_ALL": "C"}])
-def test_runs_and_evaluations_go_on_if_what_they_print_is_escaped(variables: dict[str, str], tmp_path: Path) -> None:
+def test_runs_and_evaluations_go_on_if_what_they_print_is_escaped(tmp_path: Path) -> None:
     agent = "workload=dqn env.id=helpers.talking_env:Talking-v0 env.num_envs=2 device=cpu"
     shorter = "steps=2 workload.warm_up=100 workload.eval_episodes=2"
-    trained = run_in_shell(f" {agent} {shorter} parallel=ddp", tmp_path, PYTHONUTF8="0", **variables)
+    trained = run_in_shell(f" {agent} {shorter} parallel=ddp", tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii")
     assert trained.returncode == 0, trained.stderr
     assert "2 \\xd7 helpers.talking_env:Talking-v0" in trained.stderr
-    evaluated = run_in_shell(f" evaluate outputs/dqn/* {agent} parallel=single", tmp_path, PYTHONUTF8="0", **variables)
+    words = f" evaluate outputs/dqn/* {agent} parallel=single"
+    evaluated = run_in_shell(words, tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii")
     assert evaluated.returncode == 0, evaluated.stderr
     for ended in (trained, evaluated):
         assert "\\xfc\n" in ended.stdout  # which an environment printed, in the training on each rank

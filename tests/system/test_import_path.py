@@ -7,39 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from helpers.command import ROOT, child_environment
 
-DDP = ("parallel=ddp", "model=tiny", "data.size=8", "steps=2", "device=cpu")
 
-
-@pytest.fixture
-def other_copy(tmp_path: Path) -> Path:
-    """A directory with a package of the same name, which ends any process that imports it."""
-    package = tmp_path / "other" / "runner"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise SystemExit('the other copy')\n")
-    return package.parent
-
-
-def assert_trains(words: list[str], cwd: Path, python_path: str, output_root: Path) -> None:
-    variables = child_environment(PYTHONPATH=python_path)
-    variables.pop("PYTHONSAFEPATH", None)
-    done = subprocess.run(words, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    [result] = output_root.glob("*/*/result.json")
-    assert json.loads(result.read_text())["world_size"] == 2
-
-
-def test_ranks_import_the_copy_of_the_command_and_not_one_on_the_import_path(other_copy: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "runner", *DDP, f"output_root={tmp_path}/out"]
-    assert_trains(words, ROOT, str(other_copy), tmp_path / "out")
-
-
-def test_ranks_import_the_copy_of_a_script_and_not_one_in_the_working_directory(
-    other_copy: Path, tmp_path: Path
-) -> None:
+def test_ranks_import_the_copy_of_the_project_that_a_script_imports(tmp_path: Path) -> None:
+    """Another copy is in the working directory and on PYTHONPATH, and ends any process that imports it."""
+    other = tmp_path / "other" / "runner"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit('the other copy')\n")
+    overrides = ["parallel=ddp", "model=tiny", "data.size=8", "steps=2", "device=cpu", f"output_root={tmp_path}/out"]
     script = tmp_path / "script.py"
-    overrides = [*DDP, f"output_root={tmp_path}/out"]
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport runner\nrunner.train({overrides!r})\n")
-    assert_trains([sys.executable, str(script)], other_copy, "", tmp_path / "out")
+    variables = child_environment(PYTHONPATH=str(other.parent))
+    variables.pop("PYTHONSAFEPATH", None)
+    words = [sys.executable, str(script)]
+    done = subprocess.run(words, cwd=other.parent, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [result] = (tmp_path / "out").glob("*/*/result.json")
+    assert json.loads(result.read_text())["world_size"] == 2
