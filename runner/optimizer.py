@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,10 +12,22 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from models.blocks import block_indices, blocks_of
-from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, see_comments
+from runner.config.errors import ABSENT, ConfigError, check_range, did_you_mean, see_comments
 from runner.config.name_patterns import matching, names_to_match
 
 MAX_RATE = 1000  # a larger value is a typo: with it, every optimizer here diverges within a few steps
+
+_RANGES: dict[str, dict[str, float]] = {
+    "lr": {"above": 0, "most": MAX_RATE},
+    "weight_decay": {"least": 0, "most": MAX_RATE},
+    "layer_decay": {"above": 0, "most": 1},
+    "momentum": {"least": 0, "most": 1},
+    "beta1": {"least": 0, "below": 1},
+    "beta2": {"least": 0, "below": 1},
+    "eps": {"above": 0, "most": 1},
+    "ns_steps": {"least": 1, "most": 99},
+}
+"""The range of each option of this name, in every optimizer that has it."""
 
 
 class ParameterGroup(NamedTuple):
@@ -51,26 +62,22 @@ class Optimizer(ABC):
     """Whether parallel modes that shard parameters are refused."""
 
     def __post_init__(self) -> None:
-        check_range(self, "lr", above=0, most=MAX_RATE)
-        check_range(self, "weight_decay", least=0, most=MAX_RATE)
-        check_range(self, "layer_decay", above=0, most=1)
+        for name in _RANGES:
+            if hasattr(self, name):
+                check_range(self, name, **_RANGES[name])
         for pattern, options in (self.groups or {}).items():
-            self._check_group(f"groups.{pattern}", options)
-
-    def _check_group(self, key: str, options: Any) -> None:
-        if not isinstance(options, Mapping) or not options:
-            why = "it is not a mapping with lr or weight_decay"
-            raise ConfigError(key, options, why, "for example {head: {lr: 0.01}}")
-        for name, value in options.items():
-            if name not in ("lr", "weight_decay"):
-                remedy = did_you_mean(name, ("lr", "weight_decay"))
-                raise ConfigError(f"{key}.{name}", ABSENT, "a group has no such option;", remedy)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_RATE:
-                why = f"it must be a number from 0 to {MAX_RATE}"
-                raise ConfigError(f"{key}.{name}", value, why, see_comments(self))
-            if name == "lr" and value == 0:
-                remedy = shlex.quote(f"model.freeze={[key.partition('.')[2]]}")
-                raise ConfigError(f"{key}.lr", value, "with a learning rate of 0 they would not be trained", remedy)
+            key = f"groups.{pattern}"
+            if not isinstance(options, Mapping) or not options:
+                why = "it is not a mapping with lr or weight_decay"
+                raise ConfigError(key, options, why, "for example {head: {lr: 0.01}}")
+            for name, value in options.items():
+                if name not in ("lr", "weight_decay"):
+                    remedy = did_you_mean(name, ("lr", "weight_decay"))
+                    raise ConfigError(f"{key}.{name}", ABSENT, "a group has no such option;", remedy)
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if not is_number or not 0 <= value <= MAX_RATE or (name == "lr" and value == 0):
+                    why = f"it must be a number {'above' if name == 'lr' else 'from'} 0, and at most {MAX_RATE}"
+                    raise ConfigError(f"{key}.{name}", value, why, see_comments(self))
 
     @abstractmethod
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
@@ -115,8 +122,9 @@ class Optimizer(ABC):
         for pattern in self.groups or ():
             matched = matching("optimizer.groups", pattern, trained, frozen, "none of its parameters is trained")
             new = [name for name in matched if name not in found]
-            why = "all parameters that it matches belong to the patterns before it"
-            check(bool(new), "optimizer.groups", pattern, why, "write it before them")
+            if not new:
+                why = "all parameters that it matches belong to the patterns before it"
+                raise ConfigError("optimizer.groups", pattern, why, "write it before them")
             found |= dict.fromkeys(new, pattern)
         return found
 
@@ -166,9 +174,9 @@ class SGD(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "momentum", least=0, most=1)
-        why = "Nesterov momentum requires optimizer.momentum > 0"
-        check(not self.nesterov or self.momentum > 0, "nesterov", True, why, "set optimizer.momentum=0.9")
+        if self.nesterov and self.momentum == 0:
+            why = "Nesterov momentum requires optimizer.momentum > 0"
+            raise ConfigError("nesterov", True, why, "set optimizer.momentum=0.9")
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
         parameters = trainable(model)
@@ -186,60 +194,21 @@ class SGD(Optimizer):
 
 
 @dataclass
-class Plain(Optimizer):
-    """The base class of optimizers that are built as the class of the same name in `torch.optim`."""
-
-    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        cls = next(each for name in type(self).__mro__ if (each := getattr(torch.optim, name.__name__, None)))
-        return cls(self._torch_groups(model, groups), **self._arguments(cls))
-
-
-@dataclass
-class Adam(Plain):
+class Adam(Optimizer):
     """Adam (Kingma and Ba, 2015; `torch.optim.Adam`)."""
 
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for beta in ("beta1", "beta2"):
-            check_range(self, beta, least=0, below=1)
-        check_range(self, "eps", above=0, most=1)
+    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
+        cls = next(each for base in type(self).__mro__ if (each := getattr(torch.optim, base.__name__, None)))
+        return cls(self._torch_groups(model, groups), **self._arguments(cls))
 
 
 @dataclass
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019; `torch.optim.AdamW`)."""
-
-
-@dataclass
-class NAdam(Adam):
-    """Adam with Nesterov momentum (Dozat, 2016; `torch.optim.NAdam`)."""
-
-    momentum_decay: float = 0.004
-    decoupled_weight_decay: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "momentum_decay", least=0, most=1)
-
-
-@dataclass
-class RMSprop(Plain):
-    """RMSprop (Tieleman and Hinton, 2012; `torch.optim.RMSprop`), by default without momentum."""
-
-    alpha: float = 0.99
-    eps: float = 1e-8
-    momentum: float = 0.0
-    centered: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "alpha", least=0, below=1)
-        check_range(self, "eps", above=0, most=1)
-        check_range(self, "momentum", least=0, most=1)
 
 
 _ELSEWHERE = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
@@ -293,11 +262,6 @@ class Muon(AdamW):
     momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "momentum", least=0, below=1)
-        check_range(self, "ns_steps", least=1, most=99)
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
         all_groups = self._torch_groups(model, groups)
