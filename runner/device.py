@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from runner.config.errors import ConfigError, check, check_choice, check_range
-from runner.system.cpu import cores_per_process, cpu_model, local_world_size, seconds_without_core, usable_core_numbers
+from runner.system.cpu import cores_per_process, cpu_model, local_world_size, usable_core_numbers
 from runner.system.freed_memory import freed_memory_kept
 from runner.system.gpu import lacks_kernels
 
@@ -136,51 +134,9 @@ def oversubscription(device: torch.device, num_data_workers: int) -> str:
     total = processes * (threads + num_data_workers)
     if total <= cores:
         return ""
-    each = f"{threads} compute thread{'s' * (threads > 1)}"
+    each = f"{processes} process{'es' * (processes > 1)} with {threads} compute thread{'s' * (threads > 1)}"
     each += f" and {num_data_workers} data worker{'s' * (num_data_workers > 1)}" if num_data_workers else ""
-    most = max(1, cores // processes - num_data_workers)
-    if most < threads:
-        remedy = f"device.threads={most}"
-    elif num_data_workers:
-        remedy = f"data.workers={max(0, cores // processes - 1)}"
-    else:
-        remedy = f"parallel.processes={cores}"
-    many = f"{processes} processes with {each} each" if processes > 1 else each
-    return f"{many}: {total} threads compete for {cores} core{'s' * (cores > 1)}; try {remedy}"
-
-
-class Competition:
-    """Finds out whether the threads of a run have to wait for cores.
-
-    If a thread of an operation has no core, the other threads wait for it: on two cores that other programs keep busy,
-    the steps of a small network took 35 times as long with two threads as with one.
-    """
-
-    def __init__(self, device: torch.device, num_data_workers: int):
-        self._at_start = oversubscription(device, num_data_workers)
-        self._threads = torch.get_num_threads() if device.type == "cpu" else 1
-        self._done = self._threads == 1
-        self._since, self._waited = time.perf_counter(), seconds_without_core()
-
-    def warning(self) -> str:
-        """Return a warning, once for a whole run, if half a thread was without a core since the last call; else ""."""
-        if self._at_start:
-            why, self._at_start, self._done = self._at_start, "", True
-            return why
-        seconds = time.perf_counter() - self._since
-        if self._done or self._waited is None or seconds < _LEAST_SECONDS:
-            return ""
-        waited = seconds_without_core() or 0.0
-        waiting = (waited - self._waited) / seconds
-        self._since, self._waited, self._done = self._since + seconds, waited, waiting >= _LEAST_WAITING
-        if not self._done:
-            return ""
-        fewer = max(1, self._threads - math.ceil(waiting))
-        why = f"of its {self._threads} threads, {waiting:.1f} were waiting for a core on average for {seconds:.0f} s"
-        return f"the machine is busy with other programs: {why}; fewer may be faster: device.threads={fewer}"
-
-
-_LEAST_SECONDS, _LEAST_WAITING = 5.0, 0.5
+    return f"{each}: {total} threads compete for {cores} cores; try fewer (device.threads, data.workers)"
 
 
 def _use_deterministic(wanted: bool) -> None:

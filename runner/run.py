@@ -35,6 +35,7 @@ from runner.session import Session
 from runner.stop import Stop
 from runner.system.secrets import redacted_values
 from runner.tracking.base import Tracker
+from runner.tracking.recorder import flatten
 from runner.workloads.base import Workload, check_listed
 
 CONFIG_GROUPS: dict[str, type] = {
@@ -243,22 +244,12 @@ def check_used(run: Run, overrides: Iterable[str]) -> None:
 
 def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
     """Refuse a `config` that is not the same on all ranks, naming the first key that differs; called on every rank."""
-    ours, *others = collectives.all_gather(config)
+    ours, *others = collectives.all_gather(flatten(config))
     for rank, other in enumerate(others, start=1):
-        path, one, another = first_difference(ours, other)
-        why = f"rank 0 was started with {one!r}, rank {rank} with {another!r}"
-        check(not path, path, ABSENT, why, "start all processes with the same command")
-
-
-def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any]:
-    """Return (full key, value in `one`, value in `other`) of the first difference of two configs; ("", …) if equal."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in (*one, *(key for key in other if key not in one)):
-            found = first_difference(one.get(key), other.get(key), f"{path}.{key}" if path else key)
-            if found[0]:
-                return found
-        return "", None, None
-    return ("", None, None) if one == other else (path, one, other)
+        for key in ours | other:
+            if ours.get(key) != other.get(key):
+                why = f"rank 0 was started with {ours.get(key)!r}, rank {rank} with {other.get(key)!r}"
+                raise ConfigError(key, ABSENT, why, "start all processes with the same command")
 
 
 def _node(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:

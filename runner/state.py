@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from runner.device import Competition
 from runner.ema import Average
 from runner.result import Result
 from runner.run import Run, config_hash
@@ -21,7 +20,7 @@ from runner.seeds import random_state, set_random_state
 from runner.session import Session
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint_writing import Checkpoints
-from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_count, check_like
+from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_like
 from runner.storage.manifest import untrusted
 from runner.storage.retention import prune
 from runner.storage.run_directory import step_name, step_of
@@ -65,7 +64,6 @@ class State:
         followers = (type(self.average).update, Average.update), (type(run.workload).after_step, Workload.after_step)
         self.weights_are_followed = any(method is not nothing for method, nothing in followers)
         self.metric_buffer = MetricBuffer(run.workload.metrics, session.device)
-        self.competition = Competition(session.device, run.workload.num_data_workers)
         self.step_timer = StepTimer(session.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
@@ -104,20 +102,15 @@ class State:
             if self.run.resume != "never":
                 log.info("there is no checkpoint to resume from: the run starts at step 1")
             return
-        self._match_data(saved_signature(self.checkpoints.root / step_name(checkpoint.step)))
+        saved, workload = saved_signature(self.checkpoints.root / step_name(checkpoint.step)), self.run.workload
+        workload.continue_with(saved)  # with its normalization of the data
+        if change := self.session.collectives.from_rank_0(partial(workload.check_same_samples, saved)):
+            log.warning("the data has changed, as data.changed=accept allows: %s", change)
         self.load(checkpoint)
         log.info("resumed after step %d", self.step)
         self._report_length(checkpoint.state["num_steps"])
         if self.session.rank == 0:
             prune(self.checkpoints.root, keep=None)  # here, as a run that has no step left does not save again
-
-    def _match_data(self, saved: dict[str, Any]) -> None:
-        """Check that the data is that of the checkpoint with the signature `saved`, and use its normalization."""
-        workload = self.run.workload
-        workload.continue_with(saved)
-        change = self.session.collectives.from_rank_0(partial(workload.check_same_samples, saved))
-        if change:
-            log.warning("the data has changed, as data.changed=accept allows: %s", change)
 
     def _report_length(self, before: int) -> None:
         """Log what another length of the run does to its schedule; `before` is 0 if it is not known."""
@@ -134,7 +127,6 @@ class State:
             ConfigError: if the content does not fit this run. A part of the content may have been loaded.
         """
         try:
-            _check_shared(checkpoint, len(self.run.workload.metrics))
             self._load(checkpoint)
         except CONTENT_ERRORS as error:
             lost = isinstance(error, torch.distributed.DistError) or torch_errors.is_lost_peer(error)
@@ -147,13 +139,18 @@ class State:
     def _load(self, checkpoint: Checkpoint) -> None:
         run, devices = self.run, self.session.devices
         shared, local = checkpoint.state, checkpoint.local
+        window = TensorSpec(torch.float32, (None, len(run.workload.metrics)))
+        like = {"optimizer": {str: dict}, "precision": dict, "window": window, "logged": int, "num_steps": int}
+        check_like(shared, like | {"metrics": {str: float}, "best": dict, "stop": dict}, "the state")
+        if shared["best"]:
+            check_like(shared["best"], {"metric": str, "value": float, "step": int}, "the best evaluation")
         if local:
             like = {"workload": dict, "parallel": dict, "random": dict, "ema": dict}
             check_like(local, like, "the state of a rank")
         load = partial(run.parallel.load_full_state, self.model)
         load(self.optimizer, checkpoint.tensors, shared["optimizer"])
         self.average.load(checkpoint.ema, lambda averages, state: load(averages, checkpoint.tensors, state))
-        self.stopping.load_state_dict(shared["stop"], checkpoint.step)
+        self.stopping.load_state_dict(shared["stop"])
         run.precision.load_state_dict(shared["precision"])
         self.step, self.metrics, self.best = checkpoint.step, shared["metrics"], shared["best"]
         self.logged_step = shared["logged"]
@@ -266,22 +263,6 @@ class State:
 def _signature_text(workload: Workload) -> str:
     identity = workload.samples_identity()
     return signature_text(workload.signature() | ({"data": identity} if identity else {}))
-
-
-def _check_shared(checkpoint: Checkpoint, num_metrics: int) -> None:
-    """Check the part of `checkpoint` that all ranks share, before any part of it is loaded."""
-    shared, step = checkpoint.state, checkpoint.step
-    like = {"optimizer": {str: dict}, "precision": dict, "window": TensorSpec(torch.float32, (None, num_metrics))}
-    like |= {"logged": int, "metrics": {str: float}, "best": dict, "stop": dict, "num_steps": int}
-    check_like(shared, like, "the state")
-    if shared["best"]:
-        check_like(shared["best"], {"metric": str, "value": float, "step": int}, "the best evaluation")
-        check_count(shared["best"]["step"], "the best evaluation, step", most=step)
-    check_count(shared["logged"], "the last logged step", most=step)
-    check_count(shared["num_steps"], "the length of the run")
-    # A row for each iteration of the loop, which has several steps where the processes divide the steps.
-    num_steps, num_rows = step - shared["logged"], len(shared["window"])
-    check_count(num_rows, "the metric sums, rows", most=num_steps)
 
 
 def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dict[str, Any]]) -> str:

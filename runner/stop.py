@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from runner.config.errors import check, check_range
-from runner.storage.content_checks import check_count, check_like
+from runner.storage.content_checks import check_like
 
 
 @dataclass
@@ -121,13 +121,11 @@ class Stopping:
         """Return the state for a checkpoint; empty before the first evaluation, or if no rule uses evaluations."""
         return {} if self._evaluations is None else asdict(self._evaluations)
 
-    def load_state_dict(self, state: dict[str, Any], last_step: int) -> None:
-        """Restore `state`, which `state_dict` returned after step `last_step`, unless it is of another `metric`."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state`, which `state_dict` returned, unless it is of another `metric`."""
         if not state:
             return
         like = {"metric": str, "best": float, "best_step": int, "latest": float, "waited": int}
         check_like(state, like, "stop")
-        for key in ("best_step", "waited"):
-            check_count(state[key], f"stop, {key}", most=last_step)
         if state["metric"] == self._options.metric:
             self._evaluations = _Evaluations(**state)

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from runner.batching import Step
 from runner.config.errors import ConfigError
+from runner.device import oversubscription
 from runner.model.table import table_of
 from runner.optimizer import learning_rates
 from runner.parallel.collectives import Collectives
@@ -60,12 +62,8 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
     """
     writes = session.rank == 0
     with run.settings(session.device):
-        try:
+        with torch_refusals(run):  # already here, as a pipeline measures the blocks of the model
             state = prepare(run, session, directory, with_table=True)
-        except Exception as error:  # a pipeline measures the blocks of the model
-            if (refusal := refused_by_torch(run, error)) is not None:
-                raise refusal from error
-            raise
         session.collectives.barrier()
         session.collectives.from_rank_0(begin)
         with (
@@ -76,17 +74,17 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
         ):
             introduce(state, recorder)
             try:
-                status, error = loop(state, recorder, progress, stop), ""
+                with torch_refusals(run):
+                    status, error = loop(state, recorder, progress, stop), ""
             except DivergedError as diverged:
                 status, error = "diverged", str(diverged)
                 save_diverged_batch(session, directory, diverged.step)
                 state.checkpoints.wait()
             except ConfigError:
+                state.checkpoints.finish_after_error()
                 raise
             except Exception as error:
                 state.checkpoints.finish_after_error()
-                if (refusal := refused_by_torch(run, error)) is not None:
-                    raise refusal from error
                 raise CrashedError(state.result("crashed", f"{type(error).__name__}: {error}")) from error
             result = state.result(status, error)  # before the trackers are closed: it involves collectives
             if status == "done":
@@ -231,14 +229,7 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     if state.session.steps_per_epoch:
         points["epoch"] = step / state.session.steps_per_epoch
     points |= state.step_timer.rates(state.session.plan.samples_per_round) | memory.usage(state.session.device)
-    warn_of_competition(state)
     recorder.scalars(points, step)  # at once, as each call is a record on the disk, and a request to a remote tracker
-
-
-def warn_of_competition(state: State) -> None:
-    """Log, once in a run, that the threads of rank 0 have to wait for cores."""
-    if state.session.rank == 0 and (why := state.competition.warning()):
-        log.warning("%s", why)
 
 
 def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
@@ -265,9 +256,10 @@ def introduce(state: State, recorder: Recorder) -> None:
     run, session = state.run, state.session
     config = config_yaml(run.config)
     log.info("%s", run.describe(session, state.model_description, state.directory))
-    warn_of_competition(state)
-    if session.rank == 0 and (why := run.ema.too_slow(session.num_steps)):
-        log.warning("%s", why)
+    if session.rank == 0:
+        for why in oversubscription(session.device, run.workload.num_data_workers), run.ema.too_slow(session.num_steps):
+            if why:
+                log.warning("%s", why)
     log.debug("model:\n%s", state.model_table)
     log.debug("config:\n%s", config)
     if session.rank == 0:
@@ -292,12 +284,18 @@ def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
         log.error("the batch of step %d is in %s", step, path)
 
 
-def refused_by_torch(run: Run, error: Exception) -> ConfigError | None:
-    """Return a config error if `error` shows that torch cannot train with the config; otherwise None."""
-    if run.deterministic and (why := torch_errors.nondeterministic_operation(error)):
-        return ConfigError("deterministic", True, why, "set deterministic=false, or choose another model")
-    if torch_errors.is_single_value_batch_norm(error):
-        why = "batch normalization would see one sample of one pixel, which has no variance"
-        larger = "more samples in one forward pass (batch_size, accumulation.steps, parallel.split_size)"
-        return ConfigError("batch_size", run.batch_size, why, f"{larger}, larger images, or model.norm=group")
-    return None
+@contextmanager
+def torch_refusals(run: Run) -> Iterator[None]:
+    """Raise a config error in place of an error in the context by which torch says that it cannot train the config."""
+    try:
+        yield
+    except Exception as error:
+        if run.deterministic and (why := torch_errors.nondeterministic_operation(error)):
+            remedy = "set deterministic=false, or choose another model"
+            raise ConfigError("deterministic", True, why, remedy) from error
+        if torch_errors.is_single_value_batch_norm(error):
+            why = "batch normalization would see one sample of one pixel, which has no variance"
+            larger = "more samples in one forward pass (batch_size, accumulation.steps, parallel.split_size)"
+            remedy = f"{larger}, larger images, or model.norm=group"
+            raise ConfigError("batch_size", run.batch_size, why, remedy) from error
+        raise

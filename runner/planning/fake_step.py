@@ -30,7 +30,7 @@ from runner.session import Session
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
 from runner.tracking.metrics import BatchSums
-from runner.training import prepare, refused_by_torch, train_step
+from runner.training import prepare, torch_refusals, train_step
 from runner.workloads.base import Workload
 
 _TRACED = 3
@@ -182,12 +182,8 @@ def trace_rank(run: Run, session: Session, rank: int, world_size: int) -> RankPl
         parallel, workload = _counted(run.parallel, tracker), _planned(run.workload, tracker)
         run = dataclasses.replace(run, parallel=parallel, workload=workload)
         part = dataclasses.replace(run.session(process), compile=False, num_steps=session.num_steps)
-        try:
+        with torch_refusals(run):
             return _trace(run, part, Path(scratch), tracker)
-        except Exception as error:
-            if (refusal := refused_by_torch(run, error)) is not None:
-                raise refusal from error
-            raise
 
 
 def _counted(parallel: Parallel, tracker: StepTracker) -> Parallel:

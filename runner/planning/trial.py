@@ -23,7 +23,7 @@ from runner.result import Result
 from runner.run import build_run
 from runner.system import memory, torch_errors
 from runner.system.forkserver import METHOD, become_command, start_server, without_main_module
-from runner.training import prepare, refused_by_torch, train_step
+from runner.training import prepare, torch_refusals, train_step
 
 PRELOADED = ("torch", "runner.planning.trial")
 _PATIENT = 24 * 3600.0
@@ -212,11 +212,12 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
         count = 1
         while count:
             try:
-                message = train(count)
+                with torch_refusals(run):
+                    message = train(count)
             except Exception as error:
                 if torch_errors.is_out_of_memory(error):  # on this rank; the others will only miss it
                     connection.send(_reason(error))
-                raise refused_by_torch(run, error) or error from None
+                raise
             if process.rank == 0:
                 connection.send(message)
             count = session.collectives.from_rank_0(asked)

@@ -30,7 +30,7 @@ from runner.seeds import random_state
 from runner.session import Session
 from runner.state import State
 from runner.tracking.metrics import BatchSums, DivergedError, MetricSums
-from runner.training import prepare, refused_by_torch, train_step
+from runner.training import prepare, torch_refusals, train_step
 from runner.workloads.base import SupervisedWorkload
 
 Tensors = dict[str, torch.Tensor]
@@ -107,13 +107,10 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, collectives:
         session = run.prepare(collectives)
         with run.settings(session.device):
             try:
-                steps = record(run, session, directory)
+                with torch_refusals(run):
+                    steps = record(run, session, directory)
             except DivergedError as error:  # raised on all ranks, because the losses are reduced over all ranks
                 steps = Steps(diverged=str(error))
-            except Exception as error:
-                if (refusal := refused_by_torch(run, error)) is not None:
-                    raise refusal from error
-                raise
         if session.rank == 0:
             torch.save(vars(steps), directory / f"{number}.pt")
     return Result("done")
