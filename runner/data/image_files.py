@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,20 +15,17 @@ from runner.batching import MicroBatch, SampleOrder
 from runner.data.augment import NO_AUGMENT, Augment, borrowed_generator
 from runner.data.base import Batch, DataError, LabeledSamples, shard_bounds
 from runner.data.image_input import normalized, per_channel
-from runner.data.prefetch import to_device
-from runner.data.workers import Loaders, Workers
+from runner.data.workers import Workers
 from runner.seeds import sample_seeds
+from runner.system.copy_stream import CopyStream, Tensors, Transfer
 from runner.system.utf8 import printable
 
 log = logging.getLogger(__name__)
 
 _MAX_NAMED = 20
 
-
-class Reader(Protocol):
-    def __call__(self, path: str, for_training: bool) -> torch.Tensor:
-        """Return the sample at `path`, uint8 [channels, height, width]; `for_training`, with torch's random numbers."""
-        ...
+Reader = Callable[[str, bool], torch.Tensor]
+"""A function of (path, whether for training) that returns the sample, uint8 [channels, height, width]."""
 
 
 class Job(NamedTuple):
@@ -39,11 +38,10 @@ class Job(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A loaded batch: images, uint8 [n, channels, height, width], and class indices, int64 [n]."""
+    """A loaded batch: images, uint8 [n, channels, height, width]."""
 
     job: Job
     images: torch.Tensor
-    targets: torch.Tensor
     failures: list[tuple[int, str]]
     """(row, error message) of each sample that could not be read. These rows of `images` are zero."""
 
@@ -56,7 +54,7 @@ class Fetch:
     shape: tuple[int, int, int]
     augment: Augment = NO_AUGMENT
 
-    def __getitem__(self, job: Job) -> Loaded:
+    def __call__(self, job: Job) -> Loaded:
         images = torch.zeros(len(job.paths), *self.shape, dtype=torch.uint8)
         failures: list[tuple[int, str]] = []
         with borrowed_generator() as generator:
@@ -69,7 +67,7 @@ class Fetch:
                         images[row] = self.augment(self.read(path, True))
                 except Exception as error:  # decoders may raise anything for a damaged file
                     failures.append((row, printable(f"{type(error).__name__}: {error}")))
-        return Loaded(job, images, torch.tensor(job.targets), failures)
+        return Loaded(job, images, failures)
 
 
 class Unreadable:
@@ -119,8 +117,8 @@ class FileSamples(LabeledSamples):
     content: Callable[[], str] = str
 
     def __post_init__(self) -> None:
-        self.num_classes, self.shape, self.num_workers = len(self.class_names), self.fetch.shape, self.workers.count
-        self._loaders = Loaders()
+        self.num_classes, self.shape = len(self.class_names), self.fetch.shape
+        self.num_workers = self.workers.count
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -137,11 +135,11 @@ class FileSamples(LabeledSamples):
                 yield self._job(indices.tolist(), seeds)
 
         def load() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
-            for loaded in self._read(jobs(), device):
+            for loaded in self.workers.read(self.fetch, jobs()):
                 self._replace(loaded)
-                yield loaded.images, loaded.targets
+                yield loaded.images, torch.tensor(loaded.job.targets)
 
-        return self._normalized(load(), device)
+        return self._normalized(load(), device, self.pin_memory is not False)
 
     def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
         def load() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
@@ -158,30 +156,26 @@ class FileSamples(LabeledSamples):
         self, batch_size: int, shard: tuple[int, int], device: torch.device
     ) -> Iterator[tuple[torch.Tensor, Batch]]:
         start, stop = shard_bounds(len(self), shard)
-        starts = range(start, stop, batch_size)
-        jobs = (self._job(list(range(first, min(first + batch_size, stop)))) for first in starts)
+        jobs = (self._job(range(first, min(first + batch_size, stop))) for first in range(start, stop, batch_size))
 
         def load() -> Generator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-            for loaded in self._read(jobs, device, len(starts)):
-                for row, why in loaded.failures:
-                    self.unreadable.add(loaded.job.paths[row], why)
-                parts = (torch.tensor(loaded.job.indices), loaded.images, loaded.targets)
-                if loaded.failures:
-                    readable = torch.ones(len(loaded.targets), dtype=torch.bool)
-                    readable[[row for row, _ in loaded.failures]] = False
-                    parts = (parts[0][readable], parts[1][readable], parts[2][readable])
+            for job, images, failures in self.workers.read(self.fetch, jobs):
+                parts = (images, torch.tensor(job.targets), torch.tensor(job.indices))
+                for row, why in failures:
+                    self.unreadable.add(job.paths[row], why)
+                if failures:
+                    unreadable = {row for row, _ in failures}
+                    rows = [row for row in range(len(images)) if row not in unreadable]
+                    parts = (parts[0][rows], parts[1][rows], parts[2][rows])
                 if len(parts[0]):
                     yield parts
-            # Other shards may have readable files.
-            if shard[1] == 1 and len(self) and all(path in self.unreadable.files for path in self.paths):
-                raise self._none_readable()
 
         mean, std = per_channel(self.mean, device), per_channel(self.std, device)
-        for indices, images, targets in to_device(load(), device):
+        for images, targets, indices in to_device(load(), device, self.pin_memory is not False):
             yield indices, Batch(normalized(images, mean, std), targets)
 
     def display_images(self, indices: list[int]) -> torch.Tensor:
-        return self.fetch[self._job(indices)].images
+        return self.fetch(self._job(indices)).images
 
     def labels(self) -> torch.Tensor:
         return torch.tensor(self.targets)
@@ -201,15 +195,10 @@ class FileSamples(LabeledSamples):
         return {"skipped_images": len(files), "skipped_files": files[:_MAX_NAMED]} if files else {}
 
     def close(self) -> None:
-        self._loaders.close()
+        self.workers.close()
 
-    def _read(self, jobs: Iterable[Job], device: torch.device, max_workers: int = 256) -> Iterator[Loaded]:
-        pin = device.type == "cuda" and self.pin_memory is not False
-        workers = replace(self.workers, count=min(max_workers, self.workers.count), pin_memory=pin)
-        return self._loaders.read(self.fetch, workers, jobs)
-
-    def _job(self, indices: list[int], seeds: list[int] | None = None) -> Job:
-        return Job(indices, [self.paths[i] for i in indices], [self.targets[i] for i in indices], seeds)
+    def _job(self, indices: Sequence[int], seeds: list[int] | None = None) -> Job:
+        return Job([*indices], [self.paths[i] for i in indices], [self.targets[i] for i in indices], seeds)
 
     def _replace(self, loaded: Loaded) -> None:
         """Replace each unreadable sample with the next readable one of the data set: batches keep their size."""
@@ -220,24 +209,44 @@ class FileSamples(LabeledSamples):
             index = loaded.job.indices[row]
             for other in ((index + step) % len(self) for step in range(1, len(self))):
                 # Use the seed of the unreadable sample, because the replacement may be in this batch twice.
-                replacement = self.fetch[self._job([other], [seeds[row]])]
+                replacement = self.fetch(self._job([other], [seeds[row]]))
                 if not replacement.failures:
-                    loaded.images[row], loaded.targets[row] = replacement.images[0], replacement.targets[0]
+                    loaded.images[row], loaded.job.targets[row] = replacement.images[0], self.targets[other]
                     break
                 self.unreadable.add(self.paths[other], replacement.failures[0][1])
             else:
-                raise self._none_readable()
-
-    def _none_readable(self) -> DataError:
-        path, why = next(iter(self.unreadable.files.items()))
-        return DataError(
-            f"{len(self)} files", "none of them can be read", f"check that they are images; {printable(path)}: {why}"
-        )
+                path, why = next(iter(self.unreadable.files.items()))
+                remedy = f"check that they are images; {printable(path)}: {why}"
+                raise DataError(f"{len(self)} files", "none of them can be read", remedy)
 
     def _normalized(
-        self, batches: Generator[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+        self, batches: Generator[tuple[torch.Tensor, torch.Tensor]], device: torch.device, pin_memory: bool = False
     ) -> Iterator[Batch]:
         """Copy each batch to `device` as uint8 (a quarter of the size of float32), normalize it, and yield it."""
         mean, std = per_channel(self.mean, device), per_channel(self.std, device)
-        for images, targets in to_device(batches, device):
+        for images, targets in to_device(batches, device, pin_memory):
             yield Batch(normalized(images, mean, std), targets)
+
+
+def to_device(
+    batches: Generator[Tensors], device: torch.device, pin_memory: bool = False, cuda: Any = None
+) -> Generator[Tensors]:
+    """Yield `batches`, tuples of CPU tensors, after copying them to `device`; ready for use on the current stream.
+
+    For a CUDA device, the next batch is copied on a separate stream while the model computes, from page-locked memory
+    if `pin_memory`. `cuda` replaces `torch.cuda` in tests.
+    """
+    with closing(batches):
+        if device.type != "cuda":
+            for batch in batches:
+                yield tuple(tensor.to(device) for tensor in batch)
+            return
+        stream = CopyStream(device, cuda or torch.cuda)
+        pending: deque[Transfer] = deque()
+        with closing(stream):
+            for batch in batches:
+                pending.append(stream.send(tuple(tensor.pin_memory() for tensor in batch) if pin_memory else batch))
+                if len(pending) > 1:
+                    yield stream.receive(pending.popleft())
+            while pending:
+                yield stream.receive(pending.popleft())

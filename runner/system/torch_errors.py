@@ -62,3 +62,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_single_value_batch_norm(error: BaseException) -> bool:
     """Return whether batch normalization raised `error` because a channel has a single value and thus no variance."""
     return "Expected more than 1 value per channel" in str(error)
+
+
+def is_out_of_shared_memory(error: BaseException) -> bool:
+    return "unable to allocate shared memory" in str(error)

@@ -1,4 +1,4 @@
-"""Tests of `runner.data.prefetch`: which copies and waits are queued on which stream, and in which order."""
+"""Tests of `to_device`: which copies and waits are queued on which stream, and in which order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.fake_cuda import CUDA, FakeCuda, FakeTensor
 
-from runner.data.prefetch import to_device
+from runner.data.image_files import to_device
 
 
 def host(cuda: FakeCuda, count: int) -> Any:
@@ -29,7 +29,7 @@ def handed_out(number: int) -> list[tuple[Any, ...]]:
 
 def test_the_next_copy_is_queued_before_a_batch_is_yielded():
     cuda = FakeCuda()
-    for number, batch in enumerate(to_device(host(cuda, 3), CUDA, cuda), start=1):
+    for number, batch in enumerate(to_device(host(cuda, 3), CUDA, cuda=cuda), start=1):
         assert [tensor.name for tensor in batch] == [f"x{number} on the device", f"y{number} on the device"]
         cuda.calls.append(("compute", number))
     assert cuda.calls == [
@@ -46,7 +46,7 @@ def test_the_next_copy_is_queued_before_a_batch_is_yielded():
 def test_a_closed_stream_waits_for_its_copies_and_closes_its_source():
     cuda = FakeCuda()
     source = host(cuda, 10)
-    batches = to_device(source, CUDA, cuda)
+    batches = to_device(source, CUDA, cuda=cuda)
     next(batches)
     batches.close()
     assert cuda.calls[-1] == ("synchronize", "copy")

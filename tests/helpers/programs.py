@@ -78,17 +78,17 @@ def deferred_compiler() -> None:
 
 
 class Echo:
-    """A dataset whose items are their indices, each available after a millisecond."""
+    """A loader of numbers, each of which takes a millisecond."""
 
-    def __getitem__(self, number: int) -> int:
+    def __call__(self, number: int) -> int:
         time.sleep(0.001)
         return number
 
 
 class Megabytes:
-    """A dataset of tensors of 1,000,000 bytes."""
+    """A loader of tensors of 1,000,000 bytes."""
 
-    def __getitem__(self, number: int) -> Any:
+    def __call__(self, number: int) -> Any:
         import torch
 
         return torch.full((1_000_000,), number, dtype=torch.uint8)
@@ -103,10 +103,10 @@ def read_with_workers(what: str) -> None:
     import torch
 
     from runner.data.imagefolder import ImageFolder
-    from runner.data.workers import Loader, Workers
+    from runner.data.workers import Workers
 
     if what in ("exit", "endless"):
-        results = Loader(Echo(), Workers(2)).read(itertools.count())
+        results = Workers(2).read(Echo(), itertools.count())
     else:
         _, held_out = ImageFolder(what, workers=2, size=8).load()
         results = held_out.in_order(1, (0, 1), torch.device("cpu"))
@@ -121,10 +121,10 @@ def read_with_workers(what: str) -> None:
 def read_megabytes(count: str) -> None:
     """Read batches of 1 MB with two workers, and print how many were read, or the error."""
     from runner.data.base import DataError
-    from runner.data.workers import Loader, Workers
+    from runner.data.workers import Workers
 
     try:
-        read = [int(batch[-1]) for batch in Loader(Megabytes(), Workers(2)).read(range(int(count)))]
+        read = [int(batch[-1]) for batch in Workers(2).read(Megabytes(), range(int(count)))]
     except DataError as error:
         print(error)
     else:
