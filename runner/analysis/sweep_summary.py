@@ -53,11 +53,11 @@ def _write(path: Path) -> None:
     compared = _compared(path)
     if compared is None or not compared.rows:
         return
-    from torch.utils.tensorboard.summary import text
+    from torch.utils.tensorboard.summary import hparams, text
 
     from runner.tracking.event_file import EventFile
-    from runner.tracking.hparams import columns
     from runner.tracking.recorder import shown_values, typed_values
+    from runner.tracking.tensorboard import hparam_values
 
     typed = [typed_values(run.overrides, run.config) for run in compared.runs]
     known = dict.fromkeys(key for values in typed for key in values)
@@ -65,13 +65,21 @@ def _write(path: Path) -> None:
     swept = {key: list(values.values()) for key, values in found.items() if len(values) > 1}
     if not swept:
         return
-    shown = {key: [value for each in values for value in shown_values(each).values()] for key, values in swept.items()}
+    examples: dict[str, float | str] = {}
+    texts: dict[str, list[str]] = {}
+    for key, values in swept.items():
+        cells = [cell for each in values for cell in hparam_values(shown_values(each)).values()]
+        words = [cell for cell in cells if isinstance(cell, str)]
+        if cells:
+            examples[printable(key)] = (words or cells)[0]
+        if words and len(words) == len(cells):  # TensorBoard hides the rows with a text that is not in the list
+            texts[printable(key)] = words
     for old in path.glob(f"events.out.tfevents.{10 * '[0-9]'}"):  # TensorBoard would keep the columns of the first file
         old.unlink()
     file = EventFile(path, first_step=0)
     try:
         metrics = [*filter(None, [compared.metric]), *_metrics(compared.runs), "time/samples_per_second"]
-        file.add(columns({printable(key): each for key, each in shown.items() if each}, dict.fromkeys(metrics)))
+        file.add(hparams(examples, dict.fromkeys(metrics), texts)[0])
         file.add(text("sweep/summary", _tables(compared, path)))
     finally:
         file.close()

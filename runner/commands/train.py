@@ -35,7 +35,8 @@ RUN_DIRECTORY = "--run-directory"
 
 
 PRELOADED = (
-    *("torch.utils.flop_counter", "PIL.ImageDraw", "psutil", "runner.tracking.event_file", "runner.tracking.hparams"),
+    *("torch.utils.flop_counter", "PIL.ImageDraw", "psutil", "torch.utils.tensorboard.summary"),
+    "runner.tracking.event_file",
     *("runner.api.run_job", "runner.commands.train", "runner.api.composing"),
 )
 """Modules that the jobs of a sweep need. Their server imports them once, also those that a run imports late."""

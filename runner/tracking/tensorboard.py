@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,24 +36,16 @@ class TensorBoard(Tracker):
         self._file.add(points(values), step)
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        import torch
-        from torch.utils.tensorboard.summary import image
-
         from runner.tracking.event_file import picture, storage_errors
         from runner.tracking.image_grids import gif, png
 
         for tag, pixels in images.items():
-            if pixels.dtype == torch.uint8 and pixels.shape[:-2] == (3,):  # faster than torch, which computes in floats
-                self._file.add(picture(tag, png(pixels), pixels.shape[1], pixels.shape[2]), step)
-                continue
-            if pixels.ndim == 3:
-                self._file.add(image(tag, pixels, dataformats="CHW"), step)
-                continue
-            encoded = gif(pixels)
-            path = self._directory / f"{tag.rpartition('/')[2]}.gif"
-            with storage_errors(path):
-                path.write_bytes(encoded)
-            self._file.add(picture(tag, encoded, pixels.shape[2], pixels.shape[3]), step)
+            encoded = png(pixels) if pixels.ndim == 3 else gif(pixels)
+            if pixels.ndim == 4:
+                path = self._directory / f"{tag.rpartition('/')[2]}.gif"
+                with storage_errors(path):
+                    path.write_bytes(encoded)
+            self._file.add(picture(tag, encoded, *pixels.shape[-2:]), step)
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         from torch.utils.tensorboard.summary import text
@@ -61,20 +54,25 @@ class TensorBoard(Tracker):
             self._file.add(text(tag, f"```\n{content}\n```"), step)
 
     def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
-        from runner.tracking.hparams import row_start
+        from torch.utils.tensorboard.summary import hparams
 
         # `SummaryWriter.add_hparams` would write the row to another run, without the metrics of this one. The row has
         # what was typed: a column for each of the other keys, which have the same value in all runs, would hide it.
-        self._file.add(row_start(typed))
+        self._file.add(hparams(hparam_values(typed), {})[1])
 
     def flush(self) -> None:
         self._file.sync()
 
     def close(self, done: bool) -> None:
-        from runner.tracking.hparams import row_end
+        from torch.utils.tensorboard.summary import hparams
 
         try:
             if done:
-                self._file.add(row_end())
+                self._file.add(hparams({}, {})[2])  # marks the row of the HPARAMS tab as successful
         finally:
             self._file.close()
+
+
+def hparam_values(values: Mapping[str, float | str | bool]) -> dict[str, float | str]:
+    """Return values for torch's `hparams`: truth values as text, which it would log as numbers."""
+    return {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}

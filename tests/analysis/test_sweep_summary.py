@@ -72,15 +72,15 @@ def test_numbers_stay_numbers_in_a_column_with_null_or_strings(tmp_path: Path) -
     write_summary(save_sweep(tmp_path, *jobs))
     types, _ = hparams_columns(tmp_path)
     assert types == {
-        "compile": "DATA_TYPE_BOOL",
+        "compile": "DATA_TYPE_STRING",
         "max_grad_norm": "DATA_TYPE_FLOAT64",
         "parallel.stages": "DATA_TYPE_STRING",
         "precision": "DATA_TYPE_STRING",
     }
     rows, _ = hparams_table(tmp_path)
     assert [row["hparams"] for row in rows] == [
-        {"parallel": "pipeline", "parallel.stages": "auto", "precision": "16", "compile": True},
-        {"parallel": "pipeline", "max_grad_norm": 1.5, "parallel.stages": 4.0, "precision": "bf16", "compile": False},
+        {"parallel": "pipeline", "parallel.stages": "auto", "precision": "16", "compile": "true"},
+        {"parallel": "pipeline", "max_grad_norm": 1.5, "parallel.stages": 4.0, "precision": "bf16", "compile": "false"},
     ]
 
 
