@@ -94,10 +94,10 @@ def _write_grid(path: Path, run: SavedRun, checkpoint: str, predictions: list[Pr
     """Write a PNG file with the first images that could be read, as in an evaluation, and their predicted classes."""
     import torch
 
-    from runner.tracking.image_grids import grid, save
+    from runner.tracking.image_grids import grid, png
 
     shown = [each for each in predictions if not each.error][:_MAX_IMAGES]
     check(bool(shown), "--grid", str(path), "none of the images could be read", "leave it out")
     inputs = run.image_input(checkpoint)
     captions = [f"{each.label} {each.probability:.0%}" for each in shown]
-    save(grid(torch.stack([inputs.read(each.file) for each in shown]), captions), path)
+    path.write_bytes(png(grid(torch.stack([inputs.read(each.file) for each in shown]), captions)))

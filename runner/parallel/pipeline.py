@@ -43,7 +43,7 @@ from runner.parallel.pipelining.stages import ActivationSpec, StageModule, activ
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble
 from runner.session import Session
 from runner.system.section_timer import timer
-from runner.tracking.image_grids import save
+from runner.tracking.image_grids import png
 from runner.tracking.metrics import MetricSums
 
 log = logging.getLogger(__name__)
@@ -278,7 +278,7 @@ class Pipeline(Partition, MultiProcess):
         title = f"{stages} stages, {plan.chunks} micro-batches of {plan.chunk_size}: "
         title += f"{found.share:.0%} idle ({found.theory:.0%} with equal stages, at least {found.bound:.0%} with these)"
         picture = gantt(self._spans, self._num_workers, title)
-        save(picture, directory / "pipeline.png")
+        (directory / "pipeline.png").write_bytes(png(picture))
         return {"pipeline/step": picture}
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:

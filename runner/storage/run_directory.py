@@ -9,8 +9,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -70,6 +70,15 @@ class MovedError(StorageError):
             f"{self.path} has been removed or renamed while the run was running\n"
             "  if it is elsewhere now, resume it there, from its last checkpoint"
         )
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Convert an OSError raised inside the context to a `StorageError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(path, error.strerror or str(error)) from error
 
 
 def unique_name(overrides: Iterable[str] = ()) -> str:

@@ -17,7 +17,7 @@ from runner.config.overrides import canonical_override, override_key
 from runner.storage import run_directory
 from runner.storage.files import UnsafeFileError, write_text
 from runner.storage.ledger_file import LEDGER, read_ledger
-from runner.storage.run_directory import StorageError
+from runner.storage.run_directory import StorageError, storage_errors
 from runner.system.secrets import redacted, redacted_values
 from runner.system.utf8 import printable
 
@@ -195,10 +195,8 @@ class Ledger:
         head = {"typed": self.typed, "complete": self._complete, "pid": os.getpid()}
         head |= {"num_jobs": self.num_jobs}
         jobs = ",\n".join(self._lines.values())  # only changed entries are encoded again: a sweep may have thousands
-        try:
+        with storage_errors(self.path / LEDGER):
             write_text(self.path / LEDGER, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "jobs": {{\n{jobs}\n}}}}\n')
-        except OSError as error:
-            raise StorageError(self.path / LEDGER, error.strerror or str(error)) from error
 
 
 @contextmanager

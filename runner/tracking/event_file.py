@@ -18,8 +18,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import google_crc32c
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from runner.storage.run_directory import StorageError
+from runner.storage.run_directory import storage_errors
 
 _NAME = re.compile(r"events\.out\.tfevents\.([0-9]{1,18})(?![0-9])")
 """A pattern for the name of an event file, which contains the number of its session.
@@ -54,13 +53,8 @@ class EventFile:
         self._path = directory / f"events.out.tfevents.{number:010d}"
         with storage_errors(self._path):
             self._file = self._path.open("xb")
-        try:
-            with storage_errors(self._path):
-                self._write(file_version="brain.Event:2")
-                self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
-        except StorageError:
-            self.close()
-            raise
+            self._write(file_version="brain.Event:2")
+            self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, summary: Summary, step: int = 0) -> None:
         """Write `summary` for the optimizer step `step`. Once written, it is not lost if the process is killed."""
@@ -94,28 +88,12 @@ def masked_crc32c(data: bytes) -> bytes:
     return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-@contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Convert an OSError raised inside the context into a `StorageError` that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(path, error.strerror or str(error)) from error
-
-
 def points(values: dict[str, float]) -> Summary:
     """Return a summary with one scalar for each tag in `values`."""
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
 def picture(tag: str, encoded: bytes, height: int, width: int) -> Summary:
-    """Return a summary with an RGB image or an animation.
-
-    Args:
-        tag: the name of the image in TensorBoard.
-        encoded: the content of the PNG or GIF file.
-        height: height in pixels.
-        width: width in pixels.
-    """
+    """Return a summary with an RGB image or an animation: the content of a PNG or GIF file, and its size in pixels."""
     shown = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encoded)
     return Summary(value=[Summary.Value(tag=tag, image=shown)])

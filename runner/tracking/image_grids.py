@@ -10,7 +10,6 @@ import io
 import math
 import unicodedata
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,28 +23,21 @@ GOOD, BAD, PLAIN = (20, 110, 60), (185, 35, 45), (90, 90, 90)
 _WHITE, _INK = (255, 255, 255), (40, 40, 40)
 _DARKEST = (8, 48, 107)
 _BAR = (47, 111, 159)
-_GAP, _STRIP, _FONT = 4, 18, 12
+_GAP, _STRIP, _LINE, _FONT = 4, 18, 14, 12
+_WIDEST = 160
 _UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _SPELLED = str.maketrans({"→": "->", "–": "-", "×": "x", "ß": "ss", "æ": "ae", "ø": "o", "ł": "l"})
 
 
 def gif(frames: Iterable[torch.Tensor], seconds: float = 0.04) -> bytes:
     """Encode frames, each uint8 [3, height, width] on any device and shown for `seconds`, as a looping GIF."""
-    from PIL import Image
-
-    first, *rest = (Image.fromarray(frame.cpu().permute(1, 2, 0).contiguous().numpy()) for frame in frames)
+    first, *rest = map(_to_pillow, frames)
     buffer = io.BytesIO()
     first.save(buffer, "GIF", save_all=True, append_images=rest, duration=round(1000 * seconds), loop=0)
     return buffer.getvalue()
 
 
-def grid(
-    images: torch.Tensor,
-    captions: Sequence[str],
-    good: Sequence[bool] | None = None,
-    second_lines: Sequence[str] = (),
-    widest: int = 0,
-) -> torch.Tensor:
+def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | None = None) -> torch.Tensor:
     """Arrange images in a square grid, each with a caption below it.
 
     Small images are scaled up by an integer factor, so that their longer side has at least 64 pixels; large images are
@@ -53,11 +45,8 @@ def grid(
 
     Args:
         images: uint8 [n, 1 or 3, height, width].
-        captions: n captions, which are truncated to the width of a cell.
+        captions: n captions, of one or two lines, which are truncated to 160 pixels.
         good: n flags, which make the captions green (True) or red (False); None makes all captions gray.
-        second_lines: n second lines of the captions; empty for captions of one line.
-        widest: cells are widened so that captions fit, but not beyond this number of pixels. With 0, cells are as wide
-            as the scaled images.
 
     Returns:
         uint8 [3, height, width].
@@ -65,24 +54,26 @@ def grid(
     from PIL import Image, ImageDraw
 
     colors = [PLAIN] * len(images) if good is None else [GOOD if right else BAD for right in good]
-    width, height = _tile_size(images.shape[3], images.shape[2])
-    lines = list(zip(captions, second_lines, strict=True)) if second_lines else [(caption,) for caption in captions]
-    longest = max((font(_FONT).getlength(_drawable(line)) for each in lines for line in each), default=0)
-    cell = max(width, min(widest, math.ceil(longest) + 8))
-    strip = 2 * _STRIP - 4 if second_lines else _STRIP
+    longer = max(images.shape[2:])
+    factor = _WIDEST / longer if longer > _WIDEST else math.ceil(64 / longer)
+    height, width = (max(1, round(factor * size)) for size in images.shape[2:])
+    scaling = Image.Resampling.BOX if factor < 1 else Image.Resampling.NEAREST
+    lines = [[_truncated(line, _WIDEST - 8) for line in caption.split("\n")[:2]] for caption in captions]
+    longest = max((font(_FONT).getlength(line) for each in lines for line in each), default=0)
+    cell = max(width, math.ceil(longest) + 8)
+    strip = _STRIP + _LINE * (max(map(len, lines), default=1) - 1)
     cell_width, cell_height = cell + _GAP, height + strip + _GAP
     columns = max(1, math.ceil(math.sqrt(len(images))))
     rows = max(1, math.ceil(len(images) / columns))
     canvas = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _WHITE)
     draw = ImageDraw.Draw(canvas)
-    scaling = Image.Resampling.NEAREST if width >= images.shape[3] else Image.Resampling.BOX
     for i, (image, caption, color) in enumerate(zip(images, lines, colors, strict=True)):
         left, top = _GAP + i % columns * cell_width, _GAP + i // columns * cell_height
         canvas.paste(_to_pillow(image).resize((width, height), scaling), (left + (cell - width) // 2, top))
         draw.rectangle((left, top + height, left + cell - 1, top + height + strip - 1), color)
         for number, line in enumerate(caption):
-            center = (left + cell / 2, top + height + _STRIP / 2 + number * (_STRIP - 4))
-            draw.text(center, _truncated(line, cell - 4, _FONT), _WHITE, font(_FONT), anchor="mm")
+            center = (left + cell / 2, top + height + _STRIP / 2 + number * _LINE)
+            draw.text(center, line, _WHITE, font(_FONT), anchor="mm")
     return to_tensor(canvas)
 
 
@@ -102,7 +93,7 @@ def class_shares(counts: torch.Tensor, class_names: Sequence[str], most: int = 4
     counts = counts.cpu()
     right, total = counts.diagonal().tolist(), counts.sum(1).tolist()
     shares = sorted((right[i] / total[i], i) for i in range(len(total)) if total[i])[:most]
-    names = {i: _truncated(class_names[i], 110, _FONT) for _, i in shares}
+    names = {i: _truncated(class_names[i], 110) for _, i in shares}
     margin = 16 + math.ceil(max((font(_FONT).getlength(name) for name in names.values()), default=0))
     bar, row, top = 240, 20, 28
     canvas = Image.new("RGB", (margin + bar + 110, top + row * len(shares) + _GAP), _WHITE)
@@ -138,21 +129,23 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
     from PIL import Image, ImageDraw
 
     counts, num_classes, small = counts.cpu(), len(counts), len(counts) <= 20
-    names = [_truncated(name, 110, _FONT) for name in class_names] if small else []
+    names = [_truncated(name, 110) for name in class_names] if small else []
     cell = 44 if small else max(1, 800 // num_classes)
     margin = 30 + math.ceil(max(font(_FONT).getlength(name) for name in names)) if small else 56
     end = margin + num_classes * cell
     canvas = Image.new("RGB", (end + _GAP, end + _GAP), _WHITE)
-    shaded = _to_pillow(shades(counts)).resize((num_classes * cell, num_classes * cell), Image.Resampling.NEAREST)
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)  # avoids 0/0 for a class without samples
+    white, darkest = (torch.tensor(color)[:, None, None] for color in (_WHITE, _DARKEST))
+    shades = (white + (darkest - white) * shares.sqrt()).round().to(torch.uint8)
+    shaded = _to_pillow(shades).resize((num_classes * cell, num_classes * cell), Image.Resampling.NEAREST)
     canvas.paste(shaded, (margin, margin))
     draw = ImageDraw.Draw(canvas)
-    shares = _row_shares(counts).tolist()
     for i, row in enumerate(counts.tolist() if small else []):
         middle = margin + (i + 0.5) * cell
         draw.text((margin - 6, middle), names[i], _INK, font(_FONT), anchor="rm")
         _draw_upwards(canvas, names[i], round(middle), margin - 6)
         for j, count in enumerate(row):
-            color = _WHITE if shares[i][j] > 0.25 else _INK  # the square root is 0.5: half of the darkest blue
+            color = _WHITE if shares[i, j] > 0.25 else _INK  # the square root is 0.5: half of the darkest blue
             draw.text((margin + (j + 0.5) * cell, middle), _abbreviated(count), color, font(_FONT), anchor="mm")
     if not small:
         for index, position, across, down in ((0, margin, "l", "t"), (num_classes - 1, end, "r", "b")):
@@ -164,26 +157,11 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
     return to_tensor(canvas)
 
 
-def shades(counts: torch.Tensor) -> torch.Tensor:
-    """Return the color of each cell of a confusion matrix, int64 [classes, classes], as uint8 [3, classes, classes]."""
-    white, darkest = (torch.tensor(color)[:, None, None] for color in (_WHITE, _DARKEST))
-    return (white + (darkest - white) * _row_shares(counts).sqrt()).round().to(torch.uint8)
-
-
-def _row_shares(counts: torch.Tensor) -> torch.Tensor:
-    return counts / counts.sum(1, keepdim=True).clamp(min=1)  # avoids 0/0 for a class without samples
-
-
 def png(picture: torch.Tensor) -> bytes:
     """Return an image, uint8 [1 or 3, height, width], encoded as an RGB PNG."""
     buffer = io.BytesIO()
     _to_pillow(picture).save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def save(picture: torch.Tensor, path: Path) -> None:
-    """Write an RGB image, uint8 [3, height, width], as a PNG file."""
-    _to_pillow(picture).save(path, "PNG")
 
 
 def _draw_upwards(canvas: Image.Image, text: str, middle: int, bottom: int, size: int = _FONT) -> None:
@@ -196,20 +174,12 @@ def _draw_upwards(canvas: Image.Image, text: str, middle: int, bottom: int, size
     canvas.paste(label, (middle - label.width // 2, bottom - label.height))
 
 
-def _tile_size(width: int, height: int) -> tuple[int, int]:
-    longer = max(width, height)
-    if longer > 160:
-        return max(1, round(width * 160 / longer)), max(1, round(height * 160 / longer))
-    factor = max(1, math.ceil(64 / longer))
-    return width * factor, height * factor
-
-
-def _truncated(text: str, width: int, size: int) -> str:
+def _truncated(text: str, width: int) -> str:
     text = _drawable(text)
-    if font(size).getlength(text) <= width:
+    if font(_FONT).getlength(text) <= width:
         return text
     text = text[:width]  # every letter is at least one pixel wide; keeps the loop short
-    while text and font(size).getlength(text + "…") > width:
+    while text and font(_FONT).getlength(text + "…") > width:
         text = text[:-1]
     return text + "…"
 

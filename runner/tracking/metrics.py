@@ -46,15 +46,14 @@ class DivergedError(Exception):
 
 
 _STEPS_PER_BLOCK = 64
-_MAX_BLOCKS = 64
 
 
 class MetricBuffer:
     """The metric sums of each training step, or round of steps (see `Step`), since the last log.
 
     The sums stay on the device until a log or a checkpoint is due, so that the host does not wait for the device after
-    every step. The buffer keeps separate sums for each step, so that `peek` can find the step whose sums are not
-    finite. Those of 64 steps are stacked into one tensor, which takes a few bytes per step instead of a kilobyte.
+    every step. Each step has its sums, so that `peek` finds the first that is not finite. Those of 64 steps are stacked
+    into one tensor, which takes a few bytes per step instead of a kilobyte.
 
     Args:
         names: the names of the metrics; the first is the loss.
@@ -89,26 +88,20 @@ class MetricBuffer:
             check(shape == [len(self._metrics)], "workload", ABSENT, why, remedy)
             self._checked = True
         self._step.append(sums)
-        if len(self._step) == _STEPS_PER_BLOCK:
-            self._step = [self._total(self._step)]
 
     def end_step(self, step: int) -> None:
         """End the current step, after the sums of all its micro-batches have been added; `step` is its number."""
-        self._rows.append(self._step[0] if len(self._step) == 1 else self._total(self._step))
+        sums = self._step or [self._zeros]
+        self._rows.append(sums[0] if len(sums) == 1 else torch.stack(sums).sum(0))
         self._steps.append(step)
         self._step = []
         if len(self._rows) == _STEPS_PER_BLOCK:
             self._combine()
 
     def _combine(self) -> None:
-        """Stack the sums of the latest steps into one tensor."""
-        self._blocks.append(torch.stack(self._rows))
-        self._rows = []
-        if len(self._blocks) == _MAX_BLOCKS:
-            self._blocks = [torch.cat(self._blocks)]
-
-    def _total(self, sums: list[BatchSums]) -> torch.Tensor:
-        return torch.stack(sums).sum(0) if sums else self._zeros
+        if self._rows:
+            self._blocks.append(torch.stack(self._rows))
+            self._rows = []
 
     def peek(self, all_reduce: Callable[[MetricSums], MetricSums]) -> torch.Tensor:
         """Wait for the device, and return the sums over all ranks, float32 [num_rows, num_metrics] on the CPU.
@@ -117,9 +110,8 @@ class MetricBuffer:
             DivergedError: if a sum is not finite. It names the first such step; if the processes divide the steps among
                 themselves, this process's step in the first such round, although that of another may be the cause.
         """
-        if self._rows:
-            self._combine()
-        if not sum(map(len, self._blocks)):
+        self._combine()
+        if not self._steps:
             return torch.zeros(0, len(self._zeros))
         self._blocks = [torch.cat(self._blocks)]
         values = all_reduce({"train": self._blocks[0]})["train"].cpu()

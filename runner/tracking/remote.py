@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -17,7 +18,7 @@ from runner.config.overrides import text_override
 from runner.storage.files import read_regular, write_text
 from runner.system.installed import is_installed
 from runner.tracking.base import Tracker
-from runner.tracking.logged_points import LoggedPoints
+from runner.tracking.csv_file import lines_by_step
 
 if TYPE_CHECKING:
     import numpy
@@ -28,6 +29,10 @@ log = logging.getLogger(__name__)
 MAX_IDENTIFIER_BYTES = 1000
 MAX_WAITING = 10_000
 """The maximum number of calls in the queue: enough for the curves of several hours, if the network is down."""
+_MAX_POINTS_BYTES = 100_000_000
+"""The maximum size of the file with the logged points: about three million."""
+_MEASURED = ("time/", "memory/")
+"""Prefixes of the tags of measurements. Their values differ when a step is repeated, so they are not compared."""
 
 
 @dataclass
@@ -38,8 +43,9 @@ class RemoteTracker(Tracker, ABC):
     fails, the queue is full, or `close` has waited for `patience` seconds, a warning is logged, and the run goes on
     without tracking. Animations are not logged.
 
-    Two files in the run directory are for resumed runs: the identifier of the run in the backend, and the points that
-    were logged since the second-last checkpoint, which are not logged again (see `LoggedPoints`).
+    Two files in the run directory are for resumed runs: the identifier of the run in the backend, and a line
+    `step,tag,value` for each point that was logged. A resumed run repeats the steps after its checkpoint, with the same
+    results, and points in a remote database cannot be removed: so it does not log these again.
     """
 
     package: ClassVar[str]
@@ -113,9 +119,6 @@ class RemoteTracker(Tracker, ABC):
     def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
         self._call(lambda: self.log_config(config))
 
-    def flush(self) -> None:
-        self._call(lambda: self._points.begin_interval())
-
     def close(self, done: bool) -> None:
         self._done, deadline = done, time.monotonic() + self.patience
         try:
@@ -127,7 +130,10 @@ class RemoteTracker(Tracker, ABC):
             self._fail(f"it has not answered for {self.patience:g} s")
 
     def _start(self, directory: Path, first_step: int) -> None:
-        self._points = LoggedPoints(directory / f"{self.package}_points.txt", first_step)
+        self._points_file = directory / f"{self.package}_points.txt"
+        found = lines_by_step(self._points_file, _MAX_POINTS_BYTES)
+        self._repeated = {line for step, line in found if step >= first_step}
+        self._append(b"\n")  # ends a line that is incomplete because the run was killed
         file = directory / f"{self.package}_run.txt"
         saved = read_regular(file, MAX_IDENTIFIER_BYTES).decode().strip() if file.exists() else ""
         identifier = self.start(directory, saved)
@@ -135,9 +141,14 @@ class RemoteTracker(Tracker, ABC):
         write_text(file, identifier + "\n")
 
     def _log_new(self, log_values: Callable[[dict[str, Any], int], None], values: dict[str, Any], step: int) -> None:
-        if new := self._points.new(values, step):
+        lines = {tag: _line(tag, value, step) for tag, value in values.items()}
+        if new := {tag: value for tag, value in values.items() if lines[tag] not in self._repeated}:
             log_values(new, step)
-            self._points.add(new, step)
+            self._append(b"".join(lines[tag] for tag in new))
+
+    def _append(self, lines: bytes) -> None:
+        with self._points_file.open("ab") as file:  # closed each time: a run can be killed at any time
+            file.write(lines)
 
     def _call(self, call: Callable[[], Any]) -> None:
         try:
@@ -162,3 +173,8 @@ class RemoteTracker(Tracker, ABC):
         if not self._failed:
             self._failed = True
             log.warning("tracking with %s ends here, and the run goes on: %s", self.package, why)
+
+
+def _line(tag: str, value: float | numpy.ndarray, step: int) -> bytes:
+    shown = value if isinstance(value, float) else zlib.crc32(value.tobytes())
+    return f"{step},{tag},{'measured' if tag.startswith(_MEASURED) else shown}\n".encode()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runner.storage.run_directory import storage_errors
 from runner.tracking.base import Tracker
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class TensorBoard(Tracker):
         self._file.add(points(values), step)
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        from runner.tracking.event_file import picture, storage_errors
+        from runner.tracking.event_file import picture
         from runner.tracking.image_grids import gif, png
 
         for tag, pixels in images.items():

@@ -185,10 +185,9 @@ class Classifier(DataWorkload[LabeledSamples]):
     ) -> torch.Tensor:
         names, rows = self.held_out.class_names, indices.tolist()
         pairs = [(int(predictions[i]), int(targets[i])) for i in rows]
-        predicted = [f"{names[p]} {int(confidence[i]) / 10:.0f}%" for i, (p, _) in zip(rows, pairs, strict=True)]
-        true = ["" if p == t else f"is {names[t]}" for p, t in pairs]
-        right = [p == t for p, t in pairs]
-        return grid(self.held_out.display_images(rows), predicted, right, true if any(true) else (), widest=160)
+        captions = [f"{names[p]} {int(confidence[i]) / 10:.0f}%" for i, (p, _) in zip(rows, pairs, strict=True)]
+        captions = [c if p == t else f"{c}\nis {names[t]}" for c, (p, t) in zip(captions, pairs, strict=True)]
+        return grid(self.held_out.display_images(rows), captions, [p == t for p, t in pairs])
 
 
 def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:

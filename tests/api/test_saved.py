@@ -341,7 +341,7 @@ def test_a_signature_of_another_network_is_refused_without_allocating_memory(val
 def test_a_saved_run_can_be_used_without_its_tracking_backend() -> None:
     run = trained()
     path = run.directory / "config.yaml"
-    tracking = {"_target_": "runner.tracking.mlflow_run.MLflow", "uri": "http://localhost:1"}
+    tracking = {"_target_": "runner.tracking.remote_backends.MLflow", "uri": "http://localhost:1"}
     path.write_text(config_text(dict(run.config) | {"tracking": tracking}))
     again = runner.load(run.directory)
     assert again.config["tracking"] == tracking

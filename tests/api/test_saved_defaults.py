@@ -143,7 +143,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "out of range": {"steps": -1},
     "long name": {"model": {"_target_": f"runner{3000 * '.a'}.A"}},
     "empty part": {"model": {"_target_": "runner..A"}},
-    "file elsewhere": {"tracking": {"_target_": "runner.tracking.trackio_run.Trackio", "project": "../x"}},
+    "file elsewhere": {"tracking": {"_target_": "runner.tracking.remote_backends.Trackio", "project": "../x"}},
     "number for a name": {"env": {"_target_": "runner.env.base.Env", "id": -1}},
     "module to import": {"env": {"_target_": "runner.env.base.Env", "id": "__hello__:CartPole-v1"}},
 }
@@ -180,7 +180,7 @@ def test_the_module_of_an_environment_has_to_be_typed_again(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tracker", "key", "value"),
-    [("mlflow_run.MLflow", "uri", "http://localhost:1"), ("wandb_run.Wandb", "mode", "online")],
+    [("remote_backends.MLflow", "uri", "http://localhost:1"), ("remote_backends.Wandb", "mode", "online")],
 )
 def test_where_a_run_is_sent_has_to_be_typed_again(tracker: str, key: str, value: str, run: Path) -> None:
     change(run, tracking={"_target_": f"runner.tracking.{tracker}", key: value})
@@ -269,7 +269,7 @@ def test_a_run_directory_with_symlinks_or_pipes_is_refused(
 
 def test_the_trackers_of_a_saved_config_are_those_of_their_names(run: Path) -> None:
     """The saved config of a stranger does not decide where the curves are sent."""
-    theirs = {"mlflow": {"_target_": "runner.tracking.mlflow_run.MLflow", "uri": "https://example.com"}}
+    theirs = {"mlflow": {"_target_": "runner.tracking.remote_backends.MLflow", "uri": "https://example.com"}}
     several = {"_target_": "runner.tracking.multi_tracker.MultiTracker", "names": ["csv", "mlflow"], "trackers": theirs}
     change(run, tracking=several)
     shown = show(f"resume={run}")["tracking"]

