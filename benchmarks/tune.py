@@ -14,13 +14,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.measure import write
 from runner.commands.composed_run import compose_run
 from runner.planning.candidates import ALLOWED, PERMISSIONS, Candidate, Candidates, Overrides
-from runner.planning.trial import Trial, TrialError
+from runner.planning.trial import BURST_SECONDS, Trial, TrialError
 from runner.run import Run
 
 GOAL = 0.03
@@ -33,7 +34,7 @@ CASES: dict[str, tuple[Sequence[str], float, str]] = {
 }
 """The overrides of each case, the budget of tune in seconds, and what is allowed."""
 
-_PATIENCE, _BURST, _ROUNDS = 900.0, 0.5, 5
+_PATIENCE, _ROUNDS = 900.0, 5
 
 
 def tuned(overrides: Sequence[str], budget: float, allowed: str) -> dict[str, Any]:
@@ -65,14 +66,13 @@ def exhaustive(found: Iterator[Candidate]) -> dict[Overrides, float]:
     """Return the step time of each candidate, divided by that of the first candidate."""
     base = started(next(found))
     ratios: dict[Overrides, float] = {(): 1.0}
-    length = burst_length(base)
     for candidate in found:
         try:
             trial = started(candidate)
-            count, values = burst_length(trial), []
+            values = []
             for _ in range(_ROUNDS):
-                before = base.steps(length, _PATIENCE).step_seconds
-                values.append(trial.steps(count, _PATIENCE).step_seconds / before)
+                before = base.burst(_PATIENCE).step_seconds
+                values.append(trial.burst(_PATIENCE).step_seconds / before)
             trial.close()
             ratios[candidate.overrides] = statistics.median(values)
         except TrialError as error:
@@ -82,16 +82,12 @@ def exhaustive(found: Iterator[Candidate]) -> dict[Overrides, float]:
 
 
 def started(candidate: Candidate) -> Trial:
+    """Start a trial, and let it train until its bursts have their full length."""
     assert candidate.run is not None
-    return Trial(candidate.run.config, _PATIENCE)
-
-
-def burst_length(trial: Trial) -> int:
-    trial.steps(1, _PATIENCE)
-    count = 1
-    while (seconds := count * trial.steps(count, _PATIENCE).step_seconds) < _BURST / 4:
-        count *= 4
-    return max(1, round(count * _BURST / seconds))
+    trial, began = Trial(candidate.run.config, _PATIENCE), time.perf_counter()
+    while time.perf_counter() - began < 2 * BURST_SECONDS:
+        trial.burst(_PATIENCE)
+    return trial
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """`python -m runner tune [OVERRIDE …]` finds the fastest way to train a config on this machine.
 
-Each candidate is the config with some of these settings changed: parallel mode, number of processes and threads,
-schedule and split size of a pipeline, memory format, accumulation, data workers and, last, compilation. Settings that
+Each candidate is the config with some of these settings changed: parallel mode, number of processes, schedule and split
+size of a pipeline, number of threads, memory format, accumulation, data workers and, last, compilation. Settings that
 are given as overrides are not changed: with `parallel=ddp`, no other modes are tried. The candidates train real steps
 in turn. The slower candidates are dropped early; the others are compared until they can be told apart.
 
@@ -23,7 +23,6 @@ be saved. 2: the config is refused, or the budget is too small.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -34,8 +33,6 @@ from runner.commands.composed_run import compose_run
 from runner.commands.messages import report_error
 from runner.config.errors import ConfigError, check
 from runner.system.exit_codes import CRASHED, DONE, REFUSED
-
-_SECONDS = 60.0
 
 _SAVING_SECONDS = 5.0
 """The part of the budget that is kept for ending the last trials, writing the files, and exiting."""
@@ -59,39 +56,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         return report_error(error)
     from runner.analysis.output import print_report
-    from runner.planning.tune_report import render
+    from runner.planning.tune import render
 
     print_report(report, options.json, render)
     return DONE if report["directory"] else CRASHED
 
 
 def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags and the overrides.
-
-    In the flags, `budget` is a number of seconds, and `allow` is a list of keys of `candidates.RESULTS`.
+    """Return the flags and the overrides; in the flags, `allow` is a list of keys of `candidates.RESULTS`.
 
     Raises:
         ConfigError: for an unknown flag, a word that is not a valid override, or a value that is out of range.
     """
     parser = Parser("tune", __doc__, overrides=True)
-    parser.add_argument("--budget", default=str(_SECONDS), help="seconds that the command may take (default: 60)")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds that the command may take (default: 60)")
     parser.add_argument("--allow", default="", help="rounding, 16bit, statistics, asynchronous; several with commas")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parsed(arguments)
     check_not_resumed(options.overrides)
-    try:
-        seconds = float(options.budget)
-    except ValueError:
-        seconds = math.nan
-    if not 1 <= seconds <= 86_400:
-        why = "it is not a number of seconds from 1 to 86,400"
-        raise ConfigError("--budget", options.budget, why, "--budget 60")
+    if not 1 <= options.budget <= 86_400:
+        raise ConfigError("--budget", options.budget, "it is not from 1 to 86,400 seconds", "--budget 60")
     from runner.planning.candidates import PERMISSIONS
 
     names = [name.strip() for name in options.allow.split(",") if name.strip()]
     for name in names:
         check(name in PERMISSIONS, "--allow", name, "it is not a kind of results", ", ".join(PERMISSIONS))
-    options.budget, options.allow = seconds, [PERMISSIONS[name] for name in names]
+    options.allow = [PERMISSIONS[name] for name in names]
     return options, options.overrides
 
 
@@ -112,8 +102,7 @@ def tuned(overrides: Sequence[str], options: argparse.Namespace, began: float) -
         ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
         TrialError: if the config cannot be trained, or its first steps take longer than the budget.
     """
-    from runner.planning.tune import tune
-    from runner.planning.tune_report import write
+    from runner.planning.tune import tune, write
     from runner.run import check_used
 
     def said(line: str) -> None:

@@ -101,7 +101,7 @@ def _out_of_memory(start: Callable[..., Trial], run: Run) -> str:
     """Train two steps of `run`; return the error if they run out of memory, and an empty text if they succeed."""
     try:
         with closing(start(run.config, _PATIENCE)) as trial:
-            trial.steps(1, _PATIENCE)  # the optimizer state is allocated at the end of the first one
+            trial.burst(_PATIENCE)  # the optimizer state is allocated at the end of the first step
     except TrialError as error:
         if error.out_of_memory:
             return error.why

@@ -17,16 +17,13 @@ from typing import NamedTuple
 
 from runner.planning.candidates import ALLOWED, RESULTS, Candidate, Group, Overrides
 from runner.planning.formatting import milliseconds
-from runner.planning.trial import TooLateError, Trial, TrialError
-
-_BURST_SECONDS = 0.4
-"""Seconds that a candidate trains in a round, if a single step does not take longer."""
+from runner.planning.trial import BURST_SECONDS, TooLateError, Trial, TrialError
 
 _MUCH_SLOWER = 1.6
 """A candidate whose steps take this many times as long as the best one's is dropped after its first burst."""
 
 _FINALISTS = 3
-_ROUNDS = 7
+ROUNDS = 7
 """Rounds for which finalists are compared; three times as many if they cannot be told apart by then."""
 
 _LEAST_DIFFERENCE = 0.01
@@ -35,8 +32,8 @@ _LEAST_DIFFERENCE = 0.01
 _UNKNOWN = 0.1
 """The uncertainty of the ratio of two candidates that have at most two rounds in common."""
 
-_FOR_EXPENSIVE, _FOR_FINALISTS = 0.35, 0.15
-"""The parts of the budget that are kept for the expensive groups, and for the rounds of the finalists."""
+_FOR_FINALISTS = 0.15
+"""The part of the budget that is kept for the rounds of the finalists."""
 
 _PATIENT_STARTS = 4
 """A candidate may take this many times as long to start as the baseline, whatever is left of its group's time."""
@@ -58,7 +55,6 @@ class Row:
         memory_bytes: sum of the peak memory of its processes.
         bursts: a dict from the number of each round to the seconds of an optimizer step in this round.
         trial: its trial; None if it has not been started, or has ended.
-        burst_length: number of iterations of the training loop in a round.
     """
 
     candidate: Candidate
@@ -69,18 +65,11 @@ class Row:
     memory_bytes: float = 0.0
     bursts: dict[int, float] = field(default_factory=dict)
     trial: Trial | None = None
-    burst_length: int = 1
 
     @property
     def step_seconds(self) -> float:
         """The median of the seconds of an optimizer step."""
         return statistics.median(self.bursts.values())
-
-    def quartiles(self) -> tuple[float, float]:
-        """Return the first and the third quartile of the seconds of an optimizer step."""
-        values = list(self.bursts.values())
-        first, _, third = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-        return first, third
 
 
 class Ratio(NamedTuple):
@@ -138,38 +127,34 @@ class Search:
         self._judge, self._start, self._budget, self._allowed = judge, start, budget, {*ALLOWED, *allowed}
         self._has_room, self._clock, self._report = has_room, clock, report
         self._ends, self._round = clock() + budget, 0
-        self.rows: list[Row] = []
+        self.base = Row(judge(()))
+        """The row of the baseline."""
+        self.rows = [self.base]
 
     def run(self, groups: Sequence[Group]) -> Row:
         """Measure candidates, and return the row of the fastest, or of the baseline if none is clearly faster.
 
-        The options of each group are combined with the fastest overrides of the groups before. A group has a share of
-        the remaining time that is proportional to the number of its candidates, but at least one candidate of each
-        group is tried before those of the expensive groups.
+        The options of each group are combined with the fastest overrides of the groups before.
 
         Raises:
             TrialError: if the baseline, with which all others are compared, cannot train or fails later.
         """
         try:
-            self._try({}, self._ends, self._ends)
-            for number in range(len(groups)):
-                self._try_group(groups[number:])
+            self._measure(self.base, self._budget)
+            for number, group in enumerate(groups):
+                best, count = self._live()[0], len(self.rows)
+                assert best.candidate.run is not None
+                share = group.weight / sum(each.weight for each in groups[number:])
+                until = self._clock() + share * self._left()
+                for words in group.options(best.candidate.run):
+                    self._try(best.changes | {group.name: words}, until)
+                if any(row.trial for row in self.rows[count:]):
+                    self._halve()
             self._compare()
             return self._fastest()
         finally:
             for row in self.rows:
                 self._end(row)
-
-    @property
-    def base(self) -> Row:
-        """The row of the baseline."""
-        return self.rows[0]
-
-    @property
-    def noise(self) -> float:
-        """The variation of the baseline's step time: half the interquartile range divided by the median."""
-        first, third = self.base.quartiles()
-        return (third - first) / 2 / self.base.step_seconds
 
     def measured(self) -> list[Row]:
         """Return the measured rows, the fastest first."""
@@ -181,61 +166,30 @@ class Search:
 
     def _left(self) -> float:
         """Return the seconds that are left before those of the finalists."""
-        reserved = max(_FOR_FINALISTS * self._budget, 2 * self.base.step_seconds * self.base.burst_length)
-        return self._ends - self._clock() - reserved
+        return self._ends - self._clock() - max(_FOR_FINALISTS * self._budget, 2 * _round_seconds([self.base]))
 
-    def _try_group(self, groups: Sequence[Group]) -> None:
-        """Try the candidates of the first of `groups`, and drop the slower half of those that are waiting."""
-        group, best = groups[0], self._live()[0]
-        assert best.candidate.run is not None
-        options: list[list[Overrides]] = [
-            each.options(best.candidate.run) if each is group or not each.is_expensive else [] for each in groups
-        ]
-        kept = _FOR_EXPENSIVE * self._budget if any(each.is_expensive for each in groups[1:]) else 0.0
-        share = len(options[0]) / max(1, sum(map(len, options)))
-        now, left = self._clock(), self._left()
-        until = now + share * (left - kept)
-        tried: list[Row] = []
-        for words in options[0]:
-            has_turn = not any(row.startup_seconds for row in tried)
-            tried += self._try(best.changes | {group.name: words}, until, now + left, has_turn)
-        if any(row.trial for row in tried):
-            self._halve()
-
-    def _try(self, changes: dict[str, Overrides], until: float, limit: float, has_turn: bool = False) -> list[Row]:
-        """Measure a candidate if this is worthwhile and possible; return its row, or no row if it is not a new one.
-
-        Args:
-            changes: its overrides by group.
-            until: when the time of its group ends.
-            limit: when it must have started, even if it starts slowly at the end of the group's time.
-            has_turn: whether it is tried even after `until`, because no other candidate of its group has been started.
-        """
+    def _try(self, changes: dict[str, Overrides], until: float) -> None:
+        """Measure the candidate with `changes` if it is new, allowed and possible, and `until` is not over."""
         candidate = self._judge(tuple(chain.from_iterable(changes.values())))
-        tried = [row.candidate.run.config for row in self.rows if row.candidate.run is not None]
-        if candidate.run is not None and candidate.run.config in tried:
-            return []
+        known = [row.candidate.run.config for row in self.rows if row.candidate.run is not None]
+        if candidate.run is not None and candidate.run.config in known:
+            return
         row = Row(candidate, changes)
         self.rows.append(row)
-        seconds = until - self._clock()
-        if row is not self.base and (has_turn or seconds > 0):
-            seconds = min(limit - self._clock(), max(seconds, _PATIENT_STARTS * self.base.startup_seconds))
+        now = self._clock()
+        seconds = min(self._left(), max(until - now, _PATIENT_STARTS * self.base.startup_seconds))
         if candidate.refusal:
             row.status, row.reason = "refused", candidate.refusal
         elif candidate.results not in self._allowed:
             row.reason = RESULTS[candidate.results]
-        elif seconds <= min((each.startup_seconds for each in self.rows if each.startup_seconds), default=0.0):
+        elif now >= until or seconds <= self.base.startup_seconds:
             row.reason = BUDGET_SPENT
         elif not self._makes_room(candidate):
             row.status, row.reason = "dropped", "it does not fit into memory"
         else:
-            self._begin(row, seconds)
-        if row is self.base and not row.bursts:
-            raise TooLateError("no time was left for a step")
-        name = " ".join(candidate.overrides) or "the baseline"
+            self._measure(row, seconds)
         known = f"{milliseconds(row.step_seconds)} a step" if row.bursts else f"{row.status}: {row.reason}"
-        self._report(f"{name}: {known}")
-        return [row]
+        self._report(f"{' '.join(candidate.overrides)}: {known}")
 
     def _makes_room(self, candidate: Candidate) -> bool:
         """End the slowest trials until there is room for `candidate`, and return whether there is."""
@@ -246,18 +200,16 @@ class Search:
             self._end(waiting[-1])
         return True
 
-    def _begin(self, row: Row, seconds: float) -> None:
-        """Start the trial of `row`, find a burst length, which may take `seconds` in all, and measure a burst."""
-        until, count, taken = self._clock() + seconds, 1, 0.0
+    def _measure(self, row: Row, seconds: float) -> None:
+        """Start the trial of `row`, let it warm up, which may take `seconds` in all, and measure a burst."""
+        until, taken = self._clock() + seconds, 0.0
         try:
             row.trial = self._start(row.candidate, seconds)
             row.startup_seconds = row.trial.startup_seconds
-            while taken < _BURST_SECONDS / 2:
+            while taken < BURST_SECONDS / 2:
                 began = self._clock()
-                row.memory_bytes = row.trial.steps(count, until - began).memory_bytes
+                row.trial.burst(until - began)
                 taken = self._clock() - began
-                row.burst_length = max(1, round(count * _BURST_SECONDS / max(taken, 1e-6)))
-                count = min(row.burst_length, 8 * count)
         except TrialError as error:
             self._fail(row, error)
             return
@@ -272,14 +224,12 @@ class Search:
         first = self._round % len(rows)
         for row in [*rows[first:], *rows[:first]]:
             assert row.trial is not None
-            usual = row.burst_length * row.step_seconds if row.bursts else _BURST_SECONDS
             try:
-                burst = row.trial.steps(row.burst_length, 60 + 10 * usual)  # after that, it is taken to hang
+                burst = row.trial.burst(60 + 10 * row.startup_seconds)  # after that, it is taken to hang
             except TrialError as error:
                 self._fail(row, error)
                 continue
-            row.bursts[self._round] = burst.step_seconds
-            row.memory_bytes = max(row.memory_bytes, burst.memory_bytes)
+            row.bursts[self._round], row.memory_bytes = burst.step_seconds, burst.memory_bytes
 
     def _fail(self, row: Row, error: TrialError) -> None:
         """End the trial of `row`, which has failed: erase its measurements, and record its status and the reason."""
@@ -295,9 +245,8 @@ class Search:
             row.trial.close(kill)
             row.trial = None
 
-    def _fits(self, rows: Iterable[Row]) -> bool:
-        """Return whether there is time for a round of `rows`."""
-        return sum(row.burst_length * row.step_seconds for row in rows) < self._ends - self._clock()
+    def _has_time(self, rows: Iterable[Row]) -> bool:
+        return _round_seconds(rows) < self._ends - self._clock()
 
     def _halve(self) -> None:
         """Let the waiting trials train for two rounds, and end the slower half of them after each round.
@@ -306,7 +255,7 @@ class Search:
         """
         for _ in range(2):
             live = self._live()
-            if len(live) < 2 or not self._fits(live):
+            if len(live) < 2 or not self._has_time(live):
                 return
             self._train(live)
             best, *others = self._live()
@@ -315,14 +264,14 @@ class Search:
                     self._end(row)
 
     def _compare(self) -> None:
-        """Compare the finalists until they can be told apart (see `_ROUNDS`) or the budget is spent."""
+        """Compare the finalists until they can be told apart (see `ROUNDS`) or the budget is spent."""
         for row in self._live()[_FINALISTS:]:
             if row is not self.base:
                 self._end(row)
-        while len(live := self._live()) > 1 and self._fits(live):
+        while len(live := self._live()) > 1 and self._has_time(live):
             rounds = min(len(row.bursts) for row in live)
             clear = all(ratio(row, live[0]).is_clear for row in live[1:])
-            if rounds >= 3 * _ROUNDS or (rounds >= _ROUNDS and clear):
+            if rounds >= 3 * ROUNDS or (rounds >= ROUNDS and clear):
                 return
             self._train(live)
 
@@ -333,3 +282,7 @@ class Search:
         if self.base in equal or not ratio(best, self.base).is_clear:
             return self.base
         return min(equal, key=lambda row: row.startup_seconds)
+
+
+def _round_seconds(rows: Iterable[Row]) -> float:
+    return sum(max(BURST_SECONDS, row.step_seconds) for row in rows)

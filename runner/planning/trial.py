@@ -25,7 +25,9 @@ from runner.system import memory, torch_errors
 from runner.system.forkserver import METHOD, become_command, start_server, without_main_module
 from runner.training import prepare, torch_refusals, train_step
 
-PRELOADED = ("torch", "runner.planning.trial")
+BURST_SECONDS = 0.4
+"""How long a burst should take, if a single step does not take longer."""
+
 _PATIENT = 24 * 3600.0
 """The `parallel.timeout` of a trial in seconds: its ranks wait for each other while other trials train."""
 
@@ -57,8 +59,6 @@ class TooLateError(TrialError):
 class Burst(NamedTuple):
     """The measurements of a burst.
 
-    A burst consists of some iterations of the training loop, which a trial does without a pause.
-
     Args:
         step_seconds: the mean seconds of an optimizer step.
         memory_bytes: the sum of the peak memory of all ranks of the trial, in bytes.
@@ -81,9 +81,9 @@ class Trial:
     """
 
     def __init__(self, config: dict[str, Any], seconds: float):
-        known = filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"])
-        with patch.dict(os.environ, PYTHONWARNINGS=",".join(known)):  # it would tell of trials that are killed
-            start_server(*PRELOADED)
+        filters = filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"])
+        with patch.dict(os.environ, PYTHONWARNINGS=",".join(filters)):  # it would tell of trials that are killed
+            start_server("torch", "runner.planning.trial")
         config = config | {"resume": "never"}
         if "timeout" in config["parallel"]:
             config["parallel"] = config["parallel"] | {"timeout": _PATIENT}
@@ -102,19 +102,17 @@ class Trial:
             raise
         self.startup_seconds = time.perf_counter() - began
 
-    def steps(self, count: int, seconds: float) -> Burst:
-        """Train for `count` iterations of the training loop, and return what was measured.
+    def burst(self, seconds: float) -> Burst:
+        """Train without a pause for about `BURST_SECONDS`, judged by the burst before, and return what was measured.
 
-        Args:
-            count: number of iterations, at least 1.
-            seconds: how long all of them together may take.
+        A burst has at most eight times as many iterations of the training loop as the one before it.
 
         Raises:
             TrialError: if the run fails.
-            TooLateError: if the iterations take longer than `seconds`.
+            TooLateError: if the burst takes longer than `seconds`.
         """
         with contextlib.suppress(OSError):  # it has died: the reason is the next message
-            self._connection.send(count)
+            self._connection.send(True)
         return Burst(*self._receive(seconds))
 
     def _receive(self, seconds: float) -> Any:
@@ -141,7 +139,7 @@ class Trial:
         """
         if not kill:
             with contextlib.suppress(OSError):
-                self._connection.send(0)
+                self._connection.send(False)
             self._process.join(_FAREWELL_SECONDS)
         self._connection.close()
         if self._process.pid is not None:
@@ -183,7 +181,7 @@ def _reason(error: BaseException) -> TrialError:
 
 
 def _train_rank(config: dict[str, Any], directory: Path, connection: Connection, process: Collectives) -> Result:
-    """Train for one iteration, then for as many as each message to rank 0 asks for; rank 0 sends the measurements."""
+    """Train for one iteration, then for a burst at each message to rank 0, which sends what was measured."""
     run = build_run(config)
     session = run.prepare(process)
     with run.settings(session.device):
@@ -192,33 +190,32 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
         state.model.train()
         steps = chain.from_iterable(session.plan.steps(0, session.num_steps) for _ in repeat(None))
 
-        def train(count: int) -> tuple[float, float]:
-            """Train for `count` iterations, and return the fields of a `Burst`."""
+        def train(count: int) -> float:
             began = time.perf_counter()
             for _ in range(count):
                 train_step(state, batches, next(steps), log_due=False)
             synchronize(*session.devices)
             session.collectives.barrier()
-            seconds = time.perf_counter() - began
-            peaks = session.collectives.all_gather(memory.usage(session.device)["memory/peak"])
-            return seconds / count / session.plan.steps_per_round, sum(peaks)
+            return time.perf_counter() - began
 
-        def asked() -> int:
+        def next_count(count: int, seconds: float) -> int:
             try:
-                return connection.recv()
+                goes_on = connection.recv()
             except EOFError:  # the process that compares trials has ended
                 return 0
+            return min(8 * count, max(1, round(count * BURST_SECONDS / seconds))) if goes_on else 0
 
         count = 1
         while count:
             try:
                 with torch_refusals(run):
-                    message = train(count)
+                    seconds = train(count)
             except Exception as error:
                 if torch_errors.is_out_of_memory(error):  # on this rank; the others will only miss it
                     connection.send(_reason(error))
                 raise
+            peaks = session.collectives.all_gather(memory.usage(session.device)["memory/peak"])
             if process.rank == 0:
-                connection.send(message)
-            count = session.collectives.from_rank_0(asked)
+                connection.send((seconds / count / session.plan.steps_per_round, sum(peaks)))
+            count = session.collectives.from_rank_0(partial(next_count, count, seconds))
     return Result("done")

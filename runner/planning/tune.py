@@ -1,15 +1,41 @@
-"""Tunes a run: the search for the fastest candidate on this machine, and its result as plain values."""
+"""`runner tune`: the search for the fastest way to train a run, its tables, and the experiment that it writes."""
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from runner.config.experiment_file import experiment_command, experiment_file
+from runner.config.options import groups_in_defaults
+from runner.config.overrides import override_key
 from runner.planning.candidates import Candidate, Candidates, Compose
 from runner.planning.device_memory import available_bytes
-from runner.planning.search import Row, Search, ratio
+from runner.planning.formatting import significant, size
+from runner.planning.search import BUDGET_SPENT, Row, Search, ratio
 from runner.planning.trial import Trial
+from runner.storage import run_directory
+from runner.storage.files import write_text
+from runner.system.cpu import cpu_model
+from runner.system.tables import table
+
+EXPERIMENT = "tuned"
+"""The name of the experiment with the chosen overrides."""
+
+_BUSY = 0.1
+"""If half the interquartile range of the baseline's speed is a larger part of it, the machine is busy."""
+
+_MEASURED = ("samples_per_second", "spread", "speedup", "ties", "memory_bytes", "startup_seconds", "break_even_steps")
 
 
 def tune(
@@ -32,8 +58,8 @@ def tune(
 
     Returns:
         A dict: `chosen`, the chosen overrides; `speedup`, the step time of the baseline divided by that of the choice;
-        `noise`, as in `Search`; `seconds`, how long the call took; and `rows`, a dict for each candidate (see `plain`),
-        those that were measured first, from the fastest to the slowest.
+        `seconds`, how long the call took; and `rows`, a dict for each candidate (see `plain`), those that were measured
+        first, from the fastest to the slowest.
 
     Raises:
         ConfigError: if the run is refused.
@@ -42,32 +68,31 @@ def tune(
     began = time.perf_counter()
     candidates = Candidates(compose, typed, config_dir)
     left = budget - (time.perf_counter() - began)
-    search = Search(candidates.judged, _start, left, allowed, _has_room, report=report)
+    search = Search(candidates.judged, start, left, allowed, has_room, report=report)
     chosen = search.run(candidates.groups())
     rows = [*search.measured(), *(row for row in search.rows if not row.bursts)]
     return {
         "chosen": list(chosen.candidate.overrides),
         "speedup": 1 / ratio(chosen, search.base).value,
-        "noise": search.noise,
         "rows": [plain(row, search.base, candidates.base.batch_size) for row in rows],
         "seconds": time.perf_counter() - began,
     }
 
 
-def _start(candidate: Candidate, seconds: float) -> Trial:
+def start(candidate: Candidate, seconds: float) -> Trial:
     assert candidate.run is not None
     return Trial(candidate.run.config, seconds)
 
 
-def _has_room(candidate: Candidate, base: Row, waiting: Sequence[Row]) -> bool:
+def has_room(candidate: Candidate, base: Row, waiting: Sequence[Row]) -> bool:
     """Return whether there is enough memory for the trial of a candidate.
 
     Each process is assumed to need the memory that was measured for a process of the baseline, or in proportion more
     if its micro-batches are larger.
     """
     now, before = candidate.session, base.candidate.session
-    if now is None or before is None or candidate is base.candidate:
-        return True
+    assert now is not None
+    assert before is not None
     per_process = base.memory_bytes / before.world_size
     needed = per_process * max(1.0, now.plan.micro_size / before.plan.micro_size) * now.world_size
     on_gpu = now.device.type == "cuda"  # elsewhere, what is available excludes the memory of waiting trials
@@ -85,26 +110,108 @@ def plain(row: Row, base: Row, samples: int) -> dict[str, Any]:
     Returns:
         A dict: `overrides`, `results`, `status` and `reason`, as in `Row` and `Candidate`; `rounds`, the number of
         rounds in which the row was measured; `samples_per_second`, and `spread`, the first and the third quartile of
-        this number; `speedup` over the baseline, and the `uncertainty` of this ratio; `ties`, whether the row cannot be
-        told apart from the baseline; `memory_bytes`; `startup_seconds`; and `break_even_steps`, the number of steps
-        after which the row has made up for a slower start, None if it never does.
+        this number; `speedup` over the baseline; `ties`, whether the row cannot be told apart from the baseline;
+        `memory_bytes`; `startup_seconds`; and `break_even_steps`, the number of steps after which the row has made up
+        for a slower start, None if it never does.
     """
-    candidate = row.candidate
-    found: dict[str, Any] = {"overrides": list(candidate.overrides), "results": candidate.results}
-    found |= {"status": row.status, "reason": row.reason, "rounds": len(row.bursts)}
-    measured = ("samples_per_second", "spread", "speedup", "uncertainty", "ties")
-    found |= dict.fromkeys((*measured, "memory_bytes", "startup_seconds", "break_even_steps"))
+    found: dict[str, Any] = {"overrides": list(row.candidate.overrides), "results": row.candidate.results}
+    found |= {"status": row.status, "reason": row.reason, "rounds": len(row.bursts)} | dict.fromkeys(_MEASURED)
     if not row.bursts:
         return found
-    compared, (first, third) = ratio(row, base), row.quartiles()
+    compared = ratio(row, base)
     saved = base.step_seconds * (1 - compared.value)
+    rates = [samples / seconds for seconds in row.bursts.values()]
+    low, _, high = statistics.quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else rates * 3
     return found | {
         "samples_per_second": samples / row.step_seconds,
-        "spread": [samples / third, samples / first],
+        "spread": [low, high],
         "speedup": 1 / compared.value,
-        "uncertainty": compared.uncertainty / compared.value**2,
         "ties": row is not base and not compared.is_clear,
         "memory_bytes": row.memory_bytes,
         "startup_seconds": row.startup_seconds,
         "break_even_steps": max(0.0, (row.startup_seconds - base.startup_seconds) / saved) if saved > 0 else None,
     }
+
+
+def write(report: dict[str, Any], output_root: str) -> Path:
+    """Write `report` to a new directory in `output_root`/tuned, and return the directory.
+
+    The directory has the structure of conf/, and contains the report as `tune.json` and an experiment with the typed
+    and the chosen overrides. If a typed override deletes a key, there is no experiment, because an option file cannot
+    delete keys.
+
+    Raises:
+        ConfigError: if the directory cannot be created.
+        OSError: if a file cannot be written.
+    """
+    directory = run_directory.create(Path(output_root) / "tuned", None, report["chosen"])
+    write_text(directory / "tune.json", json.dumps(report, indent=2) + "\n")
+    if not deleted_keys(report):
+        (directory / "experiment").mkdir()
+        command = experiment_command("DIRECTORY", EXPERIMENT, report["config_dir"])
+        comments = [command, f"Measured by runner tune on {cpu_model()}."]
+        text = experiment_file([*report["typed"], *report["chosen"]], comments, report["config_dir"])
+        write_text(directory / "experiment" / f"{EXPERIMENT}.yaml", text)
+    return directory
+
+
+def render(report: dict[str, Any]) -> Group:
+    """Render `report`, the result of `runner.commands.tune.tuned`, as tables."""
+    rows, others = [], defaultdict(list)
+    for row in report["rows"]:
+        name = " ".join(row["overrides"]) or "the baseline"
+        if row["samples_per_second"] is None:
+            others[row["status"], row["reason"]].append(name)
+            continue
+        arrow = "→ " * (row["overrides"] == report["chosen"])
+        rows.append([f"{arrow}{name}", *cells(row)])
+    titles = ["candidate", "results", "samples/s", "speed-up", "memory", "first step", "pays after"]
+    parts: list[RenderableType] = [table("steps of the candidates, the fastest first", titles, rows, right_from=2)]
+    if others:
+        rows = [(status, reason, "\n".join(names)) for (status, reason), names in others.items()]
+        parts.append(table("not measured", ["", "because", "candidates"], rows))
+    whole = partial(Text, no_wrap=True, overflow="ignore")  # a command that is wrapped cannot be copied
+    return Group(*parts, *map(whole, verdict(report)))
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return a row of the table of measured candidates, without the name of the candidate."""
+    (low, high), steps, is_other = row["spread"], row["break_even_steps"], bool(row["overrides"])
+    return [
+        row["results"],
+        f"{significant(row['samples_per_second'], 3)} ({significant(low, 3)} – {significant(high, 3)})",
+        f"{row['speedup']:.2f} ×{', a tie' if row['ties'] else ''}" if is_other else "1",
+        size(row["memory_bytes"]),
+        f"{row['startup_seconds']:.1f} s",
+        "" if not is_other else "never" if steps is None else f"{steps:,.0f} steps" if steps else "at once",
+    ]
+
+
+def verdict(report: dict[str, Any]) -> list[str]:
+    """Return the lines that say what was chosen, and how to use it."""
+    lines = []
+    base = next(row for row in report["rows"] if not row["overrides"])
+    low, high = base["spread"]
+    if (noise := (high - low) / 2 / base["samples_per_second"]) > _BUSY:
+        why = f"the steps of the baseline vary by ± {noise:.0%}"
+        lines.append(f"the machine is busy: {why}, so that smaller differences cannot be seen")
+    if spent := sum(row["reason"] == BUDGET_SPENT for row in report["rows"]):
+        more = f"--budget {2 * report['budget']:.0f} takes more time"
+        lines.append(f"{spent} candidate{'s were' if spent > 1 else ' was'} not measured: {BUDGET_SPENT} ({more})")
+    if not report["chosen"]:
+        return [*lines, f"nothing is clearly faster than the baseline ({report['seconds']:.0f} s)"]
+    config_dir = report["config_dir"]
+    words = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *report["typed"], *report["chosen"]]
+    lines.append(f"chosen: {report['speedup']:.2f} × as fast as the baseline ({report['seconds']:.0f} s)")
+    lines.append(f"run:    python -m runner {shlex.join(words)}")
+    if report["directory"] is None:
+        return lines
+    if deleted := deleted_keys(report):
+        return [*lines, f"        there is no experiment: an option file cannot delete {', '.join(deleted)}"]
+    return [*lines, f"        {experiment_command(os.path.relpath(report['directory']), EXPERIMENT, config_dir)}"]
+
+
+def deleted_keys(report: dict[str, Any]) -> list[str]:
+    """Return the keys that the typed overrides delete, except for config groups."""
+    deleted = [override_key(text) for text in report["typed"] if text.startswith("~")]
+    return [key for key in deleted if key not in groups_in_defaults()]

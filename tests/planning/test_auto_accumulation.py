@@ -41,7 +41,7 @@ class FakeTrials:
             raise TrialError("CUDA out of memory", out_of_memory=True)
         return self
 
-    def steps(self, count: int, seconds: float) -> Burst:
+    def burst(self, seconds: float) -> Burst:
         return Burst(1.0, 1.0)
 
     def close(self, kill: bool = False) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
@@ -20,23 +21,18 @@ RESNET = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=6
 CONVNET = ("model=convnet", "device=cpu")
 
 
-@pytest.fixture(autouse=True)
-def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the default number of threads larger than the number of cores, as in a container with limited cores."""
-    monkeypatch.setattr(module, "default_threads", lambda *_: 64)
-
-
-def of(*typed: str, cores: int = 2) -> Candidates:
+@functools.cache
+def of(*typed: str) -> Candidates:
     def compose(more: Sequence[str]) -> Run:
         return build_composed_run(*typed, *more)
 
-    with patch.object(module, "usable_core_numbers", lambda: list(range(cores))):
-        return Candidates(compose, typed)
+    return Candidates(compose, typed)
 
 
-def options(candidates: Candidates) -> dict[str, list[str]]:
+def options(candidates: Candidates, cores: int = 2) -> dict[str, list[str]]:
     """Return the overrides of each group that has any, for the run without further overrides."""
-    found = {group.name: group.options(candidates.base) for group in candidates.groups()}
+    with patch.object(module, "usable_core_numbers", lambda: list(range(cores))):
+        found = {group.name: group.options(candidates.base) for group in candidates.groups()}
     return {name: [" ".join(words) for words in each] for name, each in found.items() if each}
 
 
@@ -45,49 +41,38 @@ def results(candidates: Candidates, *words: str) -> str:
     return judged.results or judged.refusal
 
 
-def test_modes_are_tried_with_numbers_of_processes_and_threads() -> None:
-    modes = options(of(*CONVNET, cores=4))["mode"]
-    assert modes[1:6:2] == ["device.threads=4", "device.threads=2", "device.threads=1"], "in turn with the modes"
-    assert [each for each in modes if not each.startswith("device")] == [
-        f"parallel={mode} parallel.processes={count}"
-        for count in (2, 4)
-        for mode in ("ddp", "ensemble", "fsdp", "hogwild", "pipeline")
+def test_groups_change_one_option_and_compiled_candidates_come_last() -> None:
+    found = options(of(*CONVNET), cores=4)
+    assert found["parallel"] == [
+        "parallel=single",
+        *(
+            f"parallel={mode} parallel.processes={count}"
+            for count in (2, 4)
+            for mode in ("ddp", "ensemble", "fsdp", "hogwild", "pipeline")
+        ),
     ]
-
-
-def test_other_groups_change_one_option_and_compiled_candidates_come_last() -> None:
-    candidates = of(*CONVNET, "parallel=single", "device.threads=1")
-    assert options(candidates) == {
+    assert found["device.threads"] == [f"device.threads={count}" for count in (4, 2, 1)]
+    assert options(of(*CONVNET, "parallel=single", "device.threads=1")) == {
         "precision": ["precision=bf16"],
+        "parallel": [""],
         "channels_last": ["channels_last=true", "channels_last=false"],
         "accumulation": [f"accumulation={count}" for count in (1, 2, 4)],
         "compile": ["compile=false", "compile=true", "compile=blocks"],
     }
-    assert [group.name for group in candidates.groups() if group.is_expensive] == ["compile"]
     assert options(of("workload=dqn", "device=cpu"))["compile"] == ["compile=false", "compile=true"]
-
-
-@pytest.mark.parametrize(("default", "others"), [(64, [4, 2, 1]), (4, [2, 1]), (2, [4, 1])])
-def test_the_default_number_of_threads_is_not_a_candidate(
-    default: int, others: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "default_threads", lambda *_: default)
-    found = [text for text in options(of(*CONVNET, cores=4))["mode"] if text.startswith("device.threads=")]
-    assert found == [f"device.threads={count}" for count in others]
 
 
 @pytest.mark.parametrize(
     ("typed", "modes"),
     [
-        ("device.threads=1 parallel=single", []),
         ("parallel=ddp parallel.processes=2", []),
-        ("parallel=ddp", ["parallel.processes=4"]),
+        ("parallel=ddp", ["parallel.processes=2", "parallel.processes=4"]),
         ("parallel=pipeline parallel.engine=streams", []),
     ],
 )
 def test_typed_options_are_not_changed(typed: str, modes: list[str]) -> None:
-    found = options(of(*CONVNET, *typed.split(), "accumulation.steps=2", "compile=false", cores=4))
-    assert found.get("mode", []) == modes
+    found = options(of(*CONVNET, *typed.split(), "accumulation.steps=2", "compile=false"), cores=4)
+    assert found.get("parallel", []) == modes
     assert not {"accumulation", "compile"} & found.keys()
 
 
@@ -105,8 +90,7 @@ def test_a_user_defined_mode_is_tried(tmp_path: Path) -> None:
         run.parallel = Mine(run.parallel.processes) if "parallel=mine" in more else run.parallel  # pyright: ignore
         return run
 
-    with patch.object(module, "usable_core_numbers", lambda: [0, 1]):
-        assert "parallel=mine parallel.processes=2" in options(Candidates(compose, (), str(tmp_path)))["mode"]
+    assert "parallel=mine parallel.processes=2" in options(Candidates(compose, (), str(tmp_path)))["parallel"]
 
 
 def test_a_pipeline_is_tried_with_other_schedules_and_split_sizes() -> None:
@@ -128,7 +112,6 @@ def test_a_pipeline_is_tried_with_other_schedules_and_split_sizes() -> None:
         ("accumulation=4", "last bits"),
         ("precision=tf32", "rounding"),
         ("precision=bf16", "16 bits"),
-        ("precision=64", "other"),
         ("parallel=hogwild", "asynchronous"),
         ("parallel=ensemble", "other"),
     ],
@@ -141,7 +124,6 @@ def test_results_without_batch_normalization(words: str, expected: str) -> None:
     ("words", "expected"),
     [
         ("channels_last=false", "last bits"),
-        ("model.checkpoint_activations=true", "bitwise"),
         ("accumulation=2", "statistics"),
         ("parallel=ddp", "statistics"),
         ("parallel=ddp parallel.sync_batch_norm=true", "last bits"),
@@ -156,8 +138,8 @@ def test_results_with_batch_normalization(words: str, expected: str) -> None:
 
 def test_synchronized_batch_normalization_is_tried_only_if_there_is_any() -> None:
     words = "parallel=ddp parallel.processes=2 parallel.sync_batch_norm=true"
-    assert words in options(of(*RESNET))["mode"]
-    assert words not in options(of(*CONVNET))["mode"]
+    assert words in options(of(*RESNET))["parallel"]
+    assert words not in options(of(*CONVNET))["parallel"]
 
 
 def test_micro_batches_of_equal_size_do_not_change_batch_normalization() -> None:

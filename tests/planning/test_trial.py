@@ -31,18 +31,18 @@ def processes_of(trial: Trial) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["single", "ddp"])
-def test_a_trial_trains_and_ends(mode: str) -> None:
-    trial = Trial(compose_config(*TINY_CPU, f"parallel={mode}"), TIMEOUT_SECONDS)
+def test_a_trial_trains_and_ends() -> None:
+    trial = Trial(compose_config(*TINY_CPU, "parallel=ddp"), TIMEOUT_SECONDS)
     processes = processes_of(trial)
-    assert len(processes) >= (1 if mode == "single" else 3)  # the ranks, and the process that supervises them
-    one, many = trial.steps(1, TIMEOUT_SECONDS), trial.steps(20, TIMEOUT_SECONDS)
-    assert 0 < many.step_seconds < trial.startup_seconds
-    assert one.memory_bytes > 5e7
+    assert len(processes) >= 3, "the ranks, and the process that supervises them"
+    burst = trial.burst(TIMEOUT_SECONDS)
+    assert 0 < burst.step_seconds < trial.startup_seconds
+    assert burst.memory_bytes > 5e7
     trial.close()
     assert psutil.wait_procs(processes, TIMEOUT_SECONDS)[1] == []
 
 
+@pytest.mark.slow
 def test_compiled_code_is_kept_apart_from_that_of_other_runs() -> None:
     trial = Trial(compose_config(*TINY_CPU, "parallel=ddp", "compile=true"), TIMEOUT_SECONDS)
     directory = Path(trial._directory.name)
@@ -66,7 +66,7 @@ def test_a_trial_that_is_killed_is_an_error(mode: str, number: signal.Signals) -
     process = psutil.Process(trial._process.pid)
     [process, *process.children(recursive=True)][-1].send_signal(number)
     with pytest.raises(TrialError, match=number.name) as caught:
-        trial.steps(10**6, TIMEOUT_SECONDS)
+        trial.burst(TIMEOUT_SECONDS)
     assert (caught.value.refused, caught.value.out_of_memory) == (False, number == signal.SIGKILL)
     trial.close(kill=True)
 
@@ -77,7 +77,7 @@ def test_a_trial_that_takes_too_long_is_killed() -> None:
 
 
 def test_a_trial_ends_with_the_process_that_started_it() -> None:
-    trial = Trial(compose_config(*TINY_CPU, "parallel=ddp"), TIMEOUT_SECONDS)
+    trial = Trial(compose_config(*TINY_CPU), TIMEOUT_SECONDS)
     trial._connection.close()  # as the kernel does when that process is killed
     trial._process.join(TIMEOUT_SECONDS)
     assert trial._process.exitcode == 0
@@ -97,15 +97,15 @@ def test_an_error_without_a_message_is_sent_with_its_name(tmp_path: Path, monkey
 
 
 def test_a_step_that_runs_out_of_memory_raises_an_out_of_memory_error() -> None:
-    # The first convolution returns 1.2 GiB. Smaller blocks are kept in the process for the next step.
-    sizes = ["data.size=32", "batch_size=2048", "data.num_samples=2056", "data.holdout=8"]
+    # The first convolution returns 160 MB. Blocks below 32 MB are kept in the process for the next step.
+    sizes = ["data.size=32", "batch_size=256", "data.num_samples=264", "data.holdout=8"]
     words = ["model=convnet", "model.channels=[200,4]", "data=synthetic", *sizes, "device=cpu", "device.threads=1"]
     trial = Trial(compose_config(*words), TIMEOUT_SECONDS)
     process = psutil.Process(trial._process.pid)
     enough = process.memory_info().vms + 10_000_000  # for Python
     process.rlimit(psutil.RLIMIT_AS, (enough, enough))
     with pytest.raises(TrialError) as caught:
-        trial.steps(1, TIMEOUT_SECONDS)
+        trial.burst(TIMEOUT_SECONDS)
     trial.close(kill=True)
     assert caught.value.out_of_memory, caught.value.why
     assert not caught.value.refused

@@ -13,11 +13,11 @@ import pytest
 
 from runner.commands import tune
 from runner.commands.composed_run import compose_run
+from runner.planning import search
 from runner.planning import tune as planning
-from runner.planning import tune_report
 from runner.planning.search import BUDGET_SPENT
 from runner.planning.trial import TooLateError, TrialError
-from runner.planning.tune_report import cells, verdict, write
+from runner.planning.tune import cells, verdict, write
 from runner.system.exit_codes import CRASHED, DONE, REFUSED
 
 SMALL = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1", "parallel=single")
@@ -32,7 +32,6 @@ def row(*overrides: str, **values: Any) -> dict[str, Any]:
         "samples_per_second": 1000.0,
         "spread": [990.0, 1010.0],
         "speedup": 1.0,
-        "uncertainty": 0.01,
         "ties": False,
         "memory_bytes": 5e8,
         "startup_seconds": 1.5,
@@ -58,7 +57,6 @@ def report(**values: Any) -> dict[str, Any]:
         "allowed": [],
         "chosen": ["parallel=ddp", "parallel.processes=2"],
         "speedup": 1.5,
-        "noise": 0.01,
         "rows": [fast, row(), skipped],
         "seconds": 12.3,
         "directory": "outputs/tuned/x",
@@ -81,7 +79,7 @@ def test_a_row_shows_after_how_many_steps_it_pays_off() -> None:
 def test_the_verdict_shows_the_command_to_run() -> None:
     assert verdict(report())[1] == "run:    python -m runner model=tiny epochs=2 parallel=ddp parallel.processes=2"
     assert "nothing is clearly faster" in verdict(report(chosen=[]))[0]
-    assert "the machine is busy" in verdict(report(noise=0.3))[0]
+    assert "the machine is busy" in verdict(report(rows=[row(spread=[700.0, 1300.0])]))[0]
     late = row("compile=true", status="not tried", reason=BUDGET_SPENT, samples_per_second=None)
     assert verdict(report(rows=[row(), late]))[0].startswith("1 candidate was not measured")
     assert "--budget 120" in verdict(report(rows=[row(), late, late]))[0]
@@ -117,7 +115,8 @@ def test_no_experiment_is_written_if_an_override_deletes_a_key(tmp_path: Path) -
     assert verdict(found)[2].strip() == "there is no experiment: an option file cannot delete optimizer.momentum"
 
 
-def test_a_config_is_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(search, "ROUNDS", 1)  # to save time
     typed = [*SMALL, f"output_root={tmp_path}", "accumulation=1", "compile=false"]
     assert tune.main([*typed, "--json"]) == DONE
     found = json.loads(capsys.readouterr().out)
@@ -156,17 +155,29 @@ def test_mistakes_are_refused(line: str, key: str, capsys: pytest.CaptureFixture
     assert key in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("budget", ["1", "60"])
-def test_a_budget_that_is_too_short_is_refused(
-    budget: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("error", "code", "word"),
+    [
+        (TooLateError("no step within 50 s"), REFUSED, "--budget"),
+        (TrialError("MemoryError: no memory"), CRASHED, "no memory"),
+    ],
+    ids=["too late", "crashed"],
+)
+def test_a_baseline_that_does_not_train_is_reported(
+    error: TrialError,
+    code: int,
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    def late(candidate: object, seconds: float) -> None:
-        raise TooLateError("no step within 50 s")
+    def fail(candidate: object, seconds: float) -> None:
+        raise error
 
-    monkeypatch.setattr(planning, "_start", late)
+    monkeypatch.setattr(planning, "start", fail)
     monkeypatch.chdir(tmp_path)
-    assert tune.main([*SMALL, "--budget", budget]) == REFUSED
-    assert "--budget" in capsys.readouterr().err
+    assert tune.main([*SMALL]) == code
+    assert word in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -175,7 +186,7 @@ def test_the_budget_includes_the_start_and_the_files(monkeypatch: pytest.MonkeyP
 
     def found(_compose: object, _typed: object, seconds: float, *_: object) -> dict[str, Any]:
         budgets.append(seconds)
-        return {"chosen": [], "rows": [row()], "noise": 0.01, "speedup": 1.0, "seconds": 1.0}
+        return {"chosen": [], "rows": [row()], "speedup": 1.0, "seconds": 1.0}
 
     monkeypatch.setattr(planning, "tune", found)
     began = time.perf_counter() - 20
@@ -193,7 +204,7 @@ def test_what_was_measured_is_printed_if_it_cannot_be_saved(
 
     found = {key: value for key, value in report().items() if key not in ("typed", "config_dir", "budget", "allowed")}
     monkeypatch.setattr(planning, "tune", lambda *_: found)
-    monkeypatch.setattr(tune_report, "write", full)
+    monkeypatch.setattr(planning, "write", full)
     assert tune.main([*SMALL, *(["--json"] if as_json else [])]) == CRASHED
     shown = capsys.readouterr()
     assert "cannot be saved: [Errno 28] No space left on device" in shown.err
@@ -202,15 +213,3 @@ def test_what_was_measured_is_printed_if_it_cannot_be_saved(
     else:
         assert "parallel=ddp parallel.processes=2" in shown.out
         assert "--config-dir" not in shown.out
-
-
-def test_a_config_that_crashes_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def crash(candidate: object, seconds: float) -> None:
-        raise TrialError("MemoryError: no memory")
-
-    monkeypatch.setattr(planning, "_start", crash)
-    monkeypatch.chdir(tmp_path)
-    assert tune.main([*SMALL]) == CRASHED
-    assert "no memory" in capsys.readouterr().err
