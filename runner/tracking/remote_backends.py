@@ -45,14 +45,14 @@ class MLflow(RemoteTracker):
             self._run = identifier
             self._client.update_run(self._run, status="RUNNING")
             return self._run
-        experiment = self._client.get_experiment_by_mlflow_name(self.experiment)
+        experiment = self._client.get_experiment_by_name(self.experiment)
         if experiment is None:
             try:
                 self._client.create_experiment(self.experiment, artifacts)
             except Exception:  # another run may have created it in the meantime
-                if self._client.get_experiment_by_mlflow_name(self.experiment) is None:
+                if self._client.get_experiment_by_name(self.experiment) is None:
                     raise
-            experiment = self._client.get_experiment_by_mlflow_name(self.experiment)
+            experiment = self._client.get_experiment_by_name(self.experiment)
         self._run = self._client.create_run(experiment.experiment_id, run_name=directory.name).info.run_id
         return self._run
 
