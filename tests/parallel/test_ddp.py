@@ -54,14 +54,19 @@ def plain_batch_norm(num_parts: int, num_steps: int = SHORT) -> dict[str, torch.
 def test_batch_normalization_uses_a_shard_or_with_sync_the_whole_batch(
     mode: str, parts: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    """Running statistics are compared too; without sync, they are averaged over the processes."""
-    ranks(2).train(compose_config(*TINY_CPU, *BATCH_NORM, *f"parallel={mode}".split()), tmp_path, narrow_session)
-    assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
+    """Running statistics are compared too; without sync, they are averaged over the processes.
+
+    The checkpoint of step 2 is saved without an evaluation, and that of the last step after one.
+    """
+    config = compose_config(*TINY_CPU, *BATCH_NORM, "save_every=2", *f"parallel={mode}".split())
+    ranks(2).train(config, tmp_path, narrow_session)
+    for step in (2, SHORT):
+        assert largest_difference(weights_at(tmp_path, step), plain_batch_norm(parts, step)) <= 1e-9
 
 
 @pytest.mark.parametrize(
     ("synchronized", "parts", "bucket_mb"),
-    [(True, 1, 1), (False, 2, 1), pytest.param(False, 2, 0.5, marks=pytest.mark.slow)],
+    [(False, 2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, 1, 1), (False, 2, 0.5)))],
 )
 def test_a_compiled_network_equals_a_plain_loop(
     synchronized: bool, parts: int, bucket_mb: float, ranks: Callable[[int], PersistentRanks], tmp_path: Path
@@ -92,14 +97,6 @@ def compiler_splits(config: dict[str, Any]) -> bool:
     return bool(torch._dynamo.config.optimize_ddp)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_a_checkpoint_without_an_evaluation_has_averaged_statistics(
-    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
-    ranks(2).train(compose_config(*TINY_CPU, *BATCH_NORM, "save_every=2", f"parallel={mode}"), tmp_path, narrow_session)
-    assert largest_difference(weights_at(tmp_path, 2), plain_batch_norm(2, num_steps=2)) <= 1e-9
-
-
 def test_averaged_running_means_are_exact_and_variances_are_not() -> None:
     """Running statistics averaged over two shards are compared with those of the whole batch, as described in `DDP`.
 
@@ -121,18 +118,14 @@ def test_averaged_running_means_are_exact_and_variances_are_not() -> None:
 def test_training_with_compressed_gradients_rounds_but_still_learns(
     compression: str, least: float, most: float, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (
-        *PLAIN_LOOP_OVERRIDES,
-        *OPTIMIZER_CASES["sgd"][0],
-        "parallel=ddp",
-        f"parallel.compression={compression}",
-    )
+    overrides = (*PLAIN_LOOP_OVERRIDES, "optimizer.lr=0.05", "parallel=ddp", f"parallel.compression={compression}")
     ranks(2).train(compose_config(*TINY_CPU, *overrides), tmp_path / "short")
     plain = plain_loop(build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES), OPTIMIZER_CASES["sgd"][1])
     assert least < largest_difference(weights_at(tmp_path / "short", STEPS), plain.weights) < most
-    longer = ("steps=150", "log_every=150", "schedule=cosine")  # with a constant rate, accuracy varies by 0.1
-    result = ranks(2).train(compose_config(*TINY_CPU, *overrides, *longer), tmp_path / "long")
-    assert result.metrics["eval/accuracy"] > 0.8
+    if compression == "powersgd":  # the only one that is not close to training without compression
+        longer = ("steps=150", "log_every=150", "schedule=cosine")  # with a constant rate, accuracy varies by 0.1
+        result = ranks(2).train(compose_config(*TINY_CPU, *overrides, *longer), tmp_path / "long")
+        assert result.metrics["eval/accuracy"] > 0.8
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

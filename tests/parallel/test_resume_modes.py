@@ -1,7 +1,8 @@
-"""Tests that a run that stops within an epoch resumes in any other mode, with another number of processes."""
+"""Tests that a run resumes in any other mode, with another number of processes, also after it stops within an epoch."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +13,18 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
 from helpers.events import scalar_curves
-from helpers.plain_loop import OPTIMIZER_CASES, PlainSettings, largest_difference, plain_loop_from, weights_at
+from helpers.plain_loop import (
+    OPTIMIZER_CASES,
+    PLAIN_LOOP_OVERRIDES,
+    PlainSettings,
+    largest_difference,
+    plain_loop,
+    plain_loop_from,
+    weights_at,
+)
 from helpers.rank_functions import sigterm_at
 from helpers.ranks import PersistentRanks
-from helpers.runs import assert_bitwise_equal
+from helpers.runs import assert_bitwise_equal, assert_checkpoint_bitwise_equal, checkpoint_tensors
 
 from runner.run import Run
 from runner.session import Session
@@ -66,8 +75,13 @@ def begun(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], Persi
     return directories
 
 
-@pytest.mark.parametrize("then", GOES_ON)
-@pytest.mark.parametrize("first", BEGUN)
+DEFAULT = (("single", "fsdp"), ("ddp", "single"), ("fsdp", "ddp"))
+OTHERS = [each for each in itertools.product(BEGUN, GOES_ON) if each not in DEFAULT]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
+)
 def test_a_run_begun_in_one_mode_resumes_in_another(
     first: str,
     then: str,
@@ -99,7 +113,15 @@ def assert_same_curves(got: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert [value for _, value in got[tag]] == pytest.approx([value for _, value in wanted[tag]], rel=1e-4), tag
 
 
-@pytest.mark.parametrize(("mode", "processes", "others"), [("ddp", 2, 3), ("fsdp", 3, 2)])
+@pytest.mark.parametrize(
+    ("mode", "processes", "others"),
+    [
+        ("ddp", 2, 3),
+        ("fsdp", 2, 0),
+        ("pipeline", 2, 0),
+        pytest.param("fsdp", 3, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
     mode: str, processes: int, others: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
@@ -112,17 +134,55 @@ def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
     which changes the order in which gloo adds up the gradients of the processes.
     """
     overrides = (*COMMON, "steps=24", "model.dropout=0.2", "save_every=0", "eval_every=0", f"parallel={mode}")
+    overrides += ("parallel.cuts=[conv2]",) if mode == "pipeline" else ()
     config = compose_config(*TINY_CPU, *overrides)
     ranks(processes).train(config, tmp_path / "whole")
-    ranks(processes).train(config, tmp_path / "stopped", STOP_AT_16)
+    result = ranks(processes).train(config, tmp_path / "stopped", STOP_AT_16)
+    assert (result.status, result.steps) == ("stopped", 17)
     other = Path(shutil.copytree(tmp_path / "stopped", tmp_path / "other"))
     ranks(processes).train(config, tmp_path / "stopped")
-    wanted = weights_at(tmp_path / "whole", 24)
-    assert_bitwise_equal(weights_at(tmp_path / "stopped", 24), wanted)
-    ranks(others).train(config, other)
-    assert 1e-6 < largest_difference(weights_at(other, 24), wanted) < 1, "dropped elsewhere, and no more than that"
+    assert_checkpoint_bitwise_equal(tmp_path / "stopped", checkpoint_tensors(tmp_path / "whole"))
+    if others:
+        ranks(others).train(config, other)
+        difference = largest_difference(weights_at(other, 24), weights_at(tmp_path / "whole", 24))
+        assert 1e-6 < difference < 1, "dropped elsewhere, and no more than that"
     if others > processes:
         assert "rank 2 saved nothing in this checkpoint" in (other / "log_rank_2.txt").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A chain of modes, compared with a plain loop in float64
+
+MODES = {
+    "single": (),
+    "ddp": ("parallel=ddp",),
+    "fsdp": ("parallel=fsdp",),
+    "pipeline": ("parallel=pipeline",),
+    "interleaved": ("parallel=pipeline", "parallel.schedule=interleaved_1f1b", "parallel.batch_norm=defer"),
+    "streams": ("parallel=pipeline", "parallel.engine=streams"),
+}
+CHAINS = [
+    ("adamw", "pipeline", "ddp", "single", "pipeline", "interleaved"),
+    ("sgd", "ddp", "interleaved", "streams", "fsdp", "pipeline"),
+    ("adamw", "fsdp", "streams", "pipeline", "fsdp"),
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=" ".join)
+def test_a_run_resumes_in_any_mode(
+    chain: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    case, *modes = chain
+    exact = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES[case][0], "precision=64", "accumulation=2")
+    for step, mode in enumerate(modes, start=1):
+        overrides = (*exact, *MODES[mode], f"steps={step}")
+        if mode in ("single", "streams"):
+            train_in(tmp_path, build_composed_run(*overrides))
+        else:
+            ranks(2).train(compose_config(*overrides), tmp_path)
+    settings = PlainSettings(len(modes), torch.float64)
+    wanted = plain_loop(build_composed_run(*exact), OPTIMIZER_CASES[case][1], settings)
+    assert largest_difference(weights_at(tmp_path, len(modes)), wanted.weights) <= 1e-13
 
 
 # ---------------------------------------------------------------------------------------------------------------------
