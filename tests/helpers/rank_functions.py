@@ -81,11 +81,6 @@ def fail_in_evaluation(rank: int, run: Run, session: Session) -> None:
         session.workload.evaluate = evaluate  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def fail_immediately(rank: int, run: Run, session: Session) -> None:
-    if session.rank == rank:
-        raise OSError(5, "Input/output error")
-
-
 def limit_file_size(rank: int, num_bytes: int, run: Run, session: Session) -> None:
     """Limit the size of the files of `rank` to `num_bytes`, so that writing fails as on a full disk."""
     if session.rank == rank:
