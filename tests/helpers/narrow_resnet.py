@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ class NarrowResNet(ResNet):
         return super()._make_layer(block, planes // 2, *arguments, **options)
 
 
-def use_narrow_resnet(run: Run) -> Run:
-    """Return `run`, changed to train the narrow network if its model is a residual network."""
+def use_narrow_resnet(run: Run, session: Session | None = None) -> Run:
+    """Return `run`, changed to train the narrow network if its model is a residual network; `session` is not used."""
     options: Any = run.workload.model  # pyright: ignore[reportAttributeAccessIssue]
     if hasattr(options, "depth"):
 
@@ -32,21 +31,3 @@ def use_narrow_resnet(run: Run) -> Run:
 
         options.network = network
     return run
-
-
-def narrow_session(run: Run, session: Session) -> None:
-    """Apply `use_narrow_resnet` to the run of a session, for functions that take a `change` of the session."""
-    use_narrow_resnet(run)
-
-
-def narrow_session_without_codegen(run: Run, session: Session) -> None:
-    """Like `narrow_session`, for `compile=true`: the graph is captured, but no code is generated, to save a minute."""
-    options: Any = use_narrow_resnet(run).workload.model  # pyright: ignore[reportAttributeAccessIssue]
-    build = options.network
-
-    def network(shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        model = build(shape, num_classes)
-        model.compile = partial(model.compile, backend="eager")
-        return model
-
-    options.network = network

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
 from helpers.events import load_events, scalar_curves
-from helpers.narrow_resnet import narrow_session, use_narrow_resnet
+from helpers.narrow_resnet import use_narrow_resnet
 from helpers.plain_loop import (
     ALL_OPTIMIZER_CASES,
     OPTIMIZER_CASES,
@@ -166,7 +166,7 @@ def test_a_mode_equals_a_plain_loop(row: Row, ranks: Callable[[int], PersistentR
     clip = (f"max_grad_norm={row.max_norm}",) if row.max_norm else ()
     overrides = (*TINY_CPU, *COMMON, *ALL_OPTIMIZER_CASES[row.case][0], *row.more.split(), *row.options.split(), *clip)
     overrides += (f"parallel={row.mode}", f"accumulation={row.accumulation}")
-    change = functools.partial(freeze, row.frozen) if row.frozen else narrow_session
+    change = functools.partial(freeze, row.frozen) if row.frozen else use_narrow_resnet
     if row.processes > 1 and row not in COMPILED:
         result = ranks(row.processes).train(compose_config(*overrides), tmp_path, change)
     else:  # compiling takes longer than the timeout of `ranks`
@@ -292,5 +292,5 @@ def test_with_batch_normalization_fsdp_rounds_to_16_bits_as_ddp_does(
     overrides = ("model=resnet18", "model.stem=cifar", "data.holdout=0.02", "batch_size=6", "optimizer.lr=0.01")
     for mode in ("ddp", "fsdp"):
         options = ("steps=2", "precision=bf16", "channels_last=false", f"parallel={mode}")
-        ranks(2).train(compose_config(*TINY_CPU, *overrides, *options), tmp_path / mode, narrow_session)
+        ranks(2).train(compose_config(*TINY_CPU, *overrides, *options), tmp_path / mode, use_narrow_resnet)
     assert largest_difference(weights_at(tmp_path / "fsdp", 2), weights_at(tmp_path / "ddp", 2)) <= 1e-6

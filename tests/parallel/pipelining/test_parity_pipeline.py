@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
 from helpers.events import scalar_curves
-from helpers.narrow_resnet import narrow_session
+from helpers.narrow_resnet import use_narrow_resnet
 from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights_at
 from helpers.rank_functions import overflow_at
 from helpers.ranks import PersistentRanks
@@ -74,7 +74,7 @@ BATCH_NORM += ("precision=64", "steps=2")
 def accumulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of one device that accumulates over three micro-batches."""
     directory = tmp_path_factory.mktemp("accumulated")
-    run_here(directory, *BATCH_NORM, "accumulation.steps=3", change=narrow_session)
+    run_here(directory, *BATCH_NORM, "accumulation.steps=3", change=use_narrow_resnet)
     return directory
 
 
@@ -85,10 +85,10 @@ def test_batch_normalization_uses_the_statistics_of_each_micro_batch(
     """Running statistics are compared too, also after a resume in stages that are cut elsewhere."""
     overrides = (*BATCH_NORM, "parallel=pipeline", "parallel.split_size=4", f"parallel.engine={engine}")
     if engine == "streams":
-        run_here(tmp_path, *overrides, change=narrow_session)
+        run_here(tmp_path, *overrides, change=use_narrow_resnet)
     else:
         for more in (("parallel.cuts=[layer2.0]", "steps=1"), ("parallel.cuts=[layer3.1]",)):
-            ranks(2).train(compose_config(*overrides, *more), tmp_path, narrow_session)
+            ranks(2).train(compose_config(*overrides, *more), tmp_path, use_narrow_resnet)
     assert largest_difference(weights_at(tmp_path, 2), weights_at(accumulated, 2)) <= 1e-13
 
 
@@ -101,10 +101,10 @@ def test_deferred_statistics_are_those_of_the_whole_batch(
     step counts as one tracked batch.
     """
     short = ("steps=1", "data.size=32")  # in smaller images, two samples have too few values in the last layers
-    run_here(tmp_path / "one", *BATCH_NORM, *short, change=narrow_session)
+    run_here(tmp_path / "one", *BATCH_NORM, *short, change=use_narrow_resnet)
     options = (*short, "parallel=pipeline", "parallel.batch_norm=defer", "accumulation=2", "parallel.split_size=2")
     more = ("model.checkpoint_activations=true",)  # the forward pass runs twice, but counts once
-    ranks(2).train(compose_config(*BATCH_NORM, *options, *more), tmp_path / "two", narrow_session)
+    ranks(2).train(compose_config(*BATCH_NORM, *options, *more), tmp_path / "two", use_narrow_resnet)
     whole, parts = (weights_at(tmp_path / name, 1) for name in ("one", "two"))
     for name in ("bn1.running_mean", "bn1.running_var"):
         assert parts[name].numpy() == pytest.approx(whole[name].numpy(), rel=1e-12, abs=1e-15)
