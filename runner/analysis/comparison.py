@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runner.analysis.metric_direction import direction
 from runner.analysis.output import one_line
 from runner.analysis.saved_runs import MeasuredRun, find_runs, find_sweeps, is_locked, is_number
-from runner.analysis.spread import Spread
 from runner.analysis.swept_keys import REPEATS, swept_keys
 from runner.config.errors import ConfigError, did_you_mean
 from runner.config.overrides import override_key
+from runner.config.schema import load_class
 from runner.storage.ledger_file import read_ledger
 from runner.system.secrets import redacted
 from runner.system.utf8 import printable
@@ -25,7 +28,33 @@ BEST, LAST, STEPS, SECONDS, STEP_SECONDS, RATE = MEASURES = (
     *("steps", "seconds", "step_seconds", "samples_per_second"),
 )
 
+_LOWER_IS_BETTER = re.compile(r"loss|err|mae|mse|perplexity|seconds|time|memory", re.IGNORECASE)
 _REASONS = {"killed": "it was killed: it has no result", "damaged": "its result.json is damaged"}
+
+
+class Spread(NamedTuple):
+    """The mean and the sample standard deviation of repeated measurements; for a single value, `deviation` is NaN."""
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Return the mean and the sample standard deviation of one or more `values`."""
+        values = list(values)
+        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
+
+    def __str__(self) -> str:
+        """Return `mean ± deviation`, both with the same number of decimals.
+
+        The number of decimals is the largest for which the deviation has at most two significant digits, and the mean
+        at most five. A single value has at most four significant digits.
+        """
+        if math.isnan(self.deviation):
+            return f"{self.mean:.4g}"
+        largest = max(self.deviation, abs(self.mean) / 1000)
+        digits = max(0, 1 - math.floor(math.log10(largest))) if largest else 1
+        return f"{self.mean:.{digits}f} ± {self.deviation:.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -199,6 +228,28 @@ class Comparison:
 
     def _name(self, path: Path) -> str:
         return one_line(redacted(os.path.relpath(path.absolute(), self._base)))
+
+
+def direction(metric: str, runs: Iterable[MeasuredRun]) -> str:
+    """Return `max` if larger values of the metric with this TensorBoard tag are better, otherwise `min`.
+
+    The runs that select their best checkpoint by `metric` tell it: by a best value that differs from the last one, or
+    by the class of their workload. Otherwise, the name of the metric does: `min` for losses, errors, times and memory.
+    """
+    selected = [run for run in runs if run.best and run.best[0] == metric]
+    for run in selected:
+        assert run.best
+        last = run.result["metrics"].get(metric)
+        if last is not None and run.best[1] != last:
+            return "max" if run.best[1] > last else "min"
+    for run in selected[:1]:
+        with suppress(Exception):  # the package of the workload may raise anything
+            from runner.workloads.base import Workload
+
+            name, best_is = load_class(run.config["workload"]["_target_"], Workload).best
+            if metric == f"eval/{name}":
+                return best_is
+    return "min" if _LOWER_IS_BETTER.search(metric.rpartition("/")[2]) else "max"
 
 
 def _chosen_metric(runs: list[MeasuredRun], name: str | None) -> str:

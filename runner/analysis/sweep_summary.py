@@ -9,14 +9,13 @@ from pathlib import Path
 
 from runner.analysis.comparison import Comparison
 from runner.analysis.saved_runs import MeasuredRun
-from runner.analysis.spread import Spread
-from runner.analysis.tables import COMPARED, TextTable, format_value, text_tables
+from runner.analysis.tables import COMPARED, format_value, text_tables
 from runner.config.errors import ConfigError
 from runner.system.utf8 import printable
 
 log = logging.getLogger(__name__)
 
-_MAX_KEYS, _MAX_ROWS = 9, 50
+_MAX_ROWS = 50
 
 
 def find_best(path: Path) -> str | None:
@@ -98,26 +97,10 @@ def _metrics(runs: list[MeasuredRun]) -> list[str]:
     return [tag for start in ("eval/", "train/") for tag in tags if tag.startswith(start)]
 
 
-def _by_value(compared: Comparison, key: str) -> dict[str, list[float]]:
-    """Return the measured qualities of all runs that have `key`, by its value as text."""
-    groups: dict[str, list[float]] = {}
-    for run in sorted((run for row in compared.rows for run in row.runs), key=lambda run: run.directory):
-        if key in run.labels and (quality := compared.measured(run).get(compared.quality)) is not None:
-            groups.setdefault(format_value(run.labels[key]), []).append(quality)
-    return groups
-
-
 def _tables(compared: Comparison, path: Path) -> str:
-    """Return Markdown: the number of jobs in each state, the table of `compare`, and a table for each swept key.
-
-    The table of a key has the mean of the metric over all jobs with the same value of this key.
-    """
+    """Return Markdown: the number of jobs in each state, and the tables of `compare`."""
     jobs = compared.ledgers[path]["jobs"].values() if path in compared.ledgers else []
     states = Counter(str(entry.get("state", "unknown")) for entry in jobs)
-    tables = text_tables(compared, COMPARED)
-    for key in compared.keys[:_MAX_KEYS]:
-        rows = [[value, str(len(each)), str(Spread.of(each))] for value, each in _by_value(compared, key).items()]
-        tables.append(TextTable([key, "jobs", compared.title(compared.quality)], rows))
     counts = f"{len(jobs)} jobs: {', '.join(f'{count} {state}' for state, count in states.most_common())}"
-    shown = [table._replace(rows=table.rows[:_MAX_ROWS]).markdown() for table in tables if table.rows]
-    return printable("\n\n".join([counts, *shown]))
+    tables = (table._replace(rows=table.rows[:_MAX_ROWS]).markdown() for table in text_tables(compared, COMPARED))
+    return printable("\n\n".join([counts, *tables]))

@@ -6,19 +6,17 @@ directories, for other commands such as `rm -r`.
 
 from __future__ import annotations
 
-import argparse
 import json
-import operator
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.analysis.metric_direction import direction
+from runner.analysis.comparison import direction
 from runner.analysis.output import one_line
 from runner.analysis.saved_runs import STATES, MeasuredRun, find_runs, find_sweeps, is_locked
 from runner.commands.arguments import Parser
@@ -30,12 +28,6 @@ from runner.system.utf8 import printable
 
 _SWEEP_STATES = ("done", "running", "unfinished")
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "w": 7 * 86400.0}
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         root = Path(os.path.expanduser(options.path))
         check_readable("PATH", root)
         check(root.is_dir(), "PATH", str(root), "there is no such directory", "name a directory with runs below it")
-        accepts = _filter(options)
+        known = _SWEEP_STATES if options.sweeps else STATES
+        states = [name.strip() for name in options.status.split(",")] if options.status is not None else known
+        for name in states:
+            check(name in known, "--status", name, "there is no such status", did_you_mean(name, known))
+        youngest = _seconds("--older", options.older)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -53,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     read, paths = (_sweep, find_sweeps([root])) if options.sweeps else (_run, (r.directory for r in find_runs([root])))
     for path in paths:
         with suppress(OSError):  # another process has just removed it
-            found += [entry for entry in [read(path)] if entry and accepts(entry, now)]
+            entry = read(path)
+            if entry and entry["status"] in states and max(0.0, now - entry["changed"]) >= youngest:
+                found.append(entry)
     found.sort(key=lambda entry: (entry["changed"], str(entry["directory"])))
     if options.json:
         print(json.dumps([_as_dict(entry, now) for entry in found], indent=2))
@@ -70,58 +68,21 @@ def _parser() -> Parser:
     parser.add_argument("--sweeps", action="store_true", help="list sweeps, and not runs")
     states = f"only these: {', '.join(STATES)}; with --sweeps: {', '.join(_SWEEP_STATES)}"
     parser.add_argument("--status", metavar="A,B", help=states)
-    parser.add_argument("--older", metavar="AGE", help="only those last written to at least this long ago: 12h, 7d, 4w")
-    parser.add_argument("--newer", metavar="AGE", help="only those last written to at most this long ago")
-    parser.add_argument("--name", metavar="TEXT", default="", help="only those whose path contains TEXT")
-    parser.add_argument("--best", metavar="'>X'", help="only those whose best evaluation is >, >=, < or <= X")
+    parser.add_argument(
+        "--older", metavar="AGE", default="0s", help="only those last written to at least this long ago: 12h, 7d, 4w"
+    )
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON, not a table")
     forms.add_argument("--paths", action="store_true", help="print only the directories, one a line")
     return parser
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Filters
-
-
-def _filter(options: argparse.Namespace) -> Callable[[dict[str, Any], float], bool]:
-    """Return a function that tells whether an entry is to be listed at a time in seconds since the epoch.
-
-    Raises:
-        ConfigError: if an option has an invalid value.
-    """
-    known = _SWEEP_STATES if options.sweeps else STATES
-    states = [name.strip() for name in options.status.split(",")] if options.status is not None else known
-    for name in states:
-        check(name in known, "--status", name, "there is no such status", did_you_mean(name, known))
-    older = _duration("--older", options.older) if options.older is not None else 0.0
-    newer = _duration("--newer", options.newer) if options.newer is not None else float("inf")
-    is_good = _comparison("--best", options.best) if options.best is not None else None
-
-    def accepts(entry: dict[str, Any], now: float) -> bool:
-        aged = older <= max(0.0, now - entry["changed"]) <= newer
-        best = is_good is None or (entry["best"] is not None and is_good(entry["best"]))
-        return aged and best and entry["status"] in states and options.name in str(entry["directory"])
-
-    return accepts
-
-
-def _duration(key: str, text: str) -> float:
+def _seconds(flag: str, text: str) -> float:
     """Return the number of seconds in a duration such as `7d` or `1.5h`."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text)
     if not found:
-        raise ConfigError(key, text, "it is not a duration", "a number and s, m, h, d or w: 7d is a week")
+        raise ConfigError(flag, text, "it is not a duration", "a number and s, m, h, d or w: 7d is a week")
     return float(found[1]) * _UNITS[found[2]]
-
-
-def _comparison(key: str, text: str) -> Callable[[float], bool]:
-    """Return a function that tells whether a number meets a condition such as `>0.9`."""
-    found = re.fullmatch(r"\s*(>=|<=|>|<)\s*([-+]?[0-9]*\.?[0-9]+(?:e[-+]?[0-9]{1,3})?)\s*", text, re.IGNORECASE)
-    if not found:
-        remedy = f"{key} '>0.9', in quotes; or >=, <, <="
-        raise ConfigError(key, text, "it is not a comparison with a number", remedy)
-    compare, number = _COMPARISONS[found[1]], float(found[2])
-    return lambda value: compare(value, number)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

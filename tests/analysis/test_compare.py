@@ -14,10 +14,8 @@ import pytest
 from helpers.compose import compose_config
 from helpers.handmade_runs import evaluation_entries, save_ledger, write_run_directory
 
-from runner.analysis.comparison import LAST, STEPS, Comparison
-from runner.analysis.metric_direction import direction
+from runner.analysis.comparison import LAST, STEPS, Comparison, Spread, direction
 from runner.analysis.saved_runs import MeasuredRun, find_runs
-from runner.analysis.spread import Spread
 from runner.analysis.swept_keys import labels_of
 from runner.commands import compare
 from runner.storage.run_directory import lock

@@ -69,11 +69,7 @@ def test_runs_are_listed_by_date_with_their_numbers(outputs: Path, capsys: pytes
     [
         (["--status", "crashed,killed"], ["killed", "001-b"]),
         (["--older", "4d"], ["old", "killed"]),
-        (["--newer", "60h"], ["001-b", "new"]),
-        (["--older", "36h", "--newer", "1w", "--status", "done"], ["000-a"]),
-        (["--name", "classifier"], ["old", "killed"]),
-        (["--best", ">=0.8"], ["000-a", "new"]),
-        (["--best", "< 0.8"], ["old"]),
+        (["--older", "60h", "--status", "done"], ["old", "000-a"]),
         (["outputs/sweeps"], ["000-a", "001-b"]),
         (["outputs/other/new"], ["new"]),
     ],
@@ -133,9 +129,7 @@ def test_config_directories_and_symbolic_links_are_not_listed_as_runs(
         (["--status", "done,crahsed"], "--status: got 'crahsed': there is no such status\n  did you mean crashed?"),
         (["--sweeps", "--status", "killed"], "--status: got 'killed': there is no such status\n"),
         (["--older", "soon"], "--older: got 'soon': it is not a duration\n  a number and s, m, h, d or w"),
-        (["--newer", "-1d"], "--newer: got '-1d'"),
-        (["--best", "0.9"], "--best: got '0.9': it is not a comparison with a number\n"),
-        (["--best", ""], "--best: got '': it is not a comparison with a number\n"),
+        (["--older=-1d"], "--older: got '-1d'"),
         (["x" * 300], "PATH: got 'xxx"),
         (["--clean"], "--clean: there is no such flag;"),
     ],
@@ -143,16 +137,15 @@ def test_config_directories_and_symbolic_links_are_not_listed_as_runs(
 def test_invalid_arguments_are_refused(
     arguments: list[str], why: str, outputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if arguments[0] == "--newer":
-        arguments = ["--newer=-1d"]
     assert runs.main(arguments) == 2
     assert capsys.readouterr().err.startswith(why)
 
 
 def test_a_closed_output_pipe_is_not_an_error(tmp_path: Path) -> None:
     """A reader such as `head` closes the pipe early. The output is larger than the buffer of the pipe."""
-    for number in range(400):
-        write_run_directory(tmp_path / ("a" * 200 + str(number)), status="crashed", error="why")
+    folder = tmp_path.joinpath(*["a" * 200] * 10)
+    for number in range(60):
+        write_run_directory(folder / str(number), status="crashed", error="why")
     command = [sys.executable, "-m", "runner", "runs", str(tmp_path), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

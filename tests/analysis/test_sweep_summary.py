@@ -97,15 +97,13 @@ def told(path: Path) -> str:
     return text.tensor_proto.string_val[0].decode()
 
 
-def test_the_tables_have_the_best_jobs_and_the_mean_over_each_key(grid: Path) -> None:
+def test_the_tables_have_the_best_jobs_and_the_failures(grid: Path) -> None:
     write_summary(grid)
     lines = told(grid).splitlines()
     assert lines[0] == "4 jobs: 3 done, 1 crashed"
     assert lines[2].startswith("| schedule | optimizer.lr | runs | best eval/accuracy |")
     assert lines[4].startswith("| cosine | 0.1 | 1 | 0.9 |")
     assert "| 003-job | crashed | 7 |  |" in lines
-    for line in ("| cosine | 2 | 0.850 ± 0.071 |", "| onecycle | 1 | 0.84 |", "| 0.01 | 2 | 0.820 ± 0.028 |"):
-        assert line in lines
     assert not any("epochs" in line for line in lines)
 
 
