@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from runner.device import BusyMachine
 from runner.ema import Average
 from runner.result import Result
 from runner.run import Run, config_hash
@@ -64,6 +65,7 @@ class State:
         followers = (type(self.average).update, Average.update), (type(run.workload).after_step, Workload.after_step)
         self.weights_are_followed = any(method is not nothing for method, nothing in followers)
         self.metric_buffer = MetricBuffer(run.workload.metrics, session.device)
+        self.busy_machine = BusyMachine(session.device)
         self.step_timer = StepTimer(session.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}

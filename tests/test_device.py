@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,7 @@ from helpers.compose import option_content
 import runner.device
 from runner.config.errors import ConfigError
 from runner.config.schema import build, option_fields
-from runner.device import Device, oversubscription
+from runner.device import BusyMachine, Device, oversubscription
 
 
 @pytest.fixture
@@ -228,3 +229,41 @@ def test_settings_are_restored_after_an_error() -> None:
     with pytest.raises(ValueError, match="here"):
         fail()
     assert switches() == before
+
+
+@pytest.mark.parametrize(
+    ("threads", "seconds", "waited", "expected"),
+    [
+        (
+            2,
+            10.0,
+            16.0,
+            "of 2 threads, 1.6 were waiting for one on average for 10 s; fewer may be faster: device.threads=1",
+        ),
+        (
+            16,
+            10.0,
+            9.0,
+            "of 16 threads, 0.9 were waiting for one on average for 10 s; fewer may be faster: device.threads=15",
+        ),
+        (2, 10.0, 1.0, ""),  # a quiet machine
+        (1, 10.0, 9.0, ""),  # there is nothing to type
+        (2, 4.0, 4.0, ""),  # too short to know
+    ],
+)
+def test_a_busy_machine_is_noticed_once_while_training(
+    monkeypatch: pytest.MonkeyPatch, threads: int, seconds: float, waited: float, expected: str
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    def clocks(periods: int) -> None:
+        monkeypatch.setattr(time, "perf_counter", lambda: 100.0 + periods * seconds)
+        monkeypatch.setattr(runner.device, "seconds_without_core", lambda: 7.0 + periods * waited)
+
+    clocks(0)
+    machine = BusyMachine(torch.device("cpu"))
+    assert machine.warning() == ""
+    clocks(1)
+    assert machine.warning().partition("other work: ")[2] == expected
+    clocks(2)
+    assert not expected or machine.warning() == ""

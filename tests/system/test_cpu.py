@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -92,3 +94,23 @@ def test_allowed_cores_are_those_of_the_affinity_mask(monkeypatch: pytest.Monkey
     assert processor.allowed_cores() == 3
     monkeypatch.delattr(os, "sched_getaffinity")
     assert processor.allowed_cores() == os.cpu_count()
+
+
+@pytest.mark.skipif(processor.seconds_without_core() is None, reason="the system does not tell how long threads wait")
+def test_the_time_is_measured_for_which_a_thread_waits_for_its_core():
+    before, cores = processor.seconds_without_core(), os.sched_getaffinity(0)
+    one = {min(cores)}
+    with subprocess.Popen(["yes"], stdout=subprocess.DEVNULL) as other:
+        os.sched_setaffinity(other.pid, one)
+        os.sched_setaffinity(0, one)
+        try:
+            until = time.process_time() + 0.5
+            while time.process_time() < until:
+                pass
+            waited = processor.seconds_without_core()
+        finally:
+            os.sched_setaffinity(0, cores)
+            other.kill()
+    assert before is not None
+    assert waited is not None
+    assert waited - before > 0.1  # half a second, if both get as much
