@@ -231,19 +231,6 @@ def map_new_pages(size: int) -> mmap.mmap:
     return block
 
 
-def progress_steps() -> None:
-    """Show the progress of forty steps of ten milliseconds."""
-    from runner.tracking.metrics import Measured
-    from runner.tracking.progress import progress_for
-
-    with progress_for(40, 64, 0, visible=True) as progress:
-        progress.metrics({"train/loss": 0.25, "train/accuracy": 0.75})
-        for step in range(1, 41):
-            time.sleep(0.01)
-            progress.step(step, Measured(step, step / 100, step / 100))
-    print("after it")
-
-
 if __name__ == "__main__":
     # Not a function of this module: children cannot import what is in `__main__`.
     getattr(import_module("helpers.programs"), sys.argv[1])(*sys.argv[2:])

@@ -57,8 +57,7 @@ def test_a_step_without_a_micro_batch_adds_nothing() -> None:
     assert buffer.flush(lambda sums: sums).tolist() == [[0, 0]]
 
 
-@pytest.mark.parametrize("num_metrics", [0, 1, 3])
-@pytest.mark.parametrize("boolean", [True, False])
+@pytest.mark.parametrize(("num_metrics", "boolean"), [(0, False), (1, True), (3, False)])
 def test_sums_of_a_micro_batch_are_the_loss_times_the_samples_and_the_sums_of_the_metrics(
     num_metrics: int, boolean: bool
 ) -> None:
@@ -75,9 +74,10 @@ def test_sums_of_double_precision_are_rounded_once() -> None:
     assert sums[1] == torch.tensor(256 + 2.0**-21, dtype=torch.float64).float()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("at", [0, 2, 4])
-@pytest.mark.parametrize(("metric", "name"), [(0, "the loss"), (1, "train/accuracy")])
+@pytest.mark.parametrize(
+    ("bad", "at", "metric", "name"),
+    [(float("nan"), 0, 0, "the loss"), (float("inf"), 2, 1, "train/accuracy"), (float("-inf"), 4, 0, "the loss")],
+)
 def test_the_first_step_whose_sums_are_not_finite_is_named(bad: float, at: int, metric: int, name: str) -> None:
     """The error names the correct step even if the buffer was flushed and then loaded with rows of a checkpoint.
 
@@ -244,7 +244,7 @@ def test_metrics_in_words() -> None:
     assert in_words({}) == ""
 
 
-@pytest.mark.parametrize("num_steps", [1, 255, 256, 257, 1000])
+@pytest.mark.parametrize("num_steps", [1, 64, 1000])
 def test_a_buffer_returns_the_sums_of_every_step_in_their_order(num_steps: int) -> None:
     rows = torch.rand(num_steps, 2, generator=torch.Generator().manual_seed(0))
     buffer = MetricBuffer(("loss", "accuracy"))
