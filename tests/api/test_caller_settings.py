@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,16 +17,19 @@ from runner.api.caller_settings import settings_kept
 from runner.planning.fake_step import _quiet
 
 
-def test_imports_and_runs_leave_the_process_as_it_was(tmp_path: Path) -> None:
+def test_imports_and_runs_in_a_notebook_leave_the_process_as_it_was(tmp_path: Path) -> None:
     for name in ("apple", "berry"):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for number in range(10):
             Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "photos" / name / f"{number}.png")
-    words = [sys.executable, "-m", "helpers.process_settings", str(tmp_path / "photos")]
+    code = "import helpers.process_settings; helpers.process_settings.main()"
+    words = [sys.executable, "-c", code, str(tmp_path / "photos")]
     ran = subprocess.run(words, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    changed = json.loads(ran.stdout.splitlines()[-1])
-    assert len(changed) == 7
+    *results, exitcode, changed = map(json.loads, ran.stdout.splitlines()[-4:])
+    assert results == [["diverged", 1], ["done", 2]]
+    assert exitcode == -signal.SIGTERM
+    assert len(changed) == 5
     assert {step: names for step, names in changed.items() if names} == {}
 
 

@@ -8,14 +8,12 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import child_environment, run_command
+from helpers.command import run_command
 from helpers.compose import TINY_CPU
 from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors, only_run
 
@@ -177,16 +175,6 @@ def test_a_thread_can_train() -> None:
     thread.start()
     thread.join()
     assert results[0].status == "done"
-
-
-def test_processes_can_be_started_from_a_notebook(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", "import helpers.notebook"]
-    done = subprocess.run(words, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    output = json.loads(done.stdout.splitlines()[-1])
-    assert output.pop("processes") == [2, 2]
-    assert len(set(output.pop("losses"))) == 1
-    assert output == {"signals": True, "variables": True, "terminated": True}
 
 
 def test_automatic_options_are_chosen_before_training(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""`python -m helpers.process_settings IMAGES` prints what training from Python changes in the process, as JSON."""
+"""`main` prints what training from Python changes in the process, as JSON.
+
+It runs in `python -c`, a program without a file, like a notebook.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,8 @@ def of_torch() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the names of the settings that each step has changed."""
+    """Print the names of the settings that each step has changed, and what became of the processes."""
+    assert not hasattr(sys.modules["__main__"], "__file__"), "or it would not be like a notebook"
     changed = {}
 
     def compare(step: str, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -85,19 +89,15 @@ def main() -> None:
     compare("first run", compiler, of_torch())
     before = of_interpreter() | of_torch()
     images = ("data=imagefolder", f"data.root={sys.argv[1]}", "data.workers=1")
-    for words in (
-        images,
-        ("parallel=ddp",),
-        ("optimizer=adamw", "tracking=none"),
-        ("optimizer.lr=900", "steps=9"),
-    ):
+    for words in (("optimizer.lr=900", "schedule=constant", "steps=40"), (*images, "parallel=ddp")):
         result = runner.train([*SMALL, *words])
         before = compare(" ".join(words[:1]), before, of_interpreter() | of_torch())
-    assert result.directory is not None
-    runner.load(result.directory).evaluate("last")
+        print(json.dumps([result.status, result.world_size]))
+    runner.load(result.directory).evaluate("last", ["parallel=single"])  # pyright: ignore
     compare("evaluate", before, of_interpreter() | of_torch())
+    child = multiprocessing.get_context("forkserver").Process(target=signal.pause)
+    child.start()
+    child.terminate()  # SIGTERM is blocked in children of the runner's fork server
+    child.join()
+    print(json.dumps(child.exitcode))
     print(json.dumps(changed))
-
-
-if __name__ == "__main__":
-    main()
