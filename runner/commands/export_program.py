@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from runner.api.saved import load
+from runner.api.saved import SavedRun
 from runner.config.errors import ConfigError, check
 from runner.storage.manifest import SIGNATURE
-from runner.storage.saved_run import directory_of
 from runner.system.installed import is_installed
 
 TOLERANCE = 1e-5
@@ -24,25 +23,23 @@ It is relative to the model's largest absolute output or, if this output is belo
 """
 
 
-def export_program(checkpoint: Path, path: Path) -> None:
-    """Export the model of a checkpoint to `path`, in the format given by the suffix.
+def export_program(run: SavedRun, step: int, path: Path) -> None:
+    """Export the model of the checkpoint of `step` to `path`, in the format given by the suffix.
 
     The program takes float32 inputs of shape [n, …], normalized as in the evaluation, where n is any batch size. A file
     at `path` is replaced only after the outputs of the program have been compared with those of the model.
 
     Raises:
-        ConfigError: if a package is missing, the checkpoint is missing or damaged, it does not say what the inputs are,
+        ConfigError: if a package is missing, the checkpoint is damaged, it does not say what the inputs are,
             the model cannot be exported, or the outputs of the program differ by more than `TOLERANCE`.
     """
     missing = [name for name in ("onnx", "onnxscript") if path.suffix == ".onnx" and not is_installed(name)]
     if missing:
         why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         raise ConfigError("DESTINATION", str(path), why, "pip install onnx onnxscript, or name a .pt2 file")
-    step = int(checkpoint.name.removeprefix("step_"))
-    run = load(directory_of(checkpoint))
     signature = run.signature(step)
     why = "its checkpoint does not say what the inputs are"
-    check("inputs" in signature, "SOURCE", str(checkpoint), why, "name a run of a classifier or a regression")
+    check("inputs" in signature, "SOURCE", str(run.directory), why, "name a run of a classifier or a regression")
     model = run.model(step)
     inputs = torch.rand(3, *signature["inputs"], generator=torch.Generator().manual_seed(0))
     part = path.with_name(f".{os.getpid()}.part{path.suffix}")

@@ -1,4 +1,4 @@
-"""Tests of `runner convert`: weights are exported and imported in every supported format.
+"""Tests of `runner convert`: weights are exported and imported in every supported format, and models as programs.
 
 Damaged or mismatched files are refused without writing anything.
 """
@@ -8,48 +8,54 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.checkpoint_edits import REMOVE_KEY, rewrite_manifest, with_value_changed, write_checkpoint_file
-from helpers.command import child_environment, run_command
-from helpers.compose import TINY_CPU, TrainedRun, build_composed_run
+from helpers.command import run_in_new_interpreter
+from helpers.compose import TINY_CPU
+from helpers.extras import require
 from helpers.permissions import enforced_permissions
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from runner.commands import convert
-from runner.config.errors import ConfigError
-from runner.storage import checkpoint as stored
-from runner.storage.checkpoint import Checkpoint
-from runner.storage.checkpoint import load as checkpoint_at
+import runner
+from runner.commands import convert, export_program
+from runner.config.overrides import text_override
+from runner.run import build_run
 
 Tensors = dict[str, torch.Tensor]
 
+RUN = ("steps=4", "save_every=1", "eval_every=2", "keep=4", "optimizer.lr=0.2", "schedule=constant")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with a checkpoint after every step, and evaluations after steps 2 and 4."""
+    result = runner.train([*TINY_CPU, *RUN, f"output_root={tmp_path_factory.mktemp('convert')}"])
+    assert result.directory is not None
+    return result.directory
+
 
 @pytest.fixture
-def run(trained: Callable[..., TrainedRun]) -> TrainedRun:
-    """A run of four steps with a checkpoint after every step, and evaluations after steps 2 and 4."""
-    run = trained("steps=4", "save_every=1", "eval_every=2", "keep=4", "optimizer.lr=0.2", "schedule=constant")
-    assert [path.name for path in checkpoints(run)] == [f"step_0000000{step}" for step in (1, 2, 3, 4)]
-    return run
+def run(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run."""
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(original, tmp_path / "runs" / "run"))
 
 
-def checkpoints(run: TrainedRun) -> list[Path]:
-    return sorted((run.directory / "checkpoints").glob("step_*"))
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step:08d}"
 
 
-def saved(run: TrainedRun, step: int) -> Tensors:
+def saved(run: Path, step: int) -> Tensors:
     """Return the weights of a checkpoint, read with safetensors instead of `runner`."""
-    return load_file(run.directory / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+    return load_file(checkpoint(run, step) / "model.safetensors")
 
 
-def read(path: Path) -> Tensors:
-    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+def read(path: str | Path) -> Tensors:
+    return load_file(path) if Path(path).suffix == ".safetensors" else torch.load(path, weights_only=True)
 
 
 def same(one: Tensors, other: Tensors) -> bool:
@@ -60,95 +66,48 @@ def converted(*arguments: object) -> int:
     return convert.main([str(argument) for argument in arguments])
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def refusal(capsys: pytest.CaptureFixture[str], source: object, destination: object, *flags: str) -> str:
     """Check that a conversion is refused and writes no file, and return what it prints to standard error."""
-    before = capsys.readouterr() and sorted(Path(str(arguments[1])).parent.glob("*"))
-    assert converted(*arguments) == 2
+    before = capsys.readouterr() and sorted(Path(str(destination)).parent.glob("*"))
+    assert converted(source, destination, *flags) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert sorted(Path(str(arguments[1])).parent.glob("*")) == before, "nothing is left behind"
+    assert sorted(Path(str(destination)).parent.glob("*")) == before, "nothing is left behind"
     return captured.err
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_output_file_permissions_follow_the_umask(run: TrainedRun, tmp_path: Path, suffix: str) -> None:
-    before = os.umask(0o027)
-    try:
-        assert converted(run.directory, tmp_path / f"out{suffix}", "--checkpoint=last") == 0
-    finally:
-        os.umask(before)
-    assert (tmp_path / f"out{suffix}").stat().st_mode & 0o777 == 0o640
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources
 
 
-def test_the_newest_checkpoint_or_that_of_a_step_can_be_chosen(run: TrainedRun, tmp_path: Path) -> None:
-    for choice, step in {"last": 4, "3": 3}.items():
-        assert converted(run.directory, tmp_path / f"{choice}.safetensors", "--checkpoint", choice) == 0
-        assert same(read(tmp_path / f"{choice}.safetensors"), saved(run, step))
+def test_a_checkpoint_can_be_chosen_and_the_best_is_the_default(run: Path) -> None:
+    best = json.loads((run / "result.json").read_text())["best"]["step"]
+    for flags, step in {("--checkpoint=last",): 4, ("--checkpoint=3",): 3, (): best}.items():
+        assert converted(run, "out.safetensors", *flags, "--force") == 0
+        assert same(read("out.safetensors"), saved(run, step))
     assert not same(saved(run, 4), saved(run, 3)), "or the test would see nothing"
 
 
-@pytest.mark.parametrize("best", [2, 4])
-def test_best_means_the_checkpoint_with_the_best_evaluation(
-    run: TrainedRun, tmp_path: Path, best: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call_best(best, monkeypatch)
-    assert converted(run.directory, tmp_path / "out.pt") == 0
-    assert same(read(tmp_path / "out.pt"), saved(run, best))
-
-
-def test_averaged_weights_are_exported_unless_another_file_is_named(
-    trained: Callable[..., TrainedRun], tmp_path: Path
-) -> None:
-    run = trained("steps=4", "ema.decay=0.9")
-    newest, out = checkpoints(run)[-1], tmp_path / "out.safetensors"
+def test_averaged_weights_are_exported_unless_another_file_is_named(tmp_path: Path) -> None:
+    result = runner.train([*TINY_CPU, "steps=4", "ema.decay=0.9", f"output_root={tmp_path}"])
+    assert result.directory is not None
+    newest = checkpoint(result.directory, 4)
     plain, averaged = load_file(newest / "model.safetensors"), load_file(newest / "ema.safetensors")
     assert not same(plain, averaged), "or the test would see nothing"
-    for source, wanted in {
-        run.directory: averaged,
-        newest: averaged,
-        newest / "model.safetensors": plain,
-        newest / "ema.safetensors": averaged,
-    }.items():
-        assert converted(source, out, "--force") == 0
-        assert same(read(out), wanted)
+    for source, wanted in {result.directory: averaged, newest / "model.safetensors": plain}.items():
+        assert converted(source, tmp_path / "out.safetensors", "--force") == 0
+        assert same(read(tmp_path / "out.safetensors"), wanted)
 
 
-def test_best_means_the_best_step_in_the_result_of_the_run(run: TrainedRun, tmp_path: Path) -> None:
-    assert converted(run.directory, tmp_path / "out.pt") == 0
-    assert same(read(tmp_path / "out.pt"), saved(run, run.result.best["step"]))
-
-
-def call_best(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change the state of every checkpoint that is loaded, so that the best evaluation was at step `step`."""
-
-    def told(path: Path) -> Checkpoint:
-        checkpoint = checkpoint_at(path)
-        checkpoint.state["best"] = {"metric": "eval/accuracy", "value": 0.5, "step": step}
-        return checkpoint
-
-    monkeypatch.setattr(stored, "load", told)
-
-
-def test_a_checkpoint_directory_or_its_weights_file_can_be_the_source(run: TrainedRun, tmp_path: Path) -> None:
-    checkpoint = checkpoints(run)[1]
-    assert converted(checkpoint, tmp_path / "directory.pt") == 0
-    assert converted(checkpoint / "model.safetensors", tmp_path / "file.pt") == 0
-    assert same(read(tmp_path / "directory.pt"), saved(run, 2))
-    assert same(read(tmp_path / "file.pt"), saved(run, 2))
-
-
-def test_a_superseded_checkpoint_can_be_converted_by_its_path(run: TrainedRun, tmp_path: Path) -> None:
-    aside = checkpoints(run)[1].rename(run.directory / "checkpoints" / "step_00000002.superseded")
-    assert converted(aside, tmp_path / "out.pt") == 0
-    assert len(read(tmp_path / "out.pt")) == 8
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-@pytest.mark.parametrize("wrapped", [None, "state_dict", "model"])
+@pytest.mark.parametrize(
+    ("prefix", "wrapped"), [("", None), ("module.", "state_dict"), ("_orig_mod.", None), ("module._orig_mod.", "model")]
+)
 def test_wrapper_prefixes_and_enclosing_dicts_are_removed(tmp_path: Path, prefix: str, wrapped: str | None) -> None:
     weights = {"a.weight": torch.randn(2, 3), "b.module.bias": torch.arange(3)}
     state = {prefix + name: tensor for name, tensor in weights.items()}
@@ -157,45 +116,39 @@ def test_wrapper_prefixes_and_enclosing_dicts_are_removed(tmp_path: Path, prefix
     assert same(read(tmp_path / "out.safetensors"), weights)
 
 
-def test_conversion_to_another_format_and_back_is_byte_identical(run: TrainedRun, tmp_path: Path) -> None:
-    for source, destination, *flags in (
-        (run.directory, "a.safetensors"),
-        (tmp_path / "a.safetensors", "b.pt", "--module-prefix"),
-        (tmp_path / "b.pt", "c.pth"),
-        (tmp_path / "c.pth", "d.safetensors"),
-        (tmp_path / "a.safetensors", "e.safetensors"),
-    ):
-        assert converted(source, tmp_path / destination, *flags) == 0
-    assert (tmp_path / "e.safetensors").read_bytes() == (tmp_path / "d.safetensors").read_bytes()
-
-
-def test_class_names_are_in_the_metadata_of_the_file(run: TrainedRun, tmp_path: Path) -> None:
-    assert converted(run.directory, tmp_path / "a.safetensors", "--checkpoint=last") == 0
-    with safe_open(tmp_path / "a.safetensors", "pt") as file:
-        signature = json.loads(file.metadata()["model.json"])
-    assert signature["classes"] == [str(digit) for digit in range(10)]
-    assert signature["inputs"] == [1, 8, 8]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Output files
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth"])
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_module_prefix_is_added_only_with_its_flag(run: TrainedRun, tmp_path: Path, suffix: str, prefix: str) -> None:
-    path = tmp_path / f"out{suffix}"
-    assert converted(run.directory, path, "--checkpoint=last", *(["--module-prefix"] if prefix else [])) == 0
-    assert same(read(path), {prefix + name: tensor for name, tensor in saved(run, 4).items()})
+def test_each_format_has_the_weights_and_a_conversion_back_is_byte_identical(run: Path) -> None:
+    weights = saved(run, 4)
+    prefixed = {f"module.{name}": tensor for name, tensor in weights.items()}
+    for source, destination, flags, wanted in (
+        (run, "a.safetensors", ["--checkpoint=last"], weights),
+        ("a.safetensors", "b.pt", ["--module-prefix"], prefixed),
+        ("b.pt", "c.pth", [], weights),
+        ("c.pth", "d.safetensors", [], weights),
+        ("a.safetensors", "e.safetensors", ["--module-prefix"], prefixed),
+        ("a.safetensors", "f.safetensors", [], weights),
+    ):
+        assert converted(source, destination, *flags) == 0
+        assert same(read(destination), wanted)
+    assert Path("d.safetensors").read_bytes() == Path("f.safetensors").read_bytes()
+    with safe_open("a.safetensors", "pt") as file:
+        signature = json.loads(file.metadata()["model.json"])
+    assert (signature["classes"], signature["inputs"]) == ([str(digit) for digit in range(10)], [1, 8, 8])
 
 
-def test_exported_weights_load_into_the_model_and_into_data_parallel(run: TrainedRun, tmp_path: Path) -> None:
-    converted(run.directory, tmp_path / "plain.pt", "--checkpoint=last")
-    converted(run.directory, tmp_path / "wrapped.pt", "--checkpoint=last", "--module-prefix")
-    model = run.run.workload.build_model()
-    model.load_state_dict(read(tmp_path / "plain.pt"), strict=True)
-    torch.nn.DataParallel(model).load_state_dict(read(tmp_path / "wrapped.pt"), strict=True)
-    assert same(model.state_dict(), saved(run, 4))
+def test_a_file_can_be_converted_in_place_and_its_permissions_follow_the_umask(tmp_path: Path) -> None:
+    path, weights = tmp_path / "weights.safetensors", {"a": torch.randn(100, 100)}
+    save_file({f"module.{name}": tensor for name, tensor in weights.items()}, path)
+    before = os.umask(0o027)
+    try:
+        assert converted(path, path, "--force") == converted(path, tmp_path / "out.pt") == 0
+    finally:
+        os.umask(before)
+    assert same(read(path), weights)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o640}
 
 
 def test_views_and_tied_tensors_are_written_without_their_shared_storage(tmp_path: Path) -> None:
@@ -208,143 +161,132 @@ def test_views_and_tied_tensors_are_written_without_their_shared_storage(tmp_pat
         assert (tmp_path / name).stat().st_size < 4000 < (tmp_path / "in.pt").stat().st_size
 
 
-def test_the_output_describes_the_file_and_how_to_use_it(
-    run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    converted(run.directory, tmp_path / "out.pt", "--checkpoint=last")
-    captured = capsys.readouterr()
-    parameters = 16 * 10 + 32 * 145 + 64 * 129 + 10 * 65
-    assert f"8 tensors, {parameters:,} values, from {checkpoints(run)[-1]}, after step 4\n" in captured.out
-    assert captured.out.endswith(f"start from it: model.weights={tmp_path / 'out.pt'}\n")
-    assert captured.err == ""
+def test_a_run_starts_from_exactly_the_converted_weights(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, flags in {"plain.safetensors": [], "of mine.pt": ["--module-prefix"]}.items():
+        assert converted(run, name, "--checkpoint=last", *flags) == 0
+        said = capsys.readouterr().out
+        parameters = 16 * 10 + 32 * 145 + 64 * 129 + 10 * 65
+        assert f"8 tensors, {parameters:,} values, from {checkpoint(run, 4)}, after step 4\n" in said
+        assert said.endswith(f"start from it: {text_override('model.weights', Path(name))}\n")
+        other = build_run(dict(runner.compose([*TINY_CPU, f"model.weights='{name}'", "seed=7"])))
+        other.workload.prepare()
+        model = other.workload.build_model()
+        assert same(model.state_dict(), saved(run, 4))
+    torch.nn.DataParallel(model).load_state_dict(read("of mine.pt"), strict=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Loading converted weights into a run
+# Programs
 
 
-@pytest.mark.parametrize(("name", "flags"), [("w.safetensors", []), ("w.pt", []), ("m.pt", ["--module-prefix"])])
-def test_a_run_starts_from_exactly_the_converted_weights(
-    run: TrainedRun, tmp_path: Path, name: str, flags: list[str]
+def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+def test_an_exported_torch_program_has_the_outputs_of_the_model(run: Path) -> None:
+    assert converted(run, "model.pt2") == 0
+    files = {"model.json": ""}
+    program = torch.export.load("model.pt2", extra_files=files).module()
+    assert json.loads(files["model.json"])["classes"] == runner.load(run).classes
+    for count in (1, 5):
+        inputs = torch.randn(count, 1, 8, 8)
+        assert_close(program(inputs), runner.load(run).model()(inputs))
+
+
+def test_an_exported_onnx_model_has_the_outputs_of_the_model(run: Path) -> None:
+    onnx, _ = require("onnx"), require("onnxscript")
+    from onnx.reference import ReferenceEvaluator
+
+    assert converted(run, "model.onnx", "--checkpoint=2") == 0
+    metadata = {each.key: each.value for each in onnx.load("model.onnx").metadata_props}
+    assert json.loads(metadata["model.json"])["classes"] == runner.load(run).classes
+    for count in (1, 5):
+        inputs = torch.randn(count, 1, 8, 8)
+        [outputs] = ReferenceEvaluator("model.onnx").run(None, {"inputs": inputs.numpy()})
+        assert_close(torch.from_numpy(outputs), runner.load(run).model(2)(inputs).detach())
+
+
+def test_a_program_whose_outputs_differ_from_the_model_is_not_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    converted(run.directory, tmp_path / name, "--checkpoint=last", *flags)
-    other = build_composed_run(*TINY_CPU, f"model.weights={tmp_path / name}", "seed=7")
-    other.workload.prepare()
-    assert same(other.workload.build_model().state_dict(), saved(run, 4))
-
-
-def test_training_from_plain_or_prefixed_weights_is_bitwise_equal(run: TrainedRun, trained, tmp_path: Path) -> None:
-    converted(run.directory, tmp_path / "plain.safetensors", "--checkpoint=last")
-    converted(run.directory, tmp_path / "wrapped.pt", "--checkpoint=last", "--module-prefix")
-    options = ("steps=3", "seed=7", "schedule=constant")
-    plain = trained(*options, f"model.weights={tmp_path / 'plain.safetensors'}", directory="plain")
-    wrapped = trained(*options, f"model.weights={tmp_path / 'wrapped.pt'}", directory="wrapped")
-    fresh = trained(*options, directory="fresh")
-    assert same(saved(plain, 3), saved(wrapped, 3))
-    assert not same(saved(plain, 3), saved(fresh, 3))
-
-
-def test_the_command_trains_from_a_converted_file(run: TrainedRun, tmp_path: Path) -> None:
-    converted(run.directory, tmp_path / "weights of mine.pt", "--checkpoint=last", "--module-prefix")
-    code, output = run_command(*TINY_CPU, "steps=1", "model.weights=../weights of mine.pt", cwd=tmp_path / "work")
-    assert code == 0, output
+    monkeypatch.setitem(export_program.PROGRAMS, ".pt2", lambda model, inputs, *_: model(inputs) * 1.001 + 0.001)
+    assert "its outputs differ from those of the model by 0.00" in refusal(capsys, run, "model.pt2")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Refused conversions
 
 
-def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(run: TrainedRun, tmp_path: Path) -> None:
-    damage(checkpoints(run)[-1] / "model.safetensors")
-    program = [sys.executable, "-m", "runner", "convert", run.directory, "out.pt", "--checkpoint=last"]
-    ran = subprocess.run(program, cwd=tmp_path, env=child_environment(), capture_output=True, text=True)
+def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(run: Path) -> None:
+    damage(checkpoint(run, 4) / "model.safetensors")
+    ran = run_in_new_interpreter("convert", str(run), "out.pt", "--checkpoint=last", cwd=run.parent)
     assert ran.returncode == 0, ran.stderr
-    assert same(read(tmp_path / "out.pt"), saved(run, 3))
+    assert same(read(run.parent / "out.pt"), saved(run, 3))
     why = "is damaged: its SHA-256 is not the manifest's; trying the previous checkpoint"
-    assert ran.stderr == f"{checkpoints(run)[-1]}/model.safetensors {why}\n"
-    assert checkpoints(run)[-1].name == "step_00000004", "another process may be at work there: nothing is renamed"
+    assert ran.stderr == f"{checkpoint(run, 4)}/model.safetensors {why}\n"
+    assert checkpoint(run, 4).exists(), "another process may be at work there: nothing is renamed"
 
 
-@pytest.mark.parametrize("name", ["", "model.safetensors"])
-def test_a_damaged_checkpoint_given_as_the_source_is_refused(
-    run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+def test_damaged_checkpoints_and_those_of_another_schema_are_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage(checkpoints(run)[1] / "model.safetensors")
-    output = refusal(capsys, checkpoints(run)[1] / name, tmp_path / "out.pt")
-    assert output.startswith("SOURCE: got '")
-    assert "step_00000002/model.safetensors is damaged: its SHA-256 is not the manifest's" in output
+    damage(checkpoint(run, 2) / "model.safetensors")
+    (checkpoint(run, 1) / "model.json").write_text("{}")
+    for out in ("out.pt", "out.pt2"):
+        output = refusal(capsys, run, out, "--checkpoint=2")
+        assert output.startswith("checkpoint: ")
+        assert "model.safetensors is damaged: its SHA-256 is not the manifest's" in output
+        assert "model.json is damaged" in refusal(capsys, run, out, "--checkpoint=1")
+    rewrite_manifest(checkpoint(run, 4), schema=99)
+    for choice in ("last", "4"):
+        assert "it has schema 99" in refusal(capsys, run, "out.safetensors", f"--checkpoint={choice}")
 
 
-def test_a_damaged_or_missing_best_checkpoint_is_refused(
-    run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call_best(2, monkeypatch)
-    damage(checkpoints(run)[1] / "state.pt")
-    assert "step_00000002/state.pt is damaged" in refusal(capsys, run.directory, tmp_path / "out.pt")
-    shutil.rmtree(checkpoints(run)[1])
-    assert "step_00000002 does not exist\n  take last" in refusal(capsys, run.directory, tmp_path / "out.pt")
-
-
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("flags", [[], ["--checkpoint=last"]])
 def test_a_symbolic_link_instead_of_the_checkpoints_directory_is_refused(
-    run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = run.directory / "checkpoints"
-    folder.rename(run.directory.with_name("elsewhere"))
-    folder.symlink_to(run.directory.with_name("elsewhere"))
-    output = refusal(capsys, run.directory, tmp_path / "out.pt", *flags)
-    assert output.startswith("SOURCE: got '")
-    assert "it is a symbolic link, which is not followed\n" in output
-    for choice in ("last", "best", 4):
-        with pytest.raises(ConfigError, match="symbolic link") as refused:
-            stored.chosen_checkpoint(run.directory, choice)
-        assert refused.value.key == "checkpoint"
+    (run / "checkpoints").rename(run.with_name("elsewhere"))
+    (run / "checkpoints").symlink_to(run.with_name("elsewhere"))
+    for choice in ("best", "last", "3"):
+        output = refusal(capsys, run, "out.pt", f"--checkpoint={choice}")
+        assert output.startswith("checkpoint: got '")
+        assert "it is a symbolic link, which is not followed\n" in output
 
 
-@pytest.mark.parametrize("what", ["the run", "the checkpoint", "the file"])
-def test_weights_that_the_manifest_does_not_list_are_not_opened(
-    run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
-) -> None:
+def test_weights_that_the_manifest_does_not_list_are_not_opened(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In this test, `model.safetensors` is a named pipe without a writer. Opening the pipe would block forever."""
-    newest = checkpoints(run)[-1]
-    file = newest / "model.safetensors"
+    file = checkpoint(run, 4) / "model.safetensors"
     file.unlink()
-    rewrite_manifest(newest)
+    rewrite_manifest(checkpoint(run, 4))
     os.mkfifo(file)
-    source = {"the run": run.directory, "the checkpoint": newest, "the file": file}[what]
-    output = refusal(capsys, source, tmp_path / "out.safetensors")
-    assert output.startswith("SOURCE: ")
-    assert "manifest.json does not list model.safetensors" in output
+    for choice in ("best", "4"):
+        output = refusal(capsys, run, "out.safetensors", f"--checkpoint={choice}")
+        assert "manifest.json does not list model.safetensors" in output
+    assert "it is not a regular file" in refusal(capsys, file, "out.safetensors")
 
 
 @pytest.mark.parametrize(
     "best", [REMOVE_KEY, None, [], {"value": 1.0}, {"step": "../../x"}, {"step": 10**40}, {"step": -1}, {"step": True}]
 )
 def test_an_invalid_best_evaluation_in_a_checkpoint_is_refused(
-    run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], best: object
+    run: Path, capsys: pytest.CaptureFixture[str], best: object
 ) -> None:
-    file = checkpoints(run)[-1] / "state.pt"
+    file = checkpoint(run, 4) / "state.pt"
     write_checkpoint_file(file, with_value_changed(torch.load(file, weights_only=True), ("best",), lambda _: best))
-    output = refusal(capsys, run.directory, tmp_path / "out.safetensors")
-    assert output.startswith("SOURCE: ")
+    output = refusal(capsys, run, "out.safetensors")
+    assert output.startswith("checkpoint: ")
     assert "the best evaluation" in output
 
 
-def test_a_checkpoint_with_another_schema_version_is_refused(
-    run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_best_checkpoint_that_is_missing_or_was_never_found_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    newest = checkpoints(run)[-1]
-    rewrite_manifest(newest, schema=99)
-    for source in (run.directory, newest):
-        output = refusal(capsys, source, tmp_path / "out.safetensors")
-        assert output.startswith("SOURCE: ")
-        assert "it has schema 99" in output
+    file = checkpoint(run, 4) / "state.pt"
+    for best, why in (({"step": 2}, "step_00000002 does not exist"), ({}, "has not been evaluated")):
+        shutil.rmtree(checkpoint(run, 2), ignore_errors=True)
+        state = torch.load(file, weights_only=True)
+        write_checkpoint_file(file, with_value_changed(state, ("best",), lambda _, best=best: best))
+        assert f"{why}\n  take last" in refusal(capsys, run, "out.pt")
 
 
 def test_a_pickle_that_would_run_code_is_refused_without_running_it(
@@ -359,22 +301,35 @@ def test_a_pickle_that_would_run_code_is_refused_without_running_it(
     assert not (tmp_path / "ran").exists()
 
 
-def test_missing_empty_and_invalid_sources_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "folder").mkdir()
-    torch.save({"lr": 0.1}, tmp_path / "no_weights.pt")
-    (tmp_path / "broken.safetensors").write_bytes(b"no weights at all")
-    out = tmp_path / "out.pt"
-    for source, why in {
-        "absent": "there is no such file or directory\n  name a run directory, a checkpoint in one, or a file",
-        "empty": "it has no checkpoint yet\n  let the run save one",
-        "folder": "it contains no checkpoint\n  name a run directory",
-        "no_weights.pt": "state_dict\n  ",
-        "broken.safetensors": "SafetensorError: ",
-    }.items():
-        output = refusal(capsys, tmp_path / source, out)
-        assert output.startswith("SOURCE: got '")
-        assert why in output
+def test_invalid_sources_destinations_and_flags_are_refused_by_key(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_program, "is_installed", lambda name: False)
+    Path("folder").mkdir()
+    torch.save({"lr": 0.1}, "no_weights.pt")
+    torch.save({"weight": torch.ones(2)}, "weights.pt")
+    Path("broken.safetensors").write_bytes(b"no weights at all")
+    (checkpoint(run, 1) / "manifest.json").touch()
+    for words, start, why in (
+        (("absent", "out.pt"), "SOURCE: got '", "there is no such file or directory"),
+        (("folder", "out.pt"), "directory: got '", "there is no run whose config can be read"),
+        (("no_weights.pt", "out.pt"), "SOURCE: got '", "state_dict\n"),
+        (("broken.safetensors", "out.pt"), "SOURCE: got '", "SafetensorError: "),
+        (("weights.pt", "out.pt2"), "SOURCE: got '", "it is not a run"),
+        (("weights.pt", "out.pt", "--checkpoint=best"), "--checkpoint: got 'best'", "is not a run directory"),
+        ((checkpoint(run, 2), "out.pt"), "directory: got '", "--checkpoint 2"),
+        ((run, "out.pt", "--checkpoint=9"), "checkpoint: got '9'", "there is no step_00000009"),
+        ((run, "out.gguf"), "DESTINATION: got '", "its suffix must be one of .safetensors, .pt, .pth, .pt2, .onnx\n"),
+        ((run, "nowhere/out.pt"), "DESTINATION: got '", "there is no such directory\n  mkdir -p nowhere"),
+        ((run, checkpoint(run, 1) / "copy.pt"), "DESTINATION: got '", "it is inside a checkpoint"),
+        ((run, f"{'x' * 252}.pt"), "DESTINATION: got '", "File name too long"),
+        ((run, "weights.pt"), "DESTINATION: got '", "it already exists\n  --force replaces it"),
+        ((run, "out.pt2", "--module-prefix"), "--module-prefix: got True", "a program has no names"),
+        ((run, "out.onnx"), "DESTINATION: got '", "onnx and onnxscript are not installed"),
+    ):
+        output = refusal(capsys, *words)
+        assert output.startswith(start), output
+        assert why in output, output
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pt2"])
@@ -384,7 +339,7 @@ def test_paths_without_permission_are_refused_by_key(
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     save_file({"a": torch.zeros(3)}, tmp_path / "in.safetensors")
     run, out = tmp_path / "run", tmp_path / f"out{suffix}"
-    refused = [("", run, out, "SOURCE"), ("", run / "x", out, "SOURCE"), ("checkpoints", run, out, "SOURCE")]
+    refused = [("", run, out, "SOURCE"), ("", run / "x", out, "SOURCE")]
     inside = [("", tmp_path / "in.safetensors", run / f"{name}{suffix}", "DESTINATION") for name in ("a", "b/a")]
     for secret, source, destination, key in refused + inside:
         with enforced_permissions(run / secret, 0):
@@ -396,83 +351,15 @@ def test_paths_without_permission_are_refused_by_key(
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoints", "in.safetensors", "run"]
 
 
-def test_the_best_checkpoint_is_that_of_a_run_with_an_evaluation(
-    run: TrainedRun, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = refusal(capsys, checkpoints(run)[0], tmp_path / "out.pt", "--checkpoint=best")
-    assert "is not a run directory\n  leave it out" in output
-    early = trained("steps=2", "save_every=1", "eval_every=0", "keep=2", directory="early")
-    shutil.rmtree(checkpoints(early)[-1])
-    assert "has not been evaluated\n  take last" in refusal(capsys, early.directory, tmp_path / "out.pt")
-
-
-def test_invalid_destinations_are_refused(run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inside = checkpoints(run)[0] / "copy.pt"
-    for destination, why in {
-        tmp_path / "out.gguf": "its suffix must be one of .safetensors, .pt, .pth, .pt2, .onnx\n  name a",
-        run.directory / "nowhere" / "out.pt": f"there is no such directory\n  mkdir -p {run.directory / 'nowhere'}",
-        inside: "it is inside a checkpoint\n  write it elsewhere",
-    }.items():
-        output = refusal(capsys, run.directory, destination)
-        assert output.startswith("DESTINATION: got '")
-        assert why in output
-
-
-def test_an_existing_file_is_replaced_only_with_force(
-    run: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out.pt"
-    out.write_text("precious")
-    assert "it already exists\n  --force replaces it" in refusal(capsys, run.directory, out)
-    assert out.read_text() == "precious"
-    assert converted(run.directory, out, "--force", "--checkpoint=last") == 0
-    assert same(read(out), saved(run, 4))
-
-
-def test_a_file_can_be_converted_in_place(tmp_path: Path) -> None:
-    path, weights = tmp_path / "weights.safetensors", {"a": torch.randn(100, 100)}
-    save_file({f"module.{name}": tensor for name, tensor in weights.items()}, path)
-    assert converted(path, path, "--force") == 0
-    assert same(read(path), weights)
-
-
-@pytest.mark.parametrize("error", [OSError("No space left on device"), RuntimeError("unexpected pos 64 vs 0\nat …")])
 def test_a_full_disk_leaves_the_existing_file_unchanged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def half(tensors: Tensors, path: Path, _: object) -> None:
-        path.write_bytes(b"half of it")
-        raise error
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
 
     save_file({"a": torch.zeros(3)}, tmp_path / "in.safetensors")
     (tmp_path / "out.pt").write_text("precious")
-    monkeypatch.setitem(convert._WRITERS, ".pt", half)
+    monkeypatch.setattr(os, "fsync", full)
     output = refusal(capsys, tmp_path / "in.safetensors", tmp_path / "out.pt", "--force")
-    assert f"it cannot be written: {str(error).splitlines()[0]}\n  make room" in output
+    assert "it cannot be written: [Errno 28] No space left on device\n  make room" in output
     assert (tmp_path / "out.pt").read_text() == "precious"
-
-
-def test_it_runs_as_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The module runs in a subprocess for a conversion that is refused.
-
-    Another test runs the module in a subprocess for a conversion that succeeds.
-    """
-    save_file({"a": torch.zeros(3)}, tmp_path / "in.safetensors")
-    assert converted(tmp_path / "in.safetensors", tmp_path / "out.pt") == 0
-    assert same(read(tmp_path / "out.pt"), {"a": torch.zeros(3)})
-    program = [sys.executable, "-m", "runner", "convert", "in.safetensors", "out.pt"]
-    ran = subprocess.run(program, cwd=tmp_path, env=child_environment(), capture_output=True, text=True)
-    assert ran.returncode == 2
-    assert ran.stderr == "DESTINATION: got 'out.pt': it already exists\n  --force replaces it\n"
-    with pytest.raises(SystemExit) as ended:
-        convert.main(["--help"])
-    assert ended.value.code == 0
-    assert "--module-prefix" in capsys.readouterr().out
-
-
-def test_a_file_name_that_is_too_long_for_the_temporary_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / f"{'x' * 245}.pt"
-    with pytest.raises(ConfigError) as refused:
-        convert.write({"w": torch.ones(2)}, path)
-    assert refused.value.key == "DESTINATION"
-    assert "File name too long" in refused.value.why
