@@ -2,17 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from runner.batching import MicroBatch, SampleOrder
-from runner.data.arrays import ArraySamples
 from runner.data.augment import NO_AUGMENT, Augment, borrowed_generator
-from runner.data.base import Batch, LabeledSamples, shard_bounds
+from runner.data.base import Batch, LabeledSamples, Samples, shard_bounds
 from runner.data.image_input import normalized, per_channel
 from runner.seeds import sample_seeds, uniforms
+
+
+class ArraySamples(Samples):
+    """Samples in two tensors of any dtype, `inputs` [n, *shape] and `targets` [n, …], moved to the device when used."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor):
+        if len(inputs) != len(targets):
+            raise ValueError(f"there are {len(inputs)} inputs {list(inputs.shape)}, and {len(targets)} targets")
+        self.inputs, self.targets = inputs, targets
+        self.shape = tuple(inputs.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
+        self._move(device)
+        order = SampleOrder(len(self), seed, device)
+        for micro in micros:
+            indices = order.indices(micro.start, micro.stop)
+            inputs = self._augmented(self._normalized(self.inputs.index_select(0, indices)), order, micro, indices)
+            yield Batch(inputs, self.targets.index_select(0, indices))
+
+    def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
+        self._move(device)
+        start, stop = shard_bounds(len(self), shard)
+        for first in range(start, stop, batch_size):
+            last = min(first + batch_size, stop)
+            yield Batch(self._normalized(self.inputs[first:last]), self.targets[first:last])
+
+    def joined(self, other: Samples) -> Samples:
+        if type(other) is not type(self):
+            return super().joined(other)
+        both = copy.copy(self)
+        both.inputs, both.targets = (torch.cat(pair) for pair in zip(self._tensors(), other._tensors(), strict=True))
+        return both
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs, self.targets
+
+    def _move(self, device: torch.device) -> None:
+        self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)
+
+    def _normalized(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs
+
+    def _augmented(
+        self, inputs: torch.Tensor, order: SampleOrder, micro: MicroBatch, indices: torch.Tensor
+    ) -> torch.Tensor:
+        return inputs
 
 
 class TensorSamples(ArraySamples, LabeledSamples):
@@ -45,14 +94,12 @@ class TensorSamples(ArraySamples, LabeledSamples):
         self.shape = (inputs.shape[1], inputs.shape[2], inputs.shape[3])
         self.mean, self.std, self.flip, self.crop, self.augment = mean, std, flip, crop, augment
 
-    def _training_samples(self, order: SampleOrder, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        indices = order.indices(micro.start, micro.stop)
-        inputs = self._normalized(self.inputs.index_select(0, indices))
-        if self.flip or self.crop or self.augment:
-            inputs = self._augmented(inputs, order.seed, order.epochs(micro.start, micro.stop), indices)
-        return inputs, self.targets.index_select(0, indices)
-
-    def _augmented(self, inputs: torch.Tensor, seed: int, epochs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    def _augmented(
+        self, inputs: torch.Tensor, order: SampleOrder, micro: MicroBatch, indices: torch.Tensor
+    ) -> torch.Tensor:
+        if not (self.flip or self.crop or self.augment):
+            return inputs
+        seed, epochs = order.seed, order.epochs(micro.start, micro.stop)
         if self.flip or self.crop:
             inputs = _shift_and_flip(inputs, uniforms(seed, epochs, indices, 3), self.crop, self.flip, self._black)
         if self.augment:
@@ -63,13 +110,6 @@ class TensorSamples(ArraySamples, LabeledSamples):
                     image.copy_(self.augment(image))
             inputs = self._normalized(pixels)
         return inputs
-
-    def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
-        self._move(device)
-        start, stop = shard_bounds(len(self), shard)
-        for first in range(start, stop, batch_size):
-            last = min(first + batch_size, stop)
-            yield Batch(self._normalized(self.inputs[first:last]), self.targets[first:last])
 
     def display_images(self, indices: list[int]) -> torch.Tensor:
         images = self.inputs[torch.tensor(indices, device=self.inputs.device)].cpu()

@@ -1,25 +1,45 @@
-"""Tables for regression, from a file or from a known function."""
+"""Tables for regression: CSV files, arrays in `.npz` and `.pt` files, and a known function. No code in them is run."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
+import logging
 import math
-from collections.abc import Callable, Mapping
+import re
+import zipfile
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from runner.config.errors import ConfigError, check, check_range
-from runner.data.arrays import ArraySamples
+from runner.config.errors import ConfigError, check_range, did_you_mean
 from runner.data.base import Data, RegressionSamples, Samples
-from runner.data.table_files import SUFFIXES, Table, existing, read_arrays, read_csv
+from runner.data.memory import ArraySamples
 from runner.seeds import derive
+from runner.storage.files import check_readable, read_regular
+from runner.storage.safe_torch_load import load_tensors
 from runner.storage.signature import check_same_names
 
-_ROWS = 65_536
-"""The number of rows that are converted to float64 at a time."""
+log = logging.getLogger(__name__)
+
+_MAX_BYTES = 4 << 30
+"""The maximum number of bytes of a file, and of its content after decompression."""
+_MAX_RATIO = 100
+"""The maximum size of a file's content after decompression, as a multiple of the size of the file."""
+_NAMELESS = re.compile(r"|Unnamed: \d+")
+"""A pattern for the names of columns that have none: pandas calls such a column `Unnamed: 0`."""
+_NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*", re.ASCII)
+"""A pattern for numbers: `float` alone takes 2020_01, nan and digits of other scripts for numbers."""
+_CSV = "the first line names the columns, all other cells are numbers; data.delimiter sets what is between them"
+_ARRAYS = "write it with numpy.savez(FILE, inputs=…, targets=…), or torch.save({'inputs': …, 'targets': …}, FILE)"
+
+Scale = tuple[torch.Tensor, torch.Tensor]
+"""The mean and the standard deviation of each value of a row, float64 of the shape of a row."""
 
 
 @dataclass
@@ -41,57 +61,56 @@ class Tabular(Data):
     def __post_init__(self) -> None:
         check_range(self, "holdout", above=0, most=0.9)
         check_range(self, "num_samples", least=2, most=10_000_000)
-        remedy = "\"data.delimiter=';'\", for example"
-        valid = len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
-        check(valid, "delimiter", self.delimiter, "it must be one character", remedy)
-        why = f"the file name must end in {', '.join(SUFFIXES)}"
-        known = self.file is None or Path(self.file).suffix in SUFFIXES
-        check(known, "file", self.file, why, "data.file=PATH of a CSV file, or of arrays")
-        if self.file is None or Path(self.file).suffix != ".csv":
-            for key in ("inputs", "targets"):
+        if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
+            example = "\"data.delimiter=';'\", for example"
+            raise ConfigError("delimiter", self.delimiter, "it must be one character", example)
+        suffix = Path(self.file or "").suffix
+        if self.file is not None and suffix not in (".csv", ".npz", ".pt"):
+            why = "the file name must end in .csv, .npz, .pt"
+            raise ConfigError("file", self.file, why, "data.file=PATH of a CSV file, or of arrays")
+        for key in ("inputs", "targets"):
+            if getattr(self, key) and suffix != ".csv":
                 why = "only the columns of a CSV file have names"
-                check(not getattr(self, key), key, list(getattr(self, key)), why, f"data.{key}=[], or a .csv file")
+                raise ConfigError(key, list(getattr(self, key)), why, f"data.{key}=[], or a .csv file")
 
     def load(self) -> tuple[Samples, Samples]:
         splits = self.splits({})
         return splits["train"](), splits["val"]()
 
     def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
-        table = self._table(saved)
+        table = friedman(self.num_samples) if self.file is None else self._read(Path(self.file).expanduser(), saved)
+        shape, trained = list(table.inputs.shape[1:]), list(saved.get("inputs", table.inputs.shape[1:]))
+        if shape != trained:
+            why = f"an input has the shape {shape}, and the model was trained on {trained}"
+            raise ConfigError("file", self.file, why, "use data with the same inputs")
+        check_same_names(saved, {"targets": table.target_names}, "file")
+
         count = len(table.inputs)
         held_out = max(1, round(self.holdout * count))
         # Independent of the run's seed, so that runs with different seeds are evaluated on the same samples.
         order = torch.randperm(count, generator=torch.Generator().manual_seed(derive(0, "tabular")))
-        rows = {
-            "all": torch.arange(count),
-            "train": order[held_out:].sort().values,
-            "val": order[:held_out].sort().values,
-        }
+        train, val = order[held_out:].sort().values, order[:held_out].sort().values
         if "scale" in saved:
             scales = [_saved_scale(saved["scale"].get(key), getattr(table, key)) for key in ("inputs", "targets")]
         else:
-            key = "num_samples" if self.file is None else "file"
-            why = f"{held_out} of {count} samples would be held out, which leaves none to train on"
-            check(held_out < count, key, getattr(self, key), why, "use more samples, or a smaller data.holdout")
-            scales = [_scale(tensor[rows["train"]], self.standardize) for tensor in (table.inputs, table.targets)]
+            if len(train) == 0:
+                key = "num_samples" if self.file is None else "file"
+                why = f"{held_out} of {count} samples would be held out, which leaves none to train on"
+                raise ConfigError(key, getattr(self, key), why, "use more samples, or a smaller data.holdout")
+            scales = [_scale(tensor[train], self.standardize) for tensor in (table.inputs, table.targets)]
         content = "" if self.file is None else table.fingerprint()
+        rows = {"all": torch.arange(count), "train": train, "val": val}
         return {name: partial(TableSamples, table, chosen, *scales, content) for name, chosen in rows.items()}
 
-    def _table(self, saved: Mapping[str, Any]) -> Table:
-        """Return the table, with the columns in `saved`, the signature of a checkpoint, in their order."""
-        if self.file is None:
-            table = friedman(self.num_samples)
-        elif Path(self.file).suffix == ".csv":
-            table = self._columns(existing(self.file), saved)
-        else:
-            table = read_arrays(existing(self.file))
-        shape, trained = list(table.inputs.shape[1:]), list(saved.get("inputs", table.inputs.shape[1:]))
-        why = f"an input has the shape {shape}, and the model was trained on {trained}"
-        check(shape == trained, "file", self.file, why, "use data with the same inputs")
-        check_same_names(saved, {"targets": table.target_names}, "file")
-        return table
-
-    def _columns(self, path: Path, saved: Mapping[str, Any]) -> Table:
+    def _read(self, path: Path, saved: Mapping[str, Any]) -> Table:
+        """Return the table in a file, with the columns in `saved`, the signature of a checkpoint, in their order."""
+        check_readable("file", path)
+        if not path.is_file():
+            why = f"there is no such file in {path.parent.absolute()}"
+            remedy = "data.file=PATH, or data.file=null for samples of a known function"
+            raise ConfigError("file", self.file, why, remedy)
+        if path.suffix != ".csv":
+            return read_arrays(path)
         inputs, targets = saved.get("columns", self.inputs), saved.get("targets", self.targets)
         check_same_names({"columns": sorted(inputs)}, {"columns": sorted(self.inputs or inputs)}, "inputs")
         try:
@@ -103,20 +122,29 @@ class Tabular(Data):
             raise ConfigError("file", self.file, why, "use a file that has these columns, in any order") from None
 
 
-class TableSamples(ArraySamples, RegressionSamples):
-    """The `rows`, int64 [n], of a table, standardized by (mean, standard deviation), float64 of the shape of a row."""
+class Table(NamedTuple):
+    """Inputs [n, …] and targets [n, num_targets]: numbers that are finite in float32, in the precision of the file."""
 
-    def __init__(
-        self,
-        table: Table,
-        rows: torch.Tensor,
-        input_scale: tuple[torch.Tensor, torch.Tensor],
-        target_scale: tuple[torch.Tensor, torch.Tensor],
-        content: str = "",
-    ):
-        super().__init__(
-            _standardized(table.inputs, rows, *input_scale), _standardized(table.targets, rows, *target_scale)
-        )
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    target_names: list[str]
+    input_names: Sequence[str] = ()
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of the names and the numbers, as hexadecimal digits."""
+        digest = hashlib.sha256(json.dumps([list(self.input_names), self.target_names]).encode())
+        for values in (self.inputs, self.targets):
+            digest.update(f"{list(values.shape)} {values.dtype}".encode())
+            digest.update(values.contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+class TableSamples(ArraySamples, RegressionSamples):
+    """The `rows`, int64 [n], of a table, standardized in float64, in which 1.7e9 + 1 differs from 1.7e9."""
+
+    def __init__(self, table: Table, rows: torch.Tensor, input_scale: Scale, target_scale: Scale, content: str = ""):
+        pairs = ((table.inputs, input_scale), (table.targets, target_scale))
+        super().__init__(*(((values[rows].double() - mean) / std).float() for values, (mean, std) in pairs))
         self.input_names, self.target_names = table.input_names, table.target_names
         self.target_mean, self.target_std = (values.tolist() for values in target_scale)
         self._input_scale, self._content = input_scale, content
@@ -127,6 +155,25 @@ class TableSamples(ArraySamples, RegressionSamples):
     def standardization(self) -> dict[str, dict[str, list[float]]]:
         mean, std = (values.flatten().tolist() for values in self._input_scale)
         return super().standardization() | {"inputs": {"mean": mean, "std": std}}
+
+
+def _saved_scale(scale: Mapping[str, list[float]] | None, values: torch.Tensor) -> Scale:
+    shape = values.shape[1:]
+    if scale is None:
+        return torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
+    mean, std = (torch.tensor(scale[key], dtype=torch.float64).view(shape) for key in ("mean", "std"))
+    return mean, std
+
+
+def _scale(values: torch.Tensor, standardize: bool) -> Scale:
+    """Return the mean and the standard deviation over samples; (0, 1) if nothing is to be standardized."""
+    double = values.double()
+    mean, std = double.mean(0), double.std(0, correction=0)
+    if not standardize:
+        return torch.zeros_like(mean), torch.ones_like(std)
+    # A constant is recognized exactly: the rounding error of its mean would be its standard deviation.
+    is_constant = (double == double[:1]).all(0) | (std == 0)
+    return mean, torch.where(is_constant, torch.ones_like(std), std)
 
 
 def friedman(count: int) -> Table:
@@ -142,28 +189,124 @@ def friedman(count: int) -> Table:
     return Table(x.float(), y[:, None].float(), ["y"])
 
 
-def _standardized(values: torch.Tensor, rows: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """Return some rows in float32. They are standardized in float64, in which 1.7e9 + 1 differs from 1.7e9."""
-    result = torch.empty(len(rows), *values.shape[1:])
-    for part, chosen in zip(result.split(_ROWS), rows.split(_ROWS), strict=True):
-        part.copy_((values[chosen].double() - mean) / std)
-    return result
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
 
 
-def _saved_scale(scale: Mapping[str, list[float]] | None, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = values.shape[1:]
-    if scale is None:
-        return torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
-    mean, std = (torch.tensor(scale[key], dtype=torch.float64).view(shape) for key in ("mean", "std"))
-    return mean, std
+def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimiter: str) -> Table:
+    """Read columns of numbers from a CSV file whose first line has the names of the columns.
+
+    Columns without a name, such as the row numbers that pandas writes, are left out, and this is logged. No `inputs`
+    are all named columns that are not targets; no `targets`, the last one. Raises `ConfigError` with the line and the
+    column.
+    """
+    import numpy
+    import pandas  # takes half a second
+
+    def refuse(why: str, remedy: str = _CSV) -> ConfigError:
+        return ConfigError("file", str(path), why, remedy)
+
+    try:
+        # Of text alone, without blank lines left out, so that errors can name the line and show the cell.
+        options = {"dtype": str, "na_filter": False, "skipinitialspace": True, "skip_blank_lines": False}
+        frame = pandas.read_csv(io.BytesIO(_content(path)), sep=delimiter, encoding="utf-8-sig", **options)
+    except (ValueError, pandas.errors.ParserError) as error:  # ValueError: no text, or no columns
+        why = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
+        raise refuse(f"it is not a CSV file: {why}") from None
+    if not isinstance(frame.index, pandas.RangeIndex):
+        raise refuse("its rows have more cells than its first line has names")
+    frame.columns = names = [str(name).strip() for name in frame.columns]
+    frame = frame[(frame != "").any(axis=1)]  # the index stays that of the lines
+    named = [name for name in names if not _NAMELESS.fullmatch(name)]
+    if len(set(named)) < 2:
+        raise refuse(f"its first line has the columns {names}")
+    if not (inputs or targets) and all(map(_NUMBER.fullmatch, named)):
+        why = f"its first line has numbers, not the names of columns: {','.join(named)[:80]}"
+        choose = f"add a line with names; if these are the names, choose columns by them: data.targets=[{named[-1]}]"
+        raise refuse(why, choose)
+    if len(frame) == 0:
+        raise refuse("it has no line but the first")
+    if len(named) < len(names) and not (inputs and targets):
+        left_out = f"left out {len(names) - len(named)} of {len(names)} columns, which have no name"
+        log.info("%s: %s (row numbers, if pandas wrote it); name them to use them", path, left_out)
+
+    targets = list(targets) or named[-1:]
+    predicted = set(targets)
+    _check_columns("targets", targets, set(names))
+    if both := sorted(predicted.intersection(inputs)):
+        why = f"{', '.join(both)} is to be predicted"
+        raise ConfigError("inputs", list(inputs), why, "leave it out of data.inputs")
+    inputs = list(inputs) or [name for name in named if name not in predicted]
+    _check_columns("inputs", inputs, set(names))
+
+    cells = frame[[*inputs, *targets]].to_numpy(object)
+    spelled = numpy.vectorize(lambda cell: _NUMBER.fullmatch(cell) is not None, otypes=[bool])(cells)
+    table = numpy.where(spelled, cells, "nan").astype(float, order="C")
+    wrong = numpy.argwhere(~(numpy.abs(table) <= numpy.finfo(numpy.float32).max))
+    if len(wrong):
+        row, column = wrong[0]
+        where, cell = f"line {frame.index[row] + 2}, column {[*inputs, *targets][column]}", cells[row, column]
+        remedy = "replace it or leave the line out, or choose columns: data.inputs=[…] data.targets=[…]"
+        raise refuse(f"{where}: {cell!r} is not a finite number in float32", remedy)
+    values, count = torch.from_numpy(table), len(inputs)
+    return Table(values[:, :count].contiguous(), values[:, count:].contiguous(), targets, inputs)
 
 
-def _scale(values: torch.Tensor, standardize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and the standard deviation over samples, float64; (0, 1) if nothing is to be standardized."""
-    double = values.double()
-    mean, std = double.mean(0), double.std(0, correction=0)
-    if not standardize:
-        return torch.zeros_like(mean), torch.ones_like(std)
-    # A constant is recognized exactly: the rounding error of its mean would be its standard deviation.
-    is_constant = (double == double[:1]).all(0) | (std == 0)
-    return mean, torch.where(is_constant, torch.ones_like(std), std)
+def _check_columns(key: str, chosen: list[str], names: Collection[str]) -> None:
+    for name in chosen:
+        if name not in names:
+            raise ConfigError(key, name, "there is no such column;", did_you_mean(name, names))
+    if len(set(chosen)) < len(chosen):
+        raise ConfigError(key, chosen, "a column is named twice", "name each once")
+    if not chosen:
+        raise ConfigError(key, chosen, "no column is left", did_you_mean("", names))
+
+
+def read_arrays(path: Path) -> Table:
+    """Read the arrays `inputs`, [n, …], and `targets`, [n] or [n, num_targets], of a `.npz` or `.pt` file.
+
+    The targets are named `target_0`, `target_1` and so on. Raises `ConfigError` if the file has no such arrays or is
+    too large, or if not all values are real numbers that are finite in float32.
+    """
+    try:
+        content = _npz(path) if path.suffix == ".npz" else load_tensors(path.resolve())
+        inputs, targets = content["inputs"], content["targets"]
+        targets = targets[:, None] if targets.dim() == 1 else targets
+        fits = inputs.dim() >= 2 and targets.dim() == 2 and len(inputs) == len(targets) and targets.numel() > 0
+    except ConfigError:
+        raise
+    except Exception as error:  # a damaged file raises anything from EOFError to UnicodeDecodeError
+        why = f"it cannot be loaded: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise ConfigError("file", str(path), why, _ARRAYS) from None
+    if not fits or inputs.numel() == 0 or inputs.is_complex() or targets.is_complex():
+        why = f"inputs are {inputs.dtype} {list(inputs.shape)}, targets {targets.dtype} {list(targets.shape)}"
+        remedy = "inputs are [n, features], or have more dimensions; targets are [n] or [n, targets]; all are real"
+        raise ConfigError("file", str(path), why, remedy)
+    if not all(bool(tensor.to(torch.float32).isfinite().all()) for tensor in (inputs, targets)):
+        raise ConfigError("file", str(path), "not all values are finite in float32", "leave such samples out")
+    return Table(inputs, targets, [f"target_{i}" for i in range(targets.shape[1])])
+
+
+def _npz(path: Path) -> dict[str, torch.Tensor]:
+    import numpy
+
+    content = _content(path)
+    # A small archive could fill the memory: zeros are compressed to about a thousandth of their size. An entry is read
+    # only up to the size that the archive states, so that false sizes do no harm.
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = archive.infolist()
+    unpacked, most = sum(entry.file_size for entry in entries), min(_MAX_BYTES, _MAX_RATIO * len(content))
+    if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries):
+        raise ConfigError("file", str(path), "it is compressed by another method than that of numpy", _ARRAYS)
+    if unpacked > most:
+        why = f"it has {unpacked:,} bytes after decompression, more than {most:,}"
+        raise ConfigError("file", str(path), why, "write it with numpy.savez(FILE, inputs=…, targets=…)")
+    with numpy.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in ("inputs", "targets")}
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_regular(path.resolve(), _MAX_BYTES)
+    except OSError as error:
+        raise ConfigError("file", str(path), f"it cannot be read: {error.strerror}", _ARRAYS) from None

@@ -18,8 +18,7 @@ from torch.nn import functional
 
 import runner
 from runner.config.errors import ConfigError
-from runner.data.table_files import Table
-from runner.data.tabular import TableSamples
+from runner.data.tabular import Table, TableSamples
 from runner.seeds import derive
 from runner.storage.signature import saved_signature
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from runner.config.errors import check, check_range
-from runner.data.arrays import ArraySamples
 from runner.data.base import Data, Samples
+from runner.data.memory import ArraySamples
 from runner.model.base import Model
 from runner.tracking.metrics import MetricSums
 from runner.workloads.from_data import DataWorkload
