@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
-from runner.config.errors import ABSENT, ConfigError, check
-from runner.data.class_folders import EXTENSIONS, is_hidden, kind_of
+from runner.config.errors import check
+from runner.data.class_folders import EXTENSIONS, images_below
 from runner.data.image_input import ImageInput
-from runner.storage.files import check_readable, walk
+from runner.storage.files import check_readable
 from runner.system.utf8 import printable
 
 _BATCH = 64
@@ -53,19 +52,11 @@ def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         if not path.is_dir():
             found.append(str(path))
             continue
-        images: list[str] = []
-        for where, folders, names in walk(path, onerror=_cannot_list):
-            folders[:] = [name for name in folders if not is_hidden(name)]
-            images += [os.path.join(where, name) for name in names if kind_of(name) in EXTENSIONS]
+        images, _ = images_below(path, "FILES")
         check(bool(images), "FILES", text, "there are no images in this directory", f"name one with {suffixes}")
-        found += sorted(images)
+        found += images
     check(bool(found), "FILES", list(paths), "there is nothing to predict", "name images, or a directory of them")
     return found
-
-
-def _cannot_list(error: OSError) -> NoReturn:
-    why = f"{printable(str(error.filename))} cannot be listed: {error.strerror}"
-    raise ConfigError("FILES", ABSENT, why, "make this directory readable, or name the others") from None
 
 
 def predict(

@@ -10,12 +10,14 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from runner.config.errors import ABSENT, ConfigError, check
+from runner.config.errors import ABSENT, ConfigError
 from runner.config.overrides import text_override
 from runner.seeds import derive
+from runner.storage.files import walk
 
 log = logging.getLogger(__name__)
 
@@ -43,20 +45,20 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
         rest = "; test/ is left for evaluate --split test" * ("test" in folders and name != "test")
         log.info("%s: training on train/, evaluating on %s/%s", root, name, rest)
         train, held_out = _training_classes(root / "train", root), _with_images(root / name, root)
-        new, missing = [c for c in held_out if c not in train], [c for c in train if c not in held_out]
-        why = f"{name}/ has classes that train/ lacks: {_first_five(new)}"
-        check(not new, "root", str(root), why, f"add images of them to train/, or remove them from {name}/")
-        if missing:
+        if new := [label for label in held_out if label not in train]:
+            why = f"{name}/ has classes that train/ lacks: {_first_five(new)}"
+            raise _refusal(root, why, f"add images of them to train/, or remove them from {name}/")
+        if missing := [label for label in train if label not in held_out]:
             log.info("%s: %s/ has no images of %s", root, name, _first_five(missing))
         return train, {label: held_out.get(label, []) for label in train}
     if present := _split_folders(root):
         why = f"it contains {', '.join(present)}/, but not both train/ and one of {', '.join(HELD_OUT)}"
         remedy = f"add the missing one, or {text_override('data.root', root / present[0])} to split its images"
-        raise ConfigError("root", str(root), why, remedy)
+        raise _refusal(root, why, remedy)
     classes = _training_classes(root, root)
-    small = [name for name, paths in classes.items() if len(paths) < 2]
-    why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
-    check(not small, "root", str(root), why, "add images to these classes, or remove their directories")
+    if small := [label for label, paths in classes.items() if len(paths) < 2]:
+        why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
+        raise _refusal(root, why, "add images to these classes, or remove their directories")
     return _split(classes, root, holdout)
 
 
@@ -113,85 +115,87 @@ def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
 
 def _training_classes(folder: Path, root: Path) -> Files:
     classes = _classes(folder, root)
-    why = f"{folder} contains {len(classes)} class directories, and classification needs at least two"
-    check(len(classes) > 1, "root", str(folder), why, "put the images of each class into a separate directory")
-    empty = [name for name, paths in classes.items() if not paths]
-    why = f"these class directories contain no images ({' '.join(EXTENSIONS)}): {_first_five(empty)}"
-    check(not empty, "root", str(folder), why, "add images to these directories, or remove them")
+    if len(classes) < 2:
+        why = f"{folder} contains {len(classes)} class directories, and classification needs at least two"
+        raise _refusal(folder, why, "put the images of each class into a separate directory")
+    if empty := [name for name, paths in classes.items() if not paths]:
+        why = f"these class directories contain no images ({' '.join(EXTENSIONS)}): {_first_five(empty)}"
+        raise _refusal(folder, why, "add images to these directories, or remove them")
     return classes
 
 
 def _with_images(folder: Path, root: Path) -> Files:
     classes = {name: paths for name, paths in _classes(folder, root).items() if paths}
-    why = f"{folder} contains no class directory with images ({' '.join(EXTENSIONS)})"
-    check(bool(classes), "root", str(folder), why, "put the images of each class into a separate directory")
+    if not classes:
+        why = f"{folder} contains no class directory with images ({' '.join(EXTENSIONS)})"
+        raise _refusal(folder, why, "put the images of each class into a separate directory")
     return classes
 
 
 def _classes(folder: Path, root: Path) -> Files:
     """Return the images of each class. Every subdirectory of `folder` is a class; its images may be at any depth."""
-    names, ignored = _folders(folder), Counter[str]()
+    names, ignored, classes = _folders(folder), Counter[str](), {}
     for name in {entry.name for entry in os.scandir(folder)}.difference(names):
-        kind = kind_of(name)
+        kind = _kind(name)
         ignored[f"{kind} in no class directory" if kind in EXTENSIONS else kind] += 1
-    classes = {name: _images(folder / name, ignored) for name in names}
+    for name in names:
+        classes[name], others = images_below(folder / name, "root")
+        ignored += others
     if total := ignored.total():
-        kinds = ", ".join(f"{count} {kind}" for kind, count in (+ignored).most_common(10))
+        kinds = ", ".join(f"{count} {kind}" for kind, count in ignored.most_common(10))
         part = f"{folder.name}/: " if folder != root else ""
         log.info("%s: %signored %d files and folders (%s)", root, part, total, kinds)
     return classes
 
 
-def _folders(path: Path) -> list[str]:
-    """Return the sorted names of the directories in `path` that are not hidden."""
-    try:
-        return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not is_hidden(entry.name))
-    except (FileNotFoundError, NotADirectoryError):
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        why = "it is a file" if path.exists() else f"there is no such directory{where}"
-        remedy = "give a directory that contains one directory of images per class"
-        raise ConfigError("root", str(path), why, remedy) from None
-    except OSError as error:
-        _cannot_list(error)
+def images_below(folder: Path, key: str) -> tuple[list[str], Counter[str]]:
+    """Return the sorted paths of the images in `folder`, at any depth, and the number of other entries by their kind.
 
-
-def is_hidden(name: str) -> bool:
-    """Return whether a file or directory of this name holds no data; macOS puts `__MACOSX` into archives."""
-    return name.startswith(".") or name == "__MACOSX"
-
-
-def kind_of(name: str) -> str:
-    """Return `hidden`, the extension of a file name in lower case, or `without extension`."""
-    return "hidden" if is_hidden(name) else os.path.splitext(name)[1].lower() or "without extension"
-
-
-def _images(path: Path, ignored: Counter[str]) -> list[str]:
-    """Return the sorted paths of the images below `path`, at any depth, and count all else in `ignored` by its kind.
-
-    torchvision's `make_dataset` would follow links to a parent directory again and again.
+    Hidden files and directories are left out, and links to directories, which may lead to a parent directory. Raises
+    `ConfigError` with `key` if a directory cannot be read.
     """
     images: list[str] = []
-    seen = {str(parent) for parent in Path(os.path.realpath(path)).parents}  # they hold images of other classes
-    for where, folders, names in os.walk(path, followlinks=True, onerror=_cannot_list):
-        real = os.path.realpath(where)
-        if real in seen:  # a symbolic link to a parent directory
-            folders.clear()
-            continue
-        seen.add(real)
-        ignored["hidden"] += sum(map(is_hidden, folders))
-        folders[:] = [name for name in folders if not is_hidden(name)]
+    ignored = Counter[str]()
+    for where, folders, names in walk(folder, onerror=partial(_cannot_list, key)):
+        ignored["hidden"] += sum(map(_is_hidden, folders))
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        ignored["linked folders"] += sum(os.path.islink(os.path.join(where, name)) for name in folders)
         for name in names:
-            kind = kind_of(name)
+            kind = _kind(name)
             if kind in EXTENSIONS:
                 images.append(os.path.join(where, name))
             else:
                 ignored[kind] += 1
-    return sorted(images)
+    return sorted(images), +ignored
 
 
-def _cannot_list(error: OSError) -> NoReturn:
+def _folders(path: Path) -> list[str]:
+    """Return the sorted names of the directories in `path` that are not hidden."""
+    try:
+        return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not _is_hidden(entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        why = "it is a file" if path.exists() else f"there is no such directory{where}"
+        raise _refusal(path, why, "give a directory that contains one directory of images per class") from None
+    except OSError as error:
+        _cannot_list("root", error)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"  # which macOS puts into archives
+
+
+def _kind(name: str) -> str:
+    return "hidden" if _is_hidden(name) else os.path.splitext(name)[1].lower() or "without extension"
+
+
+def _cannot_list(key: str, error: OSError) -> NoReturn:
     why = f"{error.filename} cannot be listed: {error.strerror}"
-    raise ConfigError("root", ABSENT, why, "check the permissions of the directory") from None
+    raise ConfigError(key, ABSENT, why, "check the permissions of the directory") from None
+
+
+def _refusal(path: Path, why: str, remedy: str) -> ConfigError:
+    return ConfigError("root", str(path), why, remedy)
 
 
 def _first_five(names: list[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from runner.config.errors import check_choice, check_range
-from runner.data.augment import NO_AUGMENT, POLICIES, Augment
+from runner.data.augment import POLICIES, Augment
 from runner.data.base import Data, Samples, two_splits
 from runner.data.memory import TensorSamples
 from runner.seeds import derive
@@ -57,12 +57,13 @@ class Digits(Data):
         held_out = max(1, round(self.holdout * len(images)))
         names = [str(digit) for digit in range(10)]
 
-        def samples(indices: torch.Tensor, crop: int, augment: Augment) -> TensorSamples:
-            inputs, targets = (images[indices] - mean) / std, table[indices, 64].to(torch.int64)
-            return TensorSamples(inputs, targets, names, (mean,), (std,), crop=crop, augment=augment)
-
+        inputs, targets = (images - mean) / std, table[:, 64].to(torch.int64)
         augment = Augment(self.auto_augment, self.random_erase, (mean,))
-        return samples(order[held_out:], self.crop, augment), samples(order[:held_out], 0, NO_AUGMENT)
+
+        def samples(rows: torch.Tensor, **options: Any) -> TensorSamples:
+            return TensorSamples(inputs[rows], targets[rows], names, (mean,), (std,), **options)
+
+        return samples(order[held_out:], crop=self.crop, augment=augment), samples(order[:held_out])
 
 
 @functools.cache  # reading takes most of the time to start a short run, and a process may train several runs

@@ -7,8 +7,6 @@ import socket
 import tarfile
 import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,9 +20,7 @@ from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
 from runner.storage.files import check_readable
 
-_PATIENCE = 10
-"""Number of seconds that a server may take to respond."""
-
+_PATIENCE = 10  # seconds until a server must respond
 _MAX_BYTES = 64 * 2**20
 """Size limit of a file. The largest files (MNIST, Fashion-MNIST) have 47,040,016 bytes."""
 
@@ -63,11 +59,8 @@ class Downloadable(Data):
 
     def load(self) -> tuple[Samples, Samples]:
         if self.download and self._missing():
-            root = Path(self.root).expanduser()
             try:
-                with _locked(root), _socket_timeout():
-                    # It checks again which files exist: another process may have downloaded them in the meantime.
-                    getattr(torchvision.datasets, self.dataset)(root, download=True)
+                self._download(Path(self.root).expanduser())
             except (OSError, EOFError, ValueError, RuntimeError, zlib.error, tarfile.TarError) as error:
                 why = f"the download failed ({' '.join(str(error).split()) or type(error).__name__})"
                 raise ConfigError("download", True, why, f"try again; {_NO_DOWNLOAD}") from None
@@ -78,6 +71,17 @@ class Downloadable(Data):
         train, held_out = self._split(train=True), self._split(train=False)
         augment = Augment(self.auto_augment, self.random_erase, self.mean)
         return self._samples(*train, flip=self.flip, crop=self.crop, augment=augment), self._samples(*held_out)
+
+    def _download(self, root: Path) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        timeout = socket.getdefaulttimeout()
+        with (root / ".lock").open("a") as lock:  # "w" would empty a file of this name that somebody else has written
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be downloading: then nothing is missing afterwards
+            socket.setdefaulttimeout(_PATIENCE)  # torchvision sets none, and that of the operating system is minutes
+            try:
+                getattr(torchvision.datasets, self.dataset)(root, download=True)
+            finally:
+                socket.setdefaulttimeout(timeout)
 
     def _samples(self, images: torch.Tensor, targets: torch.Tensor, **options: Any) -> TensorSamples:
         return TensorSamples(images, targets, self.class_names, self.mean, self.std, **options)
@@ -160,23 +164,3 @@ class Cifar10(Downloadable):
 
     def _images(self, data: Any) -> torch.Tensor:
         return torch.from_numpy(data).permute(0, 3, 1, 2).contiguous()  # torchvision puts the channels last
-
-
-@contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Lock `root`, so that only one process of a distributed run downloads the files."""
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("a") as lock:  # "w" would empty a file of this name that somebody else has written
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def _socket_timeout() -> Iterator[None]:
-    """Set a socket timeout, because torchvision sets none and the default of the operating system is minutes."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_PATIENCE)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
