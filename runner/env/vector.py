@@ -1,11 +1,15 @@
-"""Vectorized environments. The result of a step shows which environments were reset in this step."""
+"""Vectorized environments. The result of a step shows which environments were reset in this step.
+
+The state of gymnasium's classic control and toy text environments can be saved, for an exact resume, but not that of
+others (physics engines, environments in other processes).
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,21 +17,24 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation
 
 from runner.config.errors import ConfigError, check
-from runner.env import environment_state
-from runner.storage.content_checks import UnexpectedContentError, check_like
+from runner.storage.content_checks import check_like
 from runner.system.forkserver import METHOD, start_server, without_main_module
 from runner.system.signals import STOP_SIGNALS
 
 _UNBOUNDED = 1e6
 """Bounds with at least this absolute value count as infinite: some environments give the largest float instead."""
 
+_PRELOADED = ("gymnasium", "runner.env.vector")
+_WITH_STATE = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")
+_PLAIN_TYPES = (bool, int, float, str, type(None), np.ndarray, np.number, np.bool_)
+
 
 class EnvironmentBrokenError(Exception):
-    """Raised when an environment raises an error or returns values that are not finite, with its seed and step."""
+    """Raised when an environment raises an error or returns values that are not finite."""
 
 
 class Steps(NamedTuple):
@@ -49,10 +56,10 @@ def shape_and_actions(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], i
     """Return the shape of the observations of `env`, called `name`, and its number of actions; and close `env`."""
     actions, observations = env.action_space, env.observation_space
     env.close()
-    why = f"its action space is {_description(actions)}, and deep Q-learning needs discrete actions"
     if not isinstance(actions, gymnasium.spaces.Discrete):
+        why = f"its action space is {actions}, and deep Q-learning needs discrete actions"
         raise ConfigError("id", name, why, "choose another environment, such as env=cartpole")
-    why = f"its observation space is {_description(observations)}, which cannot be flattened to a vector"
+    why = f"its observation space is {observations}, which cannot be flattened to a vector"
     check(observations.is_np_flattenable, "id", name, why, "choose another environment, such as env=cartpole")
     flattened = _needs_flattening(observations)
     shape = (gymnasium.spaces.flatdim(observations),) if flattened else tuple(observations.shape or ())
@@ -62,10 +69,6 @@ def shape_and_actions(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], i
 def _needs_flattening(space: gymnasium.Space) -> bool:
     """Return whether observations are no arrays: discrete values become one-hot vectors, tuples are joined."""
     return not isinstance(space, gymnasium.spaces.Box)
-
-
-def _description(space: gymnasium.Space) -> str:
-    return f"continuous, {space.shape}" if isinstance(space, gymnasium.spaces.Box) else f"a {type(space).__name__}"
 
 
 def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, Any]) -> VectorEnv:
@@ -91,9 +94,6 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
     wrappers.append(partial(_with_default_signals, parent=os.getpid()))
     with without_main_module():
         return gymnasium.make_vec(spec, num_envs, mode, {"context": METHOD}, wrappers=wrappers, **options)
-
-
-_PRELOADED = ("gymnasium", "runner.env.vector")
 
 
 def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
@@ -123,25 +123,16 @@ class Vector:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the environments. After an error, do not wait for their processes: a dead process never answers."""
-        failed = isinstance(self.envs, AsyncVectorEnv) and kind not in (None, GeneratorExit)
-        try:
-            self.envs.close(**({"terminate": True} if failed else {}))
-        except (OSError, EOFError):  # from the connection to a process that died
-            if not isinstance(self.envs, AsyncVectorEnv):
-                raise
-            for process in self.envs.processes:
+        if isinstance(self.envs, AsyncVectorEnv) and kind not in (None, GeneratorExit):
+            for process in self.envs.processes:  # `close` waits for an answer of each, and a dead one never answers
                 process.kill()
                 process.join()
             self.envs.closed = True
-            if not failed:
-                raise
+        else:
+            self.envs.close()
 
     def reset(self, seed: int | Sequence[int]) -> None:
         """Reset all environments, with one seed each, or one from which gymnasium derives `seed + i`."""
-        self._seed = seed
-        self._episodes = np.zeros(self.num_envs, np.int64)
-        self._lengths = np.zeros(self.num_envs, np.int64)
         self._ended = np.zeros(self.num_envs, bool)
         seeds: Any = seed if isinstance(seed, int) else list(seed)  # the type annotation of gymnasium lacks lists
         observations, _ = self._call(lambda: self.envs.reset(seed=seeds))
@@ -154,8 +145,6 @@ class Vector:
         Raises `EnvironmentBrokenError` if an environment raises an error, or returns NaN or infinity.
         """
         taken = ~self._ended
-        self._lengths = (self._lengths + 1) * taken
-        self._episodes += self._ended
         observations, *others, _ = self._call(lambda: self.envs.step(actions + self._first_action))
         rewards, terminated, truncated = map(np.array, others)  # copies: environments may return the same arrays again
         self._observe(observations, rewards)
@@ -168,23 +157,14 @@ class Vector:
         if not math.isfinite(np.add.reduce(self.observations, None) + np.add.reduce(rewards)):
             finite = np.isfinite(self.observations.reshape(self.num_envs, -1)).all(1) & np.isfinite(rewards)
             if not finite.all():
-                raise EnvironmentBrokenError(self._message("returned a value that is not finite", int(finite.argmin())))
+                what = f"environment {int(finite.argmin())} returned a value that is not finite"
+                raise EnvironmentBrokenError(f"{self.name}: {what}")
 
-    def _call(self, function: Any) -> Any:
+    def _call(self, function: Callable[[], Any]) -> Any:
         try:
             return function()
         except Exception as error:
-            raise EnvironmentBrokenError(self._message(f"raised {type(error).__name__}: {error}")) from error
-
-    def _message(self, what: str, index: int | None = None) -> str:
-        shown, seed = range(min(self.num_envs, 4)) if index is None else [index], self._seed
-        seeds = [seed + i * (not self.shared_rng) if isinstance(seed, int) else seed[i] for i in shown]
-        places = [
-            f"environment {i} (seed {each}), episode {self._episodes[i]}, step {self._lengths[i]}"
-            for i, each in zip(shown, seeds, strict=True)
-        ]
-        more = f" and {self.num_envs - 4} more" if index is None and self.num_envs > 4 else ""
-        return f"{self.name} {what}; {'one of: ' * (len(places) > 1)}{'; '.join(places)}{more}"
+            raise EnvironmentBrokenError(f"{self.name} raised {type(error).__name__}: {error}") from error
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the lower and upper bounds of an observation, float64 arrays of its shape; None if one is infinite."""
@@ -206,24 +186,70 @@ class Vector:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of the environments as plain values and tensors; None if it cannot be read."""
-        state = environment_state.state_of(self.envs)
-        if state is None:
+        envs = self.envs.envs if isinstance(self.envs, SyncVectorEnv) else [self.envs]
+        if not all(type(env.unwrapped).__module__.startswith(_WITH_STATE) for env in envs):
             return None
-        counts = {"episodes": self._episodes.tolist(), "lengths": self._lengths.tolist(), "ended": self._ended.tolist()}
-        return counts | {"seed": self._seed, "envs": state, "observations": environment_state.plain(self.observations)}
+        return {
+            "envs": [_attributes(each) for each in self._with_wrappers()],
+            "ended": _saved(self._ended),
+            "observations": _saved(self.observations),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned; the environments must have been reset before.
 
         Raises one of `CONTENT_ERRORS` if it does not match; their state may then be partly replaced.
         """
-        like = {"episodes": [int], "lengths": [int], "ended": [bool], "seed": object, "envs": dict}
+        like = {"envs": [dict], "ended": torch.from_numpy(self._ended)}
         check_like(state, like | {"observations": torch.from_numpy(self.observations)}, "environments")
-        counts = {len(state[key]) for key in ("episodes", "lengths", "ended")}
-        if counts != {self.num_envs} or type(state["seed"]) not in (int, list):
-            raise UnexpectedContentError("environments: the state of other environments")
-        self._seed = state["seed"]
-        self._episodes, self._lengths = (np.array(state[key], np.int64) for key in ("episodes", "lengths"))
-        self._ended = np.array(state["ended"], bool)
-        self.observations = environment_state.value(state["observations"])
-        environment_state.restore(self.envs, state["envs"])
+        for each, attributes in zip(self._with_wrappers(), state["envs"], strict=True):
+            for name, kept in attributes.items():
+                if name not in vars(each):  # it would hide a method
+                    raise AttributeError(f"{type(each).__name__} has no {name}")
+                setattr(each, name, _restored(kept))
+        self._ended, self.observations = state["ended"].numpy().copy(), state["observations"].numpy().copy()
+
+    def _with_wrappers(self) -> list[Any]:
+        """Return the vectorized and the single environments; their wrappers have state, too, such as a time limit."""
+        found: list[Any] = [self.envs]
+        for env in self.envs.envs if isinstance(self.envs, SyncVectorEnv) else ():
+            found.append(env)
+            while found[-1] is not env.unwrapped:
+                found.append(found[-1].env)
+        return found
+
+
+def _attributes(env: Any) -> dict[str, Any]:
+    """Return the attributes with plain values, and the random generator; others, as spaces, do not change."""
+    kept = {name: _saved(value) for name, value in vars(env).items() if _is_plain(value)}
+    generator = vars(env).get("_np_random")
+    return kept if generator is None else kept | {"_np_random": {"random": generator.bit_generator.state}}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN_TYPES) and (not isinstance(value, np.ndarray) or value.dtype.kind in "biuf")
+
+
+def _saved(value: Any) -> Any:
+    """Return a value as a checkpoint holds it: NumPy arrays as tensors, and NumPy scalars as `{"number": tensor}`."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    if isinstance(value, str):
+        return str(value)  # a numpy string is also a str
+    if isinstance(value, np.generic):
+        return {"number": torch.from_numpy(np.array(value))}
+    return type(value)(map(_saved, value)) if isinstance(value, tuple | list) else value
+
+
+def _restored(kept: Any) -> Any:
+    if isinstance(kept, torch.Tensor):
+        return kept.numpy().copy()
+    if isinstance(kept, dict) and "random" in kept:
+        generator = np.random.Generator(np.random.PCG64())
+        generator.bit_generator.state = kept["random"]
+        return generator
+    if isinstance(kept, dict):
+        return kept["number"].numpy()[()]
+    return type(kept)(map(_restored, kept)) if isinstance(kept, tuple | list) else kept

@@ -542,9 +542,7 @@ def test_a_nan_observation_crashes_the_run_and_leaves_the_checkpoint(
     options = ("env.id=Poisoned-v0", "env.max_episode_steps=null", "steps=60", "save_every=7", "eval_every=0")
     with pytest.raises(CrashedError) as crash:
         agent(*options)
-    message = str(crash.value.__cause__)
-    assert message.startswith("Poisoned-v0 returned a value that is not finite; environment 0 (seed ")
-    assert message.endswith("), episode 0, step 25")
+    assert str(crash.value.__cause__) == "Poisoned-v0: environment 0 returned a value that is not finite"
     assert (crash.value.result.status, crash.value.result.steps) == ("crashed", 56)  # 57 needs 25 steps of 8 envs
     assert (tmp_path / "run" / "checkpoints" / "step_00000056" / "manifest.json").is_file()
 
