@@ -38,7 +38,7 @@ TESTS = Path(__file__).parent
 COSTLY = (
     "parallel/launch/test_faults.py",
     "parallel/launch/test_processes.py",
-    "faults/test_selection.py",
+    "faults/test_kills.py",
     "docs/test_suggestions.py",
     "sweep/engines/test_slurm.py",
     "parallel/pipelining/test_parity_pipeline.py",

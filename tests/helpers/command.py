@@ -58,9 +58,9 @@ def _command_server(kind: str) -> subprocess.Popen[str]:
 
 
 class Command:
-    """`python -m runner ARGUMENTS` in `cwd`, in the background."""
+    """`python -m runner ARGUMENTS` in `cwd`, in the background; with `faults`, they can be planted (`fault_points`)."""
 
-    def __init__(self, cwd: Path, *arguments: str, kind: str = "ranks", **variables: str):
+    def __init__(self, cwd: Path, *arguments: str, kind: str = "ranks", faults: bool = False, **variables: str):
         self.cwd = cwd
         cwd.mkdir(exist_ok=True)
         (cwd / "code").unlink(missing_ok=True)
@@ -68,7 +68,7 @@ class Command:
         server = _command_server(kind)
         assert server.stdin is not None
         assert server.stdout is not None
-        print(json.dumps([str(cwd), variables, *arguments]), file=server.stdin, flush=True)
+        print(json.dumps([str(cwd), faults, variables, *arguments]), file=server.stdin, flush=True)
         self.pid = int(server.stdout.readline())
 
     @property

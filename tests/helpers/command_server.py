@@ -6,12 +6,12 @@ A command takes 1 s in a child of this server, instead of 4 s in a new interpret
 
 - `ranks`: imports everything that a run imports, and starts a fork server for ranks, jobs and data workers, which all
   commands share;
-- `faults`: like `ranks`, with the points at which faults can be planted (see `fault_points`);
 - `no-torch`: torch and numpy cannot be imported.
 
-Each line of standard input is a command as JSON: [directory, environment variables, argument, …]. The server writes the
-process id of the child to standard output. The child prints to the file `console.txt` in its directory; when it has
-ended, the server writes its exit code to the file `code` there.
+Each line of standard input is a command as JSON: [directory, whether it has the points at which faults can be planted
+(see `fault_points`), environment variables, argument, …]. The server writes the process id of the child to standard
+output. The child prints to the file `console.txt` in its directory; when it has ended, the server writes its exit code
+to the file `code` there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 from unittest import mock
 
-FAULT_POINTS, STEP_GATE = "helpers.fault_points_installed", "helpers.step_gate"
+STEP_GATE = "helpers.step_gate"
 PRELOAD_AND_FREEZE, PRELOAD_COMMAND = "helpers.preload_and_freeze", "helpers.preload_command"
 
 
@@ -47,10 +47,8 @@ def main() -> None:
         gc.enable()
     answer_fd, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # discards what rank 0 prints in the children of the fork server
-    if kind == "faults":
-        importlib.import_module(FAULT_POINTS)
     if kind != "no-torch":
-        share_fork_server(*[FAULT_POINTS] * (kind == "faults"))
+        share_fork_server()
     serve(answer_fd)
 
 
@@ -67,9 +65,9 @@ def serve(answer_fd: int) -> None:
                 continue
             if not (line := sys.stdin.readline()):
                 return
-            cwd, variables, *arguments = json.loads(line)
+            cwd, faults, variables, *arguments = json.loads(line)
             if (child := os.fork()) == 0:
-                run(cwd, variables, arguments)
+                run(cwd, faults, variables, arguments)
             selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, cwd))
             os.write(answer_fd, b"%d\n" % child)
 
@@ -82,13 +80,13 @@ def import_everything() -> None:
     importlib.import_module(PRELOAD_AND_FREEZE)
 
 
-def share_fork_server(*modules: str) -> None:
-    """Start the fork server, which also imports `modules`, and keep commands from starting their own."""
+def share_fork_server() -> None:
+    """Start the fork server, and keep commands from starting their own."""
     from runner.parallel.launch.processes import PRELOADED
     from runner.system.forkserver import start_server
 
     with fork_server_from_fork():
-        start_server(*PRELOADED, STEP_GATE, *modules, PRELOAD_AND_FREEZE)
+        start_server(*PRELOADED, STEP_GATE, PRELOAD_AND_FREEZE)
     nothing: Any = lambda: None  # noqa: E731
     forkserver.ensure_running = forkserver._forkserver.ensure_running = nothing  # type: ignore[attr-defined]
 
@@ -125,7 +123,7 @@ def write_code(child: int, cwd: str) -> None:
         os.replace(f"{cwd}/code.part", f"{cwd}/code")
 
 
-def run(cwd: str, variables: dict[str, str], arguments: list[str]) -> None:
+def run(cwd: str, faults: bool, variables: dict[str, str], arguments: list[str]) -> None:
     os.chdir(cwd)
     os.environ.update(variables)
     sys.path += [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
@@ -135,6 +133,8 @@ def run(cwd: str, variables: dict[str, str], arguments: list[str]) -> None:
         os.dup2(console, stream)
     from runner.commands.train import main as command
 
+    if faults:
+        importlib.import_module("helpers.fault_points").install()
     sys.argv[:] = [os.path.join(os.environ["PYTHONPATH"].split(os.pathsep)[0], "runner", "__main__.py"), *arguments]
     code = command()
     sys.stdout.flush()

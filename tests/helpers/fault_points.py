@@ -109,7 +109,8 @@ def _append(name: str, line: str) -> None:
 
 
 def install() -> None:
-    """Wrap functions of a run, in this process and all that are forked from it later."""
+    """Wrap functions of a run, in this process, all that are forked from it, and the ranks that it starts."""
+    import runner.api.run_job
     import runner.state
     import runner.training
     from runner.data.digits import Digits
@@ -117,6 +118,7 @@ def install() -> None:
     from runner.tracking.event_file import EventFile
 
     os.register_at_fork(after_in_child=_new_process)
+    runner.api.run_job.train_rank = _train_rank
     os.fsync = _with_points(os.fsync, lambda file: f"fsync {_name(os.readlink(f'/proc/self/fd/{file}'))}")
     os.replace = _with_points(_record_commits(os.replace), lambda _, target, **__: f"rename {_name(os.fspath(target))}")
     for owner, name, point in (
@@ -131,6 +133,13 @@ def install() -> None:
     runner.training.train_step = _record_samples(runner.training.train_step)
     Digits.load = _with_indices(Digits.load)
     TensorSamples.in_order = _with_point_per_item(TensorSamples.in_order, "in evaluation")
+
+
+def _train_rank(*arguments: Any) -> Any:
+    import runner.training
+
+    install()
+    return runner.training.train_rank(*arguments)
 
 
 def _with_points(function: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
