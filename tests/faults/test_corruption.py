@@ -46,6 +46,11 @@ def zeroed(data: bytes, draw: random.Random) -> bytes:
     return data[:start] + bytes(min(512, len(data) - start)) + data[start + 512 :]
 
 
+def ended_after_a_line(data: bytes, draw: random.Random) -> bytes:
+    lines = data.splitlines(keepends=True)
+    return b"".join(lines[: draw.randrange(len(lines))])
+
+
 DAMAGE: dict[str, Damage] = {
     **{f"bit flip {number}": flipped for number in range(12)},
     **{f"zeroed block {number}": zeroed for number in range(4)},
@@ -57,6 +62,7 @@ DAMAGE: dict[str, Damage] = {
     "appended text": lambda data, draw: data + b"\nsteps: 5\n",
     "appended bytes": lambda data, draw: data + draw.randbytes(100),
     "twice": lambda data, draw: data + data,
+    **{f"ended after a line {number}": ended_after_a_line for number in range(4)},
     "other bytes": lambda data, draw: draw.randbytes(len(data)),
     "half of another": lambda data, draw: data[: len(data) // 2] + draw.randbytes(len(data) // 2),
 }
@@ -120,7 +126,7 @@ def test_damage_to_one_file_changes_no_value(
     file: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path, count_fault: FaultCounter
 ) -> None:
     every = list(enumerate(DAMAGE, FILES.index(file)))
-    for number, kind in every if ALL else random.Random(file).sample(every, 2):
+    for number, kind in every if ALL else random.Random(file).sample(every, 1):
         with count_fault(f"damaged {Path(file).name.replace('_0.', '_*.').replace('_1.', '_*.')}"):
             cwd = tmp_path / str(number)
             path = copied(whole, cwd)
@@ -137,7 +143,7 @@ def test_damage_to_one_file_changes_no_value(
             shutil.rmtree(cwd)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DAMAGE if ALL or kind.endswith(("2", "text", "ed"))])
+@pytest.mark.parametrize("kind", [kind for kind in DAMAGE if ALL or kind in ("bit flip 2", "emptied", "appended text")])
 def test_resume_with_a_damaged_event_file_adds_no_duplicate_or_wrong_points(
     kind: str, whole: Path, tmp_path: Path
 ) -> None:
@@ -153,18 +159,6 @@ def test_resume_with_a_damaged_event_file_adds_no_duplicate_or_wrong_points(
         if not tag.startswith(("time/", "memory/")):
             assert set(points) <= set(wanted[tag]), tag
             assert {point for point in wanted[tag] if point[0] > 4} <= set(points), tag
-
-
-@pytest.mark.parametrize("auto", [False, True])
-def test_a_config_that_ends_after_any_line_is_not_that_of_another_run(
-    auto: bool, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path, count_fault: FaultCounter
-) -> None:
-    lines = (whole / "config.yaml").read_text().splitlines(keepends=True)
-    for number in range(1, len(lines)) if ALL else (5, len(lines) - 20, len(lines) - 1):
-        with count_fault("damaged config.yaml"):
-            path = copied(whole, tmp_path / str(number))
-            (path / "config.yaml").write_text("".join(lines[:number]))
-            assert assert_resumed_or_refused(path, tmp_path / str(number), wanted, auto) == "from step 4"
 
 
 SWAPS = [
@@ -188,7 +182,7 @@ SWAPS = [
 def test_swapped_files_are_noticed(
     one: str, other: str, ended: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path
 ) -> None:
-    for auto in (False, True) if ALL or ended == "refused" else (len(one) % 2 == 0,):
+    for auto in (False, True) if ALL else (len(one) % 2 == 0,):
         path = copied(whole, tmp_path / str(auto))
         first, second = file_of(path, one), file_of(path, other)
         first.rename(path / "aside")
@@ -212,7 +206,7 @@ def test_the_config_of_another_run_is_noticed(whole: Path, tmp_path: Path) -> No
     assert (found.code, "seed" in found.console) == (2, True), found.console
 
 
-@pytest.mark.parametrize("kind", DAMAGE if ALL else ["bit flip 0", "emptied", "truncated 1", "twice"])
+@pytest.mark.parametrize("kind", DAMAGE if ALL else ["bit flip 0", "truncated 1"])
 @pytest.mark.parametrize("file", ["result.json", "checkpoints/step_00000008/state.pt"])
 def test_a_damaged_completed_run_stays_done_or_repeats_its_last_steps(
     kind: str, file: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path
@@ -231,7 +225,7 @@ def test_a_damaged_completed_run_stays_done_or_repeats_its_last_steps(
         assert_bitwise_equal(found.checkpoint.tensors, wanted[step].tensors)
 
 
-@pytest.mark.parametrize("kind", DAMAGE if ALL else ["bit flip 1", "bit flip 7", "emptied", "truncated 3", "twice"])
+@pytest.mark.parametrize("kind", DAMAGE if ALL else ["bit flip 1", "emptied", "truncated 3"])
 def test_a_damaged_sweep_ledger_is_ignored_or_refused(kind: str, tmp_path: Path, count_fault: FaultCounter) -> None:
     ledger = {"typed": ["seed=0,1"], "complete": False, "jobs": {"0": {"code": 0, "config_hash": "a" * 12}}}
     data = json.dumps(ledger, indent=2).encode()

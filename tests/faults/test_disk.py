@@ -29,8 +29,6 @@ import runner.training
 OPTIONS = (*TINY_CPU, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=3")
 OPTIONS += ("log_every=1", "name=a", "resume=auto")
 
-FULL, LIMITED, BROKEN, READ_ONLY, TOO_MANY = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE
-
 EVENTS = "events.out.tfevents.*"
 
 START = ("overrides.yaml", "/.config.yaml", "environment.json")
@@ -39,45 +37,49 @@ START = ("overrides.yaml", "/.config.yaml", "environment.json")
 SAVED = ("tmp.step_00000004/model.safetensors", "tmp.step_00000004/state.pt", "tmp.step_00000004/rank_0.pt")
 SAVED += ("tmp.step_00000004/config.yaml", "tmp.step_00000004/manifest.json")
 
+FULL, LIMITED, BROKEN, READ_ONLY, TOO_MANY = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE
+
+
+def faults(operation: str, files: str | tuple[str, ...], *numbers: int, first: int = 1) -> list[DiskFault]:
+    files = (files,) if isinstance(files, str) else files
+    return [DiskFault(operation, file, number, first_failing_call=first) for file in files for number in numbers]
+
+
 REFUSED = [
-    *(DiskFault("write", file, number) for file in START for number in (FULL, LIMITED, BROKEN)),
-    *(DiskFault("fsync", file, number) for file in START for number in (FULL, LIMITED, BROKEN)),
-    *(DiskFault("open", file, number) for file in START for number in (FULL, READ_ONLY, TOO_MANY)),
-    *(DiskFault("rename", file.replace("/.", "/"), number) for file in START for number in (FULL, READ_ONLY, BROKEN)),
-    *(DiskFault("open", "/.lock", number) for number in (FULL, READ_ONLY, TOO_MANY)),
-    *(DiskFault("mkdir", "outputs/a", number) for number in (FULL, READ_ONLY, LIMITED)),
-    *(DiskFault("fsync", "outputs/a", number) for number in (FULL, BROKEN)),
+    *faults("write", START, FULL, LIMITED, BROKEN),
+    *faults("fsync", (*START, "outputs/a"), FULL, BROKEN),
+    *faults("open", (*START, "/.lock"), FULL, READ_ONLY, TOO_MANY),
+    *faults("rename", ("overrides.yaml", "/config.yaml", "environment.json"), FULL, READ_ONLY, BROKEN),
+    *faults("mkdir", "outputs/a", FULL, READ_ONLY, LIMITED),
 ]
-
 CRASHED = [
-    *(DiskFault("write", file, number) for file in SAVED for number in (FULL, LIMITED, BROKEN)),
-    *(DiskFault("fsync", file, number) for file in SAVED for number in (FULL, LIMITED, BROKEN)),
-    *(DiskFault("open", file, number) for file in SAVED for number in (READ_ONLY, TOO_MANY)),
-    *(DiskFault("mkdir", "tmp.step_00000004", number) for number in (FULL, READ_ONLY)),
-    *(DiskFault("rename", "/step_00000004", number) for number in (FULL, READ_ONLY, BROKEN)),
-    *(DiskFault("fsync", "tmp.step_00000004", number) for number in (FULL, BROKEN)),
-    *(DiskFault("fsync", "/checkpoints", number, first_failing_call=2) for number in (FULL, BROKEN)),
-    *(DiskFault("write", EVENTS, number, first_failing_call=count) for number in (FULL, BROKEN) for count in (1, 9)),
-    *(DiskFault("fsync", EVENTS, number, first_failing_call=2) for number in (FULL, BROKEN)),
-    *(DiskFault("open", EVENTS, number) for number in (READ_ONLY, TOO_MANY)),
+    *faults("write", SAVED, FULL, LIMITED, BROKEN),
+    *faults("fsync", (*SAVED, "tmp.step_00000004"), FULL, LIMITED, BROKEN),
+    *faults("open", (*SAVED, EVENTS), READ_ONLY, TOO_MANY),
+    *faults("mkdir", "tmp.step_00000004", FULL, READ_ONLY),
+    *faults("rename", "/step_00000004", FULL, READ_ONLY, BROKEN),
+    *faults("fsync", "/checkpoints", FULL, BROKEN, first=2),
+    *faults("write", EVENTS, FULL, BROKEN),
+    *faults("write", EVENTS, FULL, BROKEN, first=9),
+    *faults("fsync", EVENTS, FULL, BROKEN, first=2),
 ]
-
 UNTOLD = [
-    *(DiskFault("write", "result.json", number) for number in (FULL, LIMITED, BROKEN)),
-    *(DiskFault("fsync", "result.json", number) for number in (FULL, BROKEN)),
-    *(DiskFault("rename", "result.json", number) for number in (READ_ONLY, BROKEN)),
-    *(DiskFault("open", "result.json", number) for number in (READ_ONLY, TOO_MANY)),
+    *faults("write", "result.json", FULL, LIMITED, BROKEN),
+    *faults("fsync", "result.json", FULL, BROKEN),
+    *faults("rename", "result.json", READ_ONLY, BROKEN),
+    *faults("open", "result.json", READ_ONLY, TOO_MANY),
 ]
-
 DONE = [
-    *(DiskFault("write", "log.txt", number) for number in (FULL, LIMITED, BROKEN)),
-    *(DiskFault("open", "log.txt", number) for number in (READ_ONLY, TOO_MANY)),
-    *(DiskFault("rename", ".pruned", number) for number in (READ_ONLY, BROKEN)),
+    *faults("write", "log.txt", FULL, LIMITED, BROKEN),
+    *faults("open", "log.txt", READ_ONLY, TOO_MANY),
+    *faults("rename", ".pruned", READ_ONLY, BROKEN),
 ]
+"""Faults by the end of the run: it does not begin; it ends with what it has saved; or it is complete, but either its
+result cannot be written, or only a message."""
 
 
-def some(faults: list[DiskFault]) -> list[DiskFault]:
-    return faults if ALL else faults[::6]
+def some(every: list[DiskFault]) -> list[DiskFault]:
+    return every if ALL else every[::7]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +112,7 @@ def assert_resumes_to_the_same_end(cwd: Path, undisturbed: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("fault", some(REFUSED), ids=str)
 def test_a_run_that_cannot_begin_is_refused_and_leaves_nothing(
-    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
+    fault: DiskFault, tmp_path: Path, count_fault: FaultCounter
 ) -> None:
     with count_fault("disk: a run does not begin"):
         code, console = run(tmp_path, fault)
@@ -118,7 +120,6 @@ def test_a_run_that_cannot_begin_is_refused_and_leaves_nothing(
         assert console.startswith("output_root: got "), console
         assert os.strerror(fault.errno_code) in " ".join(console.split())
         assert list(tmp_path.iterdir()) == [], "something is left behind"
-        assert_resumes_to_the_same_end(tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize("fault", some(CRASHED), ids=str)

@@ -31,7 +31,7 @@ from runner.config.options import groups, groups_in_defaults, option_keys, root_
 from runner.result import Result
 from runner.sweep.engines.base import Ended, Job, Pool
 
-COMMANDS, FILES = (2000, 1000) if ALL else (30, 20)
+COMMANDS, FILES = (2000, 1000) if ALL else (14, 10)
 
 
 def generated(count: int) -> settings:

@@ -1,7 +1,7 @@
 """Tests of runs that are killed, or whose ranks or data workers are: resumed, they have the same results.
 
-`make test` tries each kind of fault once per kind of run; `make faults` kills all processes of a run at each named point
-and at random times.
+`make test` tries each kind of fault once per kind of run; `make faults` kills all processes at each named point and at
+random times.
 """
 
 from __future__ import annotations

@@ -55,13 +55,12 @@ NAMES: dict[str, str] = {
     "newline": "a\nb",
     "not UTF-8": os.fsdecode(b"caf\xe9"),
 }
-UNPARSED = ("a quote first",)
-"""Names that Hydra cannot parse, because they begin like a quoted string. After `./` or another path, it can."""
-QUICK = ("space", "both quotes", "reference", "leading dash", "newline", "not UTF-8")
-ODD = [kind for kind in NAMES if ALL or kind in QUICK]
-FEW = [kind for kind in NAMES if ALL or kind in ("both quotes", "newline", "not UTF-8")]
+INTERPRETED = ("a quote first", "reference", "backslash", "nothing", "tilde")
+"""Names that mean something else on a command line, or cannot be parsed because they begin like a quoted string."""
 REFUSED = ("newline", "not UTF-8")
 """Names that a command line or a saved config cannot contain; they are refused as `output_root`."""
+ODD = [kind for kind in NAMES if ALL or kind in ("space", "both quotes", "leading dash", "newline", "not UTF-8")]
+FEW = [kind for kind in NAMES if ALL or kind in ("both quotes", "newline", "not UTF-8")]
 
 
 @pytest.fixture(scope="module")
@@ -132,54 +131,37 @@ def assert_refused(code: int, console: str, key: str, then: str = ": got ") -> N
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_a_run_in_a_directory_with_an_unusual_name_resumes_and_is_plotted(
+def test_a_run_with_an_unusual_directory_output_root_and_name_resumes_and_is_plotted(
     kind: str, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
 ) -> None:
     with count_fault("odd path"):
-        cwd = tmp_path / NAMES[kind]
+        cwd, name = tmp_path / NAMES[kind], NAMES[kind]
         cwd.mkdir()
-        assert_resumes_as_said(crashed(cwd), cwd, undisturbed, plots=True)
+        named = kind not in (*REFUSED, *INTERPRETED)
+        words = (f"output_root=./{name}/runs", f"name={name}") if named else ()
+        console = crashed(cwd, *words)
+        assert not named or (cwd / name / "runs" / name).is_dir(), list(cwd.iterdir())
+        assert_resumes_as_said(console, cwd, undisturbed, plots=True)
 
 
-@pytest.mark.parametrize("place", ["{}", "./{}/runs", "{absolute}"] if ALL else ["{}"])
-@pytest.mark.parametrize("kind", ODD)
-def test_an_unusual_output_root_is_used_or_refused(
-    kind: str, place: str, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
+@pytest.mark.parametrize("kind", [*REFUSED, *INTERPRETED])
+def test_an_output_root_or_a_name_that_cannot_be_used_is_refused(
+    kind: str, tmp_path: Path, count_fault: FaultCounter
 ) -> None:
     with count_fault("odd path"):
-        name = NAMES[kind]
-        path = str(tmp_path / name) if place == "{absolute}" else place.replace("{}", name)
-        unparsed = (*UNPARSED, "tilde") if place == "{}" else ()
-        if kind in (*REFUSED, *unparsed, "reference"):
-            code, console = run_in_this_process([*OPTIONS, f"output_root={path}"], tmp_path)
-            if kind == "reference":  # an interpolation, which is replaced by the seed
-                assert code == 0, console
-                return
-            assert_refused(code, console, "output_root", ": got " if kind not in UNPARSED else "=")
-            assert list(tmp_path.iterdir()) == []
-            return
-        if kind == "nothing" and place == "{}":
-            code, console = run_in_this_process([*OPTIONS, f"output_root={path}"], tmp_path)
-            assert code in (0, 2), console
-            return
-        console = crashed(tmp_path, f"output_root={path}")
-        assert (tmp_path / name).is_dir(), list(tmp_path.iterdir())
-        assert_resumes_as_said(console, tmp_path, undisturbed)
-
-
-@pytest.mark.parametrize("kind", ODD)
-def test_an_unusual_run_name_is_used_or_refused(
-    kind: str, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
-) -> None:
-    with count_fault("odd path"):
-        if kind in (*REFUSED, *UNPARSED, "backslash", "reference", "nothing"):
-            code, console = run_in_this_process([*OPTIONS, f"name={NAMES[kind]}"], tmp_path)
-            if kind in ("reference", "nothing"):
+        for key in ("output_root", "name"):
+            code, console = run_in_this_process([*OPTIONS, f"{key}={NAMES[kind]}"], tmp_path)
+            if (
+                kind in REFUSED
+                or kind == "a quote first"
+                or (kind, key) in (("backslash", "name"), ("tilde", "output_root"))
+            ):
+                assert_refused(code, console, key, "=" if kind == "a quote first" else ": got ")
+                assert not list(tmp_path.glob("outputs/*/*"))
+            else:  # an interpolation, null, or a home directory
                 assert code in (0, 2), console
-                return
-            assert_refused(code, console, "name", ": got " if kind not in UNPARSED else "=")
-            return
-        assert_resumes_as_said(crashed(tmp_path, f"name={NAMES[kind]}"), tmp_path, undisturbed)
+            shutil.rmtree(tmp_path)
+            tmp_path.mkdir()
 
 
 def is_used(code: int, console: str, kind: str, key: str) -> bool:
