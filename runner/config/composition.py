@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import hydra
@@ -34,8 +36,7 @@ from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.hydra_errors import blamed, config_error
 from runner.config.option_source import OptionFiles
 from runner.config.options import CONF
-from runner.config.overrides import override_key, quoted
-from runner.config.plain_values import resolved
+from runner.config.overrides import LOCATION_KEYS, override_key, quoted
 
 _GLOBAL_GROUPS = ("debug", "experiment", "local")
 """Config groups whose files set keys of the whole config, instead of the options of a component."""
@@ -80,13 +81,11 @@ class Composer:
         search_path = create_config_search_path(f"{OptionFiles.scheme()}://{CONF}")
         if config_dir is not None:
             path = os.path.abspath(os.path.expanduser(config_dir))
-            remedy = "name a directory with the structure of conf/"
-            is_there = config_dir != "" and os.path.isdir(path)
-            check(is_there, "--config-dir", config_dir, "there is no such directory", remedy)
-            can_be_read = os.access(path, os.R_OK | os.X_OK)
-            check(can_be_read, "--config-dir", config_dir, "it cannot be read", "make it readable")
-            own = SearchPathQuery(provider="schema")
-            search_path.prepend("command-line", f"{OptionFiles.scheme()}://{path}", anchor=own)
+            if config_dir == "" or not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):
+                why, remedy = "there is no such directory, or it cannot be read", "name one with the groups of conf/"
+                raise ConfigError("--config-dir", config_dir, why, remedy)
+            schemas = SearchPathQuery(provider="schema")
+            search_path.prepend("command-line", f"{OptionFiles.scheme()}://{path}", anchor=schemas)
         self._loader = ConfigLoaderImpl(search_path)
 
     def run(self, overrides: Iterable[str]) -> Job:
@@ -136,17 +135,15 @@ class Composer:
         plugins: Any = Plugins.instance().discover(CompletionPlugin)
         shells = {plugin.provides(): plugin(self._loader) for plugin in plugins}
         action, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
-        flag, remedy = "--shell-completion", 'eval "$(runner -sc install=bash)" first'
-        known = action in ("install", "uninstall", "query") and shell in shells
-        why = f"it takes install=SHELL or uninstall=SHELL, with SHELL one of {', '.join(sorted(shells))}"
-        check(known, flag, " ".join(words), why, "for example runner -sc install=bash")
-        if action != "query":
+        if action in ("install", "uninstall") and shell in shells:
             getattr(shells[shell], action)()
-            return
-        why = "only the shell asks for completions; it sets COMP_LINE"
-        check("COMP_LINE" in os.environ, flag, words[0], why, remedy)
-        with composition_errors():
-            shells[shell].query(config_name=self._root)
+        elif action == "query" and shell in shells and "COMP_LINE" in os.environ:  # which the shell sets
+            with composition_errors():
+                shells[shell].query(config_name=self._root)
+        else:
+            why = f"it takes install=SHELL or uninstall=SHELL, with SHELL one of {', '.join(sorted(shells))}"
+            remedy = "for example runner -sc install=bash"
+            raise ConfigError("--shell-completion", " ".join(words), why, remedy)
 
     def parse(self, overrides: list[str]) -> list[Override]:
         """Parse overrides with Hydra's grammar."""
@@ -259,6 +256,35 @@ def _job(config: DictConfig) -> Job:
         remedy = "make this its first line, as in the files of conf/experiment"
         check(group not in config, group, ABSENT, why, remedy)
     return Job(resolved(config), overrides)
+
+
+_REFERENCE = re.compile(r"\$(?=\{\s*oc\.(env|decode)\s*:)")
+_MARK = secrets.token_hex(8)
+"""A random text, which no config contains. It replaces the `$` of references that OmegaConf must not resolve."""
+
+
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """Return `config` as plain values, with all interpolations resolved except references to environment variables.
+
+    A reference is kept as the text `${oc.env:NAME}`, also inside `${oc.decode:…}`, until a component is built. The
+    files of a run contain this text instead of the value, because environment variables may hold passwords and tokens.
+    The values of `LOCATION_KEYS` are resolved nevertheless.
+    """
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    if "oc.env" not in str(raw):
+        return OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportReturnType]
+    mark = partial(_REFERENCE.sub, _MARK)
+    marked = {key: value if key in LOCATION_KEYS else _mapped(mark, value) for key, value in raw.items()}
+    found = OmegaConf.to_container(OmegaConf.create(marked), resolve=True)
+    return _mapped(lambda text: text.replace(_MARK, "$"), found)
+
+
+def _mapped(function: Callable[[str], str], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(function, inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_mapped(function, inner) for inner in value]
+    return function(value) if isinstance(value, str) else value
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def config_error(error: Exception) -> ConfigError | None:
     """Return a config error that says the same as `error`; None if `error` cannot be translated."""
     if isinstance(error, ConfigError):
         return error
-    translations = (_no_such_option, _no_such_key, _several_values, _by_message, _syntax_error, _unresolved)
+    translations = (_no_such_option, _no_such_key, _several_values, _syntax_error, _unresolved)
     return next((found for translate in translations if (found := translate(error)) is not None), None)
 
 
@@ -33,9 +33,10 @@ def blamed(error: Exception, override: str) -> ConfigError:
     """Return a config error that names `override` as the cause of `error`, which `config_error` cannot translate."""
     key, _, value = override.partition("=")
     why = next((line for line in _lines(error) if not line.startswith("Error merging")), "it cannot be composed")
-    return ConfigError(
-        override_key(override), value, f"Hydra cannot use it ({why})", f"leave {key} out, or choose another value"
-    )
+    remedy = f"leave {key} out, or choose another value"
+    if added := key[: len(key) - len(key.lstrip("+"))]:
+        remedy = f"without the {added}: {override_key(override)}=…"
+    return ConfigError(override_key(override), value or ABSENT, f"Hydra cannot use it ({why})", remedy)
 
 
 def _lines(error: Exception) -> list[str]:
@@ -102,33 +103,12 @@ def _other_key(key: str, chosen: Collection[str]) -> str:
 
 
 def _several_values(error: Exception) -> ConfigError | None:
-    match = re.search(r"Ambiguous value for argument '(.+?)=(.*)'", str(error))
+    match = re.search(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)=(.*)'", str(error))
     if match is None:
         return None
     key, values = match[1], match[2].replace("'", "")
     as_list = "" if key in groups() else f"; for a list: {key}=[{values}]"
     return ConfigError(key, values, "a single run takes a single value", f"for a sweep, add -m{as_list}")
-
-
-_BY_MESSAGE = {
-    r"Multiple values for (\S+)\. ": ("an option of this group is already chosen", "without the +: {}=…"),
-    r"(\S+) appears more than once": ("an option of this group is already chosen", "without the +: {}=…"),
-    r"An item is already at '([^']+)'": ("there is already such a key", "without the +: {}=…"),
-    r"force-add of config groups is not supported: '\++([^=']+)": ("a group takes one option", "without the ++: {}=…"),
-    r"Sweep parameters '([^=']+)=": ("a single run takes a single value", "for a sweep, add -m"),
-    r"Could not delete '([^=']+)": ("nothing is chosen in this group", "leave it out"),
-    r"delete from config\. '([^']+)' does not exist": ("there is no such key;", "leave it out"),
-    r"delete from config\. The value of '([^']+)'": ("it has another value", "~{} removes it whatever it is"),
-    r"but config group '([^']+)' does not exist": ("there is no such config group;", "--help lists all groups"),
-}
-"""For each pattern of a Hydra message: what is wrong, and what to type instead. Group 1 of a pattern is the key."""
-
-
-def _by_message(error: Exception) -> ConfigError | None:
-    for pattern, (why, remedy) in _BY_MESSAGE.items():
-        if match := re.search(pattern, str(error)):
-            return ConfigError(match[1], ABSENT, why, remedy.format(match[1]))
-    return None
 
 
 def _syntax_error(error: Exception) -> ConfigError | None:

@@ -12,7 +12,7 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
-from runner.config.errors import ABSENT, ConfigError, check
+from runner.config.errors import ABSENT, ConfigError
 from runner.config.overrides import HYDRA_KEYS
 from runner.config.yaml_file import read_config
 
@@ -46,17 +46,7 @@ class OptionFiles(ConfigSource):
         return os.path.isdir(Path(self.path, config_path))
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether the option file exists.
-
-        Raises:
-            ConfigError: if the path is a directory, which Hydra would ignore silently.
-        """
-        path = self._path(config_path)
-        remedy = "remove it, or give it another name"
-        check(
-            not os.path.isdir(path), os.path.relpath(path), ABSENT, "an option is a file, this is a directory", remedy
-        )
-        return os.path.isfile(path)  # False for a name that is too long
+        return os.path.isfile(self._path(config_path))  # False for a name that is too long
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the names of options for shell completion, without those that several options inherit (`_NAME`)."""
@@ -71,17 +61,13 @@ class OptionFiles(ConfigSource):
 
 def _check_hydra(content: Any, header: Mapping[str, str | None], file: str) -> None:
     """Check that an option file sets no key of Hydra other than `HYDRA_KEYS`: Hydra only composes the config here."""
-    node = content.get("hydra", {})
-    keys = [f"hydra.{key}" for key in _dotted(node)] if isinstance(node, dict) else ["hydra"]
+    node = content.get("hydra") or {}
     entries = [entry for entry in content.get("defaults") or [] if isinstance(entry, dict)]
-    chosen = [str(group).split()[-1].lstrip("/").replace("/", ".") for entry in entries for group in entry]
-    for key in (*keys, *chosen, header.get("package") or ""):
-        if re.match(r"hydra\b", key) and key.removeprefix("hydra.") not in HYDRA_KEYS:
-            why = f"{file} sets this key of Hydra, which only composes the config here"
-            raise ConfigError(key, ABSENT, why, f"only {', '.join(HYDRA_KEYS)} have an effect")
-
-
-def _dotted(node: Mapping[str, Any]) -> list[str]:
-    """Return the keys of the Hydra section of a file, two levels deep: `verbose`, `sweeper.params`, `run.dir`."""
-    inner = {key: value if isinstance(value, dict) and value else {"": None} for key, value in node.items()}
-    return [f"{key}.{name}".rstrip(".") for key, value in inner.items() for name in value]
+    chosen = [str(group).split()[-1].lstrip("/") for entry in entries for group in entry]
+    keys = [key for key in (*chosen, header.get("package") or "") if re.match(r"hydra\b", key)]
+    for key, value in node.items() if isinstance(node, dict) else [("", node)]:
+        if key not in HYDRA_KEYS and not (key == "sweeper" and isinstance(value, dict) and {*value} <= {"params"}):
+            keys.append(f"hydra.{key}")
+    for key in keys:
+        why = f"{file} sets this key of Hydra, which only composes the config here"
+        raise ConfigError(key, ABSENT, why, f"only {', '.join(HYDRA_KEYS)} have an effect")

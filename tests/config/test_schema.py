@@ -274,6 +274,13 @@ def test_an_error_does_not_contain_the_value_of_an_environment_variable(
     assert "hunter2" not in str(refusal.value)
 
 
+def test_references_to_environment_variables_are_resolved_and_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "2")
+    monkeypatch.setenv("LIST", "[1,2]")
+    built = whole(number="${oc.env:MINE}", numbers="${oc.decode:${oc.env:LIST}}")
+    assert built == Whole(Part(), 2.0, (1.0, 2.0))
+
+
 def test_an_environment_variable_that_is_not_set_is_named() -> None:
     with pytest.raises(ConfigError) as refusal:
         whole(number="${oc.env:SURELY_NOT_SET}")
