@@ -16,6 +16,8 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -68,7 +70,8 @@ class Checkpoints:
         self.keep, self.rank, self.world_size, self.barrier, self.timeout = keep, rank, world_size, barrier, timeout
         self.config_hash = config_hash
         self.texts: dict[str, Callable[[], str]] = {CONFIG: lambda: config, SIGNATURE: signature}
-        self._writing: Writing | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
         self._failed = threading.Event()
         self._identity = identity(directory)
 
@@ -95,7 +98,7 @@ class Checkpoints:
                 part.mkdir()
                 sync(self.root.parent)
         self.barrier()
-        self._writing = Writing(lambda: self._write(checkpoint, part, best_step))
+        self._writing = self._thread.submit(self._write, checkpoint, part, best_step)
 
     def check_directory(self) -> None:
         """On rank 0, raise a `MovedError` if the run directory has been removed or renamed, or another is there."""
@@ -104,7 +107,7 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raise the error of the last `save`, as `wait` does, if its thread has already failed."""
-        if self._writing is not None and not self._writing.is_alive():
+        if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
@@ -116,9 +119,7 @@ class Checkpoints:
         """
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.join()
-            if writing.error is not None:
-                raise writing.error
+            writing.result()
 
     def finish_after_error(self) -> None:
         """After the training has failed, wait until the thread of the last `save` has ended, and ignore its errors.
@@ -127,7 +128,7 @@ class Checkpoints:
         """
         self._failed.set()
         if self._writing is not None:
-            self._writing.join()
+            futures.wait([self._writing])
 
     def _write(self, checkpoint: Checkpoint, part: Path, best_step: int | None) -> None:
         """Write this rank's files to the directory `part`; on rank 0, also commit the checkpoint."""
@@ -244,22 +245,3 @@ def _write_synced(path: Path, write: Callable[[Path], object]) -> None:
     except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
         raise OSError(errno.EIO, str(error.__context__ or error).splitlines()[0]) from error
     sync(path)
-
-
-class Writing(threading.Thread):
-    """A thread that writes a checkpoint; `error` is what it raised. It does not keep the process from exiting.
-
-    Callers wait with `join`: after writing, the thread still has to free the tensors. An interpreter that exits
-    meanwhile stops this daemon thread in the middle of torch's C++ code, which aborts the process.
-    """
-
-    def __init__(self, write: Callable[[], None]):
-        super().__init__(target=write, name="checkpoint", daemon=True)
-        self.error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            super().run()  # it frees the target, and with it the tensors
-        except BaseException as error:
-            self.error = error

@@ -1,9 +1,10 @@
-"""Checks of values from a checkpoint, before they are used: the checkpoint may come from an untrusted source."""
+"""Checks of values from a checkpoint or a JSON file, before they are used: the source may be untrusted."""
 
 from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +51,6 @@ def check_like(value: Any, like: Any, where: str) -> None:
     Raises:
         UnexpectedContentError: if `value`, which the message calls `where`, has another form.
     """
-    if isinstance(like, torch.Tensor):
-        like = TensorSpec(like.dtype, tuple(like.shape))
     if isinstance(like, TensorSpec):
         _check_tensor(value, like, where)
     elif isinstance(like, type):
@@ -59,6 +58,8 @@ def check_like(value: Any, like: Any, where: str) -> None:
         _require(fits, where, type(value).__name__, like.__name__)
         is_number = type(value) is not float or not math.isnan(value)
         _require(is_number and (type(value) is not int or abs(value) < _BEYOND), where, "NaN or too large", "a number")
+    elif not isinstance(like, dict | list | tuple):
+        _check_tensor(value, TensorSpec(like.dtype, tuple(like.shape)), where)
     else:
         _require(type(value) is type(like), where, type(value).__name__, type(like).__name__)
         if isinstance(like, dict):
@@ -72,6 +73,20 @@ def check_like(value: Any, like: Any, where: str) -> None:
             items = [(str(index), *pair) for index, pair in enumerate(zip(value, forms, strict=True))]
         for name, item, form in items:
             check_like(item, form, f"{where}, {name}")
+
+
+def check_known(value: Any, forms: Mapping[str, Any], required: Collection[str], where: str) -> None:
+    """Check that `value` is a dict with the keys `required`, and each of its values that is in `forms` has its form.
+
+    Raises:
+        UnexpectedContentError: as in `check_like`.
+    """
+    check_like(value, dict, where)
+    for key in required:
+        _require(key in value, where, f"no {key}", "one")
+    for key in forms:
+        if key in value:
+            check_like(value[key], forms[key], f"{where}, {key}")
 
 
 def check_count(value: Any, where: str, most: float = math.inf) -> None:

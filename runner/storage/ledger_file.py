@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ConfigError
+from runner.storage.content_checks import UnexpectedContentError, check_count, check_known
 from runner.storage.files import read_regular
 from runner.system.utf8 import printable
 
@@ -20,8 +21,7 @@ MAX_BYTES = 24_000_000
 
 In memory, a ledger takes at most 20 times as much.
 """
-MAX_NUMBER = 10**9
-_HEAD = {"typed": list, "complete": bool, "jobs": dict, "num_jobs": int, "pid": int}
+_HEAD = {"typed": [str], "complete": bool, "jobs": {str: dict}, "num_jobs": int, "pid": int}
 _ENTRY: dict[str, type] = {
     **dict.fromkeys(("state", "config_hash", "directory", "error", "slot"), str),
     **dict.fromkeys(("code", "tries"), int),
@@ -61,7 +61,7 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
         return {}
     except RecursionError:
         why = "it is nested too deeply"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UnexpectedContentError) as error:
         why = printable(getattr(error, "strerror", None) or str(error))
     if typed is not None and isinstance(ledger, dict) and ledger.get("typed") == typed:
         remedy = "repair or remove the file, or start another sweep with resume=never"
@@ -84,21 +84,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(ledger: Any) -> None:
-    """Raise ValueError unless `ledger` is a valid ledger."""
-    if not isinstance(ledger, dict):
-        raise ValueError("it is not a JSON object")
-    _check_types({"typed": None, "complete": None, "jobs": None, **ledger}, _HEAD, "the sweep")
-    if not all(isinstance(text, str) for text in ledger["typed"]):
-        raise ValueError("its overrides are not a list of strings")
+    """Raise an `UnexpectedContentError` unless `ledger` is a valid ledger."""
+    check_known(ledger, _HEAD, ("typed", "complete", "jobs"), "the sweep")
     for number, entry in ledger["jobs"].items():
-        if not isinstance(entry, dict) or not re.fullmatch("[0-9]{1,9}", number):
-            raise ValueError(f"job {number[:20]} has no number or no entry")
-        _check_types({"config_hash": None, **entry}, _ENTRY, f"job {number}")
-
-
-def _check_types(values: dict[str, Any], types: dict[str, type], what: str) -> None:
-    for key, expected in types.items():
-        if key in values and type(values[key]) is not expected:
-            raise ValueError(f"{key} of {what} is not of type {expected.__name__}")
-        if expected is int and abs(values.get(key, 0)) >= MAX_NUMBER:
-            raise ValueError(f"{key} of {what} is not a possible number")
+        if not re.fullmatch("[0-9]{1,9}", number):
+            raise UnexpectedContentError(f"job {number[:20]} has no number")
+        check_known(entry, _ENTRY, ("config_hash",), f"job {number}")
+        check_count(entry.get("tries", 0), f"job {number}, tries", most=10**9 - 1)

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from runner.config.errors import ConfigError
 from runner.config.overrides import LOCATION_KEYS, override_key
+from runner.storage.content_checks import UnexpectedContentError, check_count, check_known
 from runner.storage.files import (
     MAX_LEVELS,
     UnsafeFileError,
@@ -37,8 +38,10 @@ WANDB = "wandb"
 MAX_BYTES = 1_000_000
 """Size limit in bytes of each of these small files (config, overrides, environment and result)."""
 _RESULT: dict[str, type] = dict.fromkeys(("metrics", "best", "step_seconds", "notes"), dict)
-_RESULT |= {"status": str, "config_hash": str, "error": str}
+_RESULT |= {"status": str, "config_hash": str, "error": str, "seconds": float, "samples_per_second": float}
 """The types of some values of a result."""
+_BEST = {"metric": str, "value": float}
+_MAX_STEPS = 10**15
 _MAX_NAME = 120
 """Length limit of a job's name in bytes: file systems allow 255, but that is too wide for a terminal."""
 _MAX_LABEL = 60
@@ -199,25 +202,14 @@ def read_result(directory: Path) -> dict[str, Any]:
     """
     try:
         result = json.loads(read_regular(directory / RESULT, MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
+        check_known(result, _RESULT, ("status",), "the result")
+        check_count(result.get("steps"), "the steps", most=_MAX_STEPS)
+        if best := result.get("best"):
+            check_known(best, _BEST, _BEST, "the best evaluation")
+            check_count(best.get("step"), "its step", most=_MAX_STEPS)
+    except (OSError, ValueError, RecursionError, UnexpectedContentError):
         return {}
-    if not isinstance(result, dict) or "status" not in result or not is_step(result.get("steps")):
-        return {}
-    typed = all(isinstance(result.get(key, kind()), kind) for key, kind in _RESULT.items())
-    typed = typed and all(_is_number(result.get(key, 0)) for key in ("seconds", "samples_per_second"))
-    if typed and (best := result.get("best")):
-        typed = isinstance(best.get("metric"), str) and _is_number(best.get("value")) and is_step(best.get("step"))
-    return result if typed else {}
-
-
-def _is_number(value: object) -> bool:
-    """Return whether `value` is a float, or an integer that can be converted to one."""
-    return type(value) is float or (type(value) is int and abs(value) < 2**1023)
-
-
-def is_step(value: object) -> bool:
-    """Return whether `value` is a possible number of steps."""
-    return type(value) is int and 0 <= value < 10**15
+    return result
 
 
 def step_name(step: int) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ABSENT, ConfigError
-from runner.storage.content_checks import UnexpectedContentError, check_count, check_like
+from runner.storage.content_checks import UnexpectedContentError, check_count, check_known, check_like
 from runner.storage.manifest import SIGNATURE, saved_text, untrusted
 from runner.storage.run_directory import MAX_BYTES
 
@@ -63,7 +63,7 @@ def _check(signature: Any) -> None:
     """Raise an `UnexpectedContentError` if an entry has another type, or the sizes do not fit each other."""
     check_like(signature, dict, "it")
     entries = {key: value for key, value in signature.items() if (key, value) != ("image", None)}
-    check_like(entries, {key: form for key, form in _FORMS.items() if key in entries}, "it")
+    check_known(entries, _FORMS, (), "it")
     inputs: list[int] = entries.get("inputs", [])
     classes, targets, image, scale = (entries.get(key) for key in ("classes", "targets", "image", "scale"))
     for key in ("training", "held_out") if "data" in entries else ():

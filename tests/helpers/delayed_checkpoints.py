@@ -9,21 +9,25 @@ from runner.storage import checkpoint_writing
 
 
 class DeferredWriting:
-    """Stands for the thread that writes a checkpoint: it writes when `join` is called."""
+    """Stands for the thread that writes checkpoints, and for the future of one: it writes when `result` is called."""
 
-    def __init__(self, write: Callable[[], None]):
-        self.join, self.error = write, None
+    def __init__(self, *_: Any) -> None:
+        self.result: Callable[[], None]
 
-    def is_alive(self) -> bool:
-        return True
+    def submit(self, write: Callable[..., None], *arguments: Any) -> DeferredWriting:
+        self.result = lambda: write(*arguments)
+        return self
+
+    def done(self) -> bool:
+        return False
 
 
 def delay_checkpoint_writes(*_: Any) -> None:
-    checkpoint_writing.Writing = DeferredWriting  # type: ignore[misc]
+    checkpoint_writing.ThreadPoolExecutor = DeferredWriting  # type: ignore[misc]
 
 
 def restore_checkpoint_writes(*_: Any) -> None:
-    checkpoint_writing.Writing = _original  # type: ignore[misc]
+    checkpoint_writing.ThreadPoolExecutor = _original  # type: ignore[misc]
 
 
-_original = checkpoint_writing.Writing
+_original = checkpoint_writing.ThreadPoolExecutor

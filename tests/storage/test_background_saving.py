@@ -278,13 +278,3 @@ def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path: Path, monke
     with pytest.raises(StorageError, match="rank 1"):
         ranks[0].wait()
     assert not list(tmp_path.rglob("tmp.*"))
-
-
-def test_wait_returns_after_the_thread_has_ended(tmp_path: Path) -> None:
-    """The thread frees tensors after writing them; a process that exits meanwhile would be aborted."""
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for wait in (checkpoints.wait, checkpoints.finish_after_error):
-        checkpoints.save(content(1))
-        assert "checkpoint" in {thread.name for thread in threading.enumerate()}
-        wait()
-        assert "checkpoint" not in {thread.name for thread in threading.enumerate()}
