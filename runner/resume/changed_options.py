@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError
-from runner.config.overrides import LOCATION_KEYS, as_typed, override_key
+from runner.config.overrides import LOCATION_KEYS
 from runner.config.schema import load_class, option_fields
 from runner.parallel.base import Parallel
 from runner.run import Run
@@ -66,20 +66,6 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
     if found:
         why, remedy = f"another run: {'; '.join(found[:5])}", "take these back, or start a new run, without resume"
         raise ConfigError("resume", source, why, remedy)
-
-
-def lost_options(saved: Mapping[str, Any], now: Mapping[str, Any], overrides: Iterable[str]) -> str:
-    """Return the options of `parallel` in `saved`, as typed, that the override `parallel=…` has reset to defaults.
-
-    Options that had their default are left out.
-    """
-    typed = set(map(override_key, overrides))
-    then, today = saved.get("parallel") or {}, now.get("parallel") or {}
-    if "parallel" not in typed:
-        return ""
-    defaults = _defaults(load_class(then.get("_target_"), Parallel))
-    lost = [name for name in then if then[name] not in (defaults.get(name), today.get(name)) and name != "_target_"]
-    return ", ".join(f"parallel.{name}={as_typed(then[name])}" for name in lost if f"parallel.{name}" not in typed)
 
 
 def _compared(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:

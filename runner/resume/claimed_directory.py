@@ -15,7 +15,7 @@ from typing import IO, Any
 from runner.config.errors import ConfigError
 from runner.config.overrides import override_key, text_override
 from runner.result import Result
-from runner.resume.changed_options import Difference, check_resumable, differences, lost_options
+from runner.resume.changed_options import Difference, check_resumable, differences
 from runner.run import Run
 from runner.session import Session
 from runner.storage import run_directory
@@ -97,7 +97,7 @@ def claimed_directory(
     with claim.lock:
         try:
             if claim.has_run:
-                _check_checkpoint(claim, run, session, overrides)
+                _check_checkpoint(claim, run, session)
             else:
                 begin()
             yield claim
@@ -110,27 +110,23 @@ def claimed_directory(
 
 
 def _new_directory(parent: Path, name: str | None, overrides: list[str], existing: Path) -> Claim:
-    if name is not None and os.path.lexists(parent / name):
-        remedy = "name a new one; resume=auto continues the run in it"
-        raise ConfigError("--run-directory", str(parent / name), "it exists", remedy)
-    try:
-        path = run_directory.create(parent, name, overrides)
-    except ConfigError as error:
-        if name is None:
-            raise
-        raise ConfigError("--run-directory", str(parent / name), error.why, "name another one") from None
+    path = run_directory.create(parent, name, overrides)
     try:
         lock = run_directory.lock(path)
     except OSError as error:
         with suppress(OSError):  # of a file system without locks; nobody else can have locked it
             (path / ".lock").unlink()
         run_directory.remove_empty(path, existing)
-        why = f"{error.filename or path} cannot be written or locked ({error.strerror})"
-        raise ConfigError("output_root", str(path), why, "make room, or output_root=DIR elsewhere") from None
+        raise _unwritable("output_root", path, error) from None
     if lock is None:
         why, remedy = "another process is running in it", "wait for it, or name another one"
         raise ConfigError("--run-directory", str(path), why, remedy)
     return Claim(path, lock, has_run=False)
+
+
+def _unwritable(key: str, path: Path, error: OSError) -> ConfigError:
+    remedy = "make room, or output_root=DIR elsewhere" if key == "output_root" else "make room, or make it writable"
+    return ConfigError(key, str(path), f"{error.filename or path} cannot be written ({error.strerror})", remedy)
 
 
 def _begin(claim: Claim, run: Run, overrides: list[str]) -> None:
@@ -152,11 +148,7 @@ def _begin(claim: Claim, run: Run, overrides: list[str]) -> None:
             for folder in {current.parent for current in superseded}:
                 sync(folder)  # a power loss must not leave the new config beside later checkpoints
     except OSError as error:
-        why = f"{error.filename or path} cannot be written ({error.strerror})"
-        key, remedy = "output_root", "make room, or output_root=DIR elsewhere"
-        if claim.has_run:  # `output_root` would have no effect
-            key, remedy = "resume", "make room, or make the directory writable"
-        raise ConfigError(key, str(path), why, remedy) from None
+        raise _unwritable("resume" if claim.has_run else "output_root", path, error) from None
 
 
 def _later_checkpoints(checkpoint: Path | None) -> list[Path]:
@@ -227,25 +219,22 @@ def _check_named(run: Run, session: Session, path: Path, source: str) -> None:
         why = f"there is no run whose config can be read ({error})"
         raise ConfigError("resume", source, why, "name a run directory, or a checkpoint in one") from None
     if checkpoint is not None and (not checkpoint.is_dir() or run_directory.step_of(checkpoint) is None):
-        names = sorted(each.name for each in checkpoint.parent.glob("step_*"))
-        remedy = f"there are {', '.join(names)}; one that was set aside can be renamed to resume from it"
-        remedy = remedy if names else "the run has no checkpoints: resume its run directory, or start a new run"
+        names = ", ".join(each.name for each in checkpoints(path))
+        remedy = f"choose from: {names}" if names else "it has none: resume its run directory, or start a new run"
         raise ConfigError("resume", source, "there is no such checkpoint", remedy)
     check_resumable(saved.values, run.config, source)
     newest, result = run_directory.newest_step(path), run_directory.read_result(path)
     finished = result["steps"] if result.get("status") == "done" else 0
     done = max(newest, finished) if checkpoint is None else run_directory.step_of(checkpoint) or 0
     if done > session.num_steps:
-        asking = "epochs" if run.epochs is not None else "the options of the workload"
-        derived = f", and {asking} ask for {session.num_steps}" if run.steps is None else ""
         more = f"steps={done + 1} or more, or name an earlier checkpoint of it"
-        raise ConfigError("steps", session.num_steps, f"{done} are done already{derived}", more)
+        raise ConfigError("steps", session.num_steps, f"{done} are done already", more)
     if finished and checkpoint is None and newest == 0 and session.num_steps > finished:
         why = f"all {finished} steps are done, and the checkpoints to continue from have been deleted"
         raise ConfigError("resume", source, why, "start a new run, without resume")
 
 
-def _check_checkpoint(claim: Claim, run: Run, session: Session, overrides: list[str]) -> None:
+def _check_checkpoint(claim: Claim, run: Run, session: Session) -> None:
     """Check that `run` can continue the run that wrote the checkpoint to resume from, and find out if it is done.
 
     It is not enough to check the config file of the run directory, because that file or the checkpoint may have been
@@ -262,8 +251,6 @@ def _check_checkpoint(claim: Claim, run: Run, session: Session, overrides: list[
         signature = saved_signature(checkpoint)
     if saved is not None:
         check_resumable(saved, run.config, str(checkpoint))
-        if lost := lost_options(saved, run.config, overrides):
-            log.warning("parallel=… begins with its defaults: %s of the run is not kept, unless it is typed", lost)
     claim.result = _result_if_done(claim.path, run, session)
     if claim.result is None and signature is not None:
         run.workload.continue_with(signature)

@@ -102,26 +102,28 @@ def unique_name(overrides: Iterable[str] = ()) -> str:
 
 
 def create(parent: Path, name: str | None = None, overrides: Iterable[str] = ()) -> Path:
-    """Create a new directory in `parent`, and return the absolute path of the new directory.
+    """Create a new directory in `parent`, which need not exist, and return the absolute path of the new directory.
 
-    `parent` is created if it does not exist. The name is `name`, or `unique_name(overrides)` if that is None.
+    The name is `name`, or `unique_name(overrides)` if that is None.
 
     Raises:
         ConfigError: if the new directory cannot be created, for example because `name` exists, or the disk is full.
     """
-    overrides = list(overrides)
-    why: str | None = None
+    overrides, directory, why = list(overrides), parent, ""
     for _ in range(10):
         directory = parent / (name or unique_name(overrides))
         try:
             _make(directory)
             return directory.resolve()
         except OSError as error:
-            why = error.strerror
+            why = str(error.strerror)
             if not isinstance(error, FileExistsError | FileNotFoundError):
                 break  # otherwise, it exists, or another process has removed an empty parent: try another name
-    why = f"a run directory cannot be created there ({why})"
-    raise ConfigError("output_root", str(parent), why, "choose another with output_root=DIR")
+    if name is not None:
+        remedy = "name another one; resume=auto continues the run in it"
+        raise ConfigError("--run-directory", str(directory), f"it cannot be created ({why})", remedy)
+    why, remedy = f"a run directory cannot be created there ({why})", "choose another with output_root=DIR"
+    raise ConfigError("output_root", str(parent), why, remedy)
 
 
 def _make(directory: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from helpers.compose import TINY_CPU, compose_config
 
 from runner.config.errors import ConfigError
-from runner.resume.changed_options import check_resumable, differences, lost_options
+from runner.resume.changed_options import check_resumable, differences
 
 
 @pytest.mark.parametrize(
@@ -84,20 +84,6 @@ def test_the_length_of_an_agents_run_distinguishes_it() -> None:
     saved, now = (compose_config("workload=dqn", f"workload.env_steps={count}") for count in (100, 200))
     assert [each[:3] for each in differences(saved, now)] == [("workload.env_steps", 100, 200)]
     check_resumable(saved, now, "PATH")
-
-
-@pytest.mark.parametrize(
-    ("typed", "lost"),
-    [
-        (["parallel=ddp"], "parallel.split_size=5"),
-        (["parallel=pipeline"], "parallel.split_size=5"),
-        (["parallel=pipeline", "parallel.split_size=6"], ""),
-        (["log_every=3"], ""),
-    ],
-)
-def test_the_options_of_a_mode_that_its_choice_resets_are_named(typed: list[str], lost: str) -> None:
-    saved = compose_config(*TINY_CPU, "parallel=pipeline", "parallel.split_size=5")
-    assert lost_options(saved, compose_config(*TINY_CPU, *typed), typed) == lost
 
 
 def test_options_that_a_component_did_not_have_are_the_defaults() -> None:

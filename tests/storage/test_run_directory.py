@@ -82,7 +82,7 @@ def test_the_new_directory_of_another_process_is_not_removed(tmp_path: Path, mon
     monkeypatch.setattr(Path, "mkdir", second)
     with pytest.raises(ConfigError) as refusal:
         directory.create(tmp_path, "a")
-    assert refusal.value.key == "output_root"
+    assert refusal.value.key == "--run-directory"
     assert (tmp_path / "a").is_dir()
 
 
@@ -90,9 +90,8 @@ def test_creating_a_directory_that_exists_is_refused(tmp_path: Path) -> None:
     assert directory.create(tmp_path, "000-seed=1") == (tmp_path / "000-seed=1").resolve()
     with pytest.raises(ConfigError) as refusal:
         directory.create(tmp_path, "000-seed=1")
-    assert (refusal.value.key, refusal.value.got) == ("output_root", str(tmp_path))
+    assert (refusal.value.key, refusal.value.got) == ("--run-directory", str(tmp_path / "000-seed=1"))
     assert "File exists" in refusal.value.why
-    assert "output_root=DIR" in refusal.value.remedy
 
 
 @pytest.mark.parametrize("parent", ["file", "file/below", "/proc/nobody/writes/here", "/dev/null/x"])
