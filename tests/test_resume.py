@@ -275,7 +275,7 @@ def test_a_directory_that_is_not_a_run_is_refused_and_not_changed(resume: str, t
         code, output = run_command(*TINY_CPU, "steps=1", f"--run-directory={path}", f"resume={resume}", cwd=cwd)
         assert code == 2, output
         assert output.startswith("--run-directory: got '/"), output
-        assert "File exists" in output
+        assert "exists" in output
         assert [file.name for file in mine.iterdir()] == ["notes.txt"]
         assert names_left_in(cwd) == set()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "here", "mine"]
