@@ -3,7 +3,7 @@
 From Python, `runner.compose` returns a config, `runner.train` trains it, and `runner.load` opens a saved run.
 """
 
-from runner.system.version import __version__
+from runner.system import __version__
 
 # Not imported from `typing`: `python -m runner` runs this file before the command removes the working directory, where
 # there may be a typing.py, from the import path.

@@ -21,8 +21,8 @@ from runner.session import Session
 from runner.storage import run_directory
 from runner.storage.files import write_json
 from runner.storage.retention import prune
+from runner.system.import_path import last_user_frame
 from runner.system.secrets import redacted
-from runner.system.user_code import last_user_frame
 from runner.system.utf8 import printable
 from runner.tracking.log_file import LogFile
 from runner.training import train, train_rank

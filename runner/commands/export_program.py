@@ -14,7 +14,7 @@ import torch
 from runner.api.saved import SavedRun
 from runner.config.errors import ConfigError, check
 from runner.storage.manifest import SIGNATURE
-from runner.system.installed import is_installed
+from runner.system.import_path import is_installed
 
 TOLERANCE = 1e-5
 """The largest accepted difference between an output of the program and the same output of the model.

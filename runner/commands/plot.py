@@ -23,7 +23,7 @@ from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import as_typed, typed_path
 from runner.storage.files import check_no_link, write_text
 from runner.storage.run_directory import StorageError
-from runner.system.installed import is_installed
+from runner.system.import_path import is_installed
 from runner.system.utf8 import printable
 
 _MARK = ".runner-plot"

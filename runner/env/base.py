@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import ConfigError, check, check_choice, check_range, did_you_mean
 from runner.config.overrides import text_override
-from runner.system.installed import is_installed
+from runner.system.import_path import is_installed
 
 if TYPE_CHECKING:
     from gymnasium.envs.registration import EnvSpec

@@ -11,7 +11,7 @@ import torch
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.model.base import Model
-from runner.system.installed import is_installed
+from runner.system.import_path import is_installed
 
 
 @dataclass

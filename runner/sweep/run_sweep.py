@@ -26,7 +26,7 @@ from runner.sweep.space import Space
 from runner.sweep.sweep_jobs import SweepJobs
 from runner.system.exit_codes import CRASHED, DIVERGED, DONE, REFUSED, STOPPED
 from runner.system.forkserver import run_in_child
-from runner.system.installed import is_installed
+from runner.system.import_path import is_installed
 from runner.system.signals import StopRequest
 from runner.tracking.base import Tracker
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from runner.system.cgroup import cgroup_limits, read_lines
-
 _PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
 
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
 """The CPU instruction sets that matter for training, by their names in Linux."""
@@ -112,3 +112,29 @@ def _sysctl(name: str) -> str | None:
         return None
     output = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False, timeout=5)
     return output.stdout.strip() or None
+
+
+def cgroup_limits(controller: str, *names: str) -> Iterator[list[str]]:
+    """Yield the words in the files `names` of this process's control group (version 1 or 2), then of each ancestor.
+
+    Control groups that have none of the files are skipped. `controller` is `cpu` or `memory`.
+    """
+    for line in read_lines(_PROC / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUP / controller if controllers else _CGROUP  # version 1 has one hierarchy per controller
+        group = root / path.lstrip("/")
+        # In a container, the path may be the one on the host; the container's own group is then mounted as the root.
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
+            words = [word for name in names for line in read_lines(folder / name) for word in line.split()]
+            if words:
+                yield words
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of the file at `path`; an empty list if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from runner.system.cgroup import cgroup_limits
+from runner.system.cpu import cgroup_limits
 
 _PROC = Path("/proc/self")
 

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 PAUSES = ("log", "evaluate", "checkpoint")
 """Sections of the training loop that are not counted in throughput and step times."""
-
-
-class Section:
-    """A context manager that makes the section `name` active, and on exit makes the enclosing section active again."""
-
-    def __init__(self, timer: SectionTimer, name: str):
-        self._timer, self._name, self._outer = timer, name, []
-
-    def __enter__(self) -> None:
-        self._outer.append(self._timer.switch(self._name))
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.switch(self._outer.pop())
 
 
 class SectionTimer:
@@ -31,7 +19,6 @@ class SectionTimer:
     """
 
     def __init__(self) -> None:
-        self._sections: dict[str, Section] = {}
         self.reset()
 
     def reset(self, synchronize: Callable[[], None] | None = None) -> None:
@@ -50,13 +37,15 @@ class SectionTimer:
         before, self._current, self._since = self._current, name, now
         return before
 
-    def section(self, name: str) -> Section:
-        """Return a context manager that makes the section `name` active, and add 1 to `calls[name]`."""
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Within this context, the section `name` is active; entering it adds 1 to `calls[name]`."""
         self.calls[name] += 1
-        section = self._sections.get(name)
-        if section is None:
-            section = self._sections[name] = Section(self, name)
-        return section
+        outer = self.switch(name)
+        try:
+            yield
+        finally:
+            self.switch(outer)
 
     def spent(self, name: str) -> float:
         """Return the seconds spent in the section `name` up to the last switch between sections."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from runner.config.errors import check
 from runner.config.overrides import text_override
 from runner.storage.files import read_regular, write_text
-from runner.system.installed import is_installed
+from runner.system.import_path import is_installed
 from runner.tracking.base import Tracker
 from runner.tracking.csv_file import lines_by_step
 

@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch
 
-from runner.system import cgroup
 from runner.system import cpu as processor
 
 CPUINFO = "".join(
@@ -31,8 +30,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")
     (tmp_path / "cgroup" / "outer" / "inner").mkdir(parents=True)
     monkeypatch.setattr(processor, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(cgroup, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(cgroup, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(processor, "_CGROUP", tmp_path / "cgroup")
     # psutil reads /sys first, which a test cannot replace. These are the counts that /proc/cpuinfo would give.
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else 4)
     return tmp_path
@@ -65,6 +63,14 @@ def test_the_smallest_cpu_quota_of_the_group_and_its_ancestors_applies(machine: 
     assert processor.usable_cores(found | {"allowed_cores": 8}) == 1.5
     assert processor.usable_cores(found | {"allowed_cores": 1}) == 1
     assert processor.usable_cores(found | {"allowed_cores": 8, "quota_cores": None}) == 8
+
+
+def test_a_group_path_of_the_host_leads_to_the_mounted_root(machine: Path) -> None:
+    """In a container, the path of the group may be its path on the host."""
+    (machine / "proc" / "self" / "cgroup").write_text("0::/docker/0123\n")
+    (machine / "cgroup" / "cpu.max").write_text("50000 100000\n")
+    (machine / "cpu.max").write_text("1 100000\n")  # outside the mounted hierarchy
+    assert processor.cpu()["quota_cores"] == 0.5
 
 
 def test_version_1_control_groups_limit_the_cores(machine: Path) -> None:

@@ -1,13 +1,19 @@
-"""Tests that all processes of a run import the same copy of the project, wherever another copy lies."""
+"""Tests of what Python imports: one copy of the project in all processes, optional packages, the user's code."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
 from helpers.command import ROOT, child_environment
+
+from runner.config.errors import check
+from runner.system.import_path import is_installed, last_user_frame
 
 
 def test_ranks_import_the_copy_of_the_project_that_a_script_imports(tmp_path: Path) -> None:
@@ -25,3 +31,42 @@ def test_ranks_import_the_copy_of_the_project_that_a_script_imports(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     [result] = (tmp_path / "out").glob("*/*/result.json")
     assert json.loads(result.read_text())["world_size"] == 2
+
+
+def test_a_directory_without_init_file_is_not_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "some_folder").mkdir()
+    (tmp_path / "some_package").mkdir()
+    (tmp_path / "some_package" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    names = ("some_folder", "some_package", "nothing_of_this_name", "torch")
+    assert [is_installed(name) for name in names] == [False, True, False, True]
+
+
+def ends_in_python() -> None:
+    json.loads("{")
+
+
+def ends_in_torch() -> None:
+    torch.nn.Linear(2, 3)(torch.zeros(5))
+
+
+def ends_in_this_project() -> None:
+    check(False, "key", 1, "why", "remedy")
+
+
+@pytest.mark.parametrize("call", [ends_in_python, ends_in_torch, ends_in_this_project])
+def test_the_last_frame_is_where_the_user_called_others(call) -> None:
+    with pytest.raises(Exception) as caught:
+        call()
+    where, _ = last_user_frame(caught.value).splitlines()[:2]
+    assert where == f'  File "{__file__}", line {call.__code__.co_firstlineno + 1}, in {call.__name__}'
+
+
+def test_no_frame_is_that_of_the_user() -> None:
+    with pytest.raises(Exception) as caught:
+        json.loads("{")
+    caught.value.__traceback__ = caught.value.__traceback__.tb_next  # pyright: ignore
+    assert last_user_frame(caught.value) == ""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.programs import map_new_pages
 
-from runner.system import cgroup, memory
+from runner.system import cpu, memory
 
 CPU = torch.device("cpu")
 MEGABYTE = 2**20
@@ -84,8 +84,8 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")
     (tmp_path / "cgroup" / "outer" / "inner").mkdir(parents=True)
-    monkeypatch.setattr(cgroup, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(cgroup, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(cpu, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(cpu, "_CGROUP", tmp_path / "cgroup")
     return tmp_path / "cgroup"
 
 

@@ -25,8 +25,7 @@ from runner.sweep.engines.cluster import ClusterEngine
 from runner.sweep.engines.ray_task import RayTask, import_ray
 from runner.system.cpu import usable_core_numbers
 from runner.system.exit_codes import STOPPED
-from runner.system.import_path import python_path
-from runner.system.installed import is_installed
+from runner.system.import_path import is_installed, python_path
 
 _OBJECT_STORE_BYTES = 100 * 2**20
 """The memory for Ray's object store when Ray is started on this machine; it is small, as jobs exchange no objects."""

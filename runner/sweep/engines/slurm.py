@@ -33,8 +33,7 @@ from runner.sweep.engines.slurm_programs import SlurmError, cancel, final_states
 from runner.sweep.engines.slurm_task import KILL, STOP, SlurmTask
 from runner.sweep.ledger import SETTLED
 from runner.system.exit_codes import STOPPED
-from runner.system.import_path import python_path
-from runner.system.installed import is_installed
+from runner.system.import_path import is_installed, python_path
 
 log = logging.getLogger(__name__)
 

@@ -1,3 +1,0 @@
-"""The version of this project."""
-
-__version__ = "0.1.0"
