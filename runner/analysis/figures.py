@@ -19,7 +19,6 @@ from runner.analysis.comparison import BEST, LAST, RATE, STEP_SECONDS, Compariso
 from runner.analysis.output import one_line
 from runner.analysis.saved_runs import is_number
 from runner.analysis.split_curves import SplitCurve, fastest_pipelines, is_pipeline, split_curves
-from runner.config.errors import escaped
 from runner.config.overrides import as_typed
 from runner.system.utf8 import printable
 from runner.tracking.event_reader import scalars
@@ -66,7 +65,7 @@ def shown(value: object, longest: int = 26) -> str:
     """
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
-    text = escaped(printable(" ".join(as_typed(value)[:400].split())))
+    text = printable(" ".join(as_typed(value)[:400].split()))
     if len(text) > longest:  # the end of a path says more than its beginning
         text = f"…{text[-longest + 1 :]}" if "/" in text else f"{text[: longest - 1]}…"
     return text.replace("$", r"\$")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.errors import ConfigError, check, escaped
+from runner.config.errors import ConfigError, check
 from runner.storage.files import check_readable
 from runner.system.utf8 import printable
 
@@ -33,7 +33,7 @@ def print_report(report: dict[str, Any], as_json: bool, render: Callable[[dict[s
 
 def one_line(text: str) -> str:
     """Return the first 200 characters of `text` on one line, with control characters escaped."""
-    return escaped(printable(" ".join(text.split())[:200]))
+    return printable(" ".join(text.split())[:200])
 
 
 def csv_row(cells: Iterable[Any]) -> list[Any]:

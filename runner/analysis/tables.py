@@ -15,7 +15,6 @@ from rich.table import Table
 
 from runner.analysis.comparison import BEST, LAST, RATE, SECONDS, STEP_SECONDS, STEPS, Comparison, Failure, Row
 from runner.analysis.output import csv_row
-from runner.config.errors import escaped
 from runner.config.overrides import as_typed
 from runner.system.tables import table
 from runner.system.utf8 import printable
@@ -95,7 +94,7 @@ def text_tables(comparison: Comparison, measures: Sequence[str]) -> list[TextTab
 
 def format_value(value: object) -> str:
     """Return a config value as the user types it."""
-    return escaped(printable(as_typed(value)))
+    return printable(as_typed(value))
 
 
 def _values(comparison: Comparison, row: Row | Failure) -> list[str]:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import ConfigError, escaped
+from runner.config.errors import ConfigError
 from runner.config.overrides import typed_path
 from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError, report_of
@@ -146,7 +146,7 @@ def print_summary(run: Run, session: Session, directory: Path, result: Result) -
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     if result.directory is not None:
         lines += _where(run, directory, result)
-    text = redacted(escaped("\n".join(lines)))
+    text = redacted(printable("\n".join(lines)))
     log.debug("%s", text)  # it may be impossible to print
     print(text, flush=True)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from runner.analysis.output import check_writable, csv_row, one_line, write_or_refuse
 from runner.commands.arguments import Parser
 from runner.commands.messages import report_error
-from runner.config.errors import ConfigError, check, escaped
+from runner.config.errors import ConfigError, check
 from runner.storage.files import write_json, write_text
 from runner.system.exit_codes import DONE
 from runner.system.utf8 import printable
@@ -85,8 +85,8 @@ def _as_table(predictions: list[Prediction]) -> str:
     lines = []
     for label, each in zip(labels, predictions, strict=True):
         probability = " " * 6 if each.error else f"{each.probability:6.1%}"
-        why = f": {escaped(each.error)}" if each.error else ""
-        lines.append(f"{set_cell_size(label, width)}  {probability}  {escaped(each.file)}{why}")
+        why = f": {printable(each.error)}" if each.error else ""
+        lines.append(f"{set_cell_size(label, width)}  {probability}  {printable(each.file)}{why}")
     return "\n".join(lines)
 
 

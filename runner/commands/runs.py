@@ -20,7 +20,7 @@ from runner.analysis.comparison import direction
 from runner.analysis.output import one_line
 from runner.analysis.saved_runs import STATES, MeasuredRun, find_runs, find_sweeps, is_locked
 from runner.commands.arguments import Parser
-from runner.config.errors import ConfigError, check, did_you_mean, escaped
+from runner.config.errors import ConfigError, check, did_you_mean
 from runner.planning.formatting import size
 from runner.storage.files import check_readable, walk
 from runner.storage.ledger_file import LEDGER, num_jobs, read_ledger
@@ -164,4 +164,4 @@ def _as_dict(entry: dict[str, Any], now: float) -> dict[str, Any]:
 
 
 def _shown(path: Path) -> str:
-    return escaped(printable(str(path))).replace("\n", "\\n")
+    return printable(str(path)).replace("\n", "\\n")

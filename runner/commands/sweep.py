@@ -16,7 +16,7 @@ from typing import Any
 from runner.analysis.output import one_line
 from runner.analysis.saved_runs import is_locked
 from runner.commands.arguments import Parser
-from runner.config.errors import ConfigError, check, escaped
+from runner.config.errors import ConfigError, check
 from runner.storage.files import check_readable
 from runner.storage.ledger_file import LEDGER, num_jobs, read_ledger
 from runner.sweep.console import last_line
@@ -67,4 +67,4 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
         elif entry.get("state") in _FAILED:
             error = str(entry.get("error", "")).strip().partition("\n")[0]
             shown.append(f"  {name}: {entry['state']}{f': {error}' if error else ''}")
-    return [escaped(printable(line)) for line in shown]
+    return [printable(line) for line in shown]

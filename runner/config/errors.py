@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from runner.config.options import option_file
 from runner.system.secrets import redacted
+from runner.system.utf8 import printable
 
 WIDTH = 200
 """The maximum length of a line of a message, in characters."""
@@ -37,12 +38,7 @@ class ConfigError(Exception):
         got = "" if self.got is ABSENT else f" got {_shortened(self.got)}:"
         key = self.key if len(self.key) <= _MAX_SHOWN else self.key[: _MAX_SHOWN - 1] + "…"
         one_line = key.replace("\n", "\\n")
-        return escaped(f"{one_line}:{got} {self.why}\n  {self.remedy}")
-
-
-def escaped(text: str) -> str:
-    """Return `text` with control characters as escape sequences, because a terminal would execute them if printed."""
-    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+        return printable(f"{one_line}:{got} {self.why}\n  {self.remedy}")
 
 
 def wrapped(message: str) -> str:
@@ -51,7 +47,7 @@ def wrapped(message: str) -> str:
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     lines = [
         part
-        for line in escaped(redacted(message)).splitlines()
+        for line in printable(redacted(message)).splitlines()
         for part in (wrapper.wrap(line) if len(line) > WIDTH else [line])
     ]
     return "\n".join(lines[:10])

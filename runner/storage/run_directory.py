@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from runner.config.errors import ConfigError
 from runner.config.overrides import LOCATION_KEYS, override_key
-from runner.storage.content_checks import UnexpectedContentError, check_count, check_known
+from runner.storage.content_checks import UnexpectedContentError, check_count, check_known, check_like
 from runner.storage.files import (
     MAX_LEVELS,
     UnsafeFileError,
@@ -40,7 +40,6 @@ MAX_BYTES = 1_000_000
 _RESULT: dict[str, type] = dict.fromkeys(("metrics", "best", "step_seconds", "notes"), dict)
 _RESULT |= {"status": str, "config_hash": str, "error": str, "seconds": float, "samples_per_second": float}
 """The types of some values of a result."""
-_BEST = {"metric": str, "value": float}
 _MAX_STEPS = 10**15
 _MAX_NAME = 120
 """Length limit of a job's name in bytes: file systems allow 255, but that is too wide for a terminal."""
@@ -207,7 +206,9 @@ def read_result(directory: Path) -> dict[str, Any]:
         check_known(result, _RESULT, ("status",), "the result")
         check_count(result.get("steps"), "the steps", most=_MAX_STEPS)
         if best := result.get("best"):
-            check_known(best, _BEST, _BEST, "the best evaluation")
+            check_known(best, {"metric": str}, ("metric",), "the best evaluation")
+            if (value := best.get("value")) == value:  # not NaN
+                check_like(value, float, "its value")
             check_count(best.get("step"), "its step", most=_MAX_STEPS)
     except (OSError, ValueError, RecursionError, UnexpectedContentError):
         return {}

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from runner.config.errors import escaped
 from runner.config.overrides import override_key
 from runner.sweep.console import last_line
 from runner.system.secrets import redacted_values
+from runner.system.utf8 import printable
 
 _REFRESH_SECONDS = 0.5
 _MAX_ROWS = 16
@@ -54,7 +54,7 @@ class Display:
     def title(self, job: Shown) -> str:
         """Return the title of a job: its number and its overrides, of `swept` keys if there are any."""
         overrides = [text for text in job.overrides if override_key(text) in self.swept]
-        words = escaped(" ".join(redacted_values(overrides or job.overrides)))
+        words = printable(" ".join(redacted_values(overrides or job.overrides)))
         line = f"job {job.number}{': ' * bool(words)}{words}".replace("\n", "\\n")
         return line if len(line) <= self.width else line[: self.width - 1] + "…"
 

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import escaped
 from runner.storage.files import open_regular
 from runner.system.utf8 import printable
 
@@ -62,7 +61,7 @@ class EventReader:
                 self._add(event)
                 if self._left < 0:
                     last = max((step for values in self._curves.values() for step in values), default=0)
-                    name = escaped(printable(str(self._directory)))
+                    name = printable(str(self._directory))
                     log.warning("%s has more events than are read: its curves end at step %s", name, f"{last:,}")
                     return self._curves
         return self._curves

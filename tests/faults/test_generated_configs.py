@@ -26,10 +26,11 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from runner.commands.train import run_command
-from runner.config.errors import WIDTH, escaped
+from runner.config.errors import WIDTH
 from runner.config.options import groups, groups_in_defaults, option_keys, root_keys
 from runner.result import Result
 from runner.sweep.engines.base import Ended, Job, Pool
+from runner.system.utf8 import printable
 
 COMMANDS, FILES = (2000, 1000) if ALL else (14, 10)
 
@@ -139,7 +140,7 @@ def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
             part[:60] for key in keys for part in (key, key.partition(".")[0], key.rpartition(".")[2]) if len(part) > 1
         }
         begins = any(f"{part}:" in result.err for key in keys for part in (key, key.partition("@")[0]))
-        assert begins or any(escaped(key) in result.err for key in named), f"none of {keys}: {result.err}"
+        assert begins or any(printable(key) in result.err for key in named), f"none of {keys}: {result.err}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
