@@ -110,7 +110,7 @@ def claimed_directory(
 
 
 def _new_directory(parent: Path, name: str | None, overrides: list[str], existing: Path) -> Claim:
-    path = run_directory.create(parent, name, overrides)
+    path = run_directory.create(parent, name, overrides, "output_root" if name is None else "--run-directory")
     try:
         lock = run_directory.lock(path)
     except OSError as error:

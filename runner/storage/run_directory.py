@@ -100,13 +100,13 @@ def unique_name(overrides: Iterable[str] = ()) -> str:
     return "-".join(filter(None, (begun, f"{nanoseconds // 1000:05x}{secrets.token_hex(1)[0]}", cut)))
 
 
-def create(parent: Path, name: str | None = None, overrides: Iterable[str] = ()) -> Path:
+def create(parent: Path, name: str | None = None, overrides: Iterable[str] = (), key: str = "output_root") -> Path:
     """Create a new directory in `parent`, which need not exist, and return the absolute path of the new directory.
 
     The name is `name`, or `unique_name(overrides)` if that is None.
 
     Raises:
-        ConfigError: if the new directory cannot be created, for example because `name` exists, or the disk is full.
+        ConfigError: with the key `key`, if the directory cannot be created, for example because `name` exists.
     """
     overrides, directory, why = list(overrides), parent, ""
     for _ in range(10):
@@ -118,11 +118,10 @@ def create(parent: Path, name: str | None = None, overrides: Iterable[str] = ())
             why = str(error.strerror)
             if not isinstance(error, FileExistsError | FileNotFoundError):
                 break  # otherwise, it exists, or another process has removed an empty parent: try another name
-    if name is not None:
-        remedy = "name another one; resume=auto continues the run in it"
-        raise ConfigError("--run-directory", str(directory), f"it cannot be created ({why})", remedy)
-    why, remedy = f"a run directory cannot be created there ({why})", "choose another with output_root=DIR"
-    raise ConfigError("output_root", str(parent), why, remedy)
+    got, remedy = str(parent), "choose another with output_root=DIR"
+    if key != "output_root":
+        got, remedy = str(directory), "name another one; resume=auto continues the run in it"
+    raise ConfigError(key, got, f"a run directory cannot be created there ({why})", remedy)
 
 
 def _make(directory: Path) -> None:

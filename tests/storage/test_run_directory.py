@@ -82,14 +82,14 @@ def test_the_new_directory_of_another_process_is_not_removed(tmp_path: Path, mon
     monkeypatch.setattr(Path, "mkdir", second)
     with pytest.raises(ConfigError) as refusal:
         directory.create(tmp_path, "a")
-    assert refusal.value.key == "--run-directory"
+    assert refusal.value.key == "output_root"
     assert (tmp_path / "a").is_dir()
 
 
 def test_creating_a_directory_that_exists_is_refused(tmp_path: Path) -> None:
     assert directory.create(tmp_path, "000-seed=1") == (tmp_path / "000-seed=1").resolve()
     with pytest.raises(ConfigError) as refusal:
-        directory.create(tmp_path, "000-seed=1")
+        directory.create(tmp_path, "000-seed=1", key="--run-directory")
     assert (refusal.value.key, refusal.value.got) == ("--run-directory", str(tmp_path / "000-seed=1"))
     assert "File exists" in refusal.value.why
 
