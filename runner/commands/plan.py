@@ -35,8 +35,8 @@ DOES_NOT_FIT = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan of the config that the arguments compose, and return the exit code."""
     try:
-        options, overrides = parsed(arguments)
-        report = plan(overrides, options.config_dir, options.devices, options.memory, options.run)
+        options = parsed(arguments)
+        report = plan(options.overrides, options.config_dir, options.devices, options.memory, options.run)
     except Exception as error:
         return report_error(error)
     from runner.analysis.output import print_report
@@ -46,47 +46,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report["fits"] is not False else DOES_NOT_FIT
 
 
-def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags and the overrides.
-
-    In the flags, `memory` is a number of bytes, and `run` is the path RUN, None if it was not typed.
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the flags and the overrides; `memory` is a number of bytes, and `run` is the path RUN or None.
 
     Raises:
         ConfigError: for an unknown flag, a word that is not a valid override, or a value that is out of range.
     """
     parser = Parser("plan", __doc__, overrides=True)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--devices", help="number of devices of the machine (default: those of this machine)")
+    parser.add_argument("--devices", type=int, help="number of devices of the machine (default: those of this machine)")
     parser.add_argument("--memory", help="memory of each device, such as 80GB")
     options = parser.parsed(arguments, _is_path)
-    for number, word in enumerate(options.paths):
-        why = "there is no such run directory" if number == 0 else "only one run is planned"
-        check(number == 0 and _is_run(word), "RUN", word, why, "name a directory with config.yaml")
-    options.run, overrides = (Path(options.paths[0]) if options.paths else None), options.overrides
-    check_not_resumed(overrides, "name the run directory itself: python -m runner plan RUN")
-    if options.devices is not None:
-        known = options.devices[:5].isdecimal() and 1 <= int(options.devices[:5]) <= 4096
-        check(known, "--devices", options.devices, "it is not a number of devices", "--devices 8")
-        options.devices = int(options.devices)
+    for word in options.paths[1:]:
+        raise ConfigError("RUN", word, "only one run is planned", "leave it out")
+    options.run = Path(options.paths[0]) if options.paths else None
+    check_not_resumed(options.overrides, "name the run directory itself: python -m runner plan RUN")
+    known = options.devices is None or 1 <= options.devices <= 4096
+    check(known, "--devices", options.devices, "it is not from 1 to 4096", "--devices 8")
     if options.memory is not None:
         match = _SIZE.fullmatch(options.memory.strip())
         value = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
         why = "it is not a number of bytes from a million, with or without a unit"
         check(1e6 <= value < 1e30, "--memory", options.memory, why, "--memory 80GB or 80e9")
         options.memory = value
-    return options, overrides
+    return options
 
 
 def _is_path(word: str) -> bool:
-    has_slash = "/" in word.partition("=")[0] and not word.startswith(("hydra/", "+hydra/"))
-    return _is_run(word) or has_slash
-
-
-def _is_run(word: str) -> bool:
-    """Return whether a word is the path of a directory, and not an override."""
-    # The functions of `os.path` return False for words that are too long for a path.
-    is_run = any(os.path.exists(os.path.join(word, name)) for name in ("config.yaml", "checkpoints"))
-    return not word.startswith("-") and (is_run or ("=" not in word and os.path.isdir(word)))
+    return os.path.isdir(word) or ("/" in word.partition("=")[0] and not word.startswith(("hydra/", "+hydra/")))
 
 
 def plan(
@@ -120,9 +107,8 @@ def plan(
     from runner.api.composing import compose
     from runner.api.saved import load
     from runner.planning.fake_step import trace
-    from runner.planning.plan_remedies import remedies
     from runner.planning.planned_session import prepared
-    from runner.planning.report import measured, report_of
+    from runner.planning.report import measured, remedies, report_of
     from runner.run import Run, build_run, check_used
 
     directory = None if source is None else load(source).directory
@@ -146,7 +132,7 @@ def plan(
     report = report_of(run, session, ranks, num_devices)
     if source is not None and not overrides:
         [saved] = find_runs([source])  # unlike `load`, it checks the numbers in the result
-        report["measured"] = measured(session, saved.result, source)
+        report["measured"] = measured(session, saved.result)
     if memory is not None:
         report["memory_bytes"], report["fits"] = memory, max(rank.peak_bytes for rank in ranks) <= memory
     if report["fits"] is False:

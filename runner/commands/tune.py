@@ -2,8 +2,8 @@
 
 Each candidate is the config with some of these settings changed: parallel mode, number of processes, schedule and split
 size of a pipeline, number of threads, memory format, accumulation, data workers and, last, compilation. Settings that
-are given as overrides are not changed: with `parallel=ddp`, no other modes are tried. The candidates train real steps
-in turn. The slower candidates are dropped early; the others are compared until they can be told apart.
+are given as overrides are not changed: with `parallel=ddp`, no other modes are tried. Each candidate trains
+real steps in turn with the config itself, and is dropped as soon as it is clearly slower than the fastest one.
 
 By default, the results of a candidate differ from those of the config only by rounding errors, because sums may be
 computed in another order. `--allow` permits further changes of the results:

@@ -107,7 +107,7 @@ class Pipeline(Partition, MultiProcess):
         two_each = self.schedule == "interleaved_1f1b" and stages % 2 == 0 and stages > 2
         return stages // 2 if two_each else stages
 
-    def _num_stages(self, session: Session) -> int:
+    def num_stages(self, session: Session) -> int:
         if self.asked_stages is not None:
             return self.asked_stages
         if self.engine == "streams":
@@ -119,7 +119,7 @@ class Pipeline(Partition, MultiProcess):
         if session.compile and self.schedule == "zero_bubble":
             why = "parallel.schedule=zero_bubble splits the backward pass, and a compiled one is a single graph"
             raise ConfigError("compile", session.compile, why, "compile=false, or another parallel.schedule")
-        stages, processes, devices = self._num_stages(session), session.world_size, len(session.devices)
+        stages, processes, devices = self.num_stages(session), session.world_size, len(session.devices)
         if self.engine == "streams":
             if 1 < devices < stages:
                 why = f"there are {devices} GPUs, and each stage has its own"
@@ -141,10 +141,10 @@ class Pipeline(Partition, MultiProcess):
         return replace(session.plan, chunks=chunks, rng_stream=session.rank, reads_batches=reads_batches)
 
     def check(self, session: Session) -> None:
-        self.check_partition(session.workload, self._num_stages(session))
+        self.check_partition(session.workload, self.num_stages(session))
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
-        count = self._num_stages(session)
+        count = self.num_stages(session)
         self._num_workers = count if self.engine == "streams" else session.world_size
         self._names = list(model.state_dict())
         self._spans: list[Span] = []
@@ -274,7 +274,7 @@ class Pipeline(Partition, MultiProcess):
         if self._session.rank > 0 or not self._spans:
             return {}
         found, plan = bubble(self._spans, self._num_workers), self._session.plan
-        stages = self._num_stages(self._session)
+        stages = self.num_stages(self._session)
         title = f"{stages} stages, {plan.chunks} micro-batches of {plan.chunk_size}: "
         title += f"{found.share:.0%} idle ({found.theory:.0%} with equal stages, at least {found.bound:.0%} with these)"
         picture = gantt(self._spans, self._num_workers, title)

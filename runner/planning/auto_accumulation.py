@@ -16,13 +16,11 @@ from runner.config.overrides import override_key
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.cluster import external_world_size
 from runner.parallel.pipelining.schedules import divisors
-from runner.planning.device_memory import available_bytes, needed_bytes
-from runner.planning.fake_step import RankPlan, trace
-from runner.planning.planned_session import prepared
+from runner.planning.fake_step import trace
+from runner.planning.planned_session import available_bytes, needed_bytes, prepared
 from runner.planning.trial import Trial, TrialError
 from runner.resume.changed_options import differences
 from runner.run import Run, build_run
-from runner.session import Session
 from runner.storage.run_directory import read_result, readable_entries
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
@@ -64,10 +62,9 @@ def fitting_accumulation(
         ConfigError: if the run is refused, or does not fit even with one sample in a micro-batch.
         TrialError: if a trial fails for another reason than a lack of memory.
     """
-    base = compose(1)
-    whole = prepared(base)
+    whole = prepared(compose(1))
     room = available(whole.collectives)
-    tried: ConfigError | None = None
+    refusal: ConfigError | None = None
     count, failed = 0, False
     for each in divisors(whole.plan.batch_size // whole.plan.data_shard[1]):
         if each < 2 * count:
@@ -76,11 +73,11 @@ def fitting_accumulation(
             run = compose(each)
             session = prepared(run)
         except ConfigError as error:  # a pipeline cannot split every number of samples
-            tried = error
+            refusal = error
             continue
         count = each
         ranks = trace(run, session)
-        needed = needed_bytes(session.device, ranks)
+        needed = needed_bytes(session.device, [rank.peak_bytes for rank in ranks])
         what = f"{count} micro-batch{'es' * (count > 1)}: {needed / 1e9:,.2f} of {room / 1e9:,.2f} GB"
         if needed > room:
             report(f"{what}: does not fit")
@@ -89,10 +86,13 @@ def fitting_accumulation(
             failed = True  # there is less memory than it seems, and the next attempt is made however little it needs
             report(f"{what}: out of memory ({why})")
             continue
-        report(f"{what}{_normalization(ranks, run, whole, session)}")
+        seen, before = session.plan.chunk_size, whole.plan.chunk_size
+        if seen < before and any(rank.normalizes for rank in ranks):
+            what += f"; batch normalization sees {seen} samples at a time, not {before} (model.norm=group avoids this)"
+        report(what)
         return count
-    if not count and tried is not None:
-        raise tried
+    if not count and refusal is not None:
+        raise refusal
     smaller = "a smaller batch_size, model.checkpoint_activations=true, parallel=fsdp, or precision=bf16"
     raise ConfigError("accumulation", "auto", "the run does not fit even with the smallest micro-batches", smaller)
 
@@ -107,19 +107,6 @@ def _out_of_memory(start: Callable[..., Trial], run: Run) -> str:
             return error.why
         raise
     return ""
-
-
-def _normalization(ranks: list[RankPlan], run: Run, whole: Session, session: Session) -> str:
-    """Return how micro-batches change the number of samples that batch normalization sees, if they do."""
-    before, now = _num_normalized(run, whole), _num_normalized(run, session)
-    if now == before or not any(rank.normalizes for rank in ranks):
-        return ""
-    return f"; batch normalization sees {now} samples at a time, not {before} (model.norm=group avoids this)"
-
-
-def _num_normalized(run: Run, session: Session) -> int:
-    plan = session.plan
-    return plan.chunk_size * (plan.data_shard[1] if getattr(run.parallel, "sync_batch_norm", False) else 1)
 
 
 def with_accumulation(job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None = None) -> Job:

@@ -103,9 +103,9 @@ def _trace_ranks(run: Run, session: Session) -> list[RankPlan]:
     world_size = session.world_size
     plans = [plan_of(run, session, rank) for rank in range(world_size)]
     if len({(plan.data_shard, plan.step_shard, plan.seed) for plan in plans}) == world_size:
-        first = trace_rank(run, session, 0, world_size)
+        first = trace_rank(run, session, 0)
         return [first._replace(rank=rank) for rank in range(world_size)]
-    return [trace_rank(run, session, rank, world_size) for rank in range(world_size)]
+    return [trace_rank(run, session, rank) for rank in range(world_size)]
 
 
 def block_flops(run: Run, session: Session) -> dict[str, int]:
@@ -133,22 +133,14 @@ def block_flops(run: Run, session: Session) -> dict[str, int]:
     return found
 
 
-def num_stages(run: Run, session: Session) -> int:
-    """Return the number of stages into which the mode splits the network; 1 if it does not."""
-    parallel, num_devices = run.parallel, len(session.devices)
-    if not isinstance(parallel, Pipeline):
-        return num_devices
-    several = 2 if parallel.schedule == "interleaved_1f1b" else 1
-    return parallel.asked_stages or (session.world_size * several if parallel.in_processes else max(2, num_devices))
-
-
 def with_cuts(run: Run, session: Session) -> Run:
     """Return the run, with stages of about the same number of operations in place of `parallel.cuts=auto`.
 
     A run measures the time of its blocks, which fake tensors do not take.
     """
     parallel = run.parallel
-    if not isinstance(parallel, Partition) or parallel.cuts != "auto" or (count := num_stages(run, session)) < 2:
+    count = parallel.num_stages(session) if isinstance(parallel, Pipeline) else len(session.devices)
+    if not isinstance(parallel, Partition) or parallel.cuts != "auto" or count < 2:
         return run
     flops = block_flops(run, session)
     names = list(flops)
@@ -156,25 +148,23 @@ def with_cuts(run: Run, session: Session) -> Run:
     return dataclasses.replace(run, parallel=dataclasses.replace(parallel, cuts=cuts, stages=None))
 
 
-def trace_rank(run: Run, session: Session, rank: int, world_size: int) -> RankPlan:
+def trace_rank(run: Run, session: Session, rank: int) -> RankPlan:
     """Execute a step of `rank` with fake tensors, and return the memory, operations and messages of the step.
 
     The optimizer state is created before the step. The tensors are on the CPU; on other devices, they have the same
     sizes. The model is not compiled; a compiled model keeps fewer activations.
 
     Args:
-        run: the run.
+        run: the run, which names the blocks at which stages begin (see `with_cuts`).
         session: its session in any process.
         rank: the rank.
-        world_size: number of processes of the run.
 
     Raises:
         ConfigError: if the step fails because torch cannot train with this config.
     """
-    run = with_cuts(run, session)
     if isinstance(run.parallel, Hogwild):  # each worker trains by itself, as a single device does
         run = dataclasses.replace(run, parallel=Parallel())
-    devices = [torch.device("cpu")] * len(session.devices)
+    world_size, devices = session.world_size, [torch.device("cpu")] * len(session.devices)
     process = FakeCollectives(devices, rank, world_size) if world_size > 1 else Collectives(devices)
     group = fake_process_group(rank, world_size) if world_size > 1 else nullcontext()
     with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, _quiet(), group, fake_tensors() as fake_mode:
@@ -290,14 +280,12 @@ def _classify(tracker: StepTracker, state: State) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress warnings and info messages within this context, because the run is only planned."""
-    logger = logging.getLogger("runner")
-    before, logger.disabled, level = logger.disabled, True, logger.manager.disable
-    logging.disable(max(level, logging.WARNING))
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
         yield
     finally:
-        logger.disabled = before
-        logging.disable(level)
+        logging.disable(before)
 
 
 class FakeCollectives(Collectives):

@@ -1,9 +1,11 @@
-"""Creates the session of rank 0 of a run that is only planned. The run may be planned for another machine.
+"""A process of a run that is only planned, perhaps for another machine, and the memory that its devices have.
 
 No process is started.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +16,13 @@ from runner.parallel.collectives import Collectives
 from runner.parallel.launch.processes import LocalProcesses
 from runner.run import Run
 from runner.session import Session
+from runner.system.memory import host_memory
+
+_PROCESS_BYTES = 0.4e9
+"""Bytes that a process takes in addition to its tensors."""
+
+_USABLE = 0.95
+"""The fraction of a GPU's memory that the CUDA context and fragmentation leave for tensors."""
 
 
 def prepared(run: Run, num_devices: int | None = None) -> Session:
@@ -58,3 +67,31 @@ def first_process(run: Run, num_devices: int | None = None) -> Collectives:
 def plan_of(run: Run, session: Session, rank: int) -> Plan:
     """Return the share of the work that `rank` of the run does, given the session of any rank."""
     return run.session(Collectives(session.devices, rank, session.world_size)).plan
+
+
+def available_bytes(process: Collectives) -> float:
+    """Return the memory in bytes that all processes of a run together may use, given any of them.
+
+    With CUDA, this is a fixed fraction of the total memory of the run's GPUs, even if some of this memory is in use at
+    the moment. Otherwise, it is the host memory that is available at the moment.
+    """
+    device = process.devices[0]
+    if device.type == "cuda":  # not `mem_get_info`, whose context would itself take memory
+        count = max(process.world_size, len(process.devices))
+        return _USABLE * torch.cuda.get_device_properties(device).total_memory * count
+    return host_memory()["available_bytes"] or 0
+
+
+def needed_bytes(device: torch.device, peaks: Sequence[int]) -> float:
+    """Return the predicted memory in bytes of all processes of a run together, to compare it with `available_bytes`.
+
+    With CUDA, it is the largest peak times the number of ranks: as each rank has its own GPUs, one rank cannot use the
+    free memory of another. Otherwise, it is the sum of the peaks, plus what each process takes besides tensors.
+
+    Args:
+        device: the device of any rank; only its type matters.
+        peaks: the peak of the tensors of each rank, in bytes.
+    """
+    if device.type == "cuda":
+        return max(peaks) * len(peaks)
+    return sum(peaks) + _PROCESS_BYTES * len(peaks)

@@ -1,14 +1,13 @@
-"""The plan of a run as plain values: ranks, batch, memory, costs and checkpoints, and what the run has measured."""
+"""The plan of a run as plain values: ranks, batch, memory, costs and checkpoints, what a run has measured, and remedies
+if the run does not fit into memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from runner.batching import Plan
 from runner.config.errors import ConfigError
 from runner.device import device_name
 from runner.parallel.dp import DP
@@ -16,12 +15,30 @@ from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.partition import positions_of
 from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.bubbles import bubbles
-from runner.planning.fake_step import RankPlan, block_flops, num_stages
-from runner.planning.planned_session import plan_of
+from runner.planning.fake_step import RankPlan, block_flops, trace
+from runner.planning.planned_session import plan_of, prepared
 from runner.run import Run
 from runner.session import Session
-from runner.storage.saved_run import checkpoints
 from runner.system.memory import host_memory
+
+_RECOMPUTED, _GATHERED = "about a third more arithmetic", "parameters are sent twice per micro-batch"
+_SMALLER = "smaller matrices"
+_CHECKPOINTED = "model.checkpoint_activations=true"
+
+CHANGES = {
+    ("parallel=ddp",): "gradients are sent once a step",
+    ("accumulation=4",): _SMALLER,
+    (_CHECKPOINTED,): _RECOMPUTED,
+    ("parallel=fsdp",): _GATHERED,
+    ("parallel=pipeline",): "stages wait for each other at the start and the end of a step",
+    ("precision=bf16",): "none where the device computes in bfloat16",
+    (_CHECKPOINTED, "accumulation=8"): f"{_RECOMPUTED}; {_SMALLER}",
+    ("parallel=fsdp", _CHECKPOINTED, "accumulation=8"): f"{_GATHERED}; {_RECOMPUTED}; {_SMALLER}",
+}
+"""What each change costs that may make a run fit into memory, by the overrides to add; the cheapest first."""
+
+_ENOUGH = 4
+"""As soon as this many changes make the run fit, no more changes are tried."""
 
 
 def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices: int | None = None) -> dict[str, Any]:
@@ -53,37 +70,50 @@ def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices
         - `notes`: a list of remarks, such as what the memory does not include;
         - `memory_bytes`, `fits` and `measured`, which are None, and `remedies`, an empty list; the caller may set them.
     """
-    steps, epoch = session.num_steps, session.steps_per_epoch
-    length = {"steps": steps, "samples": steps * run.batch_size}
-    descriptions = {"parallel": run.parallel.description, "precision": type(run.precision).description}
+    steps, epoch, plan = session.num_steps, session.steps_per_epoch, session.plan
+    checkpoint = sum({name: size for rank in ranks for name, size in rank.saved.items()}.values())
     return {
-        "run": run.workload.describe() | descriptions,
-        "batch": _batch(session.plan),
-        "length": length | {"steps_per_epoch": epoch, "epochs": epoch and steps / epoch},
+        "run": {
+            **run.workload.describe(),
+            "parallel": run.parallel.description,
+            "precision": type(run.precision).description,
+        },
+        "batch": {
+            "batch_size": plan.batch_size,
+            "data_shards": plan.data_shard[1],
+            "accumulation": plan.accumulation,
+            "pipeline_micro_batches": plan.chunks,
+            "samples_per_pass": plan.chunk_size,
+        },
+        "length": {
+            "steps": steps,
+            "samples": steps * run.batch_size,
+            "steps_per_epoch": epoch,
+            "epochs": epoch and steps / epoch,
+        },
         "ranks": [_rank(run, session, each) for each in ranks],
         "pipeline": _pipeline(run, session),
-        "checkpoint": _checkpoint(run, ranks),
+        # Those that are kept (the newest one always is until the run ends), the best one, and one being written.
+        "checkpoint": {"bytes": checkpoint, "disk_bytes": checkpoint * (max(1, run.keep) + 2)},
         "host": _machine(session, ranks) if num_devices is None else None,
         "memory_bytes": None,
         "fits": None,
         "remedies": [],
-        "notes": _notes(run, session, num_devices),
+        "notes": _notes(run, session),
         "measured": None,
     }
 
 
-def measured(session: Session, result: Mapping[str, Any], directory: Path) -> dict[str, Any] | None:
+def measured(session: Session, result: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a run has measured, for comparison with a plan; None if the times of its steps were not measured.
 
     Args:
         session: the prepared run.
         result: the content of the run's `result.json`.
-        directory: the run directory, whose newest checkpoint is measured, too.
 
     Returns:
         A dict: `seconds`, the median in `Result.step_seconds`; `samples_per_second`; `peak_bytes`, the peak of the
-        memory, and `peak_of`, a text that says what this peak counts; and `checkpoint_bytes`, None if there is no
-        checkpoint.
+        memory; and `peak_of`, a text that says what this peak counts.
     """
     if not result.get("step_seconds"):
         return None
@@ -93,31 +123,49 @@ def measured(session: Session, result: Mapping[str, Any], directory: Path) -> di
         "samples_per_second": result.get("samples_per_second", 0.0),
         "peak_bytes": result.get("peak_memory_bytes", 0),
         "peak_of": peak_of.get(session.device.type, "its device"),
-        "checkpoint_bytes": _newest_checkpoint_bytes(directory),
     }
 
 
-def _newest_checkpoint_bytes(directory: Path) -> int | None:
-    """Return the size of a run's newest checkpoint; None if there is none, or if it cannot be read."""
-    try:
-        saved = checkpoints(directory)
-        return sum(file.lstat().st_size for file in saved[-1].iterdir()) or None if saved else None
-    except (OSError, ConfigError):
-        return None
+def remedies(
+    run: Run, build: Callable[[Sequence[str]], Run | None], num_devices: int, memory: float
+) -> list[dict[str, Any]]:
+    """Try changes of how a run is trained, the cheapest first, until four have been found that make it fit.
 
+    Args:
+        run: the run that does not fit.
+        build: function that returns the run with a change, given its overrides; None if it is refused.
+        num_devices: number of devices of the machine.
+        memory: memory of each device in bytes.
 
-def _batch(plan: Plan) -> dict[str, Any]:
-    return {
-        "batch_size": plan.batch_size,
-        "data_shards": plan.data_shard[1],
-        "accumulation": plan.accumulation,
-        "pipeline_micro_batches": plan.chunks,
-        "samples_per_pass": plan.chunk_size,
-    }
+    Returns:
+        A dict for each change that was tried: `overrides`, `costs`, what it does to the `results`, `peak_bytes`, the
+        memory of the rank that needs most, and whether the run `fits`. Changes that are refused, or that the config
+        contains already, are left out.
+    """
+    found: list[dict[str, Any]] = []
+    for overrides, costs in CHANGES.items():
+        changed = build(overrides) if num_devices > 1 or not overrides[0].startswith("parallel=") else None
+        if changed is None or changed.config == run.config:
+            continue
+        try:
+            ranks = trace(changed, prepared(changed, num_devices))
+        except ConfigError:
+            continue
+        divides_batches = any(word.startswith(("parallel=", "accumulation=")) for word in overrides)
+        results = "the same up to rounding"
+        if divides_batches and ranks[0].normalizes:
+            results = "batch normalization sees smaller batches"
+        elif "precision=bf16" in overrides:
+            results = "16 bits"
+        peak = max(rank.peak_bytes for rank in ranks)
+        change = {"overrides": list(overrides), "costs": costs, "results": results}
+        found.append(change | {"peak_bytes": peak, "fits": peak <= memory})
+        if sum(each["fits"] for each in found) == _ENOUGH:
+            break
+    return found
 
 
 def _rank(run: Run, session: Session, rank: RankPlan) -> dict[str, Any]:
-    world_size = session.world_size
     index, count = plan_of(run, session, rank.rank).data_shard
     share = session.plan.batch_size // count
     backward = rank.costs.backward_flops
@@ -132,43 +180,27 @@ def _rank(run: Run, session: Session, rank: RankPlan) -> dict[str, Any]:
         "forward_flops": rank.costs.flops - backward,
         "backward_flops": backward,
         "messages": {name: {"calls": each[0], "bytes": each[1]} for name, each in rank.costs.messages.items()},
-        "sent_bytes": rank.costs.sent_bytes(world_size),
+        "sent_bytes": rank.costs.sent_bytes(session.world_size),
     }
 
 
 def _pipeline(run: Run, session: Session) -> dict[str, Any] | None:
-    """Return the bubbles of a pipeline; None for other modes."""
     mode, plan = run.parallel, session.plan
     if not isinstance(mode, Pipeline):
         return None
     flops = block_flops(run, session)
     cuts = None if mode.cuts == "auto" else positions_of(mode.cuts, list(flops))
-    num_workers = session.world_size if mode.in_processes else num_stages(run, session)
+    num_workers = session.world_size if mode.in_processes else mode.num_stages(session)
     schedules = SCHEDULES if mode.in_processes else (mode.schedule,)
     rows = bubbles(schedules, num_workers, plan.micro_size, list(flops.values()), mode.asked_stages, cuts)
     return {"schedule": mode.schedule, "num_micro_batches": plan.chunks, "bubbles": rows}
 
 
-def _checkpoint(run: Run, ranks: Sequence[RankPlan]) -> dict[str, int]:
-    """Return the size of a checkpoint, and the room on the disk that the run needs at most, in bytes."""
-    saved = {name: size for rank in ranks for name, size in rank.saved.items()}
-    size = sum(saved.values())
-    # Those that are kept (the newest one always is until the run ends), the best one, and one that is being written.
-    return {"bytes": size, "disk_bytes": size * (max(1, run.keep) + 2)}
-
-
 def _machine(session: Session, ranks: Sequence[RankPlan]) -> dict[str, Any]:
-    """Return the memory in bytes that tensors need on a device of this machine, and the memory that there is.
-
-    On CPUs, this is the memory of all processes together; otherwise, that of the device that needs most.
-    """
     device, peaks = session.device, [rank.peak_bytes for rank in ranks]
     if device.type == "cpu":
-        return {
-            "memory_of": "host",
-            "tensor_bytes": sum(peaks),
-            "available_bytes": host_memory()["available_bytes"] or 0,
-        }
+        available = host_memory()["available_bytes"] or 0
+        return {"memory_of": "host", "tensor_bytes": sum(peaks), "available_bytes": available}
     if device.type == "cuda":
         num_devices = len(session.devices)  # of each process, whose plan has the sum of their memory
         total = torch.cuda.get_device_properties(device).total_memory * num_devices
@@ -177,12 +209,9 @@ def _machine(session: Session, ranks: Sequence[RankPlan]) -> dict[str, Any]:
     return {"memory_of": device_name(device), "tensor_bytes": max(peaks), "available_bytes": total}
 
 
-def _notes(run: Run, session: Session, num_devices: int | None) -> list[str]:
-    notes = ["Only tensors are counted; each process takes 0.5 to 0.7 GB more for Python and torch."]
-    if session.device.type == "cuda" or num_devices is not None:
-        notes[0] = (
-            "Only tensors are counted; a CUDA context, cuDNN's workspaces and what the allocator keeps are additional."
-        )
+def _notes(run: Run, session: Session) -> list[str]:
+    others = "Python and torch take 0.5 to 0.7 GB more, and on a GPU the CUDA context, workspaces and cached memory"
+    notes = [f"Only tensors are counted. In each process, {others}."]
     if run.compile:
         notes.append("The plan is that of compile=false; a compiled model keeps fewer activations.")
     if getattr(run.parallel, "cuts", None) == "auto":
@@ -191,8 +220,6 @@ def _notes(run: Run, session: Session, num_devices: int | None) -> list[str]:
         notes.append(f"Not what a single device computes: {run.parallel.difference}.")
     if len(session.devices) > 1:
         notes.append("One process has all devices; the memory is their sum.")
-        if isinstance(run.parallel, DP):
-            notes.append(
-                "A step of DataParallel also copies the parameters to every other GPU, with gradients of them."
-            )
+    if len(session.devices) > 1 and isinstance(run.parallel, DP):
+        notes.append("A step of DataParallel also copies the parameters to every other GPU, with gradients of them.")
     return notes

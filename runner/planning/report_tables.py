@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from rich.console import Group
@@ -12,9 +13,6 @@ from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.formatting import flops, milliseconds, significant, size
 from runner.planning.step_tracker import KINDS
 from runner.system.tables import table
-
-_MOST_RANKS = 8
-"""If there are more ranks than this, and all do the same work, they share a row."""
 
 Table = tuple[str, list[str], list[list[str]]]
 """The title, the column titles and the rows of a table."""
@@ -35,14 +33,12 @@ def render(report: dict[str, Any]) -> Group:
 
 def tables(report: dict[str, Any]) -> list[Table]:
     """Return the tables that `render` shows for `report`."""
+    work = ["rank", "layers", "samples of a batch", "forward", "backward", "sent"]
+    memory = ["rank", *KINDS, "sum", "before the first step", "between steps"]
     found: list[Table] = [
         ("run", ["", ""], [[key, text] for key, text in _overview(report).items()]),
-        ("work", ["rank", "layers", "samples of a batch", "forward", "backward", "sent"], _work(report["ranks"])),
-        (
-            "memory of tensors at the peak of a step",
-            ["rank", *KINDS, "sum", "before the first step", "between steps"],
-            _memory(report["ranks"]),
-        ),
+        ("work", work, _merged(map(_work, report["ranks"]))),
+        ("memory of tensors at the peak of a step", memory, _merged(map(_memory, report["ranks"]))),
     ]
     if report["pipeline"]:
         found.append(_bubbles(report["pipeline"]))
@@ -77,29 +73,27 @@ def _overview(report: dict[str, Any]) -> dict[str, str]:
     return lines
 
 
-def _work(ranks: Sequence[dict[str, Any]]) -> list[list[str]]:
-    rows = []
-    for rank in ranks:
-        (first, stop), blocks = rank["samples"], rank["blocks"]
-        layers = "all" if not blocks else blocks[0] if len(blocks) == 1 else f"{blocks[0]} … {blocks[-1]}"
-        messages = ", ".join(f"{each['calls']} {name}" for name, each in rank["messages"].items())
-        sent = f"{size(rank['sent_bytes'])} ({messages})" if messages else "nothing"
-        computed = flops(rank["forward_flops"]), flops(rank["backward_flops"])
-        rows.append([str(rank["rank"]), layers, f"{first} – {stop - 1}", *computed, sent])
-    if len(rows) <= _MOST_RANKS or any((row[1], row[3:]) != (rows[0][1], rows[0][3:]) for row in rows):
-        return rows
-    first, stop = ranks[0]["samples"]
-    return [[f"0 – {len(rows) - 1}", rows[0][1], f"{stop - first} each", *rows[0][3:]]]
+def _merged(rows: Iterable[list[str]]) -> list[list[str]]:
+    """Return `rows`, each of a rank, but one for successive ranks whose rows are otherwise equal."""
+    found = []
+    for cells, equal in groupby(rows, key=lambda row: row[1:]):
+        first, *others = [row[0] for row in equal]
+        found.append([f"{first} – {others[-1]}, each" if others else first, *cells])
+    return found
 
 
-def _memory(ranks: Sequence[dict[str, Any]]) -> list[list[str]]:
-    rows = []
-    for rank in ranks:
-        totals = sum(rank["peak"].values()), rank["placed_bytes"], sum(rank["kept"].values())
-        rows.append([str(rank["rank"]), *(size(rank["peak"][kind]) for kind in KINDS), *map(size, totals)])
-    if len(rows) > 1 and all(row[1:] == rows[0][1:] for row in rows):
-        return [[f"0 – {len(rows) - 1}, each", *rows[0][1:]]]
-    return rows
+def _work(rank: dict[str, Any]) -> list[str]:
+    (first, stop), blocks = rank["samples"], rank["blocks"]
+    layers = "all" if not blocks else blocks[0] if len(blocks) == 1 else f"{blocks[0]} … {blocks[-1]}"
+    messages = ", ".join(f"{each['calls']} {name}" for name, each in rank["messages"].items())
+    sent = f"{size(rank['sent_bytes'])} ({messages})" if messages else "nothing"
+    computed = flops(rank["forward_flops"]), flops(rank["backward_flops"])
+    return [str(rank["rank"]), layers, str(stop - first), *computed, sent]
+
+
+def _memory(rank: dict[str, Any]) -> list[str]:
+    totals = sum(rank["peak"].values()), rank["placed_bytes"], sum(rank["kept"].values())
+    return [str(rank["rank"]), *(size(rank["peak"][kind]) for kind in KINDS), *map(size, totals)]
 
 
 def _bubbles(pipeline: dict[str, Any]) -> Table:
@@ -119,13 +113,11 @@ def _bubbles(pipeline: dict[str, Any]) -> Table:
 def _comparison(report: dict[str, Any]) -> list[list[str]]:
     """Return a row for each property that a run has measured: its name, the predicted and the measured value."""
     ranks, measured = report["ranks"], report["measured"]
-    seconds, saved = measured["seconds"], measured["checkpoint_bytes"]
     count = sum(rank["forward_flops"] + rank["backward_flops"] for rank in ranks)
     memory = f"{size(ranks[0]['peak_bytes'])} (the tensors of rank 0)"
     return [
         ["peak of the memory", memory, f"{size(measured['peak_bytes'])} ({measured['peak_of']})"],
-        ["time of a step", "–", f"{milliseconds(seconds)} in the median"],
+        ["time of a step", "–", f"{milliseconds(measured['seconds'])} in the median"],
         ["throughput", "–", f"{significant(measured['samples_per_second'])} samples/s"],
-        ["arithmetic of a step", flops(count), f"{flops(count / seconds)}/s"],
-        ["size of a checkpoint", size(report["checkpoint"]["bytes"]), size(saved) if saved else "–"],
+        ["arithmetic of a step", flops(count), f"{flops(count / measured['seconds'])}/s"],
     ]

@@ -89,6 +89,7 @@ class Trial:
             config["parallel"] = config["parallel"] | {"timeout": _PATIENT}
         self._directory = tempfile.TemporaryDirectory(prefix="runner-trial-", ignore_cleanup_errors=True)
         self._connection, remote = Pipe()
+        self._is_waiting = False
         began = time.perf_counter()
         context: Any = get_context(METHOD)
         self._process = context.Process(target=_run_trial, args=(config, self._directory.name, remote))
@@ -98,7 +99,7 @@ class Trial:
         try:
             self._receive(seconds)
         except BaseException:
-            self.close(kill=True)
+            self.close()
             raise
         self.startup_seconds = time.perf_counter() - began
 
@@ -111,6 +112,7 @@ class Trial:
             TrialError: if the run fails.
             TooLateError: if the burst takes longer than `seconds`.
         """
+        self._is_waiting = False
         with contextlib.suppress(OSError):  # it has died: the reason is the next message
             self._connection.send(True)
         return Burst(*self._receive(seconds))
@@ -129,15 +131,12 @@ class Trial:
             raise _reason(ChildProcessError(f"its process ended: {ending}")) from None
         if isinstance(message, TrialError):
             raise message
+        self._is_waiting = True
         return message
 
-    def close(self, kill: bool = False) -> None:
-        """End all processes of the trial.
-
-        Args:
-            kill: whether to kill them at once; if False, they first have some seconds to end by themselves.
-        """
-        if not kill:
+    def close(self) -> None:
+        """End all processes of the trial: at once, unless it waits, and can end by itself within some seconds."""
+        if self._is_waiting:
             with contextlib.suppress(OSError):
                 self._connection.send(False)
             self._process.join(_FAREWELL_SECONDS)

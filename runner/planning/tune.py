@@ -20,9 +20,8 @@ from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
 from runner.config.overrides import override_key
 from runner.planning.candidates import Candidate, Candidates, Compose
-from runner.planning.device_memory import available_bytes
 from runner.planning.formatting import significant, size
-from runner.planning.search import BUDGET_SPENT, Row, Search, ratio
+from runner.planning.search import BUDGET_SPENT, Row, Search
 from runner.planning.trial import Trial
 from runner.storage import run_directory
 from runner.storage.files import write_text
@@ -68,12 +67,12 @@ def tune(
     began = time.perf_counter()
     candidates = Candidates(compose, typed, config_dir)
     left = budget - (time.perf_counter() - began)
-    search = Search(candidates.judged, start, left, allowed, has_room, report=report)
+    search = Search(candidates.judged, start, left, allowed, report=report)
     chosen = search.run(candidates.groups())
-    rows = [*search.measured(), *(row for row in search.rows if not row.bursts)]
+    rows = [*search.measured(), *(row for row in search.rows if not row.seconds)]
     return {
         "chosen": list(chosen.candidate.overrides),
-        "speedup": 1 / ratio(chosen, search.base).value,
+        "speedup": 1 / chosen.ratio,
         "rows": [plain(row, search.base, candidates.base.batch_size) for row in rows],
         "seconds": time.perf_counter() - began,
     }
@@ -82,21 +81,6 @@ def tune(
 def start(candidate: Candidate, seconds: float) -> Trial:
     assert candidate.run is not None
     return Trial(candidate.run.config, seconds)
-
-
-def has_room(candidate: Candidate, base: Row, waiting: Sequence[Row]) -> bool:
-    """Return whether there is enough memory for the trial of a candidate.
-
-    Each process is assumed to need the memory that was measured for a process of the baseline, or in proportion more
-    if its micro-batches are larger.
-    """
-    now, before = candidate.session, base.candidate.session
-    assert now is not None
-    assert before is not None
-    per_process = base.memory_bytes / before.world_size
-    needed = per_process * max(1.0, now.plan.micro_size / before.plan.micro_size) * now.world_size
-    on_gpu = now.device.type == "cuda"  # elsewhere, what is available excludes the memory of waiting trials
-    return needed < available_bytes(now.collectives) - sum(row.memory_bytes for row in waiting if on_gpu)
 
 
 def plain(row: Row, base: Row, samples: int) -> dict[str, Any]:
@@ -115,18 +99,17 @@ def plain(row: Row, base: Row, samples: int) -> dict[str, Any]:
         for a slower start, None if it never does.
     """
     found: dict[str, Any] = {"overrides": list(row.candidate.overrides), "results": row.candidate.results}
-    found |= {"status": row.status, "reason": row.reason, "rounds": len(row.bursts)} | dict.fromkeys(_MEASURED)
-    if not row.bursts:
+    found |= {"status": row.status, "reason": row.reason, "rounds": len(row.seconds)} | dict.fromkeys(_MEASURED)
+    if not row.seconds:
         return found
-    compared = ratio(row, base)
-    saved = base.step_seconds * (1 - compared.value)
-    rates = [samples / seconds for seconds in row.bursts.values()]
+    saved = base.step_seconds * (1 - row.ratio)
+    rates = [samples / seconds for seconds in row.seconds]
     low, _, high = statistics.quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else rates * 3
     return found | {
         "samples_per_second": samples / row.step_seconds,
         "spread": [low, high],
-        "speedup": 1 / compared.value,
-        "ties": row is not base and not compared.is_clear,
+        "speedup": 1 / row.ratio,
+        "ties": row is not base and not row.is_faster_than(base) and not base.is_faster_than(row),
         "memory_bytes": row.memory_bytes,
         "startup_seconds": row.startup_seconds,
         "break_even_steps": max(0.0, (row.startup_seconds - base.startup_seconds) / saved) if saved > 0 else None,

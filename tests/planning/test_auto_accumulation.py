@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from helpers.compose import TINY_CPU, build_composed_run
+from runner.planning.device_memory import needed_bytes
 
 from runner.config.errors import ConfigError
 from runner.planning.auto_accumulation import fitting_accumulation
-from runner.planning.device_memory import needed_bytes
 from runner.planning.fake_step import trace
 from runner.planning.planned_session import prepared
 from runner.planning.trial import Burst, TrialError
@@ -44,7 +44,7 @@ class FakeTrials:
     def burst(self, seconds: float) -> Burst:
         return Burst(1.0, 1.0)
 
-    def close(self, kill: bool = False) -> None: ...
+    def close(self) -> None: ...
 
 
 def fitting(memory: float, attempts: FakeTrials, *typed: str) -> tuple[int, list[str]]:

@@ -47,7 +47,7 @@ def test_compiled_code_is_kept_apart_from_that_of_other_runs() -> None:
     trial = Trial(compose_config(*TINY_CPU, "parallel=ddp", "compile=true"), TIMEOUT_SECONDS)
     directory = Path(trial._directory.name)
     assert list(directory.glob("compiled/**/*.so"))
-    trial.close(kill=True)
+    trial.close()
     assert not directory.exists()
 
 
@@ -68,7 +68,7 @@ def test_a_trial_that_is_killed_is_an_error(mode: str, number: signal.Signals) -
     with pytest.raises(TrialError, match=number.name) as caught:
         trial.burst(TIMEOUT_SECONDS)
     assert (caught.value.refused, caught.value.out_of_memory) == (False, number == signal.SIGKILL)
-    trial.close(kill=True)
+    trial.close()
 
 
 def test_a_trial_that_takes_too_long_is_killed() -> None:
@@ -106,6 +106,6 @@ def test_a_step_that_runs_out_of_memory_raises_an_out_of_memory_error() -> None:
     process.rlimit(psutil.RLIMIT_AS, (enough, enough))
     with pytest.raises(TrialError) as caught:
         trial.burst(TIMEOUT_SECONDS)
-    trial.close(kill=True)
+    trial.close()
     assert caught.value.out_of_memory, caught.value.why
     assert not caught.value.refused

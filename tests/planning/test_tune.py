@@ -116,7 +116,7 @@ def test_no_experiment_is_written_if_an_override_deletes_a_key(tmp_path: Path) -
 
 
 def test_a_config_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(search, "ROUNDS", 1)  # to save time
+    monkeypatch.setattr(search, "MAX_ROUNDS", 2)  # to save time
     typed = [*SMALL, f"output_root={tmp_path}", "accumulation=1", "compile=false"]
     assert tune.main([*typed, "--json"]) == DONE
     found = json.loads(capsys.readouterr().out)
@@ -127,7 +127,7 @@ def test_a_config_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         "channels_last=false": "measured",
     }
     assert rows[""]["samples_per_second"] > 0
-    # The first round is of the default alone. On a busy machine, the other may be dropped after its first round.
+    # The first round is of the baseline alone. On a busy machine, the other may be dropped after its first round.
     assert rows[""]["rounds"] == rows["channels_last=false"]["rounds"] + 1 >= 2
     assert Path(found["directory"], "experiment", "tuned.yaml").is_file()
     assert found["chosen"] in ([], ["channels_last=false"])

@@ -8,12 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.compose import build_composed_run
 
-from runner.planning import tune
 from runner.planning.candidates import BITWISE, LAST_BITS, SIXTEEN_BITS, STATISTICS, Candidate, Group, Overrides
-from runner.planning.planned_session import first_process
-from runner.planning.search import BUDGET_SPENT, Row, Search, ratio
+from runner.planning.search import BUDGET_SPENT, Row, Search
 from runner.planning.trial import BURST_SECONDS, Burst, TooLateError, TrialError
 from runner.planning.tune import plain
 
@@ -80,7 +77,7 @@ class SimulatedTrial:
         machine.trained[self.name] = machine.trained.get(self.name, 0.0) + taken
         return Burst(each, 1e6)
 
-    def close(self, kill: bool = False) -> None:
+    def close(self) -> None:
         self.machine.running -= 1
 
 
@@ -202,38 +199,6 @@ def test_a_burst_may_take_ten_times_its_usual_time() -> None:
     assert max(machine.patience[1:]) >= 60
 
 
-def test_waiting_trials_are_ended_to_free_memory() -> None:
-    machine = SimulatedMachine({"": 0.010, "a": 0.008, "b": 0.009, "c": 0.007})
-    search = machine.search(has_room=lambda candidate, base, waiting: len(waiting) < 2)
-    assert chosen(search, group("abc")) == "c"
-    assert machine.running == 0
-    search = machine.search(has_room=lambda candidate, *rows: not candidate.overrides)
-    chosen(search, group("a"))
-    assert statuses(search)["a"] == ("dropped", "it does not fit into memory")
-
-
-@pytest.mark.parametrize(
-    ("typed", "has_room"),
-    [
-        ("accumulation=4", True),
-        ("accumulation=2 parallel=ddp parallel.processes=2", True),
-        ("accumulation=4 parallel=ddp parallel.processes=4", False),
-        ("accumulation=1", False),
-    ],
-)
-def test_the_memory_of_a_candidate_is_that_of_its_processes(
-    typed: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tune, "available_bytes", lambda process: 3e9)
-
-    def candidate(*overrides: str) -> Candidate:
-        run = build_composed_run("model=tiny", "device=cpu", *overrides)
-        return Candidate(overrides, run, run.session(first_process(run)))
-
-    base = Row(candidate("accumulation=4"), memory_bytes=1e9)
-    assert tune.has_room(candidate(*typed.split()), base, []) is has_room
-
-
 def test_rows_as_plain_values() -> None:
     machine = SimulatedMachine({"": 0.010, "a": 0.005}, startup={"a": 11.0}, results={"bf16": SIXTEEN_BITS})
     search = machine.search()
@@ -248,8 +213,12 @@ def test_rows_as_plain_values() -> None:
 
 
 def test_a_ratio_has_an_uncertainty() -> None:
-    one, other = (Row(Candidate((name,))) for name in "ab")
-    one.bursts, other.bursts = {1: 1.0, 2: 1.1, 3: 0.9, 4: 1.0}, {2: 1.0, 3: 1.0, 4: 1.0, 5: 9.0}
-    value, uncertainty = ratio(one, other)
-    assert value == pytest.approx(1.0)
-    assert uncertainty == pytest.approx(2 * 1.2533 * 1.4826 * 0.1 / 3**0.5)
+    row = Row(Candidate(("a",)), seconds=[1.0] * 4, ratios=[0.9, 1.1, 1.0, 1.0])
+    assert row.ratio == pytest.approx(1.0)
+    assert row.uncertainty == pytest.approx(2 * 1.2533 * 1.4826 * 0.05 / 4**0.5)
+    few = Row(Candidate(("b",)), seconds=[1.0] * 2, ratios=[0.95, 0.95])
+    assert (few.ratio, few.uncertainty) == (0.95, 0.1)
+    base = Row(Candidate(()))
+    assert (base.ratio, base.uncertainty) == (1.0, 0.0)
+    assert not few.is_faster_than(base)
+    assert Row(Candidate(("c",)), ratios=[0.9, 0.91, 0.9]).is_faster_than(base)

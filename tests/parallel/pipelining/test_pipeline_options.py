@@ -93,7 +93,7 @@ def test_unset_options_are_derived_from_the_others(overrides: str, stages: int, 
     session = prepare(*overrides.split())
     mode = build_composed_run(*TINY, "parallel=pipeline", *overrides.split()).parallel
     assert isinstance(mode, Pipeline)
-    found = (mode._num_stages(session), session.world_size, session.plan.chunks)
+    found = (mode.num_stages(session), session.world_size, session.plan.chunks)
     assert found == (stages, processes, micros)
     assert session.plan.data_shard == (0, 1), "every process goes through the same batches"
 
