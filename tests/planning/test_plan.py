@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +17,12 @@ from helpers.ranks import PersistentRanks
 from helpers.runs import write_images
 from helpers.tensor_memory import measured_peak
 
-from runner.analysis.saved_runs import find_runs
 from runner.commands import plan
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.bubbles import bubbles
-from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank
+from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank, with_cuts
 from runner.planning.formatting import flops
 from runner.planning.planned_session import prepared
 from runner.planning.report import report_of
@@ -37,6 +37,7 @@ SMALL = (*TINY_CPU, "batch_size=256", "steps=1")
 PIPELINE = ("parallel=pipeline", "parallel.cuts=[layer3.0]")
 
 
+@functools.cache
 def planned(*overrides: str) -> list[RankPlan]:
     run = build_composed_run(*overrides)
     return trace(run, prepared(run))
@@ -56,11 +57,9 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     "overrides",
     [
         (),
-        ("accumulation=4",),
-        ("model.checkpoint_activations=true",),
+        ("accumulation=2", "model.checkpoint_activations=true"),
         ("precision=bf16",),
-        ("optimizer=adamw", "channels_last=false"),
-        ("ema.decay=0.9",),
+        ("optimizer=adamw", "channels_last=false", "ema.decay=0.9"),
         ("parallel=pipeline", "parallel.engine=streams", "parallel.cuts=[layer3.0]"),
         ("workload=dqn",),
     ],
@@ -90,7 +89,7 @@ def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "typed",
-    ["", "parallel=ddp", "parallel=fsdp", "parallel=pipeline parallel.num_micro_batches=2", "workload=dqn"],
+    ["parallel=ddp", "parallel=fsdp", "parallel=pipeline parallel.num_micro_batches=2", "workload=dqn"],
     ids=str,
 )
 def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
@@ -98,11 +97,11 @@ def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
     words = (*small, "device=cpu", "device.threads=1", *typed.split(), "batch_size=64", "accumulation.steps=8")
     run = build_composed_run(*words)
     session = prepared(run)
-    world_size = session.world_size
+    run = with_cuts(run, session)
     if torch.__version__ < "2.14":  # torch 2.11 finds the shapes of DTensors by operations, once, which are counted
-        trace_rank(run, session, 0, world_size)
+        trace_rank(run, session, 0)
     for rank, found in enumerate(trace(run, session)):
-        whole = trace_rank(run, session, rank, world_size)
+        whole = trace_rank(run, session, rank)
         assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=2e-3)  # indices and losses of all samples
         assert found.kept == pytest.approx(whole.kept, rel=2e-3, abs=64)
         assert (found.saved, found.blocks) == (whole.saved, whole.blocks)
@@ -279,30 +278,21 @@ def test_keep_0_is_planned_with_the_disk_space_of_keep_1(capsys: pytest.CaptureF
 
 
 def test_bubbles_are_reported_for_each_schedule_and_split_size(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, *RESNET, "parallel=pipeline", "parallel.schedule=1f1b", "parallel.split_size=4")["pipeline"]
-    assert (found["schedule"], found["num_micro_batches"]) == ("1f1b", 4)
-    rows = {row["split_size"]: row for row in found["bubbles"]}
+    def bubbles_of(*typed: str) -> dict[int, dict[str, Any]]:
+        words = (*TINY_CPU, "batch_size=16", "steps=1", "parallel=pipeline", "parallel.schedule=1f1b", *typed)
+        found = report(capsys, *words, "parallel.split_size=4")["pipeline"]
+        assert (found["schedule"], found["num_micro_batches"]) == ("1f1b", 4)
+        return {row["split_size"]: row for row in found["bubbles"]}
+
+    rows = bubbles_of()
     assert list(rows) == [16, 8, 4, 2, 1]
-    assert [rows[16][key] for key in SCHEDULES] == [pytest.approx(0.5, abs=0.01), None, None, None]
+    assert rows[16]["gpipe"] >= 0.5
+    assert [rows[16][key] for key in SCHEDULES[1:]] == [None, None, None]
     assert rows[1]["gpipe"] < rows[4]["gpipe"] < rows[8]["gpipe"]
     assert rows[4]["zero_bubble"] < rows[4]["1f1b"]
-
-
-def test_bubbles_depend_on_the_typed_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    def shares(*typed: str) -> dict[str, float | None]:
-        words = (*RESNET, "parallel=pipeline", "parallel.split_size=4", *typed)
-        rows = report(capsys, *words)["pipeline"]["bubbles"]
-        row = next(row for row in rows if row["split_size"] == 4)
-        return {key: row[key] for key in SCHEDULES}
-
-    balanced, uneven = shares(), shares("parallel.cuts=[layer4.1]")
-    assert uneven["gpipe"] is not None
-    assert balanced["gpipe"] is not None
-    assert uneven["gpipe"] > balanced["gpipe"] + 0.1
-    assert uneven["interleaved_1f1b"] is None, "it has two stages per process"
-    four = shares("parallel.stages=4", "parallel.processes=2", "parallel.schedule=zero_bubble")
-    assert (four["gpipe"], four["1f1b"]) == (None, None)
-    assert four["interleaved_1f1b"] == balanced["interleaved_1f1b"]
+    uneven = bubbles_of("parallel.cuts=[head]")
+    assert uneven[4]["gpipe"] > rows[4]["gpipe"]
+    assert uneven[4]["interleaved_1f1b"] is None, "it has two stages per process"
 
 
 @pytest.mark.parametrize(
@@ -352,42 +342,26 @@ def test_a_config_that_does_not_fit_is_reported_with_changes_that_fit(capsys: py
     assert "it fits" in capsys.readouterr().out
 
 
-def test_a_change_to_smaller_batches_reports_its_effect_on_batch_normalization(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def results(*overrides: str) -> dict[tuple[str, ...], str]:
-        found = report(capsys, *RESNET, *overrides, "--memory", "1MB", "--devices", "2")["remedies"]
-        return {tuple(each["overrides"]): each["results"] for each in found}
-
-    normalized, grouped = results(), results("model.norm=group")
-    assert normalized["accumulation=2",] == "batch normalization sees smaller batches"
-    assert grouped["accumulation=2",] == "the same up to rounding"
-    assert normalized["model.checkpoint_activations=true",] == "the same up to rounding"
-    assert normalized["precision=bf16",] == "16 bits"
-    both = normalized["parallel=fsdp", "model.checkpoint_activations=true", "precision=bf16"]
-    assert both == "16 bits; batch normalization sees smaller batches"
-
-
-def test_a_change_that_the_config_contains_is_not_proposed(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, *SMALL, "model.hidden=10000", "accumulation=2", "--memory", "1MB")["remedies"]
-    proposed = [tuple(each["overrides"]) for each in found]
-    assert ("accumulation=2",) not in proposed
-    assert ("accumulation=4",) in proposed
+def test_a_change_is_proposed_with_its_effect_on_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*RESNET, "data.size=8", "model.checkpoint_activations=true")
+    found = {tuple(each["overrides"]): each for each in report(capsys, *words, "--memory", "1MB")["remedies"]}
+    assert {overrides: each["results"] for overrides, each in found.items()} == {
+        ("accumulation=4",): "batch normalization sees smaller batches",
+        ("precision=bf16",): "16 bits",
+        ("model.checkpoint_activations=true", "accumulation=8"): "batch normalization sees smaller batches",
+    }, "what the config contains is not proposed"
+    assert not any(each["fits"] for each in found.values())
 
 
 REFUSED = {
     "--devices 0": "--devices",
     "--devices many": "--devices",
-    "--memory lots": "--memory",
     "--memory 80iB": "--memory",
-    "--memory 8GiBB": "--memory",
-    f"--devices {'9' * 5000}": "--devices",
-    "outputs/nope": "RUN: got 'outputs/nope'",
-    "outputs/nope-seed=1+lr=2": "RUN: got 'outputs/nope-seed=1+lr=2'",
     "--memory 0GB": "--memory",
     "--memory 80": "--memory",
+    "outputs/nope": "directory: got 'outputs/nope'",
+    "outputs/nope-seed=1+lr=2": "directory: got 'outputs/nope-seed=1+lr=2'",
     "--measure": "--measure",
-    "--sizes": "--sizes",
     "resume=outputs/classifier/run": "resume",
     "optimizer.lr=0.1,0.2": "optimizer.lr",
     "batch_size=3 accumulation=2": "batch_size",
@@ -417,34 +391,14 @@ def test_a_run_is_planned_from_its_directory(tmp_path: Path, capsys: pytest.Capt
     assert found["measured"]["seconds"] == result["step_seconds"]["median"]
     assert found["measured"]["samples_per_second"] == result["samples_per_second"]
     assert found["measured"]["peak_bytes"] == result["peak_memory_bytes"]
-    newest = max((run / "checkpoints").iterdir())
-    assert found["measured"]["checkpoint_bytes"] == sum(file.stat().st_size for file in newest.iterdir())
     rows = {title: rows for title, _, rows in tables(found)}["predicted and measured"]
     flop = sum(rank["forward_flops"] + rank["backward_flops"] for rank in found["ranks"])
     assert ["arithmetic of a step", flops(flop), f"{flops(flop / found['measured']['seconds'])}/s"] in rows
-    changed = report(capsys, str(run), "batch_size=64", "--memory", "1MB")
+    changed = report(capsys, str(run), "batch_size=64")
     assert changed["batch"]["batch_size"] == 64
     assert changed["measured"] is None, "it has not trained like this"
-    assert changed["remedies"]
-    (newest / "link").symlink_to("nothing")  # another user may have written it
-    assert report(capsys, str(run))["measured"]["checkpoint_bytes"] > 0
-    newest.with_name("step_99999999").touch()
-    assert report(capsys, str(run))["measured"]["checkpoint_bytes"] is None
-    for median in ("soon", 0, None):
-        (run / "result.json").write_text(json.dumps(result | {"step_seconds": {"median": median}}))
-        assert report(capsys, str(run))["measured"] is None
-
-
-def test_a_run_whose_config_is_only_in_its_checkpoints_is_planned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*TINY_CPU, "steps=3", "save_every=1", "keep=2", f"output_root={tmp_path}"]
-    assert run_in_this_process(words, tmp_path)[0] == 0
-    [run] = (tmp_path / "classifier").iterdir()
-    (run / "config.yaml").unlink()
-    capsys.readouterr()
-    assert report(capsys, str(run))["measured"]["peak_bytes"] > 0
-    assert [each.directory for each in find_runs([tmp_path])] == [run]
+    (run / "result.json").write_text(json.dumps(result | {"step_seconds": {"median": "soon"}}))
+    assert report(capsys, str(run))["measured"] is None
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -455,5 +409,5 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Cap
 def test_ranks_with_the_same_work_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, *RESNET, "parallel=ddp", "batch_size=32", "--devices", "16")
     rows = {title: rows for title, _, rows in tables(found)}
-    assert [row[0] for row in rows["work"]] == ["0 – 15"]
+    assert [row[0] for row in rows["work"]] == ["0 – 15, each"]
     assert [row[0] for row in rows["memory of tensors at the peak of a step"]] == ["0 – 15, each"]
