@@ -131,8 +131,8 @@ class TensorSamples(ArraySamples, LabeledSamples):
         self._mean, self._std = per_channel(self.mean, device), per_channel(self.std, device)
         self._black = -self._mean / self._std
 
-    def _normalized(self, images: torch.Tensor) -> torch.Tensor:
-        return normalized(images, self._mean, self._std) if images.dtype == torch.uint8 else images
+    def _normalized(self, inputs: torch.Tensor) -> torch.Tensor:
+        return normalized(inputs, self._mean, self._std) if inputs.dtype == torch.uint8 else inputs
 
 
 def _pixels(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:

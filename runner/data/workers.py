@@ -27,10 +27,10 @@ _POLL = 0.5  # seconds
 _IN_MAIN_PROCESS = "data.workers=0 loads data in the main process"
 _ENLARGE = f"reduce data.workers or data.prefetch, or enlarge it (docker run --shm-size=8g); {_IN_MAIN_PROCESS}"
 _CAUSES = {
-    signal.SIGKILL: (", perhaps because memory ran out", "reduce data.workers or data.prefetch; "),
-    signal.SIGBUS: (", most likely because shared memory ran out", "enlarge /dev/shm (docker run --shm-size=8g); "),
+    -signal.SIGKILL: (", perhaps because memory ran out", "reduce data.workers or data.prefetch; "),
+    -signal.SIGBUS: (", most likely because shared memory ran out", "enlarge /dev/shm (docker run --shm-size=8g); "),
 }
-"""(likely cause, remedy) by the signal that killed a worker."""
+"""(likely cause, remedy) by the exit code of a worker."""
 
 J = TypeVar("J")
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class Workers:
             if worker.sentinel in ended:
                 code = worker.exitcode or 0
                 end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-                cause, remedy = _CAUSES.get(-code, ("", ""))
+                cause, remedy = _CAUSES.get(code, ("", ""))
                 return DataError(f"data worker {worker.pid}", f"it {end}{cause}", f"{remedy}{_IN_MAIN_PROCESS}")
         return error
 

@@ -22,6 +22,10 @@ _EXTRAS = {"box2d": "box2d", "classic_control": "classic-control"}
 """The pip extra of gymnasium for each family of environments."""
 
 
+class EnvironmentBrokenError(Exception):
+    """Raised when an environment raises an error or returns values that are not finite."""
+
+
 @dataclass
 class Env:
     """A gymnasium environment with discrete actions (Towers et al., 2024); for options, see `conf/env/_env.yaml`.
@@ -56,7 +60,7 @@ class Env:
         `frames_per_second`, and `shared_rng` (whether environments that are stepped together share a random number
         generator). Raises `ConfigError` if it cannot be created, or has spaces that are not supported.
         """
-        from runner.env.vector import EnvironmentBrokenError, shape_and_actions
+        from runner.env.vector import shape_and_actions
 
         spec = self._spec()
         single = self._make_one(spec)

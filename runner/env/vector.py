@@ -21,6 +21,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gymnasium.wrappers import FlattenObservation
 
 from runner.config.errors import ConfigError, check
+from runner.env.base import EnvironmentBrokenError
 from runner.storage.content_checks import check_like
 from runner.system.forkserver import METHOD, start_server, without_main_module
 from runner.system.signals import STOP_SIGNALS
@@ -31,10 +32,6 @@ _UNBOUNDED = 1e6
 _PRELOADED = ("gymnasium", "runner.env.vector")
 _WITH_STATE = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")
 _PLAIN_TYPES = (bool, int, float, str, type(None), np.ndarray, np.number, np.bool_)
-
-
-class EnvironmentBrokenError(Exception):
-    """Raised when an environment raises an error or returns values that are not finite."""
 
 
 class Steps(NamedTuple):

@@ -16,8 +16,7 @@ from gymnasium.vector import AsyncVectorEnv
 from helpers.command import TIMEOUT_SECONDS
 
 from runner.config.errors import ConfigError
-from runner.env.base import Env
-from runner.env.vector import EnvironmentBrokenError
+from runner.env.base import Env, EnvironmentBrokenError
 
 
 def prepared(id: str, **options: Any) -> Env:

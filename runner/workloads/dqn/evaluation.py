@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,9 +11,12 @@ import torch
 from runner.data.base import shard_bounds
 from runner.device import sum_dtype
 from runner.env.base import Env
-from runner.env.vector import Vector
 from runner.seeds import derive
 from runner.tracking.metrics import MetricSums
+from runner.workloads.dqn.actor import greedy_policy
+
+if TYPE_CHECKING:
+    from runner.env.vector import Vector
 
 Infer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,12 +35,12 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
         counted = slice(0, last - first)
         num_episodes = max(last - first, 1)
     seeds = [derive(0, "evaluation", first + episode) for episode in range(num_episodes)]
-    in_lockstep = shard[1] > 1 and not env.shared_rng
+    policy, in_lockstep = greedy_policy(infer, device), shard[1] > 1 and not env.shared_rng
     with env.vector(num_episodes, in_process=True) as vector:
         vector.reset(derive(0, "evaluation") if env.shared_rng else seeds)
         returns, lengths, running = np.zeros(num_episodes), np.zeros(num_episodes), np.ones(num_episodes, bool)
         for _ in range(env.longest or _MAX_STEPS):
-            steps = vector.step(_greedy_actions(infer, vector.observations, device))
+            steps = vector.step(policy(vector.observations))
             returns += steps.rewards * running
             lengths += running
             running &= ~(steps.terminated | steps.truncated)
@@ -71,12 +75,12 @@ def play_one(
 
     `before_step` is called with the environment and the number of the step, counted from 0.
     """
-    total, length = 0.0, 0
+    policy, total, length = greedy_policy(infer, device), 0.0, 0
     with env.vector(1, in_process=True, render_mode=render_mode) as vector:
         vector.reset(seed)
         for length in range(1, (env.longest or _MAX_STEPS) + 1):
             before_step(vector, length - 1)
-            steps = vector.step(_greedy_actions(infer, vector.observations, device))
+            steps = vector.step(policy(vector.observations))
             total += float(steps.rewards[0])
             if (steps.terminated | steps.truncated).any():
                 break
@@ -85,10 +89,6 @@ def play_one(
 
 def frame(vector: Vector) -> torch.Tensor:
     return torch.from_numpy(vector.render().copy()).permute(2, 0, 1)
-
-
-def _greedy_actions(infer: Infer, observations: np.ndarray, device: torch.device) -> np.ndarray:
-    return infer(torch.from_numpy(observations).to(device)).argmax(1).cpu().numpy()
 
 
 def observation_scaling(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,7 +48,6 @@ class Replay:
     def __init__(self, capacity: int, observation_size: int, device: torch.device | str = "cpu"):
         self.capacity = capacity
         self.rows = torch.zeros(capacity, row_width(observation_size), device=device)
-        self._host = self.rows.numpy() if self.rows.device.type == "cpu" else None
         self._length = self._cursor = 0
 
     def __len__(self) -> int:
@@ -58,17 +57,11 @@ class Replay:
         """Add packed transitions, float32 [n, row_width]; in a full buffer, they overwrite the oldest transitions."""
         rows = rows[-self.capacity :]
         first = min(len(rows), self.capacity - self._cursor)
-        self._write(self._cursor, rows[:first])
+        self.rows[self._cursor : self._cursor + first].copy_(torch.from_numpy(rows[:first]))
         if first < len(rows):
-            self._write(0, rows[first:])
+            self.rows[: len(rows) - first].copy_(torch.from_numpy(rows[first:]))
         self._cursor = (self._cursor + len(rows)) % self.capacity
         self._length = min(self._length + len(rows), self.capacity)
-
-    def _write(self, start: int, rows: np.ndarray) -> None:
-        if self._host is not None:
-            self._host[start : start + len(rows)] = rows
-        else:
-            self.rows[start : start + len(rows)].copy_(torch.from_numpy(rows))
 
     def at(self, indices: np.ndarray) -> torch.Tensor:
         rows = torch.from_numpy(indices)
@@ -131,7 +124,7 @@ class NStepBuffer:
         self._returns += self._weights[slot] * rewards
         ended = terminated | truncated
         oldest = (slot + 1) % self.length
-        if np.count_nonzero(ended):
+        if ended.any():
             return self._close(slot, oldest, ended, terminated, next_observations)
         rows, full = self._rows[oldest], self._open[oldest]
         rows[:, self.size : -3] = next_observations

@@ -14,7 +14,7 @@ import torch
 
 from runner.batching import Plan
 from runner.config.errors import ABSENT, ConfigError, check, check_choice, check_range, errors_under
-from runner.env.base import Env, envs_per_process
+from runner.env.base import Env, EnvironmentBrokenError, envs_per_process
 from runner.model.base import Model
 from runner.seeds import derive
 from runner.storage.content_checks import CONTENT_ERRORS
@@ -24,11 +24,12 @@ from runner.system.section_timer import timer
 from runner.system.torch_errors import is_out_of_memory
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.base import Workload
+from runner.workloads.dqn import evaluation
+from runner.workloads.dqn.actor import Actor, Policy, Repeats, check_saved, greedy_policy
+from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, row_width, unpack
 
 if TYPE_CHECKING:
     from models.qnet import WithTarget
-    from runner.workloads.dqn.actor import Actor, Policy
-    from runner.workloads.dqn.replay import Transitions
 
 log = logging.getLogger(__name__)
 
@@ -129,11 +130,10 @@ class DQN(Workload):
 
     def build_model(self) -> torch.nn.Module:
         from models.qnet import WithTarget
-        from runner.workloads.dqn.evaluation import observation_scaling
 
         with errors_under("model"):
             online = self.model.build(self.env.shape, self.env.num_actions)
-        return WithTarget(online, *(observation_scaling(self.env, self.warm_up) if self.normalize else ()))
+        return WithTarget(online, *(evaluation.observation_scaling(self.env, self.warm_up) if self.normalize else ()))
 
     def input_shape(self) -> tuple[int, ...]:
         return self.env.shape
@@ -144,20 +144,16 @@ class DQN(Workload):
     def batches(
         self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device
     ) -> Iterator[Transitions]:
-        from runner.workloads.dqn.actor import greedy_policy
-
         self._count = plan.num_data_ranks
         self._logged = (_training_time(), 0)
-        self._actor = actor = self._new_actor(plan, device)
+        self._actor = self._new_actor(plan, device)
         if after_step:
-            self._resume(actor, after_step + 1 + plan.step_shard[0] - plan.step_shard[1])
-        return self._stream(actor, greedy_policy(model, device), plan, after_step, device)
+            self._resume(self._actor, after_step + 1 + plan.step_shard[0] - plan.step_shard[1])
+        return self._stream(self._actor, greedy_policy(model, device), plan, after_step, device)
 
     def _stream(
         self, actor: Actor, policy: Policy, plan: Plan, after_step: int, device: torch.device
     ) -> Iterator[Transitions]:
-        from runner.workloads.dqn.replay import unpack
-
         sizes = [micro.stop - micro.start for micro in plan.micro_batches(1)]
         index, count = plan.step_shard
         with actor.vector:  # closed with this generator
@@ -171,8 +167,6 @@ class DQN(Workload):
                     yield unpack(rows.to(device, non_blocking=True), possible_returns)
 
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Transitions]:
-        from runner.workloads.dqn.replay import row_width, unpack
-
         capacity = math.ceil(self.replay_size / plan.num_data_ranks)
         replay_device = device if self.replay_device == "learner" else "cpu"
         replay = torch.zeros(capacity, row_width(math.prod(self.env.shape)), device=replay_device)
@@ -195,9 +189,6 @@ class DQN(Workload):
         return self.epsilon_start + (self.epsilon_final - self.epsilon_start) * progress
 
     def _new_actor(self, plan: Plan, device: torch.device) -> Actor:
-        from runner.workloads.dqn.actor import Actor, Repeats
-        from runner.workloads.dqn.replay import NStepBuffer, Replay, row_width
-
         num_envs, size = envs_per_process(self.env.num_envs, plan.num_data_ranks), math.prod(self.env.shape)
         capacity = math.ceil(self.replay_size / self._count)
         replay_device = device if self.replay_device == "learner" else torch.device("cpu")
@@ -212,9 +203,9 @@ class DQN(Workload):
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
         with errors_under("env"):
             vector = self.env.vector(num_envs)
+        longest = self.epsilon_repeat
+        repeats = Repeats(num_envs, longest, self.epsilon_repeat_exponent) if longest > 1 else None
         seed = derive(plan.seed, "agent", plan.data_rank)
-        longest, exponent = self.epsilon_repeat, self.epsilon_repeat_exponent
-        repeats = Repeats(num_envs, longest, exponent) if longest > 1 else None
         return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, repeats)
 
     def _check_memory(self, capacity: int, row_bytes: int) -> None:
@@ -241,8 +232,6 @@ class DQN(Workload):
         If nothing was saved for this process, fill its replay buffer with transitions of random actions.
         """
         if self._saved:
-            from runner.env.vector import EnvironmentBrokenError
-
             try:
                 actor.load_state_dict(self._saved)
             except (*CONTENT_ERRORS, EnvironmentBrokenError) as error:
@@ -288,8 +277,6 @@ class DQN(Workload):
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:
-        from runner.workloads.dqn import evaluation
-
         # On every rank, though rank 0 alone logs the video: in an ensemble, `infer` is a collective.
         self._video = evaluation.record_video(self.env, infer, device) if self.record_video else None
         return evaluation.play(self.env, infer, self.eval_episodes, shard, device)
@@ -324,8 +311,6 @@ class DQN(Workload):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check `state`, and keep it until `batches` creates the environments and buffers."""
-        from runner.workloads.dqn.actor import check_saved
-
         if state:
             size, repeat = math.prod(self.env.shape), self.epsilon_repeat
             check_saved(state, size, self.env.num_actions, self.n_step, repeat)
