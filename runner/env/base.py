@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import ConfigError, check, check_choice, check_range, did_you_mean
 from runner.config.overrides import text_override
+from runner.env import EnvironmentBrokenError
 from runner.system.import_path import is_installed
 
 if TYPE_CHECKING:
@@ -20,10 +21,6 @@ _MAX_ENVS = 4096  # a larger number is most likely a typing error
 _MAX_PROCESSES = 128  # thousands of processes would overload a machine before any limit of the system is reached
 _EXTRAS = {"box2d": "box2d", "classic_control": "classic-control"}
 """The pip extra of gymnasium for each family of environments."""
-
-
-class EnvironmentBrokenError(Exception):
-    """Raised when an environment raises an error or returns values that are not finite."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gymnasium.wrappers import FlattenObservation
 
 from runner.config.errors import ConfigError, check
-from runner.env.base import EnvironmentBrokenError
+from runner.env import EnvironmentBrokenError
 from runner.storage.content_checks import check_like
 from runner.system.forkserver import METHOD, start_server, without_main_module
 from runner.system.signals import STOP_SIGNALS

@@ -16,7 +16,8 @@ from gymnasium.vector import AsyncVectorEnv
 from helpers.command import TIMEOUT_SECONDS
 
 from runner.config.errors import ConfigError
-from runner.env.base import Env, EnvironmentBrokenError
+from runner.env import EnvironmentBrokenError
+from runner.env.base import Env
 
 
 def prepared(id: str, **options: Any) -> Env:

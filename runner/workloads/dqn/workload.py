@@ -14,7 +14,8 @@ import torch
 
 from runner.batching import Plan
 from runner.config.errors import ABSENT, ConfigError, check, check_choice, check_range, errors_under
-from runner.env.base import Env, EnvironmentBrokenError, envs_per_process
+from runner.env import EnvironmentBrokenError
+from runner.env.base import Env, envs_per_process
 from runner.model.base import Model
 from runner.seeds import derive
 from runner.storage.content_checks import CONTENT_ERRORS
