@@ -5,14 +5,16 @@ Which parallel mode is the fastest here depends on the config: `python -m runner
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from rich.console import Group, RenderableType
+from rich.text import Text
 
+from runner.analysis.output import print_report
 from runner.commands.arguments import Parser
 from runner.config.errors import ConfigError
 from runner.config.options import description, option_files
@@ -20,6 +22,7 @@ from runner.system.cpu import usable_cores
 from runner.system.exit_codes import DONE, REFUSED
 from runner.system.gpu import lacks_kernels
 from runner.system.provenance import collect_findings, environment
+from runner.system.tables import pairs, table
 
 PRECISIONS = ("32", "tf32", "64", "bf16", "16")
 
@@ -33,16 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED
-    report = gather()
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        from rich.console import Console
-
-        from runner.commands.doctor_tables import render
-
-        Console(width=None if sys.stdout.isatty() else 130).print(render(report))
+    print_report(gather(), options.json, render)
     return DONE
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
 
 
 def gather() -> dict[str, Any]:
@@ -53,76 +52,15 @@ def gather() -> dict[str, Any]:
     """
     report = environment()
     devices, findings = report["devices"], report["findings"]
-    for device in devices:
-        if device["device"].startswith("cuda"):
-            device |= _cuda_details(int(device["device"].partition(":")[2]), len(devices), findings)
-    report["driver"] = _add_clocks(devices, findings)
-    report["backends"] = _backends(devices, findings)
-    report["precisions"] = _precisions(devices, report["cpu"]["features"])
-    modes = option_files()["parallel"].items()
-    report["parallel"] = [{"name": name, "what": description(path)} for name, path in modes]
-    findings += _remarks(report)
-    return report
-
-
-def _cuda_details(index: int, count: int, findings: list[str]) -> dict[str, Any]:
-    """Return further properties of CUDA device `index` of `count`, some of which need a CUDA context."""
-    properties = torch.cuda.get_device_properties(index)
-    # Some versions of torch have no clock rates.
-    kilohertz = [getattr(properties, name, None) for name in ("clock_rate", "memory_clock_rate")]
-    details: dict[str, Any] = {
-        "uuid": str(properties.uuid),
-        "free_bytes": None,
-        "current": False,
-        "peers": [],
-        "computes": False,
-        "max_clock_mhz": kilohertz[0] and kilohertz[0] // 1000,
-        "max_memory_clock_mhz": kilohertz[1] and kilohertz[1] // 1000,
-    }
-    with collect_findings(findings, f"cuda:{index}"):
-        if why := lacks_kernels(index):
-            findings.append(f"cuda:{index}: {why}")
-        details["current"] = torch.cuda.current_device() == index
-        others = (other for other in range(count) if other != index)
-        details["peers"] = [f"cuda:{other}" for other in others if torch.cuda.can_device_access_peer(index, other)]
-        details["free_bytes"] = torch.cuda.mem_get_info(index)[0]
-        details["computes"] = computes(f"cuda:{index}")
-        if not details["computes"]:
-            findings.append(f"cuda:{index}: a sum of ones is wrong")
-    return details
-
-
-def computes(device: str) -> bool:
-    """Return whether `device` computes a sum correctly: one that torch lists may be broken, or too old for torch."""
-    return torch.ones(1000, device=device).sum().item() == 1000
-
-
-def _add_clocks(devices: list[dict[str, Any]], findings: list[str]) -> str | None:
-    """Add the current clock rates to `devices`, and return the version of the driver; None for what cannot be read."""
-    driver, cuda_devices = None, [device for device in devices if "uuid" in device]
-    for device in cuda_devices:
-        device |= {"clock_mhz": None, "memory_clock_mhz": None}
-    try:
-        import pynvml  # pyright: ignore[reportMissingImports] (optional)
-    except ImportError:
-        return None
-    with collect_findings(findings if cuda_devices else [], "NVML"):  # without a CUDA device, NVML's error is expected
-        pynvml.nvmlInit()
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        for device in cuda_devices:  # by UUID, because CUDA_VISIBLE_DEVICES changes torch's indices but not NVML's
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device['uuid']}")
-            device["clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-            device["memory_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
-    return driver
-
-
-def _backends(devices: list[dict[str, Any]], findings: list[str]) -> dict[str, Any]:
-    distributed = torch.distributed.is_available()
-    cudnn = None
+    on_cuda = [device for device in devices if device["device"].startswith("cuda")]
+    for index, device in enumerate(on_cuda):
+        _add_cuda_details(device, index, len(on_cuda), findings)
+    report["driver"] = _add_clocks(on_cuda, findings)
+    distributed, cudnn = torch.distributed.is_available(), None
     with collect_findings(findings, "cuDNN"):
         cudnn = torch.backends.cudnn.version()
-    return {
-        "cuda": any("uuid" in device for device in devices),
+    report["backends"] = {
+        "cuda": bool(on_cuda),
         "cudnn": cudnn,
         "mps": torch.backends.mps.is_available(),
         "mkldnn": torch.backends.mkldnn.is_available(),
@@ -130,6 +68,60 @@ def _backends(devices: list[dict[str, Any]], findings: list[str]) -> dict[str, A
         "nccl": distributed and torch.distributed.is_nccl_available(),
         "gloo": distributed and torch.distributed.is_gloo_available(),
     }
+    report["precisions"] = _precisions(devices, report["cpu"]["features"])
+    modes = option_files()["parallel"].items()
+    report["parallel"] = [{"name": name, "what": description(path)} for name, path in modes]
+
+    visible, cores = os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, int(usable_cores(report["cpu"])))
+    if not devices and visible is not None:
+        findings.append(f"CUDA_VISIBLE_DEVICES={visible!r} leaves no CUDA device visible")
+    if (threads := report["cpu"]["threads"]) > cores:
+        findings.append(f"torch uses {threads} threads on {cores} usable cores: set device.threads={cores}")
+    if report["driver"] is None and on_cuda:
+        findings.append("to see the clocks: pip install nvidia-ml-py")
+    return report
+
+
+def _add_cuda_details(device: dict[str, Any], index: int, count: int, findings: list[str]) -> None:
+    """Add further properties of CUDA device `index` of `count`, some of which need a CUDA context."""
+    device |= {"uuid": str(torch.cuda.get_device_properties(index).uuid), "free_bytes": None, "computes": False}
+    device |= {"current": False, "peers": []}
+    with collect_findings(findings, f"cuda:{index}"):
+        if why := lacks_kernels(index):
+            findings.append(f"cuda:{index}: {why}")
+        device["current"] = torch.cuda.current_device() == index
+        others = (other for other in range(count) if other != index)
+        device["peers"] = [f"cuda:{other}" for other in others if torch.cuda.can_device_access_peer(index, other)]
+        device["free_bytes"] = torch.cuda.mem_get_info(index)[0]
+        device["computes"] = computes(f"cuda:{index}")
+        if not device["computes"]:
+            findings.append(f"cuda:{index}: a sum of ones is wrong")
+
+
+def computes(device: str) -> bool:
+    """Return whether `device` computes a sum correctly: one that torch lists may be broken, or too old for torch."""
+    return torch.ones(1000, device=device).sum().item() == 1000
+
+
+def _add_clocks(on_cuda: list[dict[str, Any]], findings: list[str]) -> str | None:
+    """Add clock rates in MHz to the CUDA devices, and return the version of the driver; None for what NVML cannot tell.
+
+    NVML is the optional package nvidia-ml-py.
+    """
+    driver = None
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    with collect_findings(findings if on_cuda else [], "NVML"):  # without a CUDA device, NVML's error is expected
+        pynvml.nvmlInit()
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        for device in on_cuda:  # by UUID, because CUDA_VISIBLE_DEVICES changes torch's indices but not NVML's
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device['uuid']}")
+            for name, kind in (("clock", pynvml.NVML_CLOCK_SM), ("memory_clock", pynvml.NVML_CLOCK_MEM)):
+                device[f"{name}_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, kind)
+                device[f"max_{name}_mhz"] = pynvml.nvmlDeviceGetMaxClockInfo(handle, kind)
+    return driver
 
 
 def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict[str, str]]:
@@ -165,17 +157,80 @@ def meaning(precision: str, kind: str, capability: str | None, features: Iterabl
     }[precision]
 
 
-def _remarks(report: dict[str, Any]) -> list[str]:
-    remarks, processor = [], report["cpu"]
-    visible, cores = os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, int(usable_cores(processor)))
-    if not report["devices"] and visible is not None:
-        remarks.append(f"CUDA_VISIBLE_DEVICES={visible!r} leaves no CUDA device visible")
-    if processor["threads"] > cores:
-        remarks.append(f"torch uses {processor['threads']} threads on {cores} usable cores: set device.threads={cores}")
-    if report["driver"] is None and any("uuid" in device for device in report["devices"]):
-        remarks.append("to see the current clocks: pip install nvidia-ml-py")
-    return remarks
-
-
 def _as_numbers(capability: str) -> tuple[int, ...]:
     return tuple(int(part) for part in capability.split("."))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def render(report: dict[str, Any]) -> Group:
+    """Render the report that `gather` returns as tables."""
+    names = [precision for precision in report["precisions"][0] if precision != "precision"]
+    precisions = ([p["precision"], *(p[name] for name in names)] for p in report["precisions"])
+    count = sum("uuid" in device for device in report["devices"])
+    where = f"{count} CUDA device{'s' * (count != 1)}" if count else f"the CPU: {report['cpu']['allowed_cores']} cores"
+    versions, source = report["versions"] | {"driver": report["driver"]}, report["source"]
+    if source is not None:
+        commit = "–" if source["commit"] is None else source["commit"]
+        versions["commit"] = f"{commit}{', with uncommitted changes' if source['dirty'] else ''}"
+    findings = [Text("\nfindings", style="bold yellow"), *(Text(f"  {each}") for each in report["findings"])]
+    return Group(
+        _devices(report["devices"]),
+        pairs("processor", _processor(report)),
+        table("precision=", ["", *names], precisions),
+        table(f"parallel= on {where}", ["", ""], ([option["name"], option["what"]] for option in report["parallel"])),
+        Text("  which is the fastest: python -m runner tune OVERRIDE …"),
+        pairs("backends", {name: _word(value) for name, value in report["backends"].items()}),
+        pairs("versions", versions),
+        pairs("variables", report["variables"]),
+        *(findings if report["findings"] else [Text("\nno problems found", style="green")]),
+    )
+
+
+def _devices(devices: list[dict[str, Any]]) -> RenderableType:
+    if not devices:
+        return Text("no accelerator: device=auto chooses the CPU")
+    titles = ["", "name", "memory free", "compute", "SMs", "clock", "memory clock", "peers", "computes"]
+    rows = (
+        [
+            device["device"] + (" (current)" if device.get("current") else ""),
+            device["name"],
+            f"{_size(device.get('free_bytes'))} of {_size(device['total_bytes'])}",
+            device["capability"],
+            device.get("multiprocessors"),
+            _clock(device, "clock"),
+            _clock(device, "memory_clock"),
+            " ".join(device.get("peers", [])) or "none",
+            _word(device.get("computes")),
+        ]
+        for device in devices
+    )
+    return table(f"devices: device=auto chooses {devices[0]['device']}", titles, rows)
+
+
+def _processor(report: dict[str, Any]) -> dict[str, Any]:
+    cpu, memory = report["cpu"], report["memory"]
+    limit = f"; this process may use {_size(memory['limit_bytes'])}" if memory["limit_bytes"] else ""
+    quota = f", with a quota of {cpu['quota_cores']:g} cores" if cpu["quota_cores"] else ""
+    return {
+        "model": cpu["model"],
+        "cores": f"{cpu['physical_cores'] or '–'} physical, {cpu['logical_cores'] or '–'} logical",
+        "this process": f"may use {cpu['allowed_cores']}{quota}; torch uses {cpu['threads']} threads",
+        "instructions": f"{cpu['capability']} ({' '.join(cpu['features']) or 'no special instruction sets'})",
+        "memory": f"{_size(memory['available_bytes'])} free of {_size(memory['total_bytes'])}{limit}",
+    }
+
+
+def _size(num_bytes: int | None) -> str:
+    return "–" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _clock(device: dict[str, Any], name: str) -> str:
+    now, most = (device.get(f"{start}{name}_mhz") for start in ("", "max_"))
+    return "–" if now is None else f"{now} of {most} MHz"
+
+
+def _word(value: object) -> object:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
