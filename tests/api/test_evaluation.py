@@ -63,8 +63,7 @@ def wanted_of_images(run: runner.SavedRun, *files: Path) -> dict[str, float]:
     return {"eval/loss": float(loss), "eval/accuracy": float((outputs.argmax(1) == targets).double().mean())}
 
 
-@pytest.mark.parametrize("parallel", ["single", "ddp"])
-def test_another_table_is_matched_by_name_and_scaled_like_the_training_data(parallel: str) -> None:
+def test_another_table_is_matched_by_name_and_scaled_like_the_training_data() -> None:
     write_table("train.csv", -3, 200, "u,v,y")
     cells = write_table("other.csv", 1, 90, "note,y,v,u")
     run = trained(*TABLE, "epochs=10")
@@ -75,17 +74,14 @@ def test_another_table_is_matched_by_name_and_scaled_like_the_training_data(para
     with torch.inference_mode():
         outputs = run.model("last")(((rows - scales[0][0]) / scales[0][1]).float())
     errors = (outputs.double() * scales[1][1] + scales[1][0])[:, 0].numpy() - cells["y"]
-    found = run.evaluate("last", ["data.file=other.csv", f"parallel={parallel}"])
-    assert found["eval/mae"] == pytest.approx(abs(errors).mean(), rel=1e-5)
-    assert found["eval/r2"] == pytest.approx(1 - (errors**2).mean() / cells["y"].var(), rel=1e-5)
+    for parallel in ("single", "ddp"):
+        found = run.evaluate("last", ["data.file=other.csv", f"parallel={parallel}"])
+        assert found["eval/mae"] == pytest.approx(abs(errors).mean(), rel=1e-5)
+        assert found["eval/r2"] == pytest.approx(1 - (errors**2).mean() / cells["y"].var(), rel=1e-5)
 
-
-def test_a_table_that_lacks_a_column_is_refused_with_its_name() -> None:
-    write_table("train.csv", -3, 100, "u,v,y")
-    write_table("other.csv", -3, 100, "u,y")
-    run = trained(*TABLE, "steps=1")
+    write_table("lacking.csv", -3, 100, "u,y")
     with pytest.raises(ConfigError) as refused:
-        run.evaluate("last", ["data.file=other.csv"])
+        run.evaluate("last", ["data.file=lacking.csv"])
     assert refused.value.key == "data.file"
     assert "u, v, y: v is missing" in refused.value.why
 
@@ -101,22 +97,18 @@ def test_all_images_of_another_directory_count_even_a_single_one_of_a_class() ->
     with pytest.raises(ConfigError, match="there are no samples in it"):
         run.evaluate("last", ["data.root=single"], "val")
 
+    write_photos("more", {"cress": 7}, seed=1)  # only some classes of the model
+    found = run.evaluate("last", ["data.root=more"])
+    assert found == pytest.approx(wanted_of_images(run, *sorted(Path("more/cress").iterdir())), rel=1e-5)
 
-def test_other_options_than_the_place_of_the_data_choose_no_other_samples() -> None:
-    write_photos("photos", dict.fromkeys(COLORS, 10))
-    run = trained(*TINY_CPU, *IMAGES, "steps=1")
-    (Path("photos/apple/99.png")).write_bytes(Path("photos/apple/00.png").read_bytes())
-    description = evaluate_checkpoint(run.checkpoint("last"), ["data.prefetch=1"]).description
-    assert "--split val" in description["data"], "although the data has changed"
-
-
-def test_the_data_of_the_run_in_another_place_has_the_same_held_out_samples() -> None:
-    write_photos("photos", dict.fromkeys(COLORS, 10))
-    run = trained(*TINY_CPU, *IMAGES, "steps=8")
-    Path("photos").rename("moved")
     wanted = {tag: value for tag, value in run.result["metrics"].items() if tag.startswith("eval/")}
-    assert run.evaluate("last", ["data.root=moved"]) == wanted
-    assert run.evaluate("last", ["data.root=moved"], "val") == wanted
+    Path("photos").rename("moved")
+    for split in (None, "val"):
+        assert run.evaluate("last", ["data.root=moved"], split) == wanted, "the same held-out samples"
+    Path("moved").rename("photos")
+    Path("photos/apple/99.png").write_bytes(Path("photos/apple/00.png").read_bytes())
+    description = evaluate_checkpoint(run.checkpoint("last"), ["data.prefetch=1"]).description
+    assert "--split val" in description["data"], "other options than the place of the data choose no other samples"
 
 
 def test_a_split_is_chosen_by_name() -> None:
@@ -131,19 +123,15 @@ def test_a_split_is_chosen_by_name() -> None:
     assert run.evaluate("last", ["data.root=photos"]) == run.evaluate("last", split="val"), "as there is a val/"
 
 
-@pytest.mark.parametrize("split", ["test", "training"])
-def test_a_split_that_does_not_exist_is_refused(split: str) -> None:
-    run = trained(*TINY_CPU, "steps=1")
-    with pytest.raises(ConfigError) as refused:
-        run.evaluate("last", split=split)
-    assert (refused.value.key, refused.value.got) == ("--split", split)
-    assert "train, val, all" in refused.value.remedy
-
-
 def test_all_of_a_data_set_in_memory_is_its_two_parts() -> None:
     run = trained(*TINY_CPU, "steps=5")
     parts = [run.evaluate("last", split=split)["eval/accuracy"] for split in ("train", "val", "all")]
     assert parts[2] == pytest.approx((parts[0] * 1438 + parts[1] * 359) / 1797)
+    for split in ("test", "training"):
+        with pytest.raises(ConfigError) as refused:
+            run.evaluate("last", split=split)
+        assert (refused.value.key, refused.value.got) == ("--split", split)
+        assert "train, val, all" in refused.value.remedy
 
 
 def test_images_that_would_be_normalized_in_another_way_are_refused() -> None:
@@ -152,13 +140,3 @@ def test_images_that_would_be_normalized_in_another_way_are_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         run.evaluate("last", ["data=imagefolder", *IMAGES[1:-1]])
     assert (refused.value.key, refused.value.remedy) == ("data.mean", "data.mean=[0.5,0.5,0.5]")
-
-
-def test_images_of_only_some_classes_are_evaluated_as_those_of_the_model() -> None:
-    write_photos("photos", {"apple": 12, "berry": 12, "cress": 12})
-    write_photos("more", {"cress": 7}, seed=1)
-    run = trained(*TINY_CPU, *IMAGES, "epochs=2")
-
-    found = run.evaluate("last", ["data.root=more"])
-
-    assert found == pytest.approx(wanted_of_images(run, *sorted(Path("more/cress").iterdir())), rel=1e-5)
