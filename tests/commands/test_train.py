@@ -33,106 +33,76 @@ REFUSED = {
     # Misspelled keys and options
     "optimizer.lrr=1": ["optimizer.lrr:", "did you mean optimizer.lr?"],
     "optimzer=sgd": ["optimzer:", "did you mean optimizer?"],
-    "optimzer.lrr=1": ["optimzer.lrr:", "did you mean optimizer?"],
     "seeed=1": ["seeed:", "did you mean seed"],
     "+foo=3": ["foo:", "accumulation, ", "debug, ", "sweep, "],
-    "+parallel.foo=3": ["parallel.foo:", "Parallel has no such option", "it has none"],
     "+optimizer.lrr=3": ["optimizer.lrr:", "SGD has no such option", "did you mean lr?"],
     "schedule.milestones=[0.5]": ["schedule.milestones:", "a key of schedule=step; another schedule is chosen"],
-    "hydra.foo=3": ["hydra.foo: got '3'", "only composes"],
     "optimizer=sgdd": ["optimizer: got 'sgdd'", "did you mean sgd?"],
     "accumulation=3": ["accumulation: got '3'", "accumulation.steps=3"],
     "precision=17": ["precision: got '17'", "16, 32, 64, bf16, tf32"],
     "+precision=16": ["precision:", "without the +: precision=…"],
     "device=gpu": ["device: got 'gpu'", "choose device=cuda (NVIDIA or AMD), device=mps"],
     "ema=0.99": ["ema: got '0.99'", "no such option", "set its keys: ema.decay=…"],
-    "optimizer=null": ["optimizer: got null", "nothing is chosen", "conf/optimizer/"],
     "~optimizer": ["optimizer: got null", "nothing is chosen"],
     "~optimizer.lr": ["optimizer.lr: it has no value", "give it one; see the comments in conf/optimizer/sgd.yaml"],
-    "optimizer.lr=???": ["optimizer.lr: it has no value"],
     # Keys of other libraries
     "lr=0.1": ["lr:", "type optimizer.lr=…"],
-    "--lr=0.1": ["--lr:", "type optimizer.lr=…"],
     "trainer.max_epochs=3": ["trainer.max_epochs:", "type epochs=…"],
-    "-m  trainer.accelerator=gpu,cpu": ["trainer.accelerator:", "type device=cuda"],
     "--per-device-train-batch-size=4": ["--per-device-train-batch-size:", "type batch_size=…"],
     "hydra/sweeper=optuna": ["hydra/sweeper: got 'optuna'", "type sweep.search=tpe"],
     "hydra.run.dir=x": ["hydra.run.dir: got 'x'", "type --run-directory=DIR"],
     # Values: a few of each kind; tests/config/test_schema.py has all of them
     "optimizer.lr=abc": ["optimizer.lr: got 'abc'", "a number", "conf/optimizer/sgd.yaml"],
-    "batch_size=1.5": ["batch_size: got 1.5", "a whole number", "conf/config.yaml"],
-    "steps=null  epochs=null": ["steps: got null", "how long to train", "epochs=10 or steps=1000"],
     "accumulation.steps=5  batch_size=64": ["batch_size: got 64", "5 micro-batches", "batch_size=60 or batch_size=65"],
     "model.weights=/nowhere.pt": ["model.weights: got '/nowhere.pt'", "no such file"],
     # Names and paths
     "name=": ["name: got ''", "directory's name", "letters, digits"],
     "name=\x1b[31mred": ["name: got '\\x1b[31mred'", "directory's name"],
-    "na\x1bme=1": ["na\\x1bme=1:", "KEY=VALUE"],
-    "name=a\nb": ["name: got 'a\\nb'", "directory's name"],
     "resume=/nowhere": ["resume: got '/nowhere'", "no such directory", "auto, never, or a run directory"],
     "resume=atuo": ["resume: got 'atuo'", "no such directory", "auto, never"],
-    "resume=.": ["resume: got '.'", "no run"],
     # Arguments that are not valid overrides or flags
     "optimizer.lr=[1": ["optimizer.lr=[1:", "pairs"],
-    'optimizer.lr="1': ['optimizer.lr="1:', "pairs"],
     "name=${seed": ["name=${seed:", "pairs"],
     "name=${nope}": ["name:", "'nope' not found", "a plain value"],
     "name=${oc.env:NOPE_NOT_SET}": ["name:", "NOPE_NOT_SET", "a plain value"],
-    "seed=${nope:1}": ["seed:", "Unsupported interpolation type nope"],
     "smoke": ["smoke: there is no such subcommand", "compare, "],
     "evalute  out": ["evalute: there is no such subcommand", "did you mean evaluate?"],
     "seed=1  smoke": ["smoke:", "KEY=VALUE", "seed=1"],
     "optimizer": ["optimizer:", "KEY=VALUE", "optimizer=adam, optimizer=adamw, optimizer="],
-    "=3": ["=3:", "KEY=VALUE"],
     "--foo": ["--foo:", "--cfg"],
     "--seed=1": ["--seed:", "without dashes: seed=1"],
     "--cfg  jobb": ["--cfg", "'jobb'", "choose from"],
     "--cfg  job  -p  optimzer": ["--package: got 'optimzer'", "did you mean optimizer?"],
-    "-p  optimizer": ["--package:", "add --cfg job"],
     "--resolve": ["--resolve:", "add --cfg job"],
     "-m  --cfg  job": ["--cfg:", "not allowed with argument --multirun"],
     "-sc  query=bash": ["--shell-completion: got 'query=bash'", "install=bash"],
     "--config-dir=/nowhere": ["--config-dir: got '/nowhere'", "no such directory"],
-    "--config-name=nope": ["--config-name:", "did you mean --config-dir?"],
     "--experimental-rerun=x": ["--experimental-rerun:", "no such flag"],
     # Sweeps, and sweeps typed without -m
     "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "add -m; for a list: optimizer.lr=[1,2]"],
-    "precision=16,32": ["precision: got '16,32'", "for a sweep, add -m"],
-    "-m  optimizer=sgdd,sgde": ["optimizer: got 'sgdd'", "did you mean sgd?"],
     "-m  sweep=here": ["sweep: got 'here'", "local"],
     "-m  sweep.slots=0": ["sweep.slots: got 0"],
-    "-m  sweep.slots=1,2": ["sweep.slots:", "give it one value"],
     "-m  output_root=a,b": ["output_root:", "give it one value"],
     "sweep.slots=2": ["sweep.slots:", "add -m"],
     "-m  schedule=onecycle,step  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],
     "-m  optimizer.lr=interval(1,2)": ["optimizer.lr: got 'interval(1,2)'", "optimizer.lr=1,2,3"],
-    "optimizer.lr=interval(1,2)": ["optimizer.lr:", "a single value", "add -m"],
     "-m  seed=range(0,10001)": ["seed:", "10,001 jobs, more than 10,000"],
-    "-m  seed=range(0.0,1.0,0.3)": ["4 jobs", "job 0: seed=0.0", "seed: got 0.0", "3 more jobs refused", "as job 0"],
     # Errors that Hydra reports without the key
     "+seed=1": ["seed:", "without the +: seed=…"],
-    "++model=tiny": ["model:", "without the ++: model=…"],
     "~model=qnet": ["model: got 'qnet'", "Could not delete", "leave ~model out"],
     "~seeed": ["seeed:", "does not exist"],
     "accumulation=[16]": ["accumulation: got '[16]'"],
     "model.channels.optimizer.fused=1": ["model.channels.optimizer.fused: got '1'"],
-    "model=../x": ["model: got '../x'", "convnet"],
     "model.weights=~nobody-of-this-name/x.pt": ["model.weights: got '~nobody-of-this-name/x.pt'", "no user"],
     f"model.weights={'x' * 300}.pt": ["model.weights: got 'xxx", "255"],
     f"model.channels={'[' * 50}{']' * 50}": ["model.channels: got '[[[", "nested"],
     f"seed={'9' * 5000}": ["seed: got '999", "limit"],
-    f"optimizer={'x' * 3000}": ["optimizer: got 'xxx", "sgd"],
     # Values that OmegaConf would convert to other values, and invalid values in sweeps
     "seed=016": ["seed: got '016'", "a whole number"],
-    "parallel=ddp  parallel.find_unused=016": ["parallel.find_unused: got '016'", "true or false"],
-    "parallel=ddp  parallel.sync_batch_norm='5'": ["parallel.sync_batch_norm: got '5'", "true or false"],
     "data=imagefolder  data.root=x  data.pin_memory=-5": ["data.pin_memory: got -5", "true or false or null"],
-    "data=imagefolder  data.root=": ["data.root: got ''", "not empty"],
-    "compile=maybe": ["compile: got 'maybe'", "compile=blocks"],
     "-m  seed=range(0,0)": ["seed: got 'range(0,0)'", "it has no values"],
     "-m  seed=0,1,0": ["seed: got '0,1,0'", "0 is in it twice"],
     "-m  seed=0,1  sweep.trials=3": ["sweep.trials: got 3", "add sweep.search=tpe"],
-    "-m  seed=0,1  sweep.prune=median": ["sweep.prune: got 'median'", "add sweep.search=tpe"],
     "-m  seed=0,1  p=zip()": ["p: got 'zip()'", "'' is not of the form KEY=[VALUE,VALUE]"],
     # Run directory
     "seed=1  --run-directory=": ["--run-directory: it has no value", "--run-directory=DIR"],
@@ -257,18 +227,17 @@ def test_cfg_prints_the_composed_config_without_torch_wherever_the_flag_stands(t
     assert (code, yaml.safe_load(output)["name"]) == (0, "classifier")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_command_prints_what_completes_it_in_a_shell(shell: str, tmp_path: Path) -> None:
-    code, output = run_command("-sc", f"install={shell}", cwd=tmp_path, kind="no-torch")
-    assert (code, "hydra" in output, names_left_in(tmp_path)) == (0, True, set())
+def test_the_command_prints_what_completes_it_in_a_shell(tmp_path: Path) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        code, output = run_command("-sc", f"install={shell}", cwd=tmp_path, kind="no-torch")
+        assert (code, "hydra" in output, names_left_in(tmp_path)) == (0, True, set())
 
 
-@pytest.mark.parametrize("line", ["--help", " ".join(TINY_CPU).replace(" ", "  ") + "  steps=1"])
-def test_a_closed_pipe_on_stdout_is_not_an_error(line: str, tmp_path: Path) -> None:
+def test_a_closed_pipe_on_stdout_is_not_an_error(tmp_path: Path) -> None:
     """For example, with `| head`."""
     reading, writing = os.pipe()
     os.close(reading)
-    process = start_in_new_interpreter(*line.split("  "), cwd=tmp_path, stdout=writing)
+    process = start_in_new_interpreter(*TINY_CPU, "steps=1", cwd=tmp_path, stdout=writing)
     os.close(writing)
     _, output = process.communicate(timeout=TIMEOUT_SECONDS)
     assert (process.returncode, "Broken" in output, "Traceback" in output) == (0, False, False), output
@@ -298,18 +267,22 @@ def test_a_run_has_a_labeled_directory_with_the_composed_config(tmp_path: Path) 
 
 
 def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_path: Path) -> None:
-    code, output = run_command(*TINY_CPU, "steps=1", "-m", "precision=16,32,bf16", cwd=tmp_path)
+    typed = ("-m", "precision=16,32", "name=a,b c", "output_root=y=z")
+    code, output = run_command(*TINY_CPU, "steps=1", *typed, cwd=tmp_path)
     assert code == 0, output
-    [sweep] = tmp_path.glob("outputs/sweeps/classifier/*")
+    [sweep] = tmp_path.glob("y=z/sweeps/a/*")
+    swept = [f"precision={precision},name={name}" for precision in ("16", "32") for name in ("a", "b_c")]
     fixed = ",".join((*TINY_CPU, "steps=1"))
-    labels = [f"{i:03d}-precision={precision},{fixed}" for i, precision in enumerate(("16", "32", "bf16"))]
+    labels = [f"{i:03d}-{label},{fixed}" for i, label in enumerate(swept)]
     [summary] = sweep.glob("events.out.tfevents.*")
     assert sorted(path.name for path in sweep.iterdir()) == [".lock", *labels, "console", summary.name, "sweep.json"]
     assert re.search(r"^best eval/accuracy \d\.\d{4}: 00\d-precision=", output, re.MULTILINE)
-    assert f"look: tensorboard --logdir outputs/sweeps/classifier/{sweep.name}\n" in output
-    classes = [yaml.safe_load((sweep / label / "config.yaml").read_text())["precision"]["_target_"] for label in labels]
-    assert [name.rpartition(".")[2] for name in classes] == ["Float16", "Precision", "BFloat16"]
-    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["sweeps"]
+    assert f"look: tensorboard --logdir y=z/sweeps/a/{sweep.name}\n" in output
+    configs = [yaml.safe_load((sweep / label / "config.yaml").read_text()) for label in labels]
+    classes = [config["precision"]["_target_"].rpartition(".")[2] for config in configs]
+    assert classes == ["Float16", "Float16", "Precision", "Precision"]
+    assert [config["name"] for config in configs] == ["a", "b c", "a", "b c"]
+    assert names_left_in(tmp_path) == {"y=z"}
 
 
 def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path: Path) -> None:
@@ -322,9 +295,8 @@ def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path: Pat
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("retries", [0, 1])
-def test_a_job_that_is_killed_does_not_end_the_others(retries: int, tmp_path: Path) -> None:
-    words = (*TINY_CPU, "-m", "seed=1,2,3", "steps=60", "save_every=20", "eval_every=0", f"sweep.retries={retries}")
+def test_a_job_that_is_killed_is_resumed_and_does_not_end_the_others(tmp_path: Path) -> None:
+    words = (*TINY_CPU, "-m", "seed=1,2,3", "steps=60", "save_every=20", "eval_every=0", "sweep.retries=1")
     command = Command(tmp_path, *words, STEP_GATE=f"50:{tmp_path / 'go'}")
     wait_until(lambda: glob(tmp_path, "outputs/sweeps/*/*/000-*/checkpoints/step_????????"))
     [ledger] = tmp_path.glob("outputs/sweeps/*/*/sweep.json")
@@ -332,23 +304,12 @@ def test_a_job_that_is_killed_does_not_end_the_others(retries: int, tmp_path: Pa
     command.signal_processes(signal.SIGKILL, process_that_runs(job))
     (tmp_path / "go").touch()
     code, output = command.wait()
-    assert code == 1 - retries, output
+    assert code == 0, output
     assert "was killed by SIGKILL" in output
     states = {number: entry["state"] for number, entry in json.loads(ledger.read_text())["jobs"].items()}
-    assert states == {"0": "done" if retries else "crashed", "1": "done", "2": "done"}
-    if retries:
-        log = next(tmp_path.glob("outputs/sweeps/*/*/000-*/log.txt")).read_text()
-        assert "resumed" in log or "step_" in log
-    else:
-        assert "everything it printed: outputs/sweeps/classifier/" in output
-
-
-def test_jobs_with_different_names_are_in_one_sweep_directory(tmp_path: Path) -> None:
-    code, output = run_command(*TINY_CPU, "-m", "name=a,b c", "output_root=y=z", "steps=1", cwd=tmp_path)
-    assert code == 0, output
-    found = sorted(tmp_path.glob("y=z/sweeps/a/*/0*/config.yaml"))
-    assert [yaml.safe_load(path.read_text())["name"] for path in found] == ["a", "b c"]
-    assert names_left_in(tmp_path) == {"y=z"}
+    assert states == {"0": "done", "1": "done", "2": "done"}
+    log = next(tmp_path.glob("outputs/sweeps/*/*/000-*/log.txt")).read_text()
+    assert "resumed" in log or "step_" in log
 
 
 def test_batch_norm_with_one_value_per_channel_is_refused_without_a_traceback(tmp_path: Path) -> None:
