@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _MAX_NAMED = 20
 
-Reader = Callable[[str, bool], torch.Tensor]
+Reader = Callable[[str, bool], "torch.Tensor"]
 """A function of (path, whether for training) that returns the sample, uint8 [channels, height, width]."""
 
 

@@ -276,7 +276,7 @@ def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_pat
     labels = [f"{i:03d}-{label},{fixed}" for i, label in enumerate(swept)]
     [summary] = sweep.glob("events.out.tfevents.*")
     assert sorted(path.name for path in sweep.iterdir()) == [".lock", *labels, "console", summary.name, "sweep.json"]
-    assert re.search(r"^best eval/accuracy \d\.\d{4}: 00\d-precision=", output, re.MULTILINE)
+    assert re.search(r"^best eval/accuracy \d\.\d+ ± \d\.\d+, the mean of 2 seeds: precision=", output, re.MULTILINE)
     assert f"look: tensorboard --logdir y=z/sweeps/a/{sweep.name}\n" in output
     configs = [yaml.safe_load((sweep / label / "config.yaml").read_text()) for label in labels]
     classes = [config["precision"]["_target_"].rpartition(".")[2] for config in configs]
