@@ -14,17 +14,24 @@ import runner
 from runner.commands import evaluate
 
 
-@pytest.fixture
-def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.Result:
-    monkeypatch.chdir(tmp_path)
-    return runner.train([*TINY_CPU, "steps=4", "save_every=2", "eval_every=2", "keep=2", "optimizer.lr=0.2"])
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> runner.Result:
+    words = ["steps=4", "save_every=2", "eval_every=2", "keep=2", "optimizer.lr=0.2"]
+    return runner.train([*TINY_CPU, *words, f"output_root={tmp_path_factory.mktemp('evaluate')}"])
 
 
-def test_the_json_has_the_metrics_of_the_run(result: runner.Result, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_metrics_are_those_of_the_run(result: runner.Result, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
     assert evaluate.main([str(result.directory), "--checkpoint", "last", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["metrics"] == result.evaluation
     assert (report["step"], Path(report["checkpoint"]).name) == (4, "step_00000004")
+
+    assert evaluate.main([str(result.directory), "--checkpoint=4"]) == 0
+    data, checkpoint, *others = capsys.readouterr().out.splitlines()
+    assert data.split(maxsplit=1) == ["data", "Digits, 359 samples (--split val; or train, all) of 1×8×8, 10 classes"]
+    assert checkpoint.endswith("/checkpoints/step_00000004")
+    assert [line.split() for line in others] == [[tag, f"{value:.6g}"] for tag, value in result.evaluation.items()]
 
 
 def test_the_best_checkpoint_is_the_default_and_overrides_are_applied(
@@ -37,32 +44,12 @@ def test_the_best_checkpoint_is_the_default_and_overrides_are_applied(
     assert report["metrics"] != result.evaluation
 
 
-def test_the_text_names_the_checkpoint_and_each_metric(
-    result: runner.Result, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate.main([str(result.directory), "--checkpoint=4"]) == 0
-    data, checkpoint, *others = capsys.readouterr().out.splitlines()
-    assert data.split(maxsplit=1) == ["data", "Digits, 359 samples (--split val; or train, all) of 1×8×8, 10 classes"]
-    assert checkpoint.endswith("/checkpoints/step_00000004")
-    assert [line.split() for line in others] == [[tag, f"{value:.6g}"] for tag, value in result.evaluation.items()]
-
-
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["--checkpoint", "3"], "checkpoint"),
-        (["optimizer.lrr=1"], "optimizer.lrr"),
-        (["parallel.processes"], "parallel.processes"),
-        (["--jsn"], "--jsn"),
-    ],
-)
-def test_mistakes_are_refused_with_the_key(
-    result: runner.Result, capsys: pytest.CaptureFixture[str], words: list[str], key: str
-) -> None:
-    assert evaluate.main([str(result.directory), *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert f"\n{key}:" in f"\n{captured.err}"
+def test_mistakes_are_refused_with_the_key(result: runner.Result, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--checkpoint", "3"], ["optimizer.lrr=1"], ["parallel.processes"]):
+        assert evaluate.main([str(result.directory), *words]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert f"\n{words[0].lstrip('-').partition('=')[0]}:" in f"\n{captured.err}"
 
 
 def test_a_crash_has_another_exit_code_than_a_refusal(result: runner.Result, monkeypatch: pytest.MonkeyPatch) -> None:

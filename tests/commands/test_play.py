@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,13 +46,20 @@ class Corridor(gymnasium.Env):
         return np.array([self.place, self.steps], np.float32)
 
 
-@pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runner.Result:
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[runner.Result]:
+    """An agent in the corridor, that tests only read."""
     spec = EnvSpec("Corridor-v0", Corridor, disable_env_checker=True)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setitem(gymnasium.registry, "Corridor-v0", spec)
-    monkeypatch.chdir(tmp_path)
     words = ["workload=dqn", "env.id=Corridor-v0", "steps=40", "workload.warm_up=100", "workload.eval_episodes=5"]
-    return runner.train([*words, "device=cpu", "device.threads=1", "model.hidden=[8]", "batch_size=32"])
+    words += ["device=cpu", "device.threads=1", "model.hidden=[8]", "batch_size=32"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(gymnasium.registry, "Corridor-v0", spec)
+        yield runner.train([*words, f"output_root={tmp_path_factory.mktemp('agent')}"])
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @torch.no_grad()
@@ -99,26 +106,20 @@ def test_the_film_and_the_returns_are_those_of_the_greedy_policy(
     assert len(set(every_other)) > 1
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["--film", "agent.png"], "--film"),
-        (["--film", "missing/agent.gif"], "--film"),
-        (["--episodes", "0"], "--episodes"),
-        (["--checkpoint", "7"], "checkpoint"),
-        (["--flim", "agent.gif"], "--flim"),
-        (["env.idd=CartPole-v1"], "env.idd"),
-        ([], "env"),  # this environment cannot render to a window
-    ],
-)
-def test_mistakes_are_refused_with_the_key(
-    agent: runner.Result, capsys: pytest.CaptureFixture[str], words: list[str], key: str
-) -> None:
+def test_mistakes_are_refused_with_the_key(agent: runner.Result, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert play.main([str(agent.directory), *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert f"\n{key}:" in f"\n{captured.err}"
+    for words, key in {
+        ("--film", "agent.png"): "--film",
+        ("--film", "missing/agent.gif"): "--film",
+        ("--episodes", "0"): "--episodes",
+        ("--checkpoint", "7"): "checkpoint",
+        ("env.idd=CartPole-v1",): "env.idd",
+        (): "env",  # this environment cannot render to a window
+    }.items():
+        assert play.main([str(agent.directory), *words]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert f"\n{key}:" in f"\n{captured.err}"
     assert not list(Path().glob("*.gif"))
 
 
@@ -135,33 +136,23 @@ def test_a_film_beyond_the_frame_limit_keeps_the_episodes_that_fit(
     assert shades_in("agent.gif") == first
 
 
-def test_a_run_of_a_classifier_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_of_a_classifier_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     result = runner.train([*TINY_CPU, "steps=1"])
     assert play.main([str(result.directory)]) == 2
     assert "workload=dqn" in capsys.readouterr().err
 
 
-def test_without_a_display_the_film_is_suggested(
-    agent: runner.Result, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(Corridor.metadata, "render_modes", ["human"])
-    monkeypatch.setattr(play, "_has_display", lambda: False)
-    assert play.main([str(agent.directory)]) == 2
-    assert "--film FILE.gif" in capsys.readouterr().err
-
-
-def test_a_window_shows_the_episode(
+def test_a_window_shows_the_episode_and_without_a_display_a_film_is_suggested(
     agent: runner.Result, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     modes: list[str | None] = []
     create: Callable[..., None] = Corridor.__init__
     monkeypatch.setattr(Corridor, "__init__", lambda env, render_mode=None: (modes.append(render_mode), create(env))[1])
     monkeypatch.setitem(Corridor.metadata, "render_modes", ["human"])
+    monkeypatch.setattr(play, "_has_display", lambda: False)
+    assert play.main([str(agent.directory)]) == 2
+    assert "--film FILE.gif" in capsys.readouterr().err
     monkeypatch.setattr(play, "_has_display", lambda: True)
-    capsys.readouterr()
     assert play.main([str(agent.directory)]) == 0
     total, length, _ = by_hand(agent, derive(0, "play", 0))
     assert capsys.readouterr().out == f"episode 0: return {total:g}, {length} steps\n"
