@@ -51,6 +51,7 @@ def train_in(cwd: Path, site: Path, *overrides: str, fresh: bool = False) -> dic
         fresh: run in a new interpreter, as a user does, and not in a fork of a process that has imported the runner.
     """
     words = (f"--config-dir={EXAMPLES / 'conf'}", *overrides)
+    cwd.mkdir(exist_ok=True)
     if fresh:
         done = run_python("-m", "runner", *words, cwd=cwd, path=(ROOT, site))
         assert done.returncode == 0, done.stderr
@@ -68,12 +69,6 @@ def train(site: Path, tmp_path: Path) -> Train:
     return partial(train_in, tmp_path, site)
 
 
-@pytest.fixture(scope="module")
-def single(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run on a single device that the modes are compared with."""
-    return train_in(tmp_path_factory.mktemp("single"), site, *TINY, "precision=64")
-
-
 def final_weights(result: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The weights in the last checkpoint of a run."""
     checkpoint = result["directory"] / "checkpoints" / f"step_{result['steps']:08d}"
@@ -86,18 +81,9 @@ def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Te
     return max(float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in theirs)
 
 
-MODES = {
-    "all_reduce": ("parallel=all_reduce",),
-    "all_reduce with accumulation": ("parallel=all_reduce", "accumulation=2"),
-}
-"""The overrides of each example mode that must compute what a single device computes."""
-
-
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_a_mode_of_another_package_computes_what_one_device_computes(
-    mode: tuple[str, ...], single: dict[str, Any], train: Train
-) -> None:
-    ours = train(*TINY, "precision=64", *mode, fresh=mode == MODES["all_reduce"])  # one of them as a user runs it
+def test_a_mode_of_another_package_computes_what_one_device_computes(site: Path, tmp_path: Path, train: Train) -> None:
+    single = train(*TINY, "precision=64")
+    ours = train_in(tmp_path / "ours", site, *TINY, "precision=64", "parallel=all_reduce", "accumulation=2", fresh=True)
     assert (single["world_size"], ours["world_size"]) == (1, 2)
     assert ours["steps"] == single["steps"] == 2
     assert ours["metrics"]["eval/accuracy"] == single["metrics"]["eval/accuracy"]
@@ -125,28 +111,15 @@ def test_a_workload_of_another_package_trains_and_reports_its_loss(train: Train)
 def test_a_language_model_in_one_file_trains_the_same_in_every_mode(train: Train, tmp_path: Path) -> None:
     sentence = "the quick brown fox jumps over the lazy dog. "
     (tmp_path / "text.txt").write_text(sentence * 60)
-    model = (
-        "workload=characters",
-        "data.file=text.txt",
-        "data.length=20",
-        "model.width=16",
-        "device=cpu",
-        "device.threads=1",
-    )
+    small = ("data.file=text.txt", "data.length=20", "model.width=16", "device=cpu", "device.threads=1")
+    model = ("workload=characters", *small)
     # In float64 and with SGD: Adam divides by the size of a gradient, and so amplifies the rounding of the smallest.
-    options = (
-        *model,
-        "precision=64",
-        "optimizer=sgd",
-        "optimizer.lr=0.1",
-        "schedule=constant",
-        "batch_size=12",
-        "steps=4",
-    )
+    sgd = ("optimizer=sgd", "optimizer.lr=0.1", "schedule=constant")
+    options = (*model, *sgd, "precision=64", "batch_size=12", "steps=4")
     single = train(*options)
     assert single["best"]["metric"] == "eval/loss"
     assert single["metrics"]["eval/loss"] < 1.1 * numpy.log(len(set(sentence))), "as good as drawing lots, or better"
-    for mode in (("accumulation=4",), ("parallel=ddp",), ("parallel=fsdp",), ("parallel=pipeline",)):
+    for mode in (("parallel=ddp", "accumulation=2"), ("parallel=fsdp",), ("parallel=pipeline",)):
         other = train(*options, *mode)
         assert other["metrics"]["eval/loss"] == pytest.approx(single["metrics"]["eval/loss"], rel=1e-5)
         assert largest_difference(final_weights(other), final_weights(single)) < 1e-12, mode
@@ -160,9 +133,6 @@ def test_a_data_set_of_another_package_is_learned(train: Train, tmp_path: Path) 
     images = numbers.integers(0, 100, (200, 3, 8, 8)) + 150 * labels[:, None, None, None]  # dark or bright
     numpy.savez(tmp_path / "images.npz", images=images.astype(numpy.uint8), labels=labels)
     arrays = ("data=arrays", "data.file=images.npz", "device=cpu", "model=tiny", "batch_size=16")
-    result = train(*arrays, "steps=2")
-    assert result["steps"] == 2
-    assert result["metrics"]["eval/accuracy"] * 40 == pytest.approx(round(result["metrics"]["eval/accuracy"] * 40))
     assert train(*arrays, "steps=60", "data.flip=true")["metrics"]["eval/accuracy"] == 1.0
 
 
