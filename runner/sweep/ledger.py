@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 CONSOLE = "console"
 """The folder in a sweep's directory that holds the output of the jobs, one file per job."""
 
+SLURM = "slurm"
+"""The folder in a sweep's directory for the files of submitit."""
+
 OPTIONS = "conf"
 """The folder in a sweep's directory to which a search writes its best trial, as an option of the group `experiment`."""
 
@@ -234,8 +237,9 @@ def _locked(path: Path) -> IO[str]:
 def _remove_if_unused(path: Path, existing: Path) -> None:
     """Remove the sweep's directory `path` and its empty parents below `existing`, unless `path` has a run directory."""
     with suppress(OSError):  # on a disk that fails, the few files stay
-        if not any(entry.is_dir() and entry.name != CONSOLE for entry in path.iterdir()):
-            shutil.rmtree(path / CONSOLE, ignore_errors=True)
+        if not any(entry.is_dir() and entry.name not in (CONSOLE, SLURM) for entry in path.iterdir()):
+            for folder in (CONSOLE, SLURM):
+                shutil.rmtree(path / folder, ignore_errors=True)
             for file in (LEDGER, f".{LEDGER}.part", STUDY, ".lock"):
                 (path / file).unlink(missing_ok=True)
             run_directory.remove_empty(path, existing)

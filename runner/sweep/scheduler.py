@@ -176,10 +176,10 @@ class Scheduler:
         entry, console = self.ledger.jobs.get(job.number, {}), self.ledger.console(job.number)
         console.parent.mkdir(exist_ok=True)
         self._console_bytes[job.number] = console.stat().st_size if console.exists() else 0
-        earlier = entry.get("slot", "") if entry.get("state") == "running" else ""
-        is_changed = entry.get("config_hash") != job.config_hash
+        same = entry.get("state") == "running" and entry.get("config_hash") == job.config_hash
+        earlier = entry.get("slot", "") if same else ""
         try:
-            slot = self.pool.submit(Job(job.number, job.arguments, console, job.demand, earlier, is_changed))
+            slot = self.pool.submit(Job(job.number, job.arguments, console, job.demand, earlier))
         except ConfigError as error:
             self._record(job, REFUSED, error=str(error))
             return True

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-PROGRAMS = ("sbatch", "srun", "squeue", "sacct", "scancel", "scontrol")
+PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 ACTIVE_STATES = ("PENDING", "RUNNING")
 KILL_WAIT = 0.5
 """Seconds between SIGTERM and SIGKILL when a job is canceled; 30 in SLURM."""
@@ -74,10 +74,10 @@ class FakeSlurm:
         for number in numbers:
             os.kill(self.jobs[job]["step"], number)
 
-    def end(self, job: str, final: str) -> None:
+    def end(self, job: str, final: str, forgotten: bool = False) -> None:
         """Kill the process group of the job's batch script, so that the job ends in the state `final`."""
         with locked_state(self.directory) as known:
-            known["jobs"][job]["final"] = final
+            known["jobs"][job] |= {"final": final, "forgotten": forgotten}
             batch = known["jobs"][job]["batch"]
         os.killpg(batch, signal.SIGKILL)
 
@@ -129,7 +129,7 @@ def slurmd(directory: Path, words: list[str]) -> None:
                 job["state"] = "PENDING"
                 continue
             ended = "COMPLETED" if code == 0 else "FAILED"
-            job["state"] = job.get("final") or ("CANCELLED by 0" if job.get("cancelled") else ended)
+            job["state"] = job.get("final") or ("CANCELLED" if job.get("cancelled") else ended)
             return
 
 
@@ -202,19 +202,13 @@ def srun(directory: Path, words: list[str]) -> None:
 
 def squeue(directory: Path, words: list[str]) -> None:
     [form] = [word.partition("=")[2] for word in words if word.startswith("--format=")]
+    assert "--states=all" in words
+    print(form.replace("%i", "7+0").replace("%j", "another|job").replace("%T", "RUNNING"))
     with locked_state(directory) as known:
         for name, job in known["jobs"].items():
-            if job["state"] in ACTIVE_STATES:
-                print(form.replace("%i", name).replace("%j", job["options"]["job-name"]))
-
-
-def sacct(directory: Path, words: list[str]) -> None:
-    [wanted] = [word.partition("=")[2].split(",") for word in words if word.startswith("--jobs=")]
-    print("JobID|State")
-    with locked_state(directory) as known:
-        for name, job in known["jobs"].items():
-            if job["main"] in wanted:
-                print(f"{name}|{job['state']}\n{name}.batch|{job['state']}")
+            if not job.get("forgotten"):
+                line = form.replace("%i", name).replace("%j", job["options"]["job-name"])
+                print(line.replace("%T", job["state"]))
 
 
 def scancel(directory: Path, words: list[str]) -> None:
@@ -233,7 +227,7 @@ def scancel(directory: Path, words: list[str]) -> None:
                 else:
                     code = 1
             elif job["state"] == "PENDING":
-                job["state"] = f"CANCELLED by {os.getuid()}"
+                job["state"] = "CANCELLED"
             elif job["state"] == "RUNNING" and "state" not in flags:
                 job["cancelled"] = True
                 with suppress(ProcessLookupError, KeyError):

@@ -56,6 +56,7 @@ def test_a_sweep_in_which_no_job_ran_leaves_no_files(open_ledger: OpenLedger, tm
     assert read_ledger(ledger.path) == head | {"num_jobs": 0, "jobs": {}}
     ledger.console(0).parent.mkdir()
     ledger.console(0).write_text("seed: got -1\n")
+    (ledger.path / "slurm").mkdir()
     ledger.update(0, config_hash="a", code=2)
     ledger.end(len(ledger.settled_states) == 2)
     ledger.close()

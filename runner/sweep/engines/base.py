@@ -26,10 +26,8 @@ class Demand(NamedTuple):
 class Job(NamedTuple):
     """A job of a sweep: its number, its command-line arguments, the file for what it prints, and what it needs.
 
-    Args:
-        earlier: if a command that was killed had started the job, the slot that `submit` returned then. It must be
-            checked before use, because anybody may have written the ledger from which it was read.
-        is_changed: whether the config of the job has changed since then.
+    If a command that was killed had started it, `earlier` is the slot that `submit` returned then. It must be checked
+    before use, because anybody may have written the ledger from which it was read.
     """
 
     number: int
@@ -37,7 +35,6 @@ class Job(NamedTuple):
     console: Path
     demand: Demand
     earlier: str = ""
-    is_changed: bool = False
 
 
 class Ended(NamedTuple):
@@ -155,3 +152,35 @@ class Engine(ABC):
         Raises:
             ConfigError: if the engine cannot be used, for example because a package is not installed.
         """
+
+
+class Resources(NamedTuple):
+    """The numbers of cores and GPUs to request for a job, and the number of CPU threads of each of its processes."""
+
+    cores: int
+    gpus: int
+    threads: int
+
+
+@dataclass
+class ClusterEngine(Engine):
+    """An engine whose jobs may run on other machines. It requests a core for each thread of each process."""
+
+    threads: int = 1
+    gpus: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "threads", least=1, most=1024)
+        check_range(self, "gpus", least=0, most=1024)
+
+    def demand_elsewhere(self, threads: int | None) -> Demand | None:
+        why = "this machine does not have the devices of the jobs, so it is not known how many GPUs each needs"
+        check(self.gpus is not None, "sweep.gpus", None, why, "for example sweep.gpus=1")
+        return Demand(1, self.gpus or 0, threads)
+
+    def resources(self, demand: Demand) -> Resources:
+        """Return the resources to request for a job, with enough cores for at least one process per GPU."""
+        gpus = demand.gpus if self.gpus is None else self.gpus
+        threads = demand.threads or self.threads
+        return Resources(max(demand.processes, gpus) * threads, gpus, threads)

@@ -1,6 +1,6 @@
-"""Runs the command of a job as a child process. The parent is the process that SLURM or Ray starts for the job.
+"""What SLURM or Ray starts for a job: a process that runs the command of the job as a child, and passes on signals.
 
-This module imports no third-party packages, because the parent process does not need torch.
+This module imports no third-party packages at its top, because that process does not need torch.
 """
 
 from __future__ import annotations
@@ -8,19 +8,30 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner.system.exit_codes import STOPPED
+
+if TYPE_CHECKING:
+    from submitit.helpers import DelayedSubmission
 
 COMMAND = ("-m", "runner")
 """The arguments with which Python runs the command; they are followed by the arguments of the job."""
 
 _RECHECK_SECONDS = 0.2
+
+STOP, KILL = signal.SIGHUP, signal.SIGINT
+"""Signals that the scheduler of the sweep sends to a `SlurmTask`. SLURM itself sends SIGTERM and SIGUSR2."""
+
+_SECONDS_TO_BE_KILLED = 120.0
+"""SLURM kills a job KillWait or GraceTime seconds after SIGTERM. Almost all clusters set both to less than this."""
 
 
 class Task(NamedTuple):
@@ -57,9 +68,9 @@ class Child:
     def run(self, variables: dict[str, str] | None = None, first_line: str = "") -> int:
         """Run the task until it ends, and return its exit code, which is negative if a signal killed the task.
 
-        The task holds a lock on its console file. If the job was started twice, the second task waits until the first
-        task has ended and the lock is free. It then resumes the run, or finds that the run is done. If the task is
-        stopped before it begins, or before it can handle signals, its exit code is 75.
+        The task holds a lock on its console file: if the job was started twice, the second task waits until the first
+        one has ended, and then resumes the run. If the task is stopped before it begins, or before it can handle
+        signals, its exit code is 75.
 
         Args:
             variables: further environment variables; they take precedence over those of the task.
@@ -74,8 +85,7 @@ class Child:
             while not self._stopped and not _locked(console):
                 time.sleep(_RECHECK_SECONDS)
             if self._stopped:
-                self.code = STOPPED
-                return self.code
+                return self.wait()
             os.write(console, first_line.encode())
             script = str(Path(__file__).with_name("die_with_parent.py"))
             words = [sys.executable, "-I", "-S", script, str(os.getpid()), sys.executable, *self.task.words]
@@ -96,10 +106,9 @@ class Child:
 
     def wait(self) -> int:
         """Wait until the task has ended, and return its exit code; 75 if it has not begun."""
-        if self.code is None and self._process is None:  # it never began
+        if self._process is None:
             self.code = STOPPED
-        if self.code is None:
-            assert self._process is not None
+        elif self.code is None:
             # Not `Popen.wait`: its lock is not reentrant, and a signal handler may call this while it is waited here.
             with suppress(ChildProcessError):
                 os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
@@ -143,3 +152,93 @@ def _environment() -> dict[str, str]:
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     slurm = ("SLURM_STEP_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SUBMITIT_")
     return {k: value for k, value in os.environ.items() if k not in ranks and not k.startswith(slurm)}
+
+
+class SlurmTask:
+    """A task that saves a checkpoint and is requeued when its time limit is reached, or when SLURM preempts it.
+
+    The task handles all of these signals except SIGUSR2, for which submitit calls `checkpoint`:
+
+    - SIGUSR2: the time limit is reached, or the job is preempted. The job saves a checkpoint, and is requeued.
+    - SIGTERM: SLURM is going to kill the job, because the job was canceled or preempted. The job saves a checkpoint,
+      and the task then waits until it is killed or receives SIGUSR2. SLURM itself requeues a preempted job.
+    - SIGHUP: the scheduler of the sweep stops the job. The job saves a checkpoint, and ends.
+    - SIGINT: the scheduler of the sweep kills the job.
+
+    When the job has ended for good, its exit code is written to the file `end`.
+    """
+
+    def __init__(self, task: Task, end: str):
+        self.task, self.end = task, end
+
+    def __call__(self) -> int:
+        self._child, self._stopping, self._terminated = Child(self.task), False, False
+        signal.signal(STOP, self._stop)
+        signal.signal(KILL, self._kill)
+        signal.signal(signal.SIGTERM, self._terminate)
+        name = "_".join(filter(None, map(os.environ.get, ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"))))
+        line = f"SLURM job {name or os.environ.get('SLURM_JOB_ID', '?')} on {socket.gethostname()}\n"
+        try:
+            has_gpus = any(map(os.environ.get, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")))
+            self._child.run({} if has_gpus else {"CUDA_VISIBLE_DEVICES": ""}, line)  # else it would see the node's GPUs
+            patience = time.monotonic() + _SECONDS_TO_BE_KILLED
+            while self._was_saved() and self._terminated and time.monotonic() < patience:
+                time.sleep(0.1)
+        except Exception as error:  # raised by submitit's signal handler if it does not requeue the job
+            if self._child.code is None:
+                raise
+            if self._was_saved():
+                self._child.say(f"SLURM has not requeued the job, which can be resumed: {error}")
+        code = self._child.wait()
+        part = Path(f"{self.end}.part")
+        part.write_text(f"{code}\n", encoding="utf-8")
+        part.replace(self.end)
+        return code
+
+    def checkpoint(self) -> DelayedSubmission | None:
+        """Save a checkpoint, and return the task to requeue, or None; submitit calls this method on SIGUSR2."""
+        from submitit.helpers import DelayedSubmission
+
+        self._child.stop()
+        self._child.wait()
+        return DelayedSubmission(SlurmTask(self.task, self.end)) if self._was_saved() else None
+
+    def _was_saved(self) -> bool:
+        return self._child.code == STOPPED and not self._stopping
+
+    def _stop(self, *_: object) -> None:
+        self._stopping = True
+        self._child.stop()
+
+    def _kill(self, *_: object) -> None:
+        self._stopping = True
+        self._child.kill()
+
+    def _terminate(self, *_: object) -> None:
+        self._terminated = True
+        self._child.stop()
+
+
+def import_ray() -> Any:
+    """Import and return the package `ray`, which is optional and slow to import.
+
+    The return type is `Any`: if the package is not installed, type checkers would resolve its name to the module
+    `runner.sweep.engines.ray`.
+    """
+    return import_module("ray")
+
+
+class RayTask(Child):
+    """The Ray actor that runs a job. It gets those `variables` of the scheduler that are not set here."""
+
+    def __init__(self, task: Task, variables: dict[str, str]):
+        super().__init__(task)
+        self._variables = variables
+
+    def start(self) -> int:
+        """Run the task until it ends, and return its exit code."""
+        os.environ.update({key: value for key, value in self._variables.items() if key not in os.environ})
+        return self.run({"CUDA_VISIBLE_DEVICES": ",".join(map(str, import_ray().get_gpu_ids()))})
+
+    def ready(self) -> None:
+        """Do nothing. Ray completes this call only after the actor has received its CPU cores and GPUs."""

@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError, check, check_range
-from runner.sweep.engines.base import Ended, Job, Pool
-from runner.sweep.engines.child import task
-from runner.sweep.engines.cluster import ClusterEngine
-from runner.sweep.engines.ray_task import RayTask, import_ray
+from runner.sweep.engines.base import ClusterEngine, Ended, Job, Pool
+from runner.sweep.engines.child import RayTask, import_ray, task
 from runner.system.cpu import usable_core_numbers
 from runner.system.exit_codes import STOPPED
 from runner.system.import_path import is_installed, python_path
@@ -129,7 +127,7 @@ class RayPool(Pool):
         variables = python_path() | {"OMP_NUM_THREADS": str(threads)}
         what = task(job.arguments, job.console, variables)
         actor = self._actor.options(num_cpus=cores, num_gpus=gpus, **_ACTOR).remote(what, dict(os.environ))
-        self._running[job.number] = _Running(actor, actor.run.remote(), actor.ready.remote(), cores, gpus)
+        self._running[job.number] = _Running(actor, actor.start.remote(), actor.ready.remote(), cores, gpus)
         devices = [f"{gpus} GPU{'s' * (gpus > 1)}"] * bool(gpus)
         return "Ray, " + ", ".join([f"{cores} core{'s' * (cores > 1)}", *devices])
 

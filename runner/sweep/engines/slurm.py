@@ -4,8 +4,8 @@ Each job has a handle, which is chosen and written to `sweep.json` before the jo
 random token and the index of the job in its array. The name of the array in SLURM ends with the same token. A later
 command can therefore find the jobs of a killed scheduler, even if the scheduler was killed while it submitted them.
 
-squeue lists the jobs that are waiting or running. When a job ends, it writes its exit code to a file. If a job is no
-longer listed and has not written this file, sacct is asked how the job ended.
+When a job ends, it writes its exit code to a file. If a job has not written this file, and squeue says that it has
+ended or no longer knows it, the job is lost.
 """
 
 from __future__ import annotations
@@ -18,30 +18,28 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from runner.config.errors import ConfigError, check, check_range
-from runner.storage.files import UnsafeFileError, check_no_link, read_regular
-from runner.sweep.engines.base import Ended, Job, Pool
-from runner.sweep.engines.child import task
-from runner.sweep.engines.cluster import ClusterEngine, Resources
-from runner.sweep.engines.slurm_programs import SlurmError, cancel, final_states, queue, submit_array
-from runner.sweep.engines.slurm_task import KILL, STOP, SlurmTask
-from runner.sweep.ledger import SETTLED
+from runner.storage.files import read_regular
+from runner.sweep.engines.base import ClusterEngine, Ended, Job, Pool, Resources
+from runner.sweep.engines.child import KILL, STOP, SlurmTask, task
+from runner.sweep.engines.slurm_programs import FINAL_STATES, SlurmError, answer, cancel, queue
+from runner.sweep.ledger import SETTLED, SLURM
 from runner.system.exit_codes import STOPPED
 from runner.system.import_path import is_installed, python_path
 
 log = logging.getLogger(__name__)
 
+ENDS = "ends"
+"""The folder, in that of submitit, for the exit codes of the jobs."""
+
 _PROGRAMS = ("sbatch", "srun", "squeue", "scancel")
-
-FOLDER, ENDS = "slurm", "ends"
-"""The folder in a sweep's directory for the files of submitit, and its subfolder for the exit codes of the jobs."""
-
 _SLOT = re.compile(r"slurm (?P<handle>[0-9a-f]{8}_[0-9]{1,5})")
 _RESERVED = (
     *("array", "error", "input", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "signal"),
@@ -49,15 +47,17 @@ _RESERVED = (
 )
 """Options of sbatch that users cannot set, because the engine sets them itself or would not work with them."""
 
-_SUBMIT_AGAIN_SECONDS = (5.0, 15.0, 45.0)
-_ASK_SECONDS = (2.0, 60.0)
-"""The shortest and the longest time between two calls of squeue; the time grows while no job starts or ends."""
+_SUBMIT_AGAIN_SECONDS, _MAX_SUBMITS = 15.0, 4
+_ASK_SECONDS = 30.0
+"""Time between two calls of squeue."""
 
 _ASK_AGAIN_SECONDS = 5.0
-"""Time between two calls of squeue while jobs are being stopped, or while a job is missing from squeue's list."""
+"""Time between two calls of squeue while jobs are being stopped, or while a job seems to be lost."""
 
-_MAX_LOOKS = 4
-"""A job counts as lost if it is missing from this many squeue lists in a row, and sacct does not know it."""
+_MAX_LOOKS = 3
+"""A job is lost if this many calls of squeue in a row say so: its file may be seen a moment later."""
+
+_MAX_REQUEUES = 10_000
 
 
 @dataclass
@@ -85,11 +85,9 @@ class Slurm(ClusterEngine):
         texts = {key: getattr(self, key) for key in ("partition", "account", "qos", "constraint")}
         for key, value in self.additional.items():
             name, where = str(key).replace("_", "-"), f"additional.{key}"
-            known = re.fullmatch("[a-z][a-z-]*", name) is not None
-            check(known, where, value, "it is not the name of an option of sbatch", "for example {nice: 100}")
-            check(name not in _RESERVED, where, value, "the engine sets this option itself", "leave it out")
-            simple = isinstance(value, str | int | float)
-            check(simple, where, value, "it is neither a text nor a number nor true", "for example {nice: 100}")
+            is_option = re.fullmatch("[a-z][a-z-]*", name) is not None and isinstance(value, str | int | float)
+            why = "it is no option of sbatch with a text, a number or true, or the engine sets it itself"
+            check(is_option and name not in _RESERVED, where, value, why, "for example {nice: 100}")
             texts[where] = str(value)
         for key, value in texts.items():
             one_line = value is None or value.isprintable()
@@ -102,17 +100,10 @@ class Slurm(ClusterEngine):
         absent = [program for program in _PROGRAMS if shutil.which(program) is None]
         why = f"there is no {' and no '.join(absent)} on PATH"
         check(not absent, "sweep", "slurm", why, "start the sweep on a login node of the cluster, or sweep=local")
-        try:
-            check_no_link(path / FOLDER)
-            check_no_link(path / FOLDER / ENDS)
-        except UnsafeFileError as error:
-            why = f"{error.filename}: {error.strerror}"
-            raise ConfigError("resume", "auto", why, "resume=never starts another sweep") from None
-        for file in (path / FOLDER).glob("*_log.*"):
-            why = f"{file} is a symbolic link, and SLURM would append what a job prints to its target"
-            check(not file.is_symlink(), "resume", "auto", why, "resume=never starts another sweep")
-        import submitit  # noqa: F401
-
+        folder = path / SLURM
+        for link in filter(Path.is_symlink, (folder, folder / ENDS, *folder.glob("*_log.*"))):
+            why = f"{link} is a symbolic link, through which files elsewhere would be written"
+            raise ConfigError("resume", "auto", why, "resume=never starts another sweep")
         logging.getLogger("submitit").setLevel(logging.CRITICAL)  # what matters is reported here
         try:
             pool = SlurmPool(self, path)
@@ -146,15 +137,15 @@ class SlurmPool(Pool):
         path: the directory of the sweep.
 
     Raises:
-        SlurmError: if squeue, which lists the jobs of an earlier command, fails several times.
+        SlurmError: if squeue, which lists the jobs of an earlier command, fails.
     """
 
     def __init__(self, options: Slurm, path: Path):
-        self._options, self._folder = options, (path / FOLDER).absolute()
-        self._is_new = not self._folder.exists()
+        self._options, self._folder = options, (path / SLURM).absolute()
         place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]
         self._name = f"{re.sub('[^A-Za-z0-9.-]', '-', path.parent.name)[:40]}-{place}"
-        self._earlier = queue(self._name, tries=3)
+        self._earlier = queue(self._name)
+        self._asked = time.monotonic()
         self._batches: list[_Batch] = []
         self._handles: dict[int, str] = {}
         self._ids: dict[str, str] = {}
@@ -163,7 +154,6 @@ class SlurmPool(Pool):
         self._looks: dict[int, int] = {}
         self._is_working = False
         """Whether SLURM has accepted jobs of this sweep, so that its options are not the reason if it rejects some."""
-        self._changed = self._asked = time.monotonic()
 
     def submit(self, job: Job) -> str | None:
         if len(self._handles) >= self._options.slots:
@@ -182,26 +172,24 @@ class SlurmPool(Pool):
         return f"slurm {handle}"
 
     def _takes_over(self, job: Job) -> bool:
-        """Take over the job of an earlier command if it waits, runs or has a result. If its config is another one now,
-        stop it instead; the new job waits for its end by the lock of the console file.
-        """
+        """Take over the job of an earlier command, if there is one that waits, runs or has a result."""
         match = _SLOT.fullmatch(job.earlier)
         if match is None or match["handle"] in self._handles.values():
             return False
-        handle, job_id = match["handle"], self._earlier.get(match["handle"])
-        if job.is_changed:
-            _stop([job_id] if job_id else [])
-            return False
-        if job_id is None and self._code(handle) not in SETTLED:
+        handle = match["handle"]
+        job_id, state = self._earlier.get(handle, ("", "unknown"))
+        is_active = bool(job_id) and state not in FINAL_STATES
+        if not is_active and self._code(handle) not in SETTLED:
             return False
         self._handles[job.number] = handle
         self._is_working = True
-        if job_id is not None:
+        if is_active:
             self._ids[handle] = job_id
         return True
 
     def wait(self, seconds: float) -> list[Ended]:
-        self._submit_batches()
+        for batch in [batch for batch in self._batches if batch.due <= time.monotonic()]:
+            self._submit_batch(batch)
         self._find_ended()
         if not self._ended and seconds:
             time.sleep(seconds)
@@ -215,12 +203,13 @@ class SlurmPool(Pool):
             if self._stopped.issuperset(job.number for job in batch.jobs):
                 self._give_up(batch, "")
         self._signal_stopped()
-        self._asked = time.monotonic() - _ASK_AGAIN_SECONDS + _ASK_SECONDS[0]  # canceled jobs are soon gone
 
     def _signal_stopped(self) -> None:
         """Stop the jobs passed to `stop`, again and again: SLURM drops a signal for a job that has no process yet."""
         handles = [self._handles[number] for number in self._stopped & self._handles.keys()]
-        _stop([self._ids[handle] for handle in handles if handle in self._ids])
+        ids = [self._ids[handle] for handle in handles if handle in self._ids]
+        cancel(ids, "--state=PENDING")
+        cancel(ids, f"--signal={STOP.name[3:]}")
 
     def kill(self) -> None:
         for batch in self._batches.copy():
@@ -230,35 +219,28 @@ class SlurmPool(Pool):
         cancel(ids)
         self._handles.clear()
 
-    def _submit_batches(self) -> None:
-        """Submit the batches that are due, each as one job array. One that SLURM rejects is due again later."""
-        for batch in [batch for batch in self._batches if batch.due <= time.monotonic()]:
-            try:
-                ids = self._sbatch(batch)
-            except SlurmError as error:
-                self._not_submitted(batch, str(error))
-                continue
-            self._batches.remove(batch)
-            self._is_working = True
-            self._ids |= {batch.handle(index): job_id for index, job_id in enumerate(ids)}
-            self._changed = time.monotonic()
-
-    def _not_submitted(self, batch: _Batch, why: str) -> None:
-        cancel([], f"--name={self._name}-{batch.token}")  # it may have been accepted although sbatch failed
-        if not self._is_working:
-            self._batches.clear()
-            self._handles.clear()
-            if self._is_new:
-                shutil.rmtree(self._folder, ignore_errors=True)
-            remedy = "correct the option of the sweep that SLURM names, or try again"
-            raise ConfigError("sweep", "slurm", why, remedy)
-        if batch.num_failures < len(_SUBMIT_AGAIN_SECONDS):
-            seconds = _SUBMIT_AGAIN_SECONDS[batch.num_failures]
-            log.warning("%s; trying again in %.0f s", why, seconds)
+    def _submit_batch(self, batch: _Batch) -> None:
+        """Submit a batch as one job array. If SLURM rejects it, it is due again later, but only a few times."""
+        try:
+            ids = self._sbatch(batch)
+        except SlurmError as error:
+            with suppress(SlurmError):  # it may have been accepted although sbatch failed
+                answer("scancel", f"--name={self._name}-{batch.token}")
+            if not self._is_working:
+                self._batches.clear()
+                self._handles.clear()
+                remedy = "correct the option of the sweep that SLURM names, or try again"
+                raise ConfigError("sweep", "slurm", str(error), remedy) from None
             batch.num_failures += 1
-            batch.due = time.monotonic() + seconds
-        else:
-            self._give_up(batch, why)
+            batch.due = time.monotonic() + _SUBMIT_AGAIN_SECONDS
+            if batch.num_failures == _MAX_SUBMITS:
+                self._give_up(batch, str(error))
+            else:
+                log.warning("%s; trying again in %.0f s", error, _SUBMIT_AGAIN_SECONDS)
+            return
+        self._batches.remove(batch)
+        self._is_working = True
+        self._ids |= {batch.handle(index): job_id for index, job_id in enumerate(ids)}
 
     def _give_up(self, batch: _Batch, why: str) -> None:
         """Give up a batch that has not been submitted, and report all of its jobs as ended for the reason `why`."""
@@ -268,6 +250,9 @@ class SlurmPool(Pool):
 
     def _sbatch(self, batch: _Batch) -> list[str]:
         """Submit a batch, and return the SLURM job IDs of its jobs, in the order of the jobs."""
+        import submitit
+        from submitit.helpers import clean_env
+
         (self._folder / ENDS).mkdir(parents=True, exist_ok=True)
         options, resources = self._options, batch.resources
         variables = {"OMP_NUM_THREADS": str(resources.threads)}
@@ -278,20 +263,27 @@ class SlurmPool(Pool):
         chosen = {key: getattr(options, key) for key in ("partition", "account", "qos", "constraint")}
         chosen["mem"] = f"{round(options.mem_gb * 1024)}M" if options.mem_gb is not None else None
         chosen["gpus_per_node"] = resources.gpus or None
-        parameters = {  # with the names that submitit uses
+        executor: submitit.SlurmExecutor = submitit.SlurmExecutor(self._folder, max_num_timeout=_MAX_REQUEUES)
+        executor.update_parameters(
             **{key: value for key, value in chosen.items() if value is not None},
-            "job_name": f"{self._name}-{batch.token}",
-            "time": options.timeout_min,
-            "signal_delay_s": options.signal_seconds,
-            "nodes": 1,
-            "ntasks_per_node": 1,
-            "cpus_per_task": resources.cores,
-            "array_parallelism": options.slots,
-            "stderr_to_stdout": True,
-            "setup": [*(f"export {name}={quote(text)}" for name, text in python_path().items()), *options.setup],
-            "additional_parameters": {"requeue": True, **options.additional},
-        }
-        return submit_array(self._folder, tasks, parameters)
+            job_name=f"{self._name}-{batch.token}",
+            time=options.timeout_min,
+            signal_delay_s=options.signal_seconds,
+            nodes=1,
+            ntasks_per_node=1,
+            cpus_per_task=resources.cores,
+            array_parallelism=options.slots,
+            stderr_to_stdout=True,
+            setup=[*(f"export {name}={quote(text)}" for name, text in python_path().items()), *options.setup],
+            additional_parameters={"requeue": True, **options.additional},
+        )
+        inside_a_job = "SLURM_JOB_ID" in os.environ
+        try:
+            with clean_env() if inside_a_job else nullcontext(), redirect_stderr(StringIO()):
+                return [job.job_id for job in executor.submit_array(tasks)]
+        except Exception as error:  # submitit has several kinds, and the operating system its own
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise SlurmError(f"sbatch has not accepted the jobs: {why}") from None
 
     def _code(self, handle: str) -> int | None:
         """Return the exit code that a job has written to its file; None if there is no file or no valid exit code."""
@@ -304,45 +296,32 @@ class SlurmPool(Pool):
         self._ids.pop(self._handles.pop(number), None)
         self._looks.pop(number, None)
         self._ended.append(Ended(number, code, reason))
-        self._changed = time.monotonic()
 
     def _find_ended(self) -> None:
         names = set(os.listdir(self._folder / ENDS)) if self._handles and (self._folder / ENDS).is_dir() else set()
         for number, handle in list(self._handles.items()):
             if handle in names and (code := self._code(handle)) is not None:
                 self._end(number, code)
-        now = time.monotonic()
-        if self._looks or self._stopped & self._handles.keys():
-            pause = _ASK_AGAIN_SECONDS
-        else:
-            pause = min(_ASK_SECONDS[1], max(_ASK_SECONDS[0], (now - self._changed) / 2))
-        if self._ids and now >= self._asked + pause:
-            self._look_for_lost()
+        is_urgent = self._looks or self._stopped & self._handles.keys()
+        if self._ids and time.monotonic() >= self._asked + (_ASK_AGAIN_SECONDS if is_urgent else _ASK_SECONDS):
+            self._find_lost()
             self._signal_stopped()
 
-    def _look_for_lost(self) -> None:
-        """Find jobs that are no longer in SLURM but wrote no exit code, for example because their node failed."""
+    def _find_lost(self) -> None:
+        """Find jobs that have ended but wrote no exit code, for example because their node failed."""
+        self._asked = time.monotonic()
         try:
-            alive = queue(self._name)
+            listed = queue(self._name)
         except SlurmError as error:
             log.warning("%s; trying again", error)
             return
-        finally:
-            self._asked = time.monotonic()
-        absent = [number for number, handle in self._handles.items() if handle in self._ids and handle not in alive]
-        self._looks = {number: self._looks.get(number, 0) + 1 for number in absent}
-        # A job may have ended a moment ago, and its file is not seen yet: it is looked for at least twice.
-        lost = [number for number in absent if self._looks[number] > 1 or number in self._stopped]
-        states = final_states([self._ids[self._handles[number]] for number in lost if number not in self._stopped])
-        for number in lost:
-            state = states.get(self._ids[self._handles[number]], "")
-            if number in self._stopped or state.startswith("CANCELLED"):
+        for number, handle in list(self._handles.items()):
+            _, state = listed.get(handle, ("", ""))
+            if handle not in self._ids or (state and state not in FINAL_STATES):
+                self._looks.pop(number, None)
+                continue
+            self._looks[number] = self._looks.get(number, 0) + 1
+            if number in self._stopped or (state == "CANCELLED" and self._looks[number] == _MAX_LOOKS):
                 self._end(number, STOPPED)
-            elif state or self._looks[number] >= _MAX_LOOKS:
+            elif self._looks[number] == _MAX_LOOKS:
                 self._end(number, None, f"SLURM says {state}" if state else "SLURM no longer knows the job")
-
-
-def _stop(ids: list[str]) -> None:
-    """Cancel the jobs with these SLURM job IDs that are waiting, and signal those that are running to save and exit."""
-    cancel(ids, "--state=PENDING")
-    cancel(ids, f"--signal={STOP.name[3:]}")

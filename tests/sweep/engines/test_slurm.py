@@ -16,12 +16,14 @@ from helpers.compose import TINY_CPU
 from helpers.fake_slurm import ACTIVE_STATES, FakeSlurm
 from helpers.pool_jobs import exit_codes_of, reports_of_job, wait_until_ended, wait_until_started
 
+from runner.config.composition import Composer
 from runner.config.errors import ConfigError
-from runner.sweep.engines import child, slurm, slurm_programs
+from runner.sweep.engines import child, slurm
 from runner.sweep.engines.base import Demand, Ended, Job, Pool
-from runner.sweep.engines.child import task
+from runner.sweep.engines.child import SlurmTask, task
 from runner.sweep.engines.slurm import Slurm, SlurmPool
-from runner.sweep.engines.slurm_task import SlurmTask
+from runner.sweep.engines.slurm_programs import cancel
+from runner.sweep.sweep_jobs import SweepJobs
 
 submitit = pytest.importorskip("submitit")
 
@@ -33,9 +35,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlu
     for name, value in cluster.variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(child, "COMMAND", ("-S", fake_run.__file__))
-    monkeypatch.setattr(slurm, "_ASK_SECONDS", (0.2, 0.2))
-    monkeypatch.setattr(slurm, "_ASK_AGAIN_SECONDS", 0.2)
-    monkeypatch.setattr(slurm, "_SUBMIT_AGAIN_SECONDS", (0.1, 0.1))
+    for name in ("_ASK_SECONDS", "_ASK_AGAIN_SECONDS", "_SUBMIT_AGAIN_SECONDS"):
+        monkeypatch.setattr(slurm, name, 0.1)
     (tmp_path / "sweep").mkdir()
     monkeypatch.chdir(tmp_path / "sweep")
     yield cluster
@@ -54,8 +55,8 @@ def pool(cluster: FakeSlurm) -> Iterator[Pool]:
         yield pool
 
 
-def job(number: int, *words: str, earlier: str = "", is_changed: bool = False, **demand: int) -> Job:
-    return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand), earlier, is_changed)
+def job(number: int, *words: str, earlier: str = "", **demand: int) -> Job:
+    return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand), earlier)
 
 
 def test_jobs_with_the_same_demand_form_one_array_and_get_what_they_request(
@@ -80,27 +81,19 @@ def test_jobs_with_the_same_demand_form_one_array_and_get_what_they_request(
     assert Path("1.txt").read_text().startswith("SLURM job 101_1 on ")
 
 
-def test_slots_limits_the_number_of_jobs_in_the_queue(cluster: FakeSlurm) -> None:
+def test_a_job_that_is_preempted_or_reaches_its_time_limit_saves_and_is_requeued(cluster: FakeSlurm) -> None:
     with Slurm(slots=2).connect(3, Path.cwd()) as pool:
         for number in (0, 1):
-            assert pool.submit(job(number)) is not None
-        assert pool.submit(job(2)) is None
-        assert exit_codes_of(pool, 0, 1) == {0: 0, 1: 0}
-        assert pool.submit(job(2, "exit=3")) is not None
-        assert exit_codes_of(pool, 2) == {2: 3}
-    assert [each["options"].get("array") for each in cluster.jobs.values()] == [*["0-1%2"] * 2, None]
-
-
-@pytest.mark.parametrize("signals", [(signal.SIGUSR2,), (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2)])
-def test_a_job_that_is_preempted_or_reaches_its_time_limit_saves_and_is_requeued(
-    signals: tuple[signal.Signals, ...], pool: Pool, cluster: FakeSlurm
-) -> None:
-    pool.submit(job(0, "exit=3", "until=never", "saved=saved"))
-    wait_until_started(pool, 0)
-    cluster.signal("101", *signals)
-    assert exit_codes_of(pool, 0) == {0: 3}, "not 75: it goes on"
-    assert [saw["resumed"] for saw in reports_of_job(0)] == [False, True]
-    assert cluster.jobs["101"]["starts"] == 2
+            assert pool.submit(job(number, "exit=3", "until=never", f"saved=saved{number}")) is not None
+        assert pool.submit(job(2)) is None, "slots limits the number of jobs in the queue"
+        wait_until_started(pool, 0, 1)
+        cluster.signal("101_0", signal.SIGUSR2)
+        cluster.signal("101_1", signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2)
+        assert exit_codes_of(pool, 0, 1) == {0: 3, 1: 3}, "not 75: they go on"
+        assert pool.submit(job(2)) is not None
+    for number in (0, 1):
+        assert [saw["resumed"] for saw in reports_of_job(number)] == [False, True]
+    assert [(each["starts"], each["options"]["array"]) for each in cluster.jobs.values()] == [(2, "0-1%2")] * 2
     assert len(cluster.calls("sbatch")) == 1
 
 
@@ -116,7 +109,7 @@ def test_stop_makes_running_jobs_save_and_cancels_waiting_jobs(pool: Pool, clust
     assert exit_codes_of(pool, 0, 2, 3) == {0: 75, 2: 75, 3: 75}
     assert [path.name for path in Path.cwd().glob("saved*")] == ["saved0"]
     assert cluster.jobs["101_0"]["starts"] == 1, "it is not requeued"
-    assert cluster.jobs["102"]["state"].startswith("CANCELLED")
+    assert cluster.jobs["102"]["state"] == "CANCELLED"
     assert cluster.jobs.keys() == {"101_0", "101_1", "102"}, "the last one has not been submitted"
     cluster.end("101_1", "NODE_FAIL")
     assert wait_until_ended(pool, 1)[1].reason == "SLURM says NODE_FAIL"
@@ -132,55 +125,21 @@ def test_killed_jobs_leave_no_process_and_do_not_save(cluster: FakeSlurm) -> Non
     assert [each["state"] in ACTIVE_STATES for each in cluster.jobs.values()] == [False, False]
 
 
-def test_a_command_ends_when_its_parent_task_process_is_killed(pool: Pool, cluster: FakeSlurm) -> None:
-    pool.submit(job(0, "until=never"))
-    wait_until_started(pool, 0)
-    cluster.signal("101", signal.SIGKILL)
-    pid = reports_of_job(0)[0]["pid"]
-    wait_until(lambda: pid not in processes())
-    assert wait_until_ended(pool, 0)[0] == Ended(0, None, "SLURM says FAILED")
-
-
-def test_a_job_that_is_canceled_with_scancel_counts_as_stopped_not_as_lost(pool: Pool, cluster: FakeSlurm) -> None:
-    pool.submit(job(0, "until=never"))
-    wait_until_started(pool, 0)
-    slurm_programs.cancel(["101"])
-    assert exit_codes_of(pool, 0) == {0: 75}
-
-
 def test_a_later_command_adopts_the_jobs_of_a_killed_scheduler(cluster: FakeSlurm) -> None:
     earlier = SlurmPool(Slurm(), Path.cwd())
-    words = (("exit=3",), ("until=go", "exit=3"), ("exit=75",))
+    words = (("exit=3",), ("until=go", "exit=3"), ("exit=75",), ("until=never",))
     slots = [earlier.submit(job(number, *each)) or "" for number, each in enumerate(words)]
-    wait_until_started(earlier, 1)
+    wait_until_started(earlier, 1, 3)
     wait_until(lambda: all(cluster.jobs[f"101_{index}"]["state"] == "COMPLETED" for index in (0, 2)))
-    with Slurm().connect(3, Path.cwd()) as pool:
+    with Slurm().connect(4, Path.cwd()) as pool:
         again = [pool.submit(job(number, "exit=2", earlier=each)) for number, each in enumerate(slots)]
-        assert [slot == each for slot, each in zip(again, slots, strict=True)] == [True, True, False]
+        assert [slot == each for slot, each in zip(again, slots, strict=True)] == [True, True, False, True]
         assert exit_codes_of(pool, 0, 2) == {0: 3, 2: 2}, "the first one has ended in the meantime"
         Path("go").touch()
         assert exit_codes_of(pool, 1) == {1: 3}
-    assert [each["starts"] for each in cluster.jobs.values()] == [1, 1, 1, 1], "nothing that has a result is run twice"
-
-
-def test_a_job_that_was_taken_over_can_be_stopped(cluster: FakeSlurm) -> None:
-    earlier = SlurmPool(Slurm(), Path.cwd())
-    slot = earlier.submit(job(0, "until=never")) or ""
-    wait_until_started(earlier, 0)
-    with Slurm().connect(3, Path.cwd()) as pool:
-        assert pool.submit(job(0, earlier=slot)) == slot
-        pool.stop([0])
-        assert exit_codes_of(pool, 0) == {0: 75}
-
-
-def test_a_job_of_a_killed_scheduler_is_stopped_if_its_config_has_changed(cluster: FakeSlurm) -> None:
-    earlier = SlurmPool(Slurm(), Path.cwd())
-    slot = earlier.submit(job(0, "until=never")) or ""
-    wait_until_started(earlier, 0)
-    with Slurm().connect(3, Path.cwd()) as pool:
-        assert pool.submit(job(0, "exit=3", earlier=slot, is_changed=True)) != slot
-        assert exit_codes_of(pool, 0) == {0: 3}
-    wait_until(lambda: cluster.jobs["101"]["state"] not in ACTIVE_STATES)
+        pool.stop([3])
+        assert exit_codes_of(pool, 3) == {3: 75}
+    assert [each["starts"] for each in cluster.jobs.values()] == [1] * 5, "nothing that has a result is run twice"
 
 
 def test_only_handles_of_running_jobs_of_this_sweep_are_taken_over(
@@ -206,12 +165,11 @@ def test_only_handles_of_running_jobs_of_this_sweep_are_taken_over(
 # Failures of the SLURM programs
 
 
-def test_rejection_of_the_first_jobs_is_a_config_error_and_leaves_no_files(pool: Pool, cluster: FakeSlurm) -> None:
+def test_rejection_of_the_first_jobs_is_a_config_error(pool: Pool, cluster: FakeSlurm) -> None:
     cluster.fail("sbatch", 1, err="sbatch: error: invalid partition specified: gpu\n")
     pool.submit(job(0))
     with pytest.raises(ConfigError, match=r"sbatch has not accepted the jobs: .*invalid partition specified: gpu"):
         pool.wait(0)
-    assert not Path("slurm").exists()
 
 
 def test_later_jobs_are_submitted_again_before_they_count_as_lost(pool: Pool, cluster: FakeSlurm) -> None:
@@ -227,43 +185,37 @@ def test_later_jobs_are_submitted_again_before_they_count_as_lost(pool: Pool, cl
     assert "Socket timed out" in lost.reason
 
 
-@pytest.mark.parametrize(("out", "code"), [("<html>\n", 0), ("", 1)])
-def test_no_job_is_lost_while_squeue_fails(out: str, code: int, pool: Pool, cluster: FakeSlurm) -> None:
+def test_no_job_is_lost_while_squeue_fails(pool: Pool, cluster: FakeSlurm) -> None:
     pool.submit(job(0, "until=go", "exit=3"))
     wait_until_started(pool, 0)
-    before = len(cluster.calls("squeue"))
-    cluster.fail("squeue", 4, out=out, code=code)
-    wait_until(lambda: pool.wait(0.05) == [] and len(cluster.calls("squeue")) > before + 5)
+    for out, code in (("<html>\n", 0), ("", 1)):
+        before = len(cluster.calls("squeue"))
+        cluster.fail("squeue", 4, out=out, code=code)
+        wait_until(lambda before=before: pool.wait(0.05) == [] and len(cluster.calls("squeue")) > before + 5)
     Path("go").touch()
     assert exit_codes_of(pool, 0) == {0: 3}
 
 
-@pytest.mark.parametrize("out", ["", "no table\n", "A|B\n1|2\n"])
-def test_sacct_is_called_again_after_a_failure(
-    out: str, pool: Pool, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slurm, "_MAX_LOOKS", 100)
-    cluster.fail("sacct", 1, out=out, code=int(not out))
-    pool.submit(job(0, "until=never"))
-    wait_until_started(pool, 0)
-    cluster.end("101", "OUT_OF_MEMORY")
-    assert wait_until_ended(pool, 0) == {0: Ended(0, None, "SLURM says OUT_OF_MEMORY")}
-    assert len(cluster.calls("sacct")) >= 2
-
-
-def test_a_job_that_its_engine_does_not_know_is_recorded_as_lost(pool: Pool, cluster: FakeSlurm) -> None:
-    cluster.fail("sacct", 99)
-    pool.submit(job(0, "until=never"))
-    wait_until_started(pool, 0)
-    cluster.end("101", "NODE_FAIL")
-    assert wait_until_ended(pool, 0) == {0: Ended(0, None, "SLURM no longer knows the job")}
+def test_jobs_that_end_without_an_exit_code_are_lost_unless_they_were_canceled(pool: Pool, cluster: FakeSlurm) -> None:
+    for number in range(4):
+        pool.submit(job(number, "until=never"))
+    wait_until_started(pool, 0, 1, 2, 3)
+    cancel(["101_0"])
+    cluster.end("101_1", "OUT_OF_MEMORY")
+    cluster.end("101_2", "OUT_OF_MEMORY", forgotten=True)
+    cluster.signal("101_3", signal.SIGKILL)
+    pid = reports_of_job(3)[0]["pid"]
+    wait_until(lambda: pid not in processes(), what="a command goes on without its task")
+    assert wait_until_ended(pool, 0, 1, 2, 3) == {
+        0: Ended(0, 75, ""),
+        1: Ended(1, None, "SLURM says OUT_OF_MEMORY"),
+        2: Ended(2, None, "SLURM no longer knows the job"),
+        3: Ended(3, None, "SLURM says FAILED"),
+    }
 
 
 def test_a_cluster_that_does_not_answer_is_refused(cluster: FakeSlurm) -> None:
     cluster.fail("squeue", 1, err="slurm_load_jobs error: Unable to contact slurm controller")
-    with Slurm().connect(1, Path.cwd()):
-        pass
-    cluster.fail("squeue", 9, err="slurm_load_jobs error: Unable to contact slurm controller")
     refusal = pytest.raises(ConfigError, match=r"squeue failed: .*Unable to contact slurm controller")
     with refusal, Slurm().connect(1, Path.cwd()):
         pass
@@ -282,7 +234,7 @@ def test_links_in_the_directory_of_the_logs_are_refused(cluster: FakeSlurm) -> N
 def test_the_number_of_slurm_calls_does_not_grow_with_the_number_of_jobs(
     cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "_ASK_SECONDS", (60.0, 60.0))
+    monkeypatch.setattr(slurm, "_ASK_SECONDS", 60.0)
     cluster.hold()
     with Slurm().connect(9, Path.cwd()) as pool:
         for number in range(9):
@@ -291,7 +243,6 @@ def test_the_number_of_slurm_calls_does_not_grow_with_the_number_of_jobs(
             assert pool.wait(0) == []
         assert len(cluster.calls("squeue")) == 1
         assert len(cluster.calls("sbatch")) == 1
-        assert cluster.calls("sacct") == []
 
 
 def test_missing_programs_and_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -374,56 +325,42 @@ def checkpoints(cwd: Path, number: int) -> list[Path]:
     return sorted(cwd.glob(f"outputs/sweeps/*/*/{number:03d}-*/checkpoints/step_????????"))
 
 
-def test_resume_of_a_preempted_job_is_bitwise_exact(tmp_path: Path) -> None:
-    cluster = FakeSlurm(tmp_path / "cluster")
+def test_resume_of_a_preempted_job_that_a_later_command_adopts_is_bitwise_exact(tmp_path: Path) -> None:
+    """The job trains with DDP, and starts its ranks itself. The scheduler is killed before the job is preempted."""
+    words, cluster = ("seed=1", "parallel=ddp"), FakeSlurm(tmp_path / "cluster")
     try:
-        command = start_sweep(tmp_path / "sweep", cluster, "seed=1", "+sweep.additional.nice=7")
-        wait_until(lambda: command.command_exit_code is not None or checkpoints(command.cwd, 0))
-        cluster.signal("101", signal.SIGUSR2)
-        wait_until(lambda: command.command_exit_code is not None or cluster.jobs["101"]["starts"] == 2)
-        (command.cwd / "go").touch()
-        code, output = command.wait_for_all_processes()
-    finally:
-        cluster.close()
-    assert code == 0, output
-    assert (cluster.jobs["101"]["starts"], cluster.jobs["101"]["options"]["nice"]) == (2, "7")
-    assert run_command(*RUN, "seed=1", cwd=tmp_path / "alone")[0] == 0
-    [undisturbed] = tmp_path.glob("alone/outputs/*/*/checkpoints/step_00000040/model.safetensors")
-    preempted = checkpoints(command.cwd, 0)[-1] / "model.safetensors"
-    assert preempted.read_bytes() == undisturbed.read_bytes(), "to the last bit"
-
-
-def test_resume_after_the_scheduler_was_killed_adopts_its_running_jobs(tmp_path: Path) -> None:
-    """One of the two jobs trains with DDP, and starts its ranks itself."""
-    cluster = FakeSlurm(tmp_path / "cluster")
-    try:
-        first = start_sweep(tmp_path / "sweep", cluster, "parallel=single,ddp")
-        wait_until(lambda: first.command_exit_code is not None or checkpoints(first.cwd, 1))
+        first = start_sweep(tmp_path / "sweep", cluster, *words, "+sweep.additional.nice=7")
+        wait_until(lambda: first.command_exit_code is not None or checkpoints(first.cwd, 0))
         first.signal_processes(signal.SIGKILL)
         first.wait()
+        cluster.signal("101", signal.SIGUSR2)
         asked = len(cluster.calls("squeue"))
-        later = start_sweep(tmp_path / "sweep", cluster, "parallel=single,ddp", "resume=auto")
-        wait_until(lambda: later.command_exit_code is not None or len(cluster.calls("squeue")) > asked + 1)
-        (later.cwd / "go").touch()  # the jobs were still running when the later command adopted them
+        later = start_sweep(tmp_path / "sweep", cluster, *words, "+sweep.additional.nice=7", "resume=auto")
+        wait_until(lambda: later.command_exit_code is not None or len(cluster.calls("squeue")) > asked)
+        (later.cwd / "go").touch()  # the job was still running when the later command adopted it
         code, output = later.wait_for_all_processes()
     finally:
         cluster.close()
     assert code == 0, output
-    assert [each["starts"] for each in cluster.jobs.values()] == [1, 1], "nothing is run twice"
-    [ledger] = first.cwd.glob("outputs/sweeps/*/*/sweep.json")
-    assert [entry["state"] for entry in json.loads(ledger.read_text())["jobs"].values()] == ["done", "done"]
-    [report] = first.cwd.glob("outputs/sweeps/*/*/001-*/environment.json")
+    [entry] = cluster.jobs.values()
+    assert (entry["starts"], entry["options"]["nice"]) == (2, "7"), "preempted, requeued, and not submitted again"
+    [ledger] = later.cwd.glob("outputs/sweeps/*/*/sweep.json")
+    assert [entry["state"] for entry in json.loads(ledger.read_text())["jobs"].values()] == ["done"]
+    [report] = later.cwd.glob("outputs/sweeps/*/*/000-*/environment.json")
     assert json.loads(report.read_text())["variables"]["OMP_NUM_THREADS"] == "1"
+    assert run_command(*RUN, *words, cwd=tmp_path / "alone")[0] == 0
+    [undisturbed] = tmp_path.glob("alone/outputs/*/*/checkpoints/step_00000040/model.safetensors")
+    preempted = checkpoints(later.cwd, 0)[-1] / "model.safetensors"
+    assert preempted.read_bytes() == undisturbed.read_bytes(), "to the last bit"
 
 
 @pytest.mark.parametrize(
     ("word", "why"), [("sweep.additional=5", "mapping"), ("+sweep.additional.array=0-1", "itself")]
 )
-def test_invalid_additional_options_of_sbatch_are_refused(word: str, why: str, tmp_path: Path) -> None:
-    code, output = run_command("-m", "seed=1,2", "sweep=slurm", word, cwd=tmp_path)
-    assert code == 2, output
-    assert output.startswith(word.lstrip("+").partition("=")[0])
-    assert why in output
+def test_invalid_additional_options_of_sbatch_are_refused(word: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refusal:
+        SweepJobs(Composer(), ["seed=1,2", "sweep=slurm", word])
+    assert refusal.value.key == word.lstrip("+").partition("=")[0]
 
 
 def test_a_sweep_without_sbatch_is_refused_without_a_traceback(tmp_path: Path) -> None:
