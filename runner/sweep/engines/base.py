@@ -1,8 +1,4 @@
-"""The interface of engines, which run the jobs of a sweep. Each job is a command, `python -m runner OVERRIDES`.
-
-An `Engine` holds the options of a file in conf/sweep/. Its `Pool` manages the jobs while a sweep runs. The scheduler
-and a job exchange only strings and exit codes, so that no job can affect another job.
-"""
+"""The interface of engines, which run the jobs of a sweep. Each job is a command, `python -m runner OVERRIDES`."""
 
 from __future__ import annotations
 
@@ -123,6 +119,14 @@ class Engine(ABC):
             check_choice(self, "goal", ("min", "max"))
         if self.prune is not None:
             check_choice(self, "prune", ("median", "halving"))
+
+    def check_auto(self, key: str, most: int) -> None:
+        """Check that the option `key` is `auto` or a whole number from 1 to `most`."""
+        value = getattr(self, key)
+        if value != "auto":
+            known = isinstance(value, int)
+            check(known, key, value, "it is neither auto nor a whole number", f"sweep.{key}=2")
+            check_range(self, key, least=1, most=most)
 
     def prepare(self, *modules: str) -> None:
         """Begin slow preparations for the first job, such as the import of `modules`, which the jobs need."""

@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runner.config.errors import check, check_range
+from runner.config.errors import check
 from runner.storage.files import is_locked
 from runner.sweep.engines.base import Ended, Engine, Job, Pool
 from runner.system.cpu import usable_core_numbers
@@ -50,12 +50,8 @@ class Local(Engine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("slots", "threads"):
-            value = getattr(self, key)
-            known = value == "auto" or isinstance(value, int)
-            check(known, key, value, "it is neither auto nor a whole number", f"sweep.{key}=2")
-            if isinstance(value, int):
-                check_range(self, key, least=1, most=1024)
+        self.check_auto("slots", most=1024)
+        self.check_auto("threads", most=1024)
 
     def prepare(self, *modules: str) -> None:
         start_server("torch", *modules)
@@ -128,10 +124,7 @@ class LocalPool(Pool):
         return f"GPU {','.join(gpus)}" if gpus else f"core {_ranges(cores)}"
 
     def _free_gpus(self, count: int) -> list[str] | None:
-        """Return `count` GPUs that neither this sweep nor another user uses; None if there are not enough.
-
-        If other users occupy too many GPUs, calls in the next few seconds return None without checking again.
-        """
+        """Return `count` GPUs that neither this sweep nor another user uses; None if there are not enough."""
         if not count:
             return []
         idle = self._gpus or []
@@ -210,13 +203,6 @@ def _run_command(
 
     This process locks its console file until it ends. If a scheduler was killed, and the next one starts its jobs again
     while they still run, each new process therefore waits until the earlier one has ended, and then goes on from there.
-
-    Args:
-        arguments: the arguments of the command.
-        console: the path of the file to which everything that the command prints is appended.
-        cores: the numbers of the CPU cores that the process may use.
-        threads: the number of CPU threads of the process.
-        environment: all environment variables of the command; they replace those of this process.
     """
     become_command()
     file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

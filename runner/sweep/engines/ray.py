@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runner.config.errors import ConfigError, check, check_range
+from runner.config.errors import ConfigError, check
 from runner.sweep.engines.base import ClusterEngine, Ended, Job, Pool
 from runner.sweep.engines.child import RayTask, import_ray, task
 from runner.system.cpu import usable_core_numbers
@@ -46,10 +46,7 @@ class Ray(ClusterEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = self.slots == "auto" or isinstance(self.slots, int)
-        check(known, "slots", self.slots, "it is neither auto nor a whole number", "sweep.slots=2")
-        if isinstance(self.slots, int):
-            check_range(self, "slots", least=1, most=10_000)
+        self.check_auto("slots", most=10_000)
         well_formed = self.address is None or self.address == "auto" or _ADDRESS.fullmatch(self.address) is not None
         remedy = "null starts Ray on this machine"
         check(well_formed, "address", self.address, "it must be auto, HOST:PORT or ray://HOST:PORT", remedy)
@@ -134,13 +131,11 @@ class RayPool(Pool):
     def _check_possible(self, number: int, cores: int, gpus: int) -> None:
         """Raise a `ConfigError` if no machine is large enough for job `number`: Ray would wait for one forever."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        possible = any(node.get("CPU", 0) >= cores and node.get("GPU", 0) >= gpus for node in nodes)
-        largest = max(((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes), default=(0, 0))
-        why = (
-            f"job {number} needs {cores} cores and {gpus} GPUs on one machine, and no machine of Ray has as many: "
-            f"the largest of {len(nodes)} has {largest[0]} and {largest[1]}"
-        )
-        check(possible, "sweep", "ray", why, "use fewer processes, or fewer sweep.threads or device.threads")
+        has = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
+        why = f"job {number} needs {cores} cores and {gpus} GPUs on one machine, and the largest has %d and %d"
+        possible = any(each[0] >= cores and each[1] >= gpus for each in has)
+        remedy = "use fewer processes, or fewer sweep.threads or device.threads"
+        check(possible, "sweep", "ray", why % max(has, default=(0, 0)), remedy)
 
     def _has_room(self, cores: int, gpus: int) -> bool:
         if isinstance(self._options.slots, int):
@@ -151,13 +146,12 @@ class RayPool(Pool):
 
     def wait(self, seconds: float) -> list[Ended]:
         numbers = {job.end: number for number, job in self._running.items()}
-        if numbers:
-            pause = 0 if self._ended else seconds
-            if self._ray.wait(list(numbers), timeout=pause)[0]:
-                for end in self._ray.wait(list(numbers), num_returns=len(numbers), timeout=0)[0]:
-                    self._end(numbers[end])
-        elif not self._ended:
-            time.sleep(seconds)
+        pause = 0 if self._ended else seconds
+        if not numbers:
+            time.sleep(pause)
+        elif self._ray.wait(list(numbers), timeout=pause)[0]:
+            for end in self._ray.wait(list(numbers), num_returns=len(numbers), timeout=0)[0]:
+                self._end(numbers[end])
         ended, self._ended = self._ended, []
         return ended
 
@@ -172,9 +166,7 @@ class RayPool(Pool):
 
     def stop(self, numbers: list[int]) -> None:
         for number in numbers:
-            job = self._running.get(number)
-            if job is None:
-                continue
+            job = self._running[number]
             if self._ray.wait([job.ready], timeout=0)[0]:
                 job.actor.stop.remote()
             else:  # it waits for cores
