@@ -34,10 +34,10 @@ from runner.config.errors import WIDTH
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import read_result
 from runner.sweep.display import Display
-from runner.sweep.engines.base import Ended, Job, Pool
+from runner.sweep.engines.base import Ended, Job, JobCommand, Pool
 from runner.sweep.engines.local import Local
 from runner.sweep.ledger import Ledger
-from runner.sweep.scheduler import JobCommand, JobSource, Scheduler
+from runner.sweep.scheduler import JobSource, Scheduler
 from runner.system.exit_codes import DIVERGED, DONE
 from runner.system.signals import StopRequest
 

@@ -19,7 +19,7 @@ from runner.commands.arguments import Parser
 from runner.config.errors import ConfigError, check
 from runner.storage.files import check_readable
 from runner.storage.ledger_file import LEDGER, num_jobs, read_ledger
-from runner.sweep.console import last_line
+from runner.sweep.display import last_line
 from runner.sweep.ledger import CONSOLE
 from runner.system.utf8 import printable
 

@@ -9,14 +9,16 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from runner.config.errors import WIDTH
 from runner.config.overrides import override_key
-from runner.sweep.console import last_line
+from runner.storage.files import check_no_link, open_regular
+from runner.sweep.engines.base import JobCommand
 from runner.system.secrets import redacted_values
 from runner.system.utf8 import printable
 
@@ -24,39 +26,32 @@ _REFRESH_SECONDS = 0.5
 _MAX_ROWS = 16
 
 
-class Shown(Protocol):
-    """The attributes of a job that a display uses."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def overrides(self) -> list[str]: ...
-    @property
-    def directory(self) -> Path: ...
-
-
 class Display:
-    """A display that prints a line to standard error when a job starts or ends.
+    """A display on standard error. Without a terminal, it prints a line when a job starts or ends.
 
     Args:
         num_jobs: the number of jobs in the sweep.
         swept: the config keys that have several values; the title of a job shows its values of these keys.
-        width: the maximum length of a job's title in characters.
+        console: the terminal; None: standard error.
     """
 
-    def __init__(self, num_jobs: int, swept: Collection[str], width: int = 200):
-        self.num_jobs, self.swept, self.width = num_jobs, swept, width
+    def __init__(self, num_jobs: int, swept: Collection[str], console: Console | None = None):
+        self.num_jobs, self.swept = num_jobs, swept
+        self._console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
+        self._refreshed, self._begun = 0.0, time.monotonic()
+        self._rows: dict[int, tuple[str, Path]] = {}
         self._states: dict[int, str] = {}
         self._num_before = 0
         self._refusals: dict[str, list[int]] = {}
         self._failures: list[str] = []
+        self._live = Live(console=self._console, auto_refresh=False, transient=True, get_renderable=self._table)
 
-    def title(self, job: Shown) -> str:
+    def title(self, job: JobCommand) -> str:
         """Return the title of a job: its number and its overrides, of `swept` keys if there are any."""
         overrides = [text for text in job.overrides if override_key(text) in self.swept]
         words = printable(" ".join(redacted_values(overrides or job.overrides)))
         line = f"job {job.number}{': ' * bool(words)}{words}".replace("\n", "\\n")
-        return line if len(line) <= self.width else line[: self.width - 1] + "…"
+        return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
 
     def settled_before(self, states: Mapping[int, str]) -> None:
         """Count the jobs that an earlier command has settled; `states` maps their numbers to their states."""
@@ -64,20 +59,22 @@ class Display:
         self._num_before = len(states)
 
     def line(self, text: str) -> None:
-        """Print `text` to standard error."""
-        print(text, file=sys.stderr, flush=True)
+        """Print `text`."""
+        self._console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
-    def started(self, job: Shown, slot: str, console: Path) -> None:
+    def started(self, job: JobCommand, slot: str, console: Path) -> None:
         """Show that a job has been started on `slot`, for example `GPU 0`; it prints to `console`."""
         self._states.pop(job.number, None)  # of a paused job that continues
-        self.line(f"{self.title(job)}: started on {slot}")
+        self._rows[job.number] = f"{self.title(job)} ({slot})", console
+        if not self._console.is_terminal:
+            self.line(f"{self.title(job)}: started on {slot}")
 
-    def known(self, job: Shown, state: str) -> None:
+    def known(self, job: JobCommand, state: str) -> None:
         """Show that an earlier command has completed a job."""
         self._states[job.number] = state
         self.line(f"{self.title(job)}: already {state}, {os.path.relpath(job.directory)}")
 
-    def ended(self, job: Shown, state: str, error: str, result: Mapping[str, Any], console: Path) -> None:
+    def ended(self, job: JobCommand, state: str, error: str, result: Mapping[str, Any], console: Path) -> None:
         """Show how a job ended. If several jobs are refused for the same reason, show only the first.
 
         Args:
@@ -87,6 +84,7 @@ class Display:
             result: the result of the job; empty if the job has no result.
             console: the file with everything that the job printed.
         """
+        self._rows.pop(job.number, None)
         self._states[job.number] = state
         if state == "refused":
             jobs = self._refusals.setdefault(re.sub(r": got .*?: ", ": ", error.partition("\n")[0]), [])
@@ -106,10 +104,15 @@ class Display:
             self._failures.append(f"{self.title(job)}: crashed\n{failure}")
 
     def refresh(self) -> None:
-        """Update the display of the running jobs. The scheduler calls this method several times per second."""
+        """Update the table of the running jobs. The scheduler calls this method several times per second."""
+        if self._console.is_terminal and time.monotonic() >= self._refreshed + _REFRESH_SECONDS:
+            self._live.start()
+            self._live.refresh()
+            self._refreshed = time.monotonic()
 
     def close(self) -> None:
-        """Remove the display of the running jobs."""
+        """Remove the table of the running jobs."""
+        self._live.stop()
 
     def summary(self) -> None:
         """Print a summary at the end of the sweep: the failures again, and the number of jobs that are done."""
@@ -130,43 +133,6 @@ class Display:
         """The number of jobs in each state."""
         return Counter(self._states.values())
 
-
-class Table(Display):
-    """A display for a terminal, with a table of the running jobs and the last line that each job printed.
-
-    Args:
-        num_jobs: the number of jobs in the sweep.
-        swept: the config keys that have several values; the title of a job shows its values of these keys.
-        console: the terminal; None: standard error.
-    """
-
-    def __init__(self, num_jobs: int, swept: Collection[str], console: Console | None = None):
-        super().__init__(num_jobs, swept)
-        self._rows: dict[int, tuple[str, Path]] = {}
-        self._refreshed, self._begun = 0.0, time.monotonic()
-        console = console or Console(stderr=True)
-        self._live = Live(console=console, auto_refresh=False, transient=True, get_renderable=self._table)
-
-    def line(self, text: str) -> None:
-        self._live.console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
-
-    def started(self, job: Shown, slot: str, console: Path) -> None:
-        self._states.pop(job.number, None)
-        self._rows[job.number] = f"{self.title(job)} ({slot})", console
-
-    def ended(self, job: Shown, state: str, error: str, result: Mapping[str, Any], console: Path) -> None:
-        self._rows.pop(job.number, None)
-        super().ended(job, state, error, result, console)
-
-    def refresh(self) -> None:
-        if time.monotonic() >= self._refreshed + _REFRESH_SECONDS:
-            self._live.start()
-            self._live.refresh()
-            self._refreshed = time.monotonic()
-
-    def close(self) -> None:
-        self._live.stop()
-
     def _table(self) -> Text:
         """Return the number of jobs in each state, the estimated time until all have ended, and the running jobs."""
         ended = len(self._states)
@@ -178,3 +144,25 @@ class Table(Display):
         rows = list(self._rows.values())[:_MAX_ROWS]
         lines = [text, *(f"  {title}  {last_line(console)}" for title, console in rows)]
         return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+
+
+def message(console: Path, start: int = 0) -> str:
+    """Return the last ten non-empty lines that a job printed, in which control characters are escaped.
+
+    Args:
+        console: the file to which the job printed. If it cannot be read, the result is an empty string.
+        start: the size of the file in bytes when the job was started; earlier attempts printed what is before.
+    """
+    try:
+        check_no_link(console.parent)
+        with open_regular(console) as file:
+            file.seek(max(start, file.seek(0, os.SEEK_END) - 20_000))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return printable("\n".join([line for line in lines if line.strip()][-10:]))
+
+
+def last_line(console: Path) -> str:
+    """Return the last non-empty line that a job printed; an empty string if there is none."""
+    return message(console).rpartition("\n")[2]

@@ -19,8 +19,8 @@ from runner.config.overrides import override_key, override_value
 from runner.config.schema import load_class
 from runner.run import Run, build_run, config_hash
 from runner.storage.run_directory import job_name
-from runner.sweep.engines.base import Demand
-from runner.sweep.scheduler import JobCommand, JobSource
+from runner.sweep.engines.base import Demand, JobCommand
+from runner.sweep.scheduler import JobSource
 from runner.sweep.sweep_jobs import SweepJobs
 from runner.workloads.base import Workload
 

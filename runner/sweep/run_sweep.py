@@ -9,14 +9,14 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from runner.analysis.sweep_summary import find_best, write_summary
-from runner.config.errors import ABSENT, WIDTH, check
+from runner.config.errors import ABSENT, check
 from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
 from runner.config.overrides import typed_path
 from runner.config.schema import build
 from runner.parallel.launch.cluster import external_rank_info
 from runner.storage.files import write_text
-from runner.sweep.display import Display, Table
+from runner.sweep.display import Display
 from runner.sweep.ledger import OPTIONS, Ledger
 from runner.sweep.objective import Objective
 from runner.sweep.plan_jobs import GridJobs, Planner
@@ -71,8 +71,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
         if search is not None and engine.search != "grid" and search.num_trials < engine.trials:
             what = f"there are only {search.num_trials:,} combinations, and each is tried once"
             print(f"sweep.trials={engine.trials}: {what}", file=sys.stderr)
-        terminal = sys.stderr.isatty()
-        display = Table(len(source), jobs.swept) if terminal else Display(len(source), jobs.swept, WIDTH)
+        display = Display(len(source), jobs.swept)
         with engine.connect(len(source), ledger.path) as pool, closing(display):
             codes = Scheduler(source, pool, ledger, engine, display).run(stop)
         source.close()

@@ -8,14 +8,12 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from runner.config.errors import ConfigError
 from runner.storage.run_directory import StorageError, read_result
-from runner.sweep.console import message
-from runner.sweep.display import Display
-from runner.sweep.engines.base import Demand, Ended, Engine, Job, Pool
+from runner.sweep.display import Display, message
+from runner.sweep.engines.base import Ended, Engine, Job, JobCommand, Pool
 from runner.sweep.ledger import Ledger
 from runner.system.exit_codes import CRASHED, DIVERGED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.system.signals import StopRequest
@@ -33,21 +31,6 @@ STATES = {
 _CODES = {state: code for code, state in reversed(STATES.items())}
 
 _POLL_SECONDS = 0.25
-
-
-class JobCommand(NamedTuple):
-    """The command of a job: its number from 0, its overrides and the arguments with them, and its run directory.
-
-    If the config is already known to be invalid, `refusal` is the error message.
-    """
-
-    number: int
-    overrides: list[str]
-    arguments: list[str]
-    directory: Path
-    config_hash: str
-    demand: Demand = Demand()
-    refusal: str = ""
 
 
 class JobSource(ABC):
@@ -108,12 +91,10 @@ class Scheduler:
                 with code 75.
 
         Raises:
-            KeyboardInterrupt: if the user presses Ctrl-C after a stop signal. The jobs are killed when the context of
-                the pool ends.
+            KeyboardInterrupt: if the user presses Ctrl-C after a stop signal.
             StorageError: if the ledger, or the study of a search, cannot be written.
             ConfigError: if a cluster rejects the first jobs, or if the result of a job shows that the sweep cannot
-                continue. A StorageError or ConfigError is raised only after the running jobs have been asked to save a
-                checkpoint and have exited.
+                continue. As after a StorageError, the running jobs have saved a checkpoint and exited before.
         """
         settled = self.ledger.settled_states.items()
         self.display.settled_before({number: state for number, state in settled if number < len(self.source)})
@@ -159,7 +140,7 @@ class Scheduler:
         try:
             return self.source.next()
         except OSError as error:  # a search records its trials in a file
-            self._fail(_storage_error(error, self.ledger.path))
+            self._fail(error)
             return None
 
     def _start(self, job: JobCommand) -> bool:
@@ -232,10 +213,8 @@ class Scheduler:
     def _tell(self, number: int, code: int, result: dict[str, Any]) -> None:
         try:
             self.source.tell(number, code, result)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             self._fail(error)
-        except OSError as error:  # a search records its trials in a file
-            self._fail(_storage_error(error, self.ledger.path))
 
     def _update(self, job: JobCommand, **changes: Any) -> None:
         """Update the entry of `job` in the ledger. If it cannot be written, stop the sweep, which could not resume."""
@@ -245,14 +224,12 @@ class Scheduler:
         except StorageError as error:
             self._fail(error)
 
-    def _fail(self, error: StorageError | ConfigError) -> None:
+    def _fail(self, error: StorageError | ConfigError | OSError) -> None:
+        if isinstance(error, OSError):
+            error = StorageError(error.filename or self.ledger.path, str(error.strerror))
         if self._error is None:
             self._error = error
             self.stop(str(error).splitlines()[0].rstrip(";:"))
-
-
-def _storage_error(error: OSError, path: Path) -> StorageError:
-    return StorageError(error.filename or path, str(error.strerror))
 
 
 def how_it_died(ended: Ended) -> str:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from runner.config.errors import ConfigError, check
 from runner.storage.files import read_regular, write_bytes
 from runner.storage.ledger_file import num_jobs
-from runner.sweep.engines.base import Engine
+from runner.sweep.engines.base import Engine, JobCommand
 from runner.sweep.ledger import STUDY, Ledger
 from runner.sweep.objective import Curve, Objective
-from runner.sweep.scheduler import JobCommand, JobSource
+from runner.sweep.scheduler import JobSource
 from runner.sweep.space import Space
 from runner.system.exit_codes import CRASHED, DONE, INTERRUPTED, REFUSED, STOPPED
 

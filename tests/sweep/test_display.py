@@ -10,8 +10,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from runner.sweep.display import Display, Table
-from runner.sweep.scheduler import JobCommand
+from runner.sweep.display import Display
+from runner.sweep.engines.base import JobCommand
 
 
 def job(number: int) -> JobCommand:
@@ -23,9 +23,8 @@ def end(display: Display, number: int, state: str) -> None:
     display.ended(job(number), state, "", {}, Path("console"))
 
 
-@pytest.mark.parametrize("table", [False, True])
-def test_a_paused_job_is_counted_once_with_its_final_state(table: bool) -> None:
-    display = Table(3, ["seed"]) if table else Display(3, ["seed"])
+def test_a_paused_job_is_counted_once_with_its_final_state() -> None:
+    display = Display(3, ["seed"])
     end(display, 0, "pruned")
     assert display.counts == {"pruned": 1}
     display.started(job(0), "a slot", Path("console"))
@@ -52,7 +51,7 @@ def test_the_summary_shows_how_many_jobs_were_pruned(capsys: pytest.CaptureFixtu
 def test_the_table_fits_into_the_terminal(title: str, tmp_path: Path) -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=40, height=6, color_system=None)
-    table = Table(9, ["name"], console)
+    table = Display(9, ["name"], console)
     (tmp_path / "console").write_text("last line\n")
     for number in range(9):
         table.started(JobCommand(number, [f"name={title}"], [], Path("x"), "a hash"), "a slot", tmp_path / "console")

@@ -19,16 +19,10 @@ from runner.result import EXIT_CODES
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import StorageError
 from runner.sweep.display import Display
-from runner.sweep.engines.base import Ended, Engine, Job
+from runner.sweep.engines.base import Ended, Engine, Job, JobCommand
 from runner.sweep.engines.local import Local
 from runner.sweep.ledger import Ledger
-from runner.sweep.scheduler import (
-    STATES,
-    JobCommand,
-    JobSource,
-    Scheduler,
-    how_it_died,
-)
+from runner.sweep.scheduler import STATES, JobSource, Scheduler, how_it_died
 from runner.system.signals import StopRequest
 
 

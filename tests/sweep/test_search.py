@@ -17,11 +17,11 @@ from helpers.fake_pool import FakePool
 
 from runner.config.errors import ConfigError
 from runner.sweep.display import Display
-from runner.sweep.engines.base import Ended, Job
+from runner.sweep.engines.base import Ended, Job, JobCommand
 from runner.sweep.engines.local import Local
 from runner.sweep.ledger import STUDY, Ledger
 from runner.sweep.objective import Objective
-from runner.sweep.scheduler import JobCommand, Scheduler
+from runner.sweep.scheduler import Scheduler
 from runner.sweep.search import Search, SearchJobs
 from runner.sweep.space import Dimension, Interval, Space
 from runner.system.signals import StopRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runner.sweep.console import message
+from runner.sweep.display import message
 
 
 def test_a_console_file_in_a_symlinked_directory_is_not_read(tmp_path: Path) -> None:

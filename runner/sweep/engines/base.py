@@ -19,8 +19,23 @@ class Demand(NamedTuple):
     threads: int | None = None  # the engine chooses the number
 
 
+class JobCommand(NamedTuple):
+    """The command of a job: its number from 0, its overrides and the arguments with them, and its run directory.
+
+    If the config is already known to be invalid, `refusal` is the error message.
+    """
+
+    number: int
+    overrides: list[str]
+    arguments: list[str]
+    directory: Path
+    config_hash: str
+    demand: Demand = Demand()
+    refusal: str = ""
+
+
 class Job(NamedTuple):
-    """A job of a sweep: its number, its command-line arguments, the file for what it prints, and what it needs.
+    """What an engine runs: a job's number, its command-line arguments, the file for what it prints, and what it needs.
 
     If a command that was killed had started it, `earlier` is the slot that `submit` returned then. It must be checked
     before use, because anybody may have written the ledger from which it was read.
