@@ -43,13 +43,11 @@ SETTLED = (0, 3)
 
 
 class Ledger:
-    """The ledger of a sweep, which is stored in the file `sweep.json`.
+    """The ledger of a sweep, which is stored in the file `sweep.json`. Credentials are not stored.
 
     With `resume=auto`, the newest unfinished sweep with the overrides `typed` is resumed, if there is one. Otherwise, a
-    new sweep is created.
-
-    This class is a context manager, which locks the sweep's directory: only one process at a time can run the sweep. If
-    the sweep is new and none of its jobs has run, its directory is removed at the end. Credentials are not stored.
+    new sweep is created. This class is a context manager, which locks the sweep's directory: only one process at a time
+    can run the sweep. If the sweep is new and none of its jobs has run, its directory is removed at the end.
 
     Args:
         typed: the overrides on the command line.
@@ -60,10 +58,9 @@ class Ledger:
 
     Attributes:
         path: the directory of the sweep.
-        typed: the overrides that identify the sweep, sorted and canonical. Overrides that may change when the sweep is
-            resumed, such as `resume=auto`, are left out.
-        jobs: a dictionary from job number to entry. It contains the jobs that were started, and the jobs that were
-            refused before they could start. An entry is a dictionary; see `runner.storage.ledger_file` for its keys.
+        typed: the overrides that identify the sweep, sorted and canonical, without those that may change when it is
+            resumed, such as `resume=auto`.
+        jobs: the entry of each job that was started or refused, by number; `runner.storage.ledger_file` has its keys.
         num_jobs: the number of all jobs; 0 until the caller sets it.
 
     Raises:
@@ -111,13 +108,12 @@ class Ledger:
         """Load the newest sweep in `root` with the same overrides that is unfinished, or has more jobs now; return its
         directory, or None if there is none.
         """
-        other, has_newer = "", False
+        newest, has_newer = "", False
         for path in reversed(run_directory.readable_entries(root)):
             found = read_ledger(path, self.typed)
             if not found:
                 continue
-            typed = found["typed"]
-            is_same = typed == self.typed
+            is_same = found["typed"] == self.typed
             if found["complete"] and not (is_same and not has_newer and self._has_more(path, found)):
                 has_newer |= is_same
             elif is_same:
@@ -125,14 +121,10 @@ class Ledger:
                     self._set(int(number), entry)
                 return path
             else:
-                more = " ".join(sorted({*self.typed} - {*typed}))
-                less = " ".join(sorted({*typed} - {*self.typed}))
-                what = [f"has {less}"] * bool(less) + [f"lacks {more}"] * bool(more)
-                other = other or f"{path} {' and '.join(what)}"
-        if other:
-            log.warning(
-                "no unfinished sweep has these overrides, so a new one begins; the newest, %s", printable(other)
-            )
+                newest = newest or f"{path}, has {' '.join(found['typed'])}"
+        if newest:
+            why = "no unfinished sweep has these overrides, so a new one begins; the newest, %s"
+            log.warning(why, printable(newest))
         return None
 
     def settled(self, number: int, config_hash: str) -> int | None:
@@ -146,11 +138,7 @@ class Ledger:
         return self.path / CONSOLE / f"{number:03d}.txt"
 
     def update(self, number: int, **changes: Any) -> None:
-        """Change the entry of job `number`, and write the ledger to its file.
-
-        Args:
-            number: the number of the job.
-            changes: the new values of the entry, by key; the value None removes the key.
+        """Change the entry of job `number`, and write the ledger to its file; the value None removes a key.
 
         Raises:
             StorageError: if the ledger cannot be written. The entry in `jobs` has changed nevertheless.
@@ -182,10 +170,6 @@ class Ledger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Unlock the sweep. If the sweep is new and none of its jobs has run, remove its files and directories."""
         if self._existing is not None:
             _remove_if_unused(self.path, self._existing)
         self._lock.close()
@@ -195,8 +179,7 @@ class Ledger:
         self._lines[number] = f'"{number}": {json.dumps(entry, ensure_ascii=False)}'
 
     def _write(self) -> None:
-        head = {"typed": self.typed, "complete": self._complete, "pid": os.getpid()}
-        head |= {"num_jobs": self.num_jobs}
+        head = {"typed": self.typed, "complete": self._complete, "pid": os.getpid(), "num_jobs": self.num_jobs}
         jobs = ",\n".join(self._lines.values())  # only changed entries are encoded again: a sweep may have thousands
         with storage_errors(self.path / LEDGER):
             write_text(self.path / LEDGER, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "jobs": {{\n{jobs}\n}}}}\n')

@@ -1,30 +1,41 @@
-"""The jobs of a sweep: converts the overrides that the user typed to dimensions, and combines their values."""
+"""The jobs of a sweep: converts the overrides that the user typed to dimensions, and combines their values.
+
+Paired values, as in `pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])`, have the syntax that Hydra has proposed
+for a later version (docs/design/zipped_sweeps.md in its repository).
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import OmegaConf
 
 from runner.config.composition import Composer, Job, composition_errors
-from runner.config.errors import ABSENT, check
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.options import groups_in_defaults, root_keys
 from runner.config.overrides import is_sweep_option, quoted
 from runner.config.schema import build
 from runner.sweep.engines.base import Engine
 from runner.sweep.space import Dimension, Interval
-from runner.sweep.zipped import parse_zip
 
 MAX_JOBS = 10_000
 """The maximum number of jobs in a sweep. A larger sweep is probably a typing error, or should be divided."""
 
 _SAME_FOR_ALL = ("output_root", "resume")
 """Keys that say where a sweep is and whether it is resumed, and not what its jobs compute."""
+
+_ZIP = re.compile(r"(?P<name>[\w.-]+)=zip\((?P<members>.*)\)", re.DOTALL)
+_NEXT_MEMBER = re.compile(r",\s*(?=[+]{0,2}[\w./@-]+=)")
+_MEMBER = re.compile(
+    r"(?P<key>[+]{0,2}[\w./@-]+)=(?:(?:\[|choice\()(?P<listed>.*)[\])]|(?P<function>(?:range|sort)\(.*))", re.DOTALL
+)
+_EXAMPLE = "'pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])'"
 
 
 class SweepJobs:
@@ -55,7 +66,6 @@ class SweepJobs:
         self.engine = build(node, Engine, "sweep")
         zips += [word for word in params if parse_zip(word)]
         parsed = composer.parse([word for word in [*params, *typed["task"]] if word not in zips])
-        self._check_count({override.key_or_group: _count(override) for override in parsed})
         found = [*map(self._dimension, parsed), *map(self._pairs, zips)]
         last = list({each.keys: each for each in found}.values())  # what is typed later counts
         constant = [each for each in last if not each.varies]
@@ -63,8 +73,13 @@ class SweepJobs:
         self.dimensions = [
             each for each in last if each.varies or not (each.keys[0] in _SAME_FOR_ALL or is_sweep_option(each.keys[0]))
         ]
-        self._check_count({each.name: len(each.choices) for each in self.dimensions})
-        self._check_pairs()
+        most = max(self.dimensions, key=lambda each: len(each.choices), default=None)
+        remedy = "sweep over fewer values, or in several sweeps"
+        check(len(self) <= MAX_JOBS, most.name if most else "", ABSENT, f"more than {MAX_JOBS:,} jobs", remedy)
+        keys = [key for each in self.dimensions for key in each.keys]
+        paired = [key for each in self.dimensions if len(each.keys) > 1 for key in each.keys]
+        twice = next((key for key in paired if keys.count(key) > 1), "")
+        check(not twice, twice, ABSENT, "it is paired with other keys, and set by another override", "leave one out")
 
     @property
     def swept(self) -> list[str]:
@@ -123,27 +138,34 @@ class SweepJobs:
         typed = word.partition("=")[2]
         check(name not in root_keys(), name, typed, why, f"pairs={typed}")
         overrides = self._composer.parse([quoted(member, sweep=True) for member in members])
-        counts = {override.key_or_group: _count(override) for override in overrides}
-        listed = ", ".join(f"{key} has {count:,}" for key, count in counts.items())
+        values = {_bare(override.get_key_element()): _words(override) for override in overrides}
+        listed = ", ".join(f"{key} has {len(words):,}" for key, words in values.items())
         why = f"paired keys must have the same number of values: {listed}"
-        check(len(set(counts.values())) == 1, name, typed, why, "add or remove some")
-        self._check_count(dict(list(counts.items())[:1]))
-        keys = tuple(_bare(override.get_key_element()) for override in overrides)
-        rows = zip(*map(_words, overrides), strict=True)
-        return Dimension(name, keys, [list(itertools.chain(*row)) for row in rows])
+        check(len({*map(len, values.values())}) == 1, name, typed, why, "add or remove some")
+        rows = zip(*values.values(), strict=True)
+        return Dimension(name, tuple(values), [list(itertools.chain(*row)) for row in rows])
 
-    def _check_pairs(self) -> None:
-        """Raise a `ConfigError` if a paired key is also set by another override."""
-        keys = [key for each in self.dimensions for key in each.keys]
-        paired = [key for each in self.dimensions if len(each.keys) > 1 for key in each.keys]
-        twice = next((key for key in paired if keys.count(key) > 1), "")
-        check(not twice, twice, ABSENT, "it is paired with other keys, and set by another override", "leave one out")
 
-    def _check_count(self, counts: dict[str, int]) -> None:
-        most = max(counts, key=lambda key: counts[key], default="")
-        count = math.prod(counts.values())
-        why = f"the sweep has {count:,} jobs, more than {MAX_JOBS:,}"
-        check(count <= MAX_JOBS, most, ABSENT, why, "sweep over fewer values, or in several sweeps")
+def parse_zip(word: str) -> tuple[str, list[str]] | None:
+    """Parse `NAME=zip(…)`: `pairs=zip(a=[1,2],b=choice(3,4))` gives `("pairs", ["a=1,2", "b=3,4"])`, others None.
+
+    Raises:
+        ConfigError: if fewer than two keys are paired, a key is paired twice, or a value is not a list.
+    """
+    found = _ZIP.fullmatch(word)
+    if found is None:
+        return None
+    name, value = found["name"], word.partition("=")[2]
+    members = {}
+    for text in _NEXT_MEMBER.split(found["members"]):
+        member = _MEMBER.fullmatch(text.strip())
+        if member is None:
+            raise ConfigError(name, value, f"{text.strip()} is no KEY with a list of values", _EXAMPLE)
+        key = member["key"].lstrip("+")
+        check(key not in members, name, value, f"{key} is in it twice", _EXAMPLE)
+        members[key] = f"{member['key']}={member['listed'] or member['function']}"
+    check(len(members) > 1, name, value, "it pairs fewer than two keys", _EXAMPLE)
+    return name, list(members.values())
 
 
 def _interval(key: str, typed: str, value: IntervalSweep) -> Interval:
@@ -158,27 +180,20 @@ def _interval(key: str, typed: str, value: IntervalSweep) -> Interval:
     return Interval(low, high, log, isinstance(low, int) and isinstance(high, int))
 
 
-def _count(override: Override) -> int:
-    """Return the number of values of an override, without listing those of a range that is too long anyway."""
-    swept = override.value()
-    if not override.is_discrete_sweep():
-        return 1
-    if isinstance(swept, RangeSweep):
-        start, stop, step = (float(value) for value in (swept.start or 0, swept.stop or 0, swept.step))
-        key, typed = override.key_or_group, str(override.input_line).partition("=")[2]
-        usable = step != 0 and all(math.isfinite(value) for value in (start, stop, step, (stop - start) / step))
-        check(usable, key, typed, "a range needs finite numbers, and a step that is not 0", f"{key}=range(0,10,1)")
-        if (stop - start) / step > MAX_JOBS + 1:  # of fewer, rounding may add or remove one: Hydra has to list them
-            return math.ceil((stop - start) / step)
-    return len(list(override.sweep_string_iterator()))
-
-
 def _words(override: Override) -> list[list[str]]:
-    """Return a list of one override for each value: `lr=1,2` gives `[["lr=1"], ["lr=2"]]`."""
+    """Return a list of one override for each value: `lr=1,2` gives `[["lr=1"], ["lr=2"]]`.
+
+    A range may have billions of values: no more than one beyond `MAX_JOBS` is listed.
+    """
+    if not override.is_sweep_override():
+        return [[str(override.input_line)]]
     key = override.get_key_element()
-    if override.is_sweep_override():
-        return [[f"{key}={value}"] for value in override.sweep_string_iterator()]
-    return [[str(override.input_line)]]
+    try:
+        values = list(itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1))
+    except (ValueError, ArithmeticError):
+        why = "a range needs numbers, and a step that is not 0"
+        raise ConfigError(key, str(override.input_line).partition("=")[2], why, f"{key}=range(0,10,1)") from None
+    return [[f"{key}={value}"] for value in values]
 
 
 def _bare(key: str) -> str:

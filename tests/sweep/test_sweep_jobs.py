@@ -12,8 +12,7 @@ from runner.config.errors import ConfigError
 from runner.sweep.engines.base import Demand
 from runner.sweep.plan_jobs import Planner
 from runner.sweep.space import Interval
-from runner.sweep.sweep_jobs import SweepJobs
-from runner.sweep.zipped import parse_zip
+from runner.sweep.sweep_jobs import SweepJobs, parse_zip
 
 
 def jobs(*overrides: str) -> SweepJobs:
@@ -71,13 +70,13 @@ def test_options_that_are_numbers_can_be_paired() -> None:
     [
         (["p=zip(seed=[1,2],batch_size=[8])"], "p", "seed has 2, batch_size has 1"),
         (["p=zip(seed=[1,2])"], "p", "fewer than two keys"),
-        (["p=zip(seed=[1,2],seed=[3,4])"], "p", "a key is in it twice"),
-        (["p=zip(seed=[1,2],batch_size=8)"], "p", "batch_size has no list of values"),
-        (["p=zip(seed=[1,2],q=zip(a=[1],b=[2]))"], "p", "q has no list of values"),
-        (["p=zip(seed,batch_size=[8])"], "p", "'seed' is not of the form KEY=[VALUE,VALUE]"),
+        (["p=zip(seed=[1,2],seed=[3,4])"], "p", "seed is in it twice"),
+        (["p=zip(seed=[1,2],batch_size=8)"], "p", "batch_size=8 is no KEY with a list of values"),
+        (["p=zip(seed=[1,2],q=zip(a=[1],b=[2]))"], "p", "q=zip(a=[1] is no KEY with a list"),
+        (["p=zip(seed,batch_size=[8])"], "p", "seed is no KEY with a list of values"),
         (["seed=zip(seed=[1,2],batch_size=[8,16])"], "seed", "it names the pairs"),
         (["p=zip(seed=[1,2],batch_size=[8,16])", "seed=3"], "seed", "set by another override"),
-        (["p=zip(seed=range(0,100000),batch_size=range(0,100000))"], "seed", "100,000 jobs, more than"),
+        (["p=zip(seed=range(0,100000),batch_size=range(0,100000))"], "p", "more than 10,000 jobs"),
     ],
 )
 def test_invalid_pairs_are_refused(overrides: list[str], key: str, words: str) -> None:
@@ -109,8 +108,10 @@ def test_a_paired_range_has_as_many_values_as_hydra_lists(typed: str, values: li
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("range(0,1,1e-9)", "the sweep has 1,000,000,000 jobs"),
-        ("range(0,1e300,1e-300)", "a range needs finite numbers"),
+        ("range(0,1,1e-9)", "more than 10,000 jobs"),
+        ("range(0,1e300,1e-300)", "more than 10,000 jobs"),
+        ("range(0.5,inf)", "more than 10,000 jobs"),
+        ("range(0.5,nan)", "a range needs numbers"),
         ("range(0,1,0)", "a step that is not 0"),
     ],
 )
@@ -168,9 +169,8 @@ def test_the_metric_of_a_search_is_known_even_if_its_first_sample_is_refused(wor
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
-@pytest.mark.parametrize("engine", ["slurm", "ray"])
 @pytest.mark.parametrize(
-    "device", [["device=cuda"], ["device=cuda", "device.index=3"], ["parallel=ddp", "device=cuda"]]
+    ("engine", "device"), [("slurm", ["device=cuda", "device.index=3"]), ("ray", ["parallel=ddp", "device=cuda"])]
 )
 def test_jobs_for_gpus_are_planned_on_a_machine_without_gpus(engine: str, device: list[str], tmp_path: Path) -> None:
     planner = Planner(jobs("seed=0,1", *device, f"sweep={engine}", "sweep.gpus=2", "device.threads=3"), None)
