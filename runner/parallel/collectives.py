@@ -24,17 +24,8 @@ T = TypeVar("T")
 
 
 def encode(value: Any) -> bytes:
-    """Return `value`, plain Python values, tensors and dtypes, nested in any way, as a message to another rank.
-
-    Raises:
-        TypeError: if `value` holds an object of another type, which the other rank would refuse.
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        decode(buffer.getvalue())
-    except (ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
-        raise TypeError("only plain values, tensors and dtypes can be sent to other ranks") from error
+    """Return `value`, plain Python values, tensors and dtypes, nested in any way, as a message to another rank."""
+    torch.save(value, buffer := io.BytesIO())
     return buffer.getvalue()
 
 
@@ -47,7 +38,7 @@ def decode(message: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(message), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"a message from another rank cannot be decoded: {error}") from error
+        raise ValueError("a message from another rank has other values than plain ones, tensors and dtypes") from error
 
 
 def refusal_as_plain(error: ConfigError | None) -> tuple | None:
@@ -55,11 +46,8 @@ def refusal_as_plain(error: ConfigError | None) -> tuple | None:
     if error is None:
         return None
     got = () if error.got is ABSENT else error.got
-    try:
-        encode(got)
-    except TypeError:  # it is only displayed
-        got = repr(got)
-    return error.key, got, error.why, error.remedy
+    plain = isinstance(got, bool | int | float | str | list | tuple | None)
+    return error.key, got if plain else repr(got), error.why, error.remedy  # it is only displayed
 
 
 def refusal_from_plain(sent: tuple) -> ConfigError:
@@ -119,7 +107,8 @@ class Collectives:
 
         Raises:
             ConfigError: on every rank, if `make` raised it.
-            LostError: on the other ranks, if `make` raised any other exception, or its result cannot be encoded.
+            LostError: on the other ranks, if `make` raised any other exception.
+            ValueError: on every rank, if the result has values that cannot be sent (see `encode`).
         """
         return make()
 
@@ -190,24 +179,21 @@ class ProcessGroup(Collectives):
         torch.distributed.all_reduce(torch.zeros(()))  # of a CPU tensor: over gloo, for any device
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
-        if self.rank > 0:
-            result, refusal, failure = decode(_broadcast(b""))
-            if refusal is not None:
-                raise refusal_from_plain(refusal)
-            if failure:
-                raise LostError(f"rank 0 failed: {failure}")
-            return result
+        result, error = None, None
         try:
-            result = make()
-            message = encode((result, None, ""))
-        except ConfigError as error:
-            _broadcast(encode((None, refusal_as_plain(error), "")))
-            raise
-        except Exception as error:
-            _broadcast(encode((None, None, f"{type(error).__name__}: {error}")))
-            raise
-        _broadcast(message)
-        return result
+            result = make() if self.rank == 0 else None
+        except Exception as raised:  # the other ranks wait for the result
+            error = raised
+        refusal = refusal_as_plain(error) if isinstance(error, ConfigError) else None
+        failure = f"rank 0 failed: {type(error).__name__}: {error}" if error else ""
+        result, refusal, failure = self.all_gather((result, refusal, failure))[0]
+        if error is not None:
+            raise error
+        if refusal is not None:
+            raise refusal_from_plain(refusal)
+        if failure:
+            raise LostError(failure)
+        return cast(T, result)
 
     def on_all_ranks(self, make: Callable[[], T]) -> T:
         result, refusal = None, None
@@ -221,10 +207,12 @@ class ProcessGroup(Collectives):
         return cast(T, result)
 
     def all_gather(self, value: Any) -> list[Any]:
-        message = _bytes_to_tensor(encode(value))
+        message = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         torch.distributed.all_gather(sizes, torch.tensor([len(message)]))
-        longest = _checked(max(int(size) for size in sizes))
+        longest = max(int(size) for size in sizes)
+        if longest > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {longest} bytes from another rank: at most {MAX_MESSAGE_BYTES} are read")
         padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         torch.distributed.all_gather(padded, torch.nn.functional.pad(message, (0, longest - len(message))))
         return [decode(each[: int(size)].numpy().tobytes()) for each, size in zip(padded, sizes, strict=True)]
@@ -253,24 +241,3 @@ class ProcessGroup(Collectives):
     def forget(self) -> None:
         """Drop pending operations without waiting for them; called if they will not complete."""
         self._pending = None
-
-
-def _broadcast(message: bytes) -> bytes:
-    """Broadcast the `message` of rank 0 over gloo, and return this message; what other ranks pass is ignored."""
-    sent = _bytes_to_tensor(message)
-    size = torch.tensor([len(sent)])
-    torch.distributed.broadcast(size, 0)
-    if torch.distributed.get_rank() > 0:
-        sent = torch.empty(_checked(int(size)), dtype=torch.uint8)
-    torch.distributed.broadcast(sent, 0)
-    return sent.numpy().tobytes()
-
-
-def _bytes_to_tensor(message: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
-
-
-def _checked(num_bytes: int) -> int:
-    if not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {num_bytes} bytes from another rank: at most {MAX_MESSAGE_BYTES} are read")
-    return num_bytes

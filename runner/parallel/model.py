@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -17,14 +16,7 @@ from runner.device import Device
 from runner.parallel.base import Parallel, devices_of_one_process, move
 from runner.parallel.compiling import compile_in_place
 from runner.parallel.launch.launcher import Launcher
-from runner.parallel.pipelining.partition import (
-    Partition,
-    blocks_of,
-    first_inputs,
-    format_partition,
-    profile_blocks,
-    supervised,
-)
+from runner.parallel.pipelining.partition import Partition, first_inputs, profile_blocks, supervised
 from runner.session import Session
 from runner.system.section_timer import timer
 
@@ -67,13 +59,8 @@ class ModelParallel(Partition, Parallel):
             self._forward: Any = model
             return super()._place(model, session)
         profiles = profile_blocks(model, first_inputs(model, session), session, timed=self.cuts == "auto")
-        bounds = self.bounds(profiles, len(devices))
-        log.info("stages: %s", format_partition(profiles, bounds))
+        stages = [torch.nn.Sequential(*blocks) for blocks in self.cut(model, profiles, len(devices))]
         move(model, devices[0], session.channels_last)
-        blocks = [block for _, block in blocks_of(model)]
-        grouped = [blocks[start:stop] for start, stop in pairwise(bounds)]
-        self.stage_of_each_tensor(model, grouped)  # refuses a tensor that would have to be on two devices
-        stages = [torch.nn.Sequential(*blocks) for blocks in grouped]
         for stage, device in zip(stages, devices, strict=True):
             stage.to(device)
             compile_in_place(stage, session.compile, list(stage))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,9 +26,7 @@ from runner.parallel.pipelining.gantt import gantt
 from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
-    blocks_of,
     first_inputs,
-    format_partition,
     profile_blocks,
     supervised,
 )
@@ -39,7 +37,7 @@ from runner.parallel.pipelining.schedules import (
     check_split_backward,
     num_micro_batches,
 )
-from runner.parallel.pipelining.stages import ActivationSpec, StageModule, activation_specs, keep_only
+from runner.parallel.pipelining.stages import ActivationSpec, StageModule, keep_only
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble
 from runner.session import Session
 from runner.system.section_timer import timer
@@ -154,22 +152,48 @@ class Pipeline(Partition, MultiProcess):
 
         spec, described = session.collectives.from_rank_0(lambda: self._profiles(model, session))
         inputs, profiles = ActivationSpec(*spec), [BlockProfile(*each) for each in described]
-        bounds = self.bounds(profiles, count)
-        log.info("stages: %s", format_partition(profiles, bounds))
-        if session.plan.chunks == 1:
-            size = session.plan.chunk_size
+        stages = self.cut(model, profiles, count)
+        size, chunks = session.plan.chunk_size, session.plan.chunks
+        if chunks == 1:
             log.warning("one micro-batch of %d samples: one stage computes at a time, nothing overlaps", size)
-        blocks = [block for _, block in blocks_of(model)]
-        grouped = [blocks[start:stop] for start, stop in pairwise(bounds)]
-        outputs = [ActivationSpec(each.shape, each.dtype, session.channels_last) for each in profiles]
-        activations = activation_specs(inputs, outputs, bounds)
-        stage_of = self.stage_of_each_tensor(model, grouped)
-        if self.engine == "streams":
-            placed = self._place_on_streams(model, grouped, session)
+        *between, last = (profiles[stop - 1] for stop in accumulate(map(len, stages)))
+        passed = [ActivationSpec(each.shape, each.dtype, session.channels_last) for each in between]
+        numbers = range(count)  # of the stages in this process
+        if self.in_processes:
+            check_split_backward(self.schedule, model)
+            numbers = range(session.rank, count, session.world_size)
+            stage_of = self.stage_of_each_tensor(model, stages)
+            keep_only(model, {name for name, number in stage_of.items() if number in numbers})
+            if not trainable(model):
+                why = f"process {session.rank} has nothing to train"
+                raise ConfigError("parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
+        move(model, session.device, session.channels_last)
+        sent, autocast = (
+            [None, *(passed if self.in_processes else [None] * len(passed)), None],
+            session.precision.autocast,
+        )
+        placed = {i: StageModule(stages[i], sent[i], sent[i + 1], autocast) for i in numbers}
+        if 0 in placed:
+            session.precision.convert(placed[0])  # the inputs are passed to the first stage, not to the whole network
+
+        self._engine: Any
+        if self.in_processes:
+            from runner.parallel.pipelining.process_engine import ProcessEngine
+
+            activations, device = [inputs, *passed, ActivationSpec(last.shape, last.dtype)], session.device
+            self._engine = ProcessEngine(placed, activations, self.schedule, size, chunks, device, self._timeline)
         else:
-            placed = self._place_in_processes(model, grouped, stage_of, activations, session)
+            from runner.parallel.pipelining.streams import StreamEngine
+
+            devices = session.devices[:count]
+            if len(devices) == 1:
+                log.warning("parallel.engine=streams: there is one device, %s: stages cannot overlap", devices[0])
+                devices *= count
+            for number, device in enumerate(devices):
+                placed[number].to(device)
+            self._engine = StreamEngine(list(placed.values()), devices, size, self._timeline)
         for number, stage in placed.items():
-            compile_in_place(stage, session.compile, grouped[number])
+            compile_in_place(stage, session.compile, stages[number])
         # The scaler allocates its scale on first use, but only the process of the last stage has a loss to scale.
         session.precision.scaled(torch.zeros((), device=session.device))
         return model
@@ -179,49 +203,6 @@ class Pipeline(Partition, MultiProcess):
         inputs = first_inputs(model, session, session.plan.chunk_size)
         profiles = profile_blocks(model, inputs, session, timed=self.cuts == "auto")
         return (tuple(inputs.shape[1:]), inputs.dtype), [tuple(profile) for profile in profiles]
-
-    def _place_in_processes(
-        self,
-        model: torch.nn.Module,
-        grouped: list[list[torch.nn.Module]],
-        stage_of: dict[str, int],
-        activations: list[ActivationSpec],
-        session: Session,
-    ) -> dict[int, StageModule]:
-        """Create the engine and this process's stages; return the stages by number."""
-        from runner.parallel.pipelining.process_engine import ProcessEngine
-
-        check_split_backward(self.schedule, model)
-        numbers = range(session.rank, len(grouped), session.world_size)
-        keep_only(model, {name for name, number in stage_of.items() if number in numbers})
-        if not trainable(model):
-            why = f"process {session.rank} has nothing to train"
-            raise ConfigError("parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
-        move(model, session.device, session.channels_last)
-        sent, autocast = [None, *activations[1:-1], None], session.precision.autocast
-        stages = {number: StageModule(grouped[number], sent[number], sent[number + 1], autocast) for number in numbers}
-        if 0 in stages:
-            session.precision.convert(stages[0])  # the inputs are passed to the first stage, not to the whole network
-        size, count, device = session.plan.chunk_size, session.plan.chunks, session.device
-        self._engine: Any = ProcessEngine(stages, activations, self.schedule, size, count, device, self._timeline)
-        return stages
-
-    def _place_on_streams(
-        self, model: torch.nn.Module, grouped: list[list[torch.nn.Module]], session: Session
-    ) -> dict[int, StageModule]:
-        from runner.parallel.pipelining.streams import StreamEngine
-
-        devices = session.devices
-        if len(devices) == 1:
-            log.warning("parallel.engine=streams: there is one device, %s: stages cannot overlap", devices[0])
-            devices = devices * len(grouped)
-        stages = [StageModule(blocks, None, None, session.precision.autocast) for blocks in grouped]
-        move(model, devices[0], session.channels_last)
-        for stage, device in zip(stages, devices, strict=False):
-            stage.to(device)
-        session.precision.convert(stages[0])
-        self._engine = StreamEngine(stages, devices[: len(grouped)], session.plan.chunk_size, self._timeline)
-        return dict(enumerate(stages))
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
         session, workload, precision = self._session, supervised(self._session.workload), self._session.precision
@@ -238,7 +219,7 @@ class Pipeline(Partition, MultiProcess):
             self._timeline.begin(self._session.collectives.barrier)
         with timer.section("pipeline"):
             self._engine.train(*(batch or (None, None)), loss)
-        self._timeline.end()
+        self._timeline.on = False
         if micro.is_last and self.batch_norm == "defer":
             deferred_batch_norm.update(model)
         # Only the process of the last stage has sums, so the sums over all processes are the sums of the batch.
@@ -268,7 +249,7 @@ class Pipeline(Partition, MultiProcess):
     def scalars(self) -> dict[str, float]:
         gathered = self._session.collectives.all_gather([tuple(span) for span in self._timeline.take()])
         self._spans = [Span(*span) for spans in gathered for span in spans]
-        return bubble(self._spans, self._num_workers).scalars() if self._spans else {}
+        return bubble(self._spans, self._num_workers) if self._spans else {}
 
     def images(self, directory: Path) -> dict[str, torch.Tensor]:
         if self._session.rank > 0 or not self._spans:
@@ -276,7 +257,8 @@ class Pipeline(Partition, MultiProcess):
         found, plan = bubble(self._spans, self._num_workers), self._session.plan
         stages = self.num_stages(self._session)
         title = f"{stages} stages, {plan.chunks} micro-batches of {plan.chunk_size}: "
-        title += f"{found.share:.0%} idle ({found.theory:.0%} with equal stages, at least {found.bound:.0%} with these)"
+        idle, theory, bound = (f"{found[f'pipeline/bubble{which}']:.0%}" for which in ("", "_theory", "_bound"))
+        title += f"{idle} idle ({theory} with equal stages, at least {bound} with these)"
         picture = gantt(self._spans, self._num_workers, title)
         (directory / "pipeline.png").write_bytes(png(picture))
         return {"pipeline/step": picture}

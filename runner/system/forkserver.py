@@ -10,9 +10,8 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -104,23 +103,3 @@ def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
     process = context.Process(target=function, args=arguments)
     process.start()
     process.join()
-
-
-def death_of_server() -> str:
-    """Return how the fork server ended, such as `SIGKILL` or `exit code 1`; "" if it is still running after 1 s.
-
-    The main process receives the exit codes of the children from the server: if it dies, all children seem to have
-    ended at the same time.
-    """
-    from multiprocessing import forkserver
-
-    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
-    until = time.monotonic() + 1.0  # the server's sockets are closed a moment before its own end can be seen
-    with suppress(ChildProcessError):  # another process has started it
-        while pid is not None and time.monotonic() < until:
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # multiprocessing waits for it too
-            if ended is not None:
-                killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-                return signal.Signals(ended.si_status).name if killed else f"exit code {ended.si_status}"
-            time.sleep(0.01)
-    return ""

@@ -179,33 +179,6 @@ def signal_itself(place: str, name: str) -> None:
     sys.exit(run_main(main))
 
 
-def dead_fork_server() -> None:
-    """Print the error of a supervisor whose fork server is killed, and what the processes of another one return."""
-    from multiprocessing import forkserver
-
-    from helpers.command_server import fork_server_from_fork
-    from helpers.supervisor_functions import RETURN_ONE, SLEEP_SECONDS, report_result_of, sleep_until_killed
-    from runner.parallel.launch.supervisor import RankError, Supervisor
-    from runner.system.forkserver import start_server
-    from runner.system.signals import StopRequest
-
-    with fork_server_from_fork():
-        start_server("runner.parallel.launch.supervisor")
-    with Supervisor(report_result_of, [(sleep_until_killed,)] * 2, SLEEP_SECONDS) as ranks:
-        pids = [process.pid for process in ranks.processes]
-        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        try:
-            ranks.wait(StopRequest())
-        except RankError as error:
-            print(error)
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        time.sleep(0.01)
-    with fork_server_from_fork():
-        start_server("runner.parallel.launch.supervisor")
-    with Supervisor(report_result_of, [(RETURN_ONE,)] * 2, SLEEP_SECONDS) as ranks:
-        print(ranks.wait(StopRequest()))
-
-
 def lost_peer(store: str, rank: str) -> None:
     """Rank 1 exits after an all-reduce; rank 0 prints the error of its next one, and whether it is recognized."""
     import torch

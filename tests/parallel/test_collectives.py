@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import pickle
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import PersistentRanks
+from helpers.runs import assert_bitwise_equal
 
 from runner.config.errors import ABSENT, ConfigError
 from runner.parallel.collectives import Collectives, decode, encode, refusal_as_plain, refusal_from_plain
@@ -45,19 +45,11 @@ def on_three(ranks: Callable[[int], PersistentRanks]) -> Callable[[Work], list[A
     return lambda work: ranks(3).call_on_all(in_rank, work)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        [True, 1, 0.1, "ü\n", []],
-        {"optimizer": {"lr": 1e-300, "betas": [0.9, 0.999]}},
-        (1, (2,), {"a": ()}),
-        {("weight", "step"): 3, 4: "four", None: 5},
-        torch.bfloat16,
-        math.inf,
-    ],
-    ids=str,
-)
+VALUES = [None, [True, 1, 0.1, "ü\n", []], {"lr": 1e-300}, (1, (2,), {"a": ()}), torch.bfloat16, math.inf]
+VALUES += [{("weight", "step"): 3, 4: "four", None: 5}]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
 def test_a_message_restores_values_and_their_types(value: Any) -> None:
     got = decode(encode(value))
     assert got == value
@@ -65,12 +57,10 @@ def test_a_message_restores_values_and_their_types(value: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
-def test_a_message_restores_tensors_bitwise(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = (torch.randn(shape) * 3).to(dtype)
-    got = decode(encode(tensor))
-    assert (got.dtype, got.shape) == (dtype, tensor.shape)
-    assert torch.equal(got, tensor)
+def test_a_message_restores_tensors_bitwise(dtype: torch.dtype) -> None:
+    for shape in ((), (0, 3), (2, 3)):
+        tensor = (torch.randn(shape) * 3).to(dtype)
+        assert_bitwise_equal(decode(encode(tensor)), tensor)
 
 
 @pytest.mark.parametrize("got", [3, None, ABSENT, [1, "two"], torch.nn.Identity()], ids=repr)
@@ -87,27 +77,21 @@ class Executes:
         return os.system, ("touch executed",)
 
 
-def saved(value: Any) -> bytes:
-    torch.save(value, buffer := io.BytesIO())
-    return buffer.getvalue()
-
-
 @pytest.mark.parametrize(
-    "value",
-    [object(), print, torch.nn.Linear, Path(), pytest.raises],
-    ids=["object", "builtin", "class", "path", "function"],
+    "message",
+    [
+        pickle.dumps(Executes(), 2),
+        *map(encode, ([Executes()], [object()], print, [torch.nn.Linear], Path())),
+        b"",
+        b"{}",
+    ],
+    ids=range(8),
 )
-def test_other_values_are_not_sent(value: Any) -> None:
-    with pytest.raises(TypeError, match="can be sent"):
-        encode([value])
-
-
-@pytest.mark.parametrize("message", [pickle.dumps(Executes(), 2), saved([Executes()]), saved(Path()), b"", b"{}"])
 def test_other_messages_are_refused_and_execute_nothing(
     message: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="cannot be decoded"):
+    with pytest.raises(ValueError, match="other values than plain ones"):
         decode(message)
     assert not list(tmp_path.iterdir())
 
@@ -249,13 +233,12 @@ def agreed(collectives: Collectives) -> tuple[int, str]:
     return number, str(refusal.value)
 
 
-def test_from_rank_0_fails_on_all_ranks_if_the_result_cannot_be_encoded(on_three: Callable[[Work], list[Any]]) -> None:
+def test_from_rank_0_fails_on_all_ranks_if_the_result_cannot_be_sent(on_three: Callable[[Work], list[Any]]) -> None:
     """Otherwise, the other ranks would wait for the result until the timeout."""
-    told = "only plain values, tensors and dtypes can be sent to other ranks"
-    assert on_three(unsendable) == [told, *[f"rank 0 failed: TypeError: {told}"] * 2]
+    assert on_three(unsendable) == [True] * 3
 
 
-def unsendable(collectives: Collectives) -> str:
-    with pytest.raises((TypeError, LostError)) as caught:
+def unsendable(collectives: Collectives) -> bool:
+    with pytest.raises(ValueError, match="other values than plain ones"):
         collectives.from_rank_0(object)
-    return str(caught.value)
+    return True

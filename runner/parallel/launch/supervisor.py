@@ -24,7 +24,7 @@ from runner.config.errors import ConfigError
 from runner.data.base import DataError
 from runner.storage.run_directory import StorageError
 from runner.system import torch_errors
-from runner.system.forkserver import METHOD, death_of_server, without_main_module
+from runner.system.forkserver import METHOD, without_main_module
 from runner.system.signals import StopRequest
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ START_SECONDS = 60.0  # more for a rank's first heartbeat, because torch may be 
 GRACE_SECONDS = 2.0  # for the reports of the other ranks after a rank has failed
 GIVE_UP = "give up"
 """The message that tells all ranks that a rank has failed or hangs, so that they stop waiting for that rank."""
-_UNKNOWN_EXIT = 255  # what `multiprocessing` reports for every rank if the fork server, which knows the codes, is gone
+_UNKNOWN_EXIT = 255
+"""What `multiprocessing` reports for every rank if the fork server, which knows the exit codes, is gone."""
 
 
 class RankError(Exception):
@@ -50,13 +51,6 @@ class RankError(Exception):
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}"
-
-
-class ForkServerError(RankError):
-    """Raised when the fork server, which starts the ranks, was killed."""
-
-    def __str__(self) -> str:
-        return self.what
 
 
 class LostError(RuntimeError):
@@ -272,12 +266,7 @@ class Supervisor:
         for report in reports.values():
             if report.refused is not None:
                 return report.refused
-        if any(self.processes[rank].exitcode == _UNKNOWN_EXIT for rank in self._dead()) and (end := death_of_server()):
-            how = f"was killed by {_with_cause(end)}" if end.startswith("SIG") else f"ended with {end}"
-            return ForkServerError(0, f"the fork server, the process that starts the ranks, {how}")
-        first = self._first(silent, reports)
-        result = self.reports[0].result if self.reports[0] else None
-        return RankError(*first, result=result)
+        return RankError(*self._first(silent, reports), result=self.reports[0].result if self.reports[0] else None)
 
     def _first(self, silent: list[int], reports: dict[int, Report]) -> tuple[int, str, str]:
         """Return (rank, what, trace) for the rank that seems to have failed first."""
@@ -301,10 +290,12 @@ class Supervisor:
         """Return how the process of `rank` ended without a report, and whether another rank may be the cause."""
         code = self.processes[rank].exitcode
         if code >= 0:
-            return f"exited with code {code}", False
+            hint = " (or the fork server, which starts the ranks, was killed)" if code == _UNKNOWN_EXIT else ""
+            return f"exited with code {code}{hint}", False
         name = signal.Signals(-code).name
+        hint = " (the kernel does that where memory runs out)" if name == "SIGKILL" else ""
         # NCCL's watchdog aborts a process that has waited for the timeout, or in which an operation has failed.
-        return f"was killed by {_with_cause(name)}", name == "SIGABRT" and time.monotonic() - self.began > self.timeout
+        return f"was killed by {name}{hint}", name == "SIGABRT" and time.monotonic() - self.began > self.timeout
 
     def _tell(self, message: Any) -> None:
         for pipe in self.pipes:
@@ -316,7 +307,3 @@ class Supervisor:
             if process.is_alive():
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
-
-
-def _with_cause(name: str) -> str:
-    return f"{name} (the kernel does that where memory runs out)" if name == "SIGKILL" else name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,6 @@ from runner.tracking.image_grids import font, to_tensor
 
 if TYPE_CHECKING:
     import torch
-    from PIL import ImageDraw
 
 COLORS = {
     "forward": ((66, 133, 244), (120, 170, 255)),
@@ -21,6 +19,7 @@ COLORS = {
 
 _WIDTH, _ROW, _BAR, _MARGIN, _TOP, _BOTTOM = 1000, 46, 36, 74, 44, 50
 _INK, _IDLE, _LINE, _WHITE = (40, 40, 40), (235, 235, 235), (205, 205, 205), (255, 255, 255)
+_TICKS = 8
 
 
 def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, title: str) -> torch.Tensor:
@@ -32,11 +31,15 @@ def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, titl
     from PIL import Image, ImageDraw
 
     begin, end = min(start for *_, start, _ in work), max(stop for *_, stop in work)
-    scale = (_WIDTH - _MARGIN - 16) / max(end - begin, 1e-9)
-    canvas = Image.new("RGB", (_WIDTH, _TOP + workers * _ROW + _BOTTOM), _WHITE)
+    scale, bottom = (_WIDTH - _MARGIN - 16) / max(end - begin, 1e-9), _TOP + workers * _ROW
+    canvas = Image.new("RGB", (_WIDTH, bottom + _BOTTOM), _WHITE)
     draw = ImageDraw.Draw(canvas)
     draw.text((_WIDTH / 2, 16), title, _INK, font(14), anchor="mm")
-    _draw_axis(draw, end - begin, scale, _TOP + workers * _ROW)
+    for tick in range(_TICKS + 1):
+        seconds = (end - begin) * tick / _TICKS
+        draw.line((_MARGIN + seconds * scale, _TOP - 4, _MARGIN + seconds * scale, bottom), _LINE)
+        text = f"{seconds * 1000:.3g}{' ms' * (tick == 0)}"
+        draw.text((_MARGIN + seconds * scale, bottom + 9), text, _INK, font(12), anchor="mm")
     row = "worker" if any(stage >= workers for stage, *_ in work) else "stage"
     for worker in range(workers):
         top = _TOP + worker * _ROW
@@ -45,39 +48,15 @@ def gantt(work: Sequence[tuple[int, str, int, float, float]], workers: int, titl
     for stage, kind, micro, start, stop in sorted(work, key=lambda each: each[3]):
         left, right = (_MARGIN + (moment - begin) * scale for moment in (start, stop))
         top = _TOP + stage % workers * _ROW
-        further = stage >= workers
-        draw.rectangle((left, top, max(left + 1, right), top + _BAR), COLORS[kind][further], outline=_WHITE)
+        draw.rectangle((left, top, max(left + 1, right), top + _BAR), COLORS[kind][stage >= workers], outline=_WHITE)
         if font(12).getlength(str(micro)) + 4 < right - left:
             draw.text(((left + right) / 2, top + _BAR / 2), str(micro), _WHITE, font(12), anchor="mm")
-    _draw_legend(draw, {(kind, stage >= workers) for stage, kind, *_ in work}, canvas.height - 14)
+
+    drawn = {(kind, stage >= workers) for stage, kind, *_ in work}
+    legend = [(COLORS[kind][further], kind + ", further stage" * further) for kind, further in sorted(drawn)]
+    x, y = float(_MARGIN), canvas.height - 14
+    for color, name in (*legend, (_IDLE, "idle")):
+        draw.rectangle((x, y - 6, x + 12, y + 6), color)
+        draw.text((x + 18, y), name, _INK, font(12), anchor="lm")
+        x += 36 + font(12).getlength(name)
     return to_tensor(canvas)
-
-
-def _draw_axis(draw: ImageDraw.ImageDraw, seconds: float, scale: float, bottom: float) -> None:
-    """Draw a time axis with ticks at round numbers of milliseconds."""
-    step = _round_step(seconds * 1000 / 8)
-    for tick in range(int(seconds * 1000 / step) + 1):
-        x = _MARGIN + tick * step / 1000 * scale
-        draw.line((x, _TOP - 4, x, bottom), _LINE)
-        unit = " ms" if tick == 0 else ""
-        draw.text((x, bottom + 9), f"{tick * step:g}{unit}", _INK, font(12), anchor="mm")
-
-
-def _round_step(at_least: float) -> float:
-    """Return the smallest number ≥ `at_least` that is 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(max(at_least, 1e-6)))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= at_least)
-
-
-def _draw_legend(draw: ImageDraw.ImageDraw, kinds: set[tuple[str, bool]], y: float) -> None:
-    x = float(_MARGIN)
-    for kind, colors in COLORS.items():
-        for further in (False, True):
-            if (kind, further) not in kinds:
-                continue
-            draw.rectangle((x, y - 6, x + 12, y + 6), colors[further])
-            name = f"{kind}, further stage" if further else kind
-            draw.text((x + 18, y), name, _INK, font(12), anchor="lm")
-            x += 36 + font(12).getlength(name)
-    draw.rectangle((x, y - 6, x + 12, y + 6), _IDLE)
-    draw.text((x + 18, y), "idle", _INK, font(12), anchor="lm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from runner.workloads.base import SupervisedWorkload, Workload
 
 Blocks = list[tuple[str, "torch.nn.Module"]]
 """The blocks of a network by name, in forward order; the network can be split between any two consecutive blocks."""
+
+log = logging.getLogger(__name__)
 
 _MIN_SECONDS, _MAX_REPEATS = 0.03, 20
 
@@ -61,13 +64,21 @@ class Partition:
         if self.cuts != "auto":
             positions_of(self.cuts, names)
 
-    def bounds(self, profiles: Sequence[BlockProfile], count: int) -> list[int]:
-        """Return `bounds` = [0, …, len(profiles)]: stage i of `count` has the blocks `bounds[i]:bounds[i + 1]`."""
+    def cut(self, model: torch.nn.Module, profiles: Sequence[BlockProfile], count: int) -> list[list[torch.nn.Module]]:
+        """Return the blocks of each of `count` stages of `model`, given the `profiles` of its blocks.
+
+        Raises:
+            ConfigError: if two stages share a tensor.
+        """
         if self.cuts == "auto":
             inner = balanced([profile.seconds for profile in profiles], count)
         else:
             inner = positions_of(self.cuts, [profile.name for profile in profiles])
-        return [0, *inner, len(profiles)]
+        bounds, blocks = [0, *inner, len(profiles)], [block for _, block in blocks_of(model)]
+        log.info("stages: %s", format_partition(profiles, bounds))
+        stages = [blocks[start:stop] for start, stop in pairwise(bounds)]
+        self.stage_of_each_tensor(model, stages)  # refuses a tensor that would have to be in two stages
+        return stages
 
     def stage_of_each_tensor(
         self, model: torch.nn.Module, stages: Sequence[Sequence[torch.nn.Module]]
@@ -80,15 +91,13 @@ class Partition:
             ConfigError: if two stages share a tensor.
         """
         names = {id(tensor): name for name, tensor in named_tensors(model)}
-        stage_of = dict.fromkeys(names, 0)
-        taken: dict[int, int] = {}
+        stage_of: dict[int, int] = {}
         for number, blocks in enumerate(stages):
             for tensor in (tensor for block in blocks for _, tensor in named_tensors(block)):
-                if (first := taken.setdefault(id(tensor), number)) != number:
+                if (first := stage_of.setdefault(id(tensor), number)) != number:
                     why = f"stages {first} and {number} share {names[id(tensor)]}"
                     raise ConfigError("parallel.cuts", self.cuts, why, "cut elsewhere")
-                stage_of[id(tensor)] = number
-        return {names[key]: number for key, number in stage_of.items()}
+        return {name: stage_of.get(key, 0) for key, name in names.items()}
 
 
 def supervised(workload: Workload) -> SupervisedWorkload:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -89,14 +89,6 @@ class _ToSent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient.permute(0, 3, 1, 2) if ctx.permuted else gradient, None
-
-
-def activation_specs(
-    inputs: ActivationSpec, outputs: Sequence[ActivationSpec], bounds: Sequence[int]
-) -> list[ActivationSpec]:
-    """Return the specs of the activations before the first stage and after each stage, given those of each block."""
-    *between, last = (outputs[stop - 1] for stop in bounds[1:])
-    return [inputs, *between, last._replace(channels_last=False)]
 
 
 def keep_only(model: nn.Module, names: set[str]) -> None:

@@ -41,7 +41,10 @@ class Timeline:
         self._origins: dict[torch.device, Any] = {}
 
     def begin(self, barrier: Callable[[], None]) -> None:
-        """Start a new recording, in which time zero is the moment when all processes have reached `barrier`."""
+        """Start a recording, in which time zero is the moment when all processes have reached `barrier`.
+
+        It is on until `on` is set to false; its spans are kept until `take` or the next recording.
+        """
         self._records, self.on = [], True
         for device in self.devices:
             synchronize(device)
@@ -57,10 +60,6 @@ class Timeline:
         start = _now(device)
         yield
         self._records.append((stage, kind, micro, device, start, _now(device)))
-
-    def end(self) -> None:
-        """Stop the recording. Its spans are kept until `take` or the next `begin`."""
-        self.on = False
 
     def take(self) -> list[Span]:
         """Return the recorded spans, and clear the recording."""
@@ -88,66 +87,35 @@ def _between(start: Any, stop: Any) -> float:
     return stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1000
 
 
-class Bubble(NamedTuple):
-    """The bubble of a pipeline (the idle fraction of the workers' time), and the times from which it is computed.
+def bubble(spans: Sequence[Span], num_workers: int) -> dict[str, float]:
+    """Return the bubble of a step whose computations are `spans`, by TensorBoard tag, and the times of each worker.
 
-    Args:
-        seconds: time from the start of the first computation to the end of the last one.
-        busy: seconds of computation of each worker.
-        least: a lower bound on `seconds` under any schedule, given the same stage times.
-        theory: the idle fraction if all stages took the same time: (p − 1) / (v·m + p − 1) for p workers with v stages
-            each and m micro-batches (Huang et al., 2019, section 2.3, for v = 1).
+    Stage i is on worker i modulo `num_workers`. The bubble is the idle fraction of the workers' time, from the start of
+    the first computation to the end of the last one. `pipeline/bubble_theory` is that of stages that all take the same
+    time: (p − 1) / (v·m + p − 1) for p workers with v stages each and m micro-batches (Huang et al., 2019, section 2.3,
+    for v = 1). `pipeline/bubble_bound` is a lower bound under any schedule, given the same stage times. Times are in
+    seconds.
     """
-
-    seconds: float
-    busy: list[float]
-    least: float
-    theory: float
-
-    @property
-    def share(self) -> float:
-        return self._idle(self.seconds)
-
-    @property
-    def bound(self) -> float:
-        """A lower bound on the idle fraction under any schedule, given the same stage times."""
-        return self._idle(self.least)
-
-    def _idle(self, seconds: float) -> float:
-        return max(0.0, 1 - sum(self.busy) / (len(self.busy) * seconds)) if seconds else 0.0
-
-    def scalars(self) -> dict[str, float]:
-        """Return a dict from TensorBoard tag to scalar: idle fractions, and each worker's busy and idle seconds."""
-        shares = {
-            "pipeline/bubble": self.share,
-            "pipeline/bubble_theory": self.theory,
-            "pipeline/bubble_bound": self.bound,
-        }
-        for worker, busy in enumerate(self.busy):
-            shares |= {f"pipeline/worker_{worker}_busy": busy, f"pipeline/worker_{worker}_idle": self.seconds - busy}
-        return shares
-
-
-def bubble(spans: Sequence[Span], num_workers: int) -> Bubble:
-    """Return the bubble of a step whose computations are `spans`; stage i is on worker i modulo `num_workers`."""
-    num_stages = 1 + max(span.stage for span in spans)
-    num_micros = 1 + max(span.micro for span in spans)
-    rounds = num_stages // num_workers
-    return Bubble(
-        seconds=max(span.stop for span in spans) - min(span.start for span in spans),
-        busy=[_seconds(spans, set(range(worker, num_stages, num_workers))) for worker in range(num_workers)],
-        least=max(_least(spans, worker, num_workers, num_micros - 1) for worker in range(num_workers)),
-        theory=(num_workers - 1) / (rounds * num_micros + num_workers - 1),
-    )
-
-
-def _least(spans: Sequence[Span], worker: int, num_workers: int, last: int) -> float:
-    """Return a lower bound on the seconds that a step takes under any schedule, from the point of view of `worker`."""
-    before = set(range(worker))
-    of_worker = {span.stage for span in spans if span.stage % num_workers == worker}
-    first, after = _seconds(spans, before, ("forward",), 0), _seconds(spans, before, ("backward",), last)
-    busy, deferred = _seconds(spans, of_worker), _seconds(spans, of_worker, ("weights",))
-    return first + max(busy, busy - deferred + after)
+    num_stages, num_micros = 1 + max(span.stage for span in spans), 1 + max(span.micro for span in spans)
+    seconds = max(span.stop for span in spans) - min(span.start for span in spans)
+    busy = [_seconds(spans, set(range(worker, num_stages, num_workers))) for worker in range(num_workers)]
+    least = 0.0  # a lower bound on the seconds of the step
+    for worker in range(num_workers):
+        before, of_worker = set(range(worker)), set(range(worker, num_stages, num_workers))
+        first = _seconds(spans, before, ("forward",), 0)
+        after, deferred = (
+            _seconds(spans, before, ("backward",), num_micros - 1),
+            _seconds(spans, of_worker, ("weights",)),
+        )
+        least = max(least, first + max(busy[worker], busy[worker] - deferred + after))
+    found = {
+        "pipeline/bubble": 1 - sum(busy) / (num_workers * max(seconds, 1e-9)),
+        "pipeline/bubble_theory": (num_workers - 1) / (num_stages // num_workers * num_micros + num_workers - 1),
+        "pipeline/bubble_bound": max(0.0, 1 - sum(busy) / (num_workers * max(least, 1e-9))),
+    }
+    for worker, of_worker in enumerate(busy):
+        found |= {f"pipeline/worker_{worker}_busy": of_worker, f"pipeline/worker_{worker}_idle": seconds - of_worker}
+    return found
 
 
 def _seconds(

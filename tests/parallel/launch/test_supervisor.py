@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers import supervisor_functions as work
-from helpers.command import TIMEOUT_SECONDS, child_environment, wait_until
+from helpers.command import TIMEOUT_SECONDS, wait_until
+from helpers.command_server import fork_server_from_fork
 from helpers.supervisor_functions import CONNECTION_CLOSED, RETURN_ONE, report_result_of, sleep_until_killed
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -160,13 +160,13 @@ DID_NOT_REACH = "did not reach the collective that the others waited in: it is s
 @hanging
 def test_a_stopped_rank_is_blamed_after_the_timeout(tmp_path: Path) -> None:
     stopping = partial(work.signal_own_process, signal.SIGSTOP, after=tmp_path / "go")
-    with Supervisor(report_result_of, [(sleep_until_killed,), (stopping,)], 5) as ranks:
+    with Supervisor(report_result_of, [(sleep_until_killed,), (stopping,)], 3) as ranks:
         while min(ranks.silence) < 0:  # the timeout counts from the first heartbeat
             ranks._read_pipes()
         (tmp_path / "go").touch()
         with pytest.raises(RankError) as caught:
             ranks.wait(StopRequest())
-    assert str(caught.value) == f"rank 1 {DID_NOT_REACH} (parallel.timeout=5)"
+    assert str(caught.value) == f"rank 1 {DID_NOT_REACH} (parallel.timeout=3)"
 
 
 @hanging
@@ -255,19 +255,29 @@ def test_if_a_rank_cannot_start_the_ranks_before_it_are_killed() -> None:
         Supervisor(report_result_of, [(sleep_until_killed,), (unpicklable,)], TIMEOUT_SECONDS)
 
 
-KILLED = "was killed by SIGKILL (the kernel does that where memory runs out)"
+def test_a_dead_fork_server_is_noticed_and_replaced(tmp_path: Path) -> None:
+    """In a fork of this process, so that the other tests keep their fork server."""
+    if (pid := os.fork()) == 0:
+        try:
+            (tmp_path / "outcomes").write_text(repr(outcomes_with_a_dead_fork_server()))
+        finally:
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    wanted = "rank 0 exited with code 255 (or the fork server, which starts the ranks, was killed)"
+    assert (tmp_path / "outcomes").read_text() == repr([wanted, [1, 1]])
 
 
-def test_a_dead_fork_server_is_noticed_and_replaced() -> None:
-    """The test kills the fork server of a separate process, and not the fork server that the other tests use.
-
-    Otherwise, the other tests would need a new fork server, which takes seconds to import torch.
-    """
-    words = [sys.executable, "-m", "helpers.programs", "dead_fork_server"]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS, "check": False}
-    blamed = "the fork server, the process that starts the ranks, "
-    done = subprocess.run(words, env=child_environment(), **options)
-    assert done.stdout.splitlines() == [f"{blamed}{KILLED}", "[1, 1]"], done.stderr
+def outcomes_with_a_dead_fork_server() -> list[Any]:
+    """Return the error of a supervisor whose fork server is killed, and what the processes of another one return."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+    with fork_server_from_fork():
+        start_server(*PRELOADED)
+        with Supervisor(report_result_of, [(sleep_until_killed,)] * 2, TIMEOUT_SECONDS) as ranks:
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+            with pytest.raises(RankError) as caught:
+                ranks.wait(StopRequest())
+        return [str(caught.value), outcome(RETURN_ONE, RETURN_ONE)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def in_rank(schedule: str) -> tuple[dict[int, list[torch.Tensor]], torch.Tensor 
         inputs, targets = batch()
         timeline.begin(process.barrier)
         engine.train(inputs, targets, loss)
-        timeline.end()
+        timeline.on = False
         gradients = {n: [p.grad for p in stage.parameters() if p.grad is not None] for n, stage in own.items()}
         with torch.inference_mode():
             inferred = engine.infer(inputs[:-1]).clone() if process.rank == 0 else None
