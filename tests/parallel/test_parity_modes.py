@@ -116,7 +116,7 @@ ROWS = [
     Row("model", 1, 1),
     Row("model", 1, 2, devices=2),
     Row("model", 1, 2, "sgd", GROUP, "parallel.cuts=[layer3]", 1e-12, devices=2),
-    Row("pipeline", 1, 1, options="parallel.engine=streams parallel.stages=3"),
+    Row("pipeline", 1, 1, options="parallel.engine=streams parallel.cuts=[conv2,hidden]", frozen="conv1"),
     Row("pipeline", 1, 2, options="parallel.engine=streams", max_norm=0.1, devices=2),
     Row("pipeline", 3, 1, more=SIX, options="channels_last=false"),
     Row("pipeline", 2, 2, "nadam", DOUBLE, "parallel.cuts=[conv2] parallel.split_size=8", 1e-12),

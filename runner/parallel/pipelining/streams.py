@@ -51,7 +51,8 @@ class StreamEngine:
             gradient = self._gradient_copies[stage].receive(pending.pop(micro))[0] if stage < last else None
             x, y = inputs_of.pop((micro, stage)), outputs_of.pop((micro, stage))
             with self._timeline.span(stage, "backward", micro, self.devices[stage]):
-                y.backward(gradient)
+                if y.requires_grad:  # not that of a first stage whose parameters are frozen
+                    y.backward(gradient)
             if stage:
                 assert x.grad is not None
                 pending[micro] = self._gradient_copies[stage - 1].send((x.grad,))
