@@ -12,7 +12,7 @@ from typing import Any
 
 from runner.config.errors import ConfigError
 from runner.config.overrides import typed_path
-from runner.parallel.launch.launcher import Launcher
+from runner.parallel.launch.processes import Launcher
 from runner.parallel.launch.supervisor import RankError, report_of
 from runner.result import CrashedError, Result
 from runner.resume.claimed_directory import Claim, claimed_directory

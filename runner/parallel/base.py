@@ -18,7 +18,7 @@ from runner.parallel import full_state
 from runner.parallel.compiling import compile_in_place
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import external_world_size
-from runner.parallel.launch.launcher import Launcher
+from runner.parallel.launch.processes import Launcher
 from runner.session import Session
 from runner.system.section_timer import timer
 from runner.tracking.metrics import BatchSums, MetricSums
@@ -52,8 +52,8 @@ class Parallel:
 
     def _check_one_process(self) -> None:
         if (started := external_world_size()) != 1:
-            why = f"{started} processes were started by torchrun or SLURM, and this mode uses one"
-            remedy = "choose parallel=ddp or fsdp, or start one process"
+            why = f"torchrun or SLURM started {started} processes, and this mode takes one"
+            remedy = "choose parallel=ddp, fsdp or pipeline, or start one process"
             raise ConfigError("parallel.processes", started, why, remedy)
 
     def divide(self, session: Session) -> Plan:

@@ -11,6 +11,7 @@ import torch
 
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, check_choice, check_range
+from runner.parallel.batch_norm import convert_sync_batch_norm
 from runner.parallel.full_state import TensorDict
 from runner.parallel.multiprocess import MultiProcess, average_buffers
 from runner.session import Session
@@ -62,8 +63,6 @@ class DDP(MultiProcess):
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         device = session.device
         if self.sync_batch_norm:
-            from runner.parallel.sync_batch_norm import convert_sync_batch_norm
-
             model = convert_sync_batch_norm(model, device)
         if session.compile:
             torch_private.split_compiled_ddp(not self.sync_batch_norm and self.bucket_mb >= 1)

@@ -12,7 +12,7 @@ from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.parallel.base import Parallel, devices_of_one_process
-from runner.parallel.launch.launcher import Launcher
+from runner.parallel.launch.processes import Launcher
 from runner.session import Session
 from runner.tracking.metrics import BatchSums
 

@@ -16,8 +16,7 @@ from runner.optimizer import trainable
 from runner.parallel import full_state
 from runner.parallel.collectives import ProcessGroup
 from runner.parallel.full_state import TensorDict
-from runner.parallel.launch.cluster import external_world_size
-from runner.parallel.launch.launcher import Launcher
+from runner.parallel.launch.processes import Launcher
 from runner.parallel.launch.supervisor import LostError
 from runner.parallel.multiprocess import MultiProcess
 from runner.session import Session
@@ -103,10 +102,7 @@ class Hogwild(MultiProcess):
         if choice.kind not in ("auto", "cpu"):
             why = "hogwild's processes share host memory"
             raise ConfigError("device.kind", choice.kind, why, "choose device=cpu, or parallel=ddp")
-        if (started := external_world_size()) != 1:
-            why = f"torchrun or SLURM started {started} processes, which can share no memory"
-            remedy = "leave torchrun or srun out: this mode starts its workers itself"
-            raise ConfigError("parallel.processes", self.processes, why, remedy)
+        self._check_one_process()  # which starts the workers: others could share no memory
         with errors_under("device"):
             choice.check_unnumbered("cpu")
         return self._local_processes([])

@@ -15,7 +15,7 @@ from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.parallel.base import Parallel, devices_of_one_process, move
 from runner.parallel.compiling import compile_in_place
-from runner.parallel.launch.launcher import Launcher
+from runner.parallel.launch.processes import Launcher
 from runner.parallel.pipelining.partition import Partition, first_inputs, profile_blocks, supervised
 from runner.session import Session
 from runner.system.section_timer import timer

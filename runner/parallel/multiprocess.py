@@ -15,8 +15,7 @@ from runner.device import Device
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives, ProcessGroup
 from runner.parallel.launch.cluster import external_rank_info
-from runner.parallel.launch.launcher import Launcher
-from runner.parallel.launch.processes import ExternalProcesses, LocalProcesses
+from runner.parallel.launch.processes import ExternalProcesses, Launcher, LocalProcesses
 from runner.session import Session
 
 log = logging.getLogger(__name__)

@@ -14,14 +14,12 @@ from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, check_choice, check_range
 from runner.device import Device
 from runner.optimizer import trainable
-from runner.parallel import full_state
+from runner.parallel import batch_norm, full_state
 from runner.parallel.base import devices_of_one_process, move
 from runner.parallel.compiling import compile_in_place
 from runner.parallel.full_state import TensorDict
-from runner.parallel.launch.cluster import external_world_size
-from runner.parallel.launch.launcher import Launcher
+from runner.parallel.launch.processes import Launcher
 from runner.parallel.multiprocess import MultiProcess
-from runner.parallel.pipelining import deferred_batch_norm
 from runner.parallel.pipelining.gantt import gantt
 from runner.parallel.pipelining.partition import (
     BlockProfile,
@@ -93,9 +91,7 @@ class Pipeline(Partition, MultiProcess):
     def launcher(self, choice: Device) -> Launcher:
         if self.in_processes:
             return super().launcher(choice)
-        if (started := external_world_size()) != 1:
-            why = f"{started} processes were started by torchrun or SLURM, and this engine uses one"
-            raise ConfigError("parallel.engine", "streams", why, "parallel.engine=processes, or start one process")
+        self._check_one_process()
         return Launcher(devices_of_one_process(choice))
 
     def _num_processes(self, num_gpus: int) -> int:
@@ -148,7 +144,7 @@ class Pipeline(Partition, MultiProcess):
         self._spans: list[Span] = []
         self._timeline = Timeline(session.devices)
         if self.batch_norm == "defer":
-            deferred_batch_norm.defer(model)
+            batch_norm.defer(model)
 
         spec, described = session.collectives.from_rank_0(lambda: self._profiles(model, session))
         inputs, profiles = ActivationSpec(*spec), [BlockProfile(*each) for each in described]
@@ -221,7 +217,7 @@ class Pipeline(Partition, MultiProcess):
             self._engine.train(*(batch or (None, None)), loss)
         self._timeline.on = False
         if micro.is_last and self.batch_norm == "defer":
-            deferred_batch_norm.update(model)
+            batch_norm.update(model)
         # Only the process of the last stage has sums, so the sums over all processes are the sums of the batch.
         return torch.stack(sums).sum(0) if sums else torch.zeros(len(workload.metrics), device=device)
 

@@ -86,7 +86,7 @@ class PersistentRanks:
         self.close()
         return RuntimeError(f"rank {rank} ended with exit code {process.exitcode}")
 
-    def train(self, config: dict[str, Any], directory: Path, change: Callable[[Any, Any], None] | None = None) -> Any:
+    def train(self, config: dict[str, Any], directory: Path, change: Callable[..., Any] | None = None) -> Any:
         """Train the run of `config` in `directory`, and return rank 0's result; `change` gets each run and session."""
         directory.mkdir(exist_ok=True)
         return self.call_on_all(train_on_rank, config, directory, change)[0]
@@ -110,7 +110,7 @@ def connected_session(config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
         yield run, run.prepare(process)
 
 
-def train_on_rank(config: dict[str, Any], directory: Path, change: Callable[[Any, Any], None] | None = None) -> Any:
+def train_on_rank(config: dict[str, Any], directory: Path, change: Callable[..., Any] | None = None) -> Any:
     """Train a run in one of several processes, from its config to its result, as the command does."""
     from helpers.compose import train_in
     from runner.parallel.launch.cluster import external_rank_info

@@ -12,8 +12,8 @@ from models.frozen_batch_norm import FrozenBatchNorm
 from models.resnet import ResNet
 from runner.config.errors import ConfigError
 from runner.model.freezing import freeze
-from runner.parallel.pipelining import deferred_batch_norm
-from runner.parallel.sync_batch_norm import convert_sync_batch_norm
+from runner.parallel import batch_norm
+from runner.parallel.batch_norm import convert_sync_batch_norm
 
 
 def network() -> ResNet:
@@ -83,6 +83,6 @@ def test_parallel_modes_do_not_convert_frozen_batch_normalization() -> None:
     model = network()
     freeze(model, ["layer1"], [])
     convert_sync_batch_norm(model, torch.device("cpu"))
-    deferred_batch_norm.defer(model)
+    batch_norm.defer(model)
     assert type(model.get_submodule("layer1.0.bn1")) is FrozenBatchNorm
-    assert type(model.get_submodule("layer2.0.bn1")) is deferred_batch_norm.DeferredBatchNorm
+    assert type(model.get_submodule("layer2.0.bn1")) is batch_norm.DeferredBatchNorm

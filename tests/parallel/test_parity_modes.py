@@ -26,7 +26,7 @@ from helpers.plain_loop import (
 )
 from helpers.ranks import PersistentRanks
 
-from runner.parallel.launch.launcher import Launcher
+from runner.parallel.launch.processes import Launcher
 from runner.run import Run
 from runner.session import Session
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import stat
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 HOST = "127.0.0.1"
-"""The host of the store if all ranks are started on this machine; without IPv4, `::1` is used instead."""
-
+"""The host of the store if all ranks are started on this machine."""
 
 _LONG = timedelta(days=30)
 """The timeout of gloo if the supervisor decides when a collective has timed out."""
@@ -37,24 +35,13 @@ def create_store(port: int | None) -> TCPStore:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     try:
-        listener = _listen_on_loopback(port or 0)
+        listener = socket.create_server((HOST, port or 0))
     except OSError as error:
         why = f"nothing can listen there ({error.strerror})"
         raise ConfigError("parallel.port", port, why, "choose another, or null for any free one") from None
-    host, listened = listener.getsockname()[:2]
+    listened = listener.getsockname()[1]
     # By itself, the store would listen on all interfaces, and anyone who connects can write to it.
-    return TCPStore(host, listened, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def _listen_on_loopback(port: int) -> socket.socket:
-    for family, host in ((socket.AF_INET, HOST), (socket.AF_INET6, "::1")):
-        try:
-            return socket.create_server((host, port), family=family)
-        except OSError as error:
-            unknown = error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
-            if not unknown or family == socket.AF_INET6:
-                raise
-    raise AssertionError("the last attempt returns or raises")
+    return TCPStore(HOST, listened, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float, external: bool) -> None:

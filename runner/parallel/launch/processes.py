@@ -1,4 +1,4 @@
-"""Launchers for several processes: on this machine, or under torchrun or SLURM."""
+"""Launchers, which start the processes of a run, or join those that torchrun or SLURM has started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from runner.config.errors import ConfigError
 from runner.parallel.collectives import Collectives, ProcessGroup
 from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo, external_rank_info
-from runner.parallel.launch.launcher import Launcher
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
 from runner.session import Session
 from runner.system.console import open_console
@@ -37,6 +36,40 @@ def start_rank_server() -> None:
     """Start the fork server of the ranks, which imports torch at the same time as this process, if we start them."""
     if external_rank_info() is None:
         start_server(*PRELOADED)
+
+
+class Launcher:
+    """The base class of all launchers; by itself, it trains in the current process, on `devices`."""
+
+    def __init__(self, devices: list[torch.device]):
+        self.devices = devices
+
+    @contextmanager
+    def connect(self) -> Iterator[Collectives]:
+        """Yield the collectives of this process, for the checks before training.
+
+        If `launch` starts the ranks, they are those of rank 0, not yet connected to the others. If torchrun or SLURM
+        has started this process, it joins the process group.
+        """
+        before_training()
+        yield Collectives(self.devices)
+
+    def launch(
+        self, train: Callable[[], Any], train_rank: Callable[[Collectives], Any], session: Session, directory: Path
+    ) -> Any:
+        """Train, in this process or in ranks that are started, and return the result of rank 0 or of this process.
+
+        Args:
+            train: function that trains in this process; called by launchers that do not start the ranks.
+            train_rank: picklable function of the collectives, called in each rank that a launcher starts.
+            session: the session of this process.
+            directory: the run directory. A started rank N > 0 writes its output to its file `log_rank_N.txt`.
+
+        Raises:
+            ConfigError: if torch or a rank rejects the config.
+            RankError: if a rank that the launcher has started fails, dies or hangs.
+        """
+        return train()
 
 
 class LocalProcesses(Launcher):
