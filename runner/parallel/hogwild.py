@@ -111,7 +111,7 @@ class Hogwild(MultiProcess):
         shard = (session.rank, session.world_size)
         return replace(session.plan, step_shard=shard, eval_shard=shard, rng_stream=session.rank)
 
-    def _allocate_shared_state(self, session: Session) -> SharedState:
+    def allocate_shared_state(self, session: Session) -> SharedState:
         with torch.random.fork_rng(devices=[]):
             model = session.precision.convert(session.workload.build_model())
         num_bytes = sum(_padded_bytes(tensor) for tensor in _tensors(model))
@@ -121,7 +121,9 @@ class Hogwild(MultiProcess):
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         assert isinstance(session.collectives, SharedMemoryCollectives)
         self._updates = session.collectives.updates
-        self._step_start: tuple[int, list[torch.Tensor] | None] | None = None
+        self._step_start: tuple[int, list[torch.Tensor]] | None = (
+            None  # updates by all workers, and some copies of weights
+        )
         self._staleness = [0.0] * 4  # updates by others, steps; sum and number of distances
         model = super()._place(model, session)
         start = 0
@@ -133,30 +135,23 @@ class Hogwild(MultiProcess):
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
+        rank, staleness = self._session.rank, self._staleness
         if self._step_start is None:
-            self._step_start = self._read(model)
+            measured = self._session.world_size > 1 and self._updates[rank] % _MEASURE_EVERY == 0
+            weights = [p.detach().clone() for p in trainable(model)] if measured else []
+            self._step_start = int(self._updates.sum()), weights
         sums = self._accumulate(model, batch, micro.weight)
         if micro.is_last:
-            self._measure_staleness(model, *self._step_start)
+            updates, weights = self._step_start
+            staleness[0] += int(self._updates.sum()) - updates
+            staleness[1] += 1
+            if weights:  # how far the others have moved the model during this step
+                moved = [p.detach() - before for p, before in zip(trainable(model), weights, strict=True)]
+                staleness[2] += float(torch.nn.utils.get_total_norm(moved) / torch.nn.utils.get_total_norm(weights))
+                staleness[3] += 1
             self._step_start = None
-            self._updates[self._session.rank] += 1
+            self._updates[rank] += 1
         return sums
-
-    def _read(self, model: torch.nn.Module) -> tuple[int, list[torch.Tensor] | None]:
-        """Return the number of updates by all workers so far and, in some steps, a copy of the weights."""
-        measured = self._session.world_size > 1 and self._updates[self._session.rank] % _MEASURE_EVERY == 0
-        return int(self._updates.sum()), [p.detach().clone() for p in trainable(model)] if measured else None
-
-    def _measure_staleness(self, model: torch.nn.Module, updates: int, weights: list[torch.Tensor] | None) -> None:
-        """Count the updates by others during this step, and measure how far these updates have moved the model."""
-        staleness = self._staleness
-        staleness[0] += int(self._updates.sum()) - updates
-        staleness[1] += 1
-        if weights is not None:
-            moved = [p.detach() - before for p, before in zip(trainable(model), weights, strict=True)]
-            distance = torch.nn.utils.get_total_norm(moved) / torch.nn.utils.get_total_norm(weights)
-            staleness[2] += float(distance)
-            staleness[3] += 1
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         self._session.collectives.barrier()  # all updates are written
@@ -189,9 +184,7 @@ class Hogwild(MultiProcess):
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         if "staleness" in state:
-            check_like(
-                state, {"moments": dict, "staleness": torch.tensor(self._staleness, dtype=torch.float64)}, "worker"
-            )
+            check_like(state, {"moments": dict, "staleness": torch.zeros(4, dtype=torch.float64)}, "worker")
             full_state.load_optimizer(model, optimizer, state["moments"])
             self._staleness = state["staleness"].tolist()
 

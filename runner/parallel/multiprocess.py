@@ -86,9 +86,7 @@ class MultiProcess(Parallel, ABC):
             why = f"{len(gpus)} GPUs may be used, and each process needs its own"
             raise ConfigError("parallel.processes", count, why, f"at most {len(gpus)}, or device=cpu")
         devices = gpus[:count] if gpus else [torch.device("cpu")] * count
-        return LocalProcesses(
-            devices, self.timeout, self.max_restarts, self.port, self.collectives_class, self._allocate_shared_state
-        )
+        return LocalProcesses(devices, self)
 
     def _gpus(self, choice: Device) -> list[torch.device]:
         """Return the GPUs of this machine that the processes may use; an empty list if the processes run on the CPU."""
@@ -105,7 +103,7 @@ class MultiProcess(Parallel, ABC):
     def _num_processes(self, num_gpus: int) -> int:
         return self.processes if isinstance(self.processes, int) else num_gpus or 2
 
-    def _allocate_shared_state(self, session: Session) -> Any:
+    def allocate_shared_state(self, session: Session) -> Any:
         """Allocate and return memory that all processes of this machine share; return None if the mode needs none."""
         return None
 

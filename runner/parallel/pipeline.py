@@ -31,7 +31,6 @@ from runner.parallel.pipelining.partition import (
 from runner.parallel.pipelining.schedules import (
     ONE_STAGE_EACH,
     SCHEDULES,
-    MicrobatchConstraint,
     check_split_backward,
     num_micro_batches,
 )
@@ -128,8 +127,8 @@ class Pipeline(Partition, MultiProcess):
                 number = "one stage" if self.schedule in ONE_STAGE_EACH else f"as many stages, and at least {least}"
                 why = f"under parallel.schedule={self.schedule}, each of the {processes} processes has {number}"
                 raise ConfigError("parallel.stages", stages, why, f"parallel.stages={each * processes}")
-        constraint = MicrobatchConstraint(self.schedule, stages, processes)
-        chunks = num_micro_batches(session.plan.micro_size, self.split_size, self.num_micro_batches, constraint)
+        splitting = (session.plan.micro_size, self.split_size, self.num_micro_batches)
+        chunks = num_micro_batches(*splitting, self.schedule, stages, processes)
         # The first stage takes the inputs of the batches, and the last one the targets.
         reads_batches = session.rank in (0, processes - 1)
         return replace(session.plan, chunks=chunks, rng_stream=session.rank, reads_batches=reads_batches)

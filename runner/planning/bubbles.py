@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from runner.parallel.pipelining.partition import balanced
-from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, MicrobatchConstraint, divisors
+from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, divisors, violation
 
 
 def bubbles(
@@ -62,7 +62,7 @@ def _bubble(schedule: str, num_workers: int, num_micros: int, stages: Sequence[f
     With v stages per worker, it takes 1 / v of that time (Narayanan et al., 2021, section 2.2). A zero-bubble schedule
     computes the gradients of weights meanwhile, so that a third of it remains (Qi et al., 2023, ZB-H1).
     """
-    if not any(stages) or MicrobatchConstraint(schedule, len(stages), num_workers).violation(num_micros):
+    if not any(stages) or violation(schedule, len(stages), num_workers, num_micros):
         return None
     workers = [sum(stages[worker::num_workers]) for worker in range(num_workers)]
     parts = {"interleaved_1f1b": 1, "zero_bubble": 3}.get(schedule, 1) * (len(stages) // num_workers)

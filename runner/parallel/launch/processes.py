@@ -75,24 +75,12 @@ class Launcher:
 class LocalProcesses(Launcher):
     """A launcher that starts one process for each of `devices` on this machine, and trains in these processes.
 
-    Args:
-        timeout, max_restarts, port: as in `MultiProcess`.
-        collectives: class of the ranks' collectives.
-        allocate: function that returns the memory that the ranks share; called before they are started.
+    `mode` is the `MultiProcess`, whose options it takes.
     """
 
-    def __init__(
-        self,
-        devices: list[torch.device],
-        timeout: float,
-        max_restarts: int = 0,
-        port: int | None = None,
-        collectives: type[ProcessGroup] = ProcessGroup,
-        allocate: Callable[[Session], Any] = lambda session: None,
-    ):
+    def __init__(self, devices: list[torch.device], mode: Any):
         super().__init__(devices)
-        self.timeout, self.max_restarts, self.port = timeout, max_restarts, port
-        self.collectives, self.allocate = collectives, allocate
+        self.mode = mode
 
     @contextmanager
     def connect(self) -> Iterator[Collectives]:
@@ -104,25 +92,25 @@ class LocalProcesses(Launcher):
         self, train: Callable[[], Any], train_rank: Callable[[Collectives], Any], session: Session, directory: Path
     ) -> Any:
         with StopRequest() as stop:
-            for restart in range(1, self.max_restarts + 2):
+            for restart in range(1, self.mode.max_restarts + 2):
                 try:
                     return self._start(train_rank, session, directory, stop)
                 except RankError as error:
-                    if restart > self.max_restarts or stop.received:
+                    if restart > self.mode.max_restarts or stop.received:
                         raise
-                    again = f"all ranks restart from the last checkpoint (restart {restart} of {self.max_restarts})"
-                    log.warning("%s\n%s%s", error, error.trace, again)
+                    count = f"restart {restart} of {self.mode.max_restarts}"
+                    log.warning("%s\n%sall ranks restart from the last checkpoint (%s)", error, error.trace, count)
         raise AssertionError("the last attempt returns or raises")
 
     def _start(
         self, train_rank: Callable[[Collectives], Any], session: Session, directory: Path, stop: StopRequest
     ) -> Any:
-        count, shared_state = len(self.devices), self.allocate(session)
-        store = process_group.create_store(self.port)
+        count, shared_state = len(self.devices), self.mode.allocate_shared_state(session)
+        store = process_group.create_store(self.mode.port)
         rank_infos = [RankInfo(rank, count, rank, count, store.host, store.port) for rank in range(count)]
         arguments = [(info, device, shared_state) for info, device in zip(rank_infos, self.devices, strict=True)]
-        work = partial(_run_rank, train_rank, self.collectives, self.timeout, directory)
-        with Supervisor(work, arguments, self.timeout) as supervisor:
+        work = partial(_run_rank, train_rank, self.mode.collectives_class, self.mode.timeout, directory)
+        with Supervisor(work, arguments, self.mode.timeout) as supervisor:
             return supervisor.wait(stop)[0]
 
 

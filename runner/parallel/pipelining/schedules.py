@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import partial
 
 import torch
 
@@ -19,78 +19,60 @@ _PER_STAGE = 4
 """Default number of micro-batches per stage: equal stages are then idle for less than 20 % of a step."""
 
 
-class MicrobatchConstraint(NamedTuple):
-    """The requirements of a schedule on the number of micro-batches."""
-
-    schedule: str
-    num_stages: int
-    num_processes: int
-
-    def violation(self, count: int) -> str:
-        """Return why the schedule does not support `count` micro-batches; empty if it does."""
-        if self.schedule == "1f1b" and count < self.num_stages:
-            return f"1f1b needs at least as many micro-batches as stages: {self.num_stages}"
-        if self.schedule in ("interleaved_1f1b", "zero_bubble"):
-            processes = self.num_processes
-            if count < processes:
-                return f"{self.schedule} needs at least as many micro-batches as processes: {processes}"
-            rounds = count // processes
-            if count % rounds:
-                return f"{self.schedule} needs a number of micro-batches that is divisible by {rounds}"
-        return ""
+def violation(schedule: str, num_stages: int, num_processes: int, count: int) -> str:
+    """Return why `schedule` does not support `count` micro-batches; empty if it does."""
+    if schedule == "1f1b" and count < num_stages:
+        return f"1f1b needs at least as many micro-batches as stages: {num_stages}"
+    if schedule in ("interleaved_1f1b", "zero_bubble"):
+        if count < num_processes:
+            return f"{schedule} needs at least as many micro-batches as processes: {num_processes}"
+        if count % (rounds := count // num_processes):
+            return f"{schedule} needs a number of micro-batches that is divisible by {rounds}"
+    return ""
 
 
-def num_micro_batches(samples: int, split_size: int | None, count: int | None, constraint: MicrobatchConstraint) -> int:
+def num_micro_batches(
+    samples: int, split_size: int | None, count: int | None, schedule: str, num_stages: int, num_processes: int
+) -> int:
     """Return the number of micro-batches into which `samples` are split; by default, about four per stage.
 
     Args:
         samples: number of samples in one pass through the pipeline.
         split_size: requested number of samples per micro-batch; None if not specified.
         count: requested number of micro-batches; None if not specified.
-        constraint: the requirements of the schedule.
+        schedule, num_stages, num_processes: those of the pipeline.
 
     Raises:
         ConfigError: if this is impossible; the error names the nearest possible numbers.
     """
-    possible = [number for number in divisors(samples) if not constraint.violation(number)]
+    why_not = partial(violation, schedule, num_stages, num_processes)
+    possible = [number for number in divisors(samples) if not why_not(number)]
     if not possible:
-        why = f"{constraint.violation(samples)}, and a batch of {samples} samples cannot be split like that"
-        raise ConfigError(
-            "parallel.schedule", constraint.schedule, why, "a larger batch_size, or parallel.schedule=gpipe"
-        )
-    if split_size is None and count is None:
-        # At least two, of at least two samples: one micro-batch overlaps with nothing, and one sample has no variance.
-        fitting = [number for number in possible if 1 < number <= samples // 2] or possible
-        wanted = _PER_STAGE * constraint.num_stages
-        return min(fitting, key=lambda number: (abs(number - wanted), -number))
-    if split_size is None:
-        assert count is not None
-        _check(samples, count, "num_micro_batches", count, possible, constraint)
-        return count
+        why = f"{why_not(samples)}, and a batch of {samples} samples cannot be split like that"
+        raise ConfigError("parallel.schedule", schedule, why, "a larger batch_size, or parallel.schedule=gpipe")
     sizes = sorted(samples // number for number in possible)
-    _check(samples, samples / split_size, "split_size", split_size, sizes, constraint)
-    number = samples // split_size
-    if count not in (None, number):
-        why = f"split_size={split_size} makes {number} micro-batches of {samples} samples"
-        raise ConfigError("parallel.num_micro_batches", count, why, "name one of the two")
-    return number
-
-
-def _check(
-    samples: int, count: float, key: str, got: int, possible: list[int], constraint: MicrobatchConstraint
-) -> None:
-    together = f"the {samples} samples that go through together (batch_size / accumulation.steps)"
-    if count < 1 or count > samples:
-        why = f"there are no more than {together.removeprefix('the ')}"
-    elif got not in possible and samples % got:
-        why = f"it does not divide {together}"
-    else:
-        why = constraint.violation(int(count))
-    if why:
-        below = [number for number in possible if number < got][-1:]
-        above = [number for number in possible if number > got][:1]
-        nearest = " or ".join(f"parallel.{key}={number}" for number in (*below, *above))
+    for key, got, choices in (("split_size", split_size, sizes), ("num_micro_batches", count, possible)):
+        if got is None or got in choices:
+            continue
+        together = f"{samples} samples that go through together (batch_size / accumulation.steps)"
+        if got > samples:
+            why = f"there are no more than {together}"
+        else:
+            indivisible = f"it does not divide the {together}" if samples % got else ""
+            why = indivisible or why_not(samples // got if key == "split_size" else got)
+        near = [*[each for each in choices if each < got][-1:], *[each for each in choices if each > got][:1]]
+        nearest = " or ".join(f"parallel.{key}={each}" for each in near)
         raise ConfigError(f"parallel.{key}", got, why, f"the nearest that can be: {nearest}")
+    if split_size is not None and count not in (None, samples // split_size):
+        why = f"split_size={split_size} makes {samples // split_size} micro-batches of {samples} samples"
+        raise ConfigError("parallel.num_micro_batches", count, why, "name one of the two")
+    if split_size is not None:
+        return samples // split_size
+    if count is not None:
+        return count
+    # At least two, of at least two samples: one micro-batch overlaps with nothing, and one sample has no variance.
+    fitting = [number for number in possible if 1 < number <= samples // 2] or possible
+    return min(fitting, key=lambda number: (abs(number - _PER_STAGE * num_stages), -number))
 
 
 def divisors(number: int) -> list[int]:

@@ -7,11 +7,12 @@ import torch
 from torch.torch_version import TorchVersion
 
 from runner.config.errors import ConfigError
-from runner.parallel.pipelining.schedules import MicrobatchConstraint, check_split_backward, divisors, num_micro_batches
+from runner.parallel.pipelining.schedules import check_split_backward, divisors, num_micro_batches, violation
 
-GPIPE = MicrobatchConstraint("gpipe", 2, 2)
-FOUR_1F1B = MicrobatchConstraint("1f1b", 4, 4)
-ZERO_BUBBLE = MicrobatchConstraint("zero_bubble", 2, 2)
+GPIPE, FOUR_1F1B, INTERLEAVED = ("gpipe", 2, 2), ("1f1b", 4, 4), ("interleaved_1f1b", 4, 2)
+ZERO_BUBBLE = ("zero_bubble", 2, 2)
+Pipeline = tuple[str, int, int]
+"""A schedule, and the numbers of stages and processes."""
 
 
 def test_divisors() -> None:
@@ -21,30 +22,30 @@ def test_divisors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "size", "count", "constraint", "found"),
+    ("samples", "size", "count", "pipeline", "found"),
     [
         (120, 12, None, GPIPE, 10),
         (120, None, 10, GPIPE, 10),
         (120, 12, 10, GPIPE, 10),
         (120, None, None, GPIPE, 8),
-        (120, None, None, MicrobatchConstraint("gpipe", 4, 4), 15),
-        (12, None, None, MicrobatchConstraint("gpipe", 3, 3), 6),
+        (120, None, None, ("gpipe", 4, 4), 15),
+        (12, None, None, ("gpipe", 3, 3), 6),
         (7, None, None, GPIPE, 7),
         (7, 7, None, GPIPE, 1),
         (1, None, None, GPIPE, 1),
-        (48, None, None, MicrobatchConstraint("1f1b", 3, 3), 12),
-        (10, None, None, MicrobatchConstraint("interleaved_1f1b", 8, 4), 5),
-        (64, None, None, MicrobatchConstraint("zero_bubble", 2, 2), 8),
+        (48, None, None, ("1f1b", 3, 3), 12),
+        (10, None, None, ("interleaved_1f1b", 8, 4), 5),
+        (64, None, None, ("zero_bubble", 2, 2), 8),
     ],
 )
 def test_the_number_of_micro_batches(
-    samples: int, size: int | None, count: int | None, constraint: MicrobatchConstraint, found: int
+    samples: int, size: int | None, count: int | None, pipeline: Pipeline, found: int
 ) -> None:
-    assert num_micro_batches(samples, size, count, constraint) == found
+    assert num_micro_batches(samples, size, count, *pipeline) == found
 
 
 @pytest.mark.parametrize(
-    ("samples", "size", "count", "constraint", "key", "got", "remedy"),
+    ("samples", "size", "count", "pipeline", "key", "got", "remedy"),
     [
         (120, 7, None, GPIPE, "split_size", 7, "split_size=6 or parallel.split_size=8"),
         (120, 200, None, GPIPE, "split_size", 200, "split_size=120"),
@@ -52,39 +53,39 @@ def test_the_number_of_micro_batches(
         (64, None, 3, GPIPE, "num_micro_batches", 3, "num_micro_batches=2 or parallel.num_micro_batches=4"),
         (64, 8, 4, GPIPE, "num_micro_batches", 4, "one of the two"),
         (64, 32, None, FOUR_1F1B, "split_size", 32, "split_size=16"),
-        (8, None, 1, MicrobatchConstraint("interleaved_1f1b", 4, 2), "num_micro_batches", 1, "num_micro_batches=2"),
+        (8, None, 1, ("interleaved_1f1b", 4, 2), "num_micro_batches", 1, "num_micro_batches=2"),
         (30, None, 5, ZERO_BUBBLE, "num_micro_batches", 5, "num_micro_batches=3 or parallel.num_micro_batches=6"),
-        (2, None, None, MicrobatchConstraint("1f1b", 3, 3), "schedule", "1f1b", "parallel.schedule=gpipe"),
+        (2, None, None, ("1f1b", 3, 3), "schedule", "1f1b", "parallel.schedule=gpipe"),
     ],
 )
 def test_the_error_for_an_impossible_split_suggests_the_nearest_possible_ones(
     samples: int,
     size: int | None,
     count: int | None,
-    constraint: MicrobatchConstraint,
+    pipeline: Pipeline,
     key: str,
     got: object,
     remedy: str,
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
-        num_micro_batches(samples, size, count, constraint)
+        num_micro_batches(samples, size, count, *pipeline)
     assert (refusal.value.key, refusal.value.got) == (f"parallel.{key}", got)
     assert remedy in refusal.value.remedy
 
 
 @pytest.mark.parametrize(
-    ("constraint", "count", "words"),
+    ("pipeline", "count", "words"),
     [
         (GPIPE, 1, ""),
         (FOUR_1F1B, 3, "as many micro-batches as stages: 4"),
-        (MicrobatchConstraint("interleaved_1f1b", 4, 2), 1, "as many micro-batches as processes: 2"),
+        (("interleaved_1f1b", 4, 2), 1, "as many micro-batches as processes: 2"),
         (ZERO_BUBBLE, 5, "divisible by 2"),
         (ZERO_BUBBLE, 6, ""),
     ],
 )
-def test_the_constraint_of_each_schedule(constraint: MicrobatchConstraint, count: int, words: str) -> None:
-    assert constraint.violation(count).endswith(words)
-    assert bool(constraint.violation(count)) is bool(words)
+def test_the_constraint_of_each_schedule(pipeline: Pipeline, count: int, words: str) -> None:
+    assert violation(*pipeline, count).endswith(words)
+    assert bool(violation(*pipeline, count)) is bool(words)
 
 
 @pytest.mark.parametrize(
