@@ -9,29 +9,14 @@ import torch
 from torch import nn
 from torchvision.models import resnet
 
-from models.recompute import Block, recomputable
+from models.recompute import Block, make_recomputable
 
-
-class BasicBlock(resnet.BasicBlock):
-    """Two 3×3 convolutions and a residual connection."""
-
-    checkpoint_activations = False
-    forward = recomputable(resnet.BasicBlock.forward)
-
-
-class Bottleneck(resnet.Bottleneck):
-    """Three convolutions (1×1, 3×3, 1×1) and a residual connection; the 3×3 convolution has the stride."""
-
-    checkpoint_activations = False
-    forward = recomputable(resnet.Bottleneck.forward)
-
-
-DEPTHS: dict[int, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
-    18: (BasicBlock, [2, 2, 2, 2]),
-    34: (BasicBlock, [3, 4, 6, 3]),
-    50: (Bottleneck, [3, 4, 6, 3]),
-    101: (Bottleneck, [3, 4, 23, 3]),
-    152: (Bottleneck, [3, 8, 36, 3]),
+DEPTHS: dict[int, tuple[type[resnet.BasicBlock | resnet.Bottleneck], list[int]]] = {
+    18: (resnet.BasicBlock, [2, 2, 2, 2]),
+    34: (resnet.BasicBlock, [3, 4, 6, 3]),
+    50: (resnet.Bottleneck, [3, 4, 6, 3]),
+    101: (resnet.Bottleneck, [3, 4, 23, 3]),
+    152: (resnet.Bottleneck, [3, 8, 36, 3]),
 }
 """For each depth of the network: the type of its blocks, and the number of blocks in each of its four layers."""
 
@@ -69,8 +54,8 @@ class ResNet(resnet.ResNet):
         super().__init__(block, counts, num_classes, norm_layer=NORMS[norm])
         self.flatten = nn.Flatten()  # torchvision calls torch.flatten in its forward pass
         self.checkpoint_activations = checkpoint_activations
-        for residual in self._residual_blocks().values():
-            residual.checkpoint_activations = checkpoint_activations
+        for _, residual in self._residual_blocks() if checkpoint_activations else ():
+            make_recomputable(residual)
         if stem == "cifar":
             self._replace_conv1(nn.Conv2d(in_channels, 64, 3, padding=1, bias=False))
             self.maxpool = nn.Identity()
@@ -86,16 +71,18 @@ class ResNet(resnet.ResNet):
         recompute = self.checkpoint_activations
         stem = Block(recompute, conv1=self.conv1, bn1=self.bn1, relu=self.relu, maxpool=self.maxpool)
         head = Block(recompute, avgpool=self.avgpool, flatten=self.flatten, fc=self.fc)
-        return [("stem", stem), *self._residual_blocks().items(), ("head", head)]
+        return [("stem", stem), *self._residual_blocks(), ("head", head)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _, block in self.blocks():
             x = block(x)
         return x
 
-    def _residual_blocks(self) -> dict[str, BasicBlock | Bottleneck]:
-        layers = {name: getattr(self, name) for name in ("layer1", "layer2", "layer3", "layer4")}
-        return {f"{name}.{i}": block for name, layer in layers.items() for i, block in enumerate(layer)}
+    def _residual_blocks(self) -> list[tuple[str, nn.Module]]:
+        layers = (self.layer1, self.layer2, self.layer3, self.layer4)
+        return [
+            (f"layer{i}.{name}", block) for i, layer in enumerate(layers, 1) for name, block in layer.named_children()
+        ]
 
     def _replace_conv1(self, conv: nn.Conv2d) -> None:
         nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")

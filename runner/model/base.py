@@ -15,9 +15,6 @@ from runner.config.errors import check
 from runner.model.freezing import freeze
 from runner.model.weights import SAVE_WEIGHTS, load_weights
 
-MOST_UNITS = 10_000_000
-"""The largest number of features that a layer may have. torch cannot even compute the size of far larger layers."""
-
 
 @dataclass
 class Model(ABC):

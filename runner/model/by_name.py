@@ -22,32 +22,25 @@ class NamedModel(Model):
     options: dict[str, Any] | None = None
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        known = self.names()
-        why = "the library has no network of this name;"
-        check(self.name in known, "name", self.name, why, "" if self.name in known else did_you_mean(self.name, known))
+        names = self.names()
+        if self.name not in names:
+            raise ConfigError("name", self.name, "there is no network of this name;", did_you_mean(self.name, names))
         try:
             model = self.create(shape, num_classes)
-        except (AssertionError, TypeError, ValueError) as error:
-            raise self._refusal(shape, error) from None
-        self._check_outputs(model, shape, num_classes)
-        return model
-
-    def _check_outputs(self, model: torch.nn.Module, shape: tuple[int, ...], num_classes: int) -> None:
-        inputs = torch.zeros(1, *shape, device=next(model.parameters()).device)
-        try:
+            inputs = torch.zeros(1, *shape, device=next(model.parameters()).device)
             with torch.no_grad():
                 outputs = model.eval()(inputs)
-        except (AssertionError, RuntimeError, ValueError) as error:
-            raise self._refusal(shape, error) from None
-        model.train()
+        except ConfigError:
+            raise
+        except Exception as error:  # libraries check few of their arguments
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            why = f"it cannot be built for images of {'×'.join(map(str, shape))} ({said})"
+            remedy = "larger images (data.size, if the data set has it), other model.options, or another model.name"
+            raise ConfigError("name", self.name, why, remedy) from None
         right = isinstance(outputs, torch.Tensor) and outputs.shape == (1, num_classes)
         why = f"it does not return one output for each of the {num_classes} classes"
         check(right, "name", self.name, why, "choose a network for classification")
-
-    def _refusal(self, shape: tuple[int, ...], error: Exception) -> ConfigError:
-        sides, said = "×".join(map(str, shape)), str(error).split("\n")[0]
-        remedy = "larger images (data.size, if the data set has it), other model.options, or another model.name"
-        return ConfigError("name", self.name, f"it cannot be built for images of {sides} ({said})", remedy)
+        return model.train()
 
     @abstractmethod
     def names(self) -> Iterable[str]:
@@ -55,42 +48,28 @@ class NamedModel(Model):
 
     @abstractmethod
     def create(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Return the network `name` with random weights; nothing is downloaded.
-
-        Raises `ConfigError` for an unknown option, and `AssertionError`, `TypeError` or `ValueError` if the library
-        refuses.
-        """
+        """Return the network `name` with random weights; nothing is downloaded. It may raise any exception."""
 
 
 @dataclass
 class Torchvision(NamedModel):
-    """A classification network of torchvision, without auxiliary classifiers (`models.torchvision_network`).
+    """A classification network of torchvision, without auxiliary classifiers (`models.torchvision_networks`).
 
     The numbers of classes and input channels, and the image size of vision transformers, are taken from the data.
     """
 
     def names(self) -> Iterable[str]:
-        from models import torchvision_network
+        from torchvision import models
 
-        return torchvision_network.names()
+        return models.list_models(module=models)
 
     def create(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import torchvision_blocks, torchvision_network
+        from models import torchvision_networks
 
-        given, known = self.options or {}, torchvision_network.options_of(self.name)
-        for key, value in given.items():
-            has = key in known
-            why = f"{self.name} has no such option;"
-            check(has, f"options.{key}", ABSENT, why, "" if has else did_you_mean(key, known))
-            kinds = (int, float) if known[key] is float else (known[key],)
-            right = isinstance(value, kinds) and isinstance(value, bool) == (known[key] is bool)
-            why = f"it must be of type {known[key].__name__}"
-            check(right, f"options.{key}", value, why, f"see {self.name} in torchvision's documentation")
-        model = torchvision_network.create(self.name, shape, num_classes, given)
-        if self.checkpoint_activations:
-            count = torchvision_blocks.checkpoint_activations(model)
+        model = torchvision_networks.create(self.name, shape, num_classes, self.options or {})
+        if self.checkpoint_activations and not torchvision_networks.checkpoint_activations(model):
             why = f"{self.name} has no blocks whose activations could be recomputed"
-            check(count > 0, "checkpoint_activations", True, why, "model.checkpoint_activations=false")
+            raise ConfigError("checkpoint_activations", True, why, "model.checkpoint_activations=false")
         return model
 
 
@@ -123,10 +102,5 @@ class Timm(NamedModel):
     def create(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         import timm  # pyright: ignore[reportMissingImports]
 
-        options = self.options or {}
-        try:
-            return timm.create_model(self.name, pretrained=False, num_classes=num_classes, in_chans=shape[0], **options)
-        except (AttributeError, LookupError, OSError, RuntimeError) as error:
-            if not options:
-                raise
-            raise ValueError(f"{type(error).__name__}: {error}") from None  # timm checks few of its arguments
+        options = {"num_classes": num_classes, "in_chans": shape[0], **(self.options or {})}
+        return timm.create_model(self.name, pretrained=False, **options)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 
@@ -41,61 +41,36 @@ def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
 def rows_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> list[Row]:
     """Return a row for each block of `model` (each child if `model` lists no blocks), and a row for the whole network.
 
-    Raises whatever the forward pass raises for an input of `shape`; None leaves out outputs and operations.
+    The outputs and operations are those of the blocks and of the whole network. None as `shape` leaves them out.
+    Raises whatever the forward pass raises for an input of `shape`.
     """
-    parts = blocks_of(model) or _children(model)
-    outputs: dict[str, Any] = {}
-    flops: dict[str, int] = {}
+    blocks = blocks_of(model)
+    measured: dict[str, tuple[tuple[int, ...], int]] = {}
     if shape is not None:
-        flops = dict.fromkeys([*(name for name, _ in parts), "total"], 0)
-        _call(model, parts, shape, outputs, flops)
+        from torch.utils.flop_counter import FlopCounterMode  # its imports take a tenth of a second
+
+        x = torch.zeros(1, *shape, device=next((parameter.device for parameter in model.parameters()), None))
+        with _unchanged(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            for name, part in blocks or [("total", model)]:
+                before = counter.get_total_flops()
+                x = part(x)
+                measured[name] = tuple(x.shape[1:]), counter.get_total_flops() - before
+        measured["total"] = tuple(x.shape[1:]), counter.get_total_flops()
     rows = []
-    for name, part in [*parts, ("total", model)]:
-        counts = [(p.numel(), p.numel() * p.requires_grad) for p in part.parameters()]
-        num_parameters, num_trained = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
-        output = tuple(outputs[name].shape[1:]) if isinstance(outputs.get(name), torch.Tensor) else None
-        kinds = [type(layer).__name__ for layer in part.children()]
-        kind = type(part).__name__
+    for name, part in [*(blocks or model.named_children()), ("total", model)]:
+        parameters = list(part.parameters())
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        kind, kinds = type(part).__name__, [type(layer).__name__ for layer in part.children()]
         if kind == "Block":
             kind = " ".join(kinds if len(kinds) <= 4 else [*kinds[:3], "…"])
-        rows.append(Row(name, kind, output, num_parameters, num_trained, flops.get(name)))
+        output, flops = measured.get(name, (None, None))
+        rows.append(Row(name, kind, output, sum(parameter.numel() for parameter in parameters), trained, flops))
     return rows
-
-
-def _call(
-    model: torch.nn.Module,
-    parts: list[tuple[str, torch.nn.Module]],
-    shape: tuple[int, ...],
-    outputs: dict[str, Any],
-    flops: dict[str, int],
-) -> None:
-    """Call `model`, and put the outputs and the operations of its parts, which it may call several times, in dicts."""
-    from torch.utils.flop_counter import FlopCounterMode  # its imports take a tenth of a second
-
-    x = torch.zeros(1, *shape, device=next((parameter.device for parameter in model.parameters()), None))
-    with _unchanged(model), torch.no_grad(), ExitStack() as hooks, FlopCounterMode(display=False) as counter:
-        for name, module in parts:
-
-            def begin(*_: Any, name: str = name) -> None:
-                flops[name] -= counter.get_total_flops()
-
-            def end(_: Any, __: Any, output: Any, name: str = name) -> None:
-                flops[name] += counter.get_total_flops()
-                outputs[name] = output
-
-            hooks.enter_context(module.register_forward_pre_hook(begin))
-            hooks.enter_context(module.register_forward_hook(end))
-        if blocks_of(model):
-            for _, block in parts:  # `model.blocks()` may return others in its forward pass
-                x = block(x)
-        else:
-            x = model(x)
-        outputs["total"], flops["total"] = x, counter.get_total_flops()
 
 
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """A context in which `model` is in evaluation mode; at the end, its buffers and training modes are restored."""
+    """A context in which `model` is in evaluation mode; at the end, its buffers and training modes are as before."""
     training = {module: module.training for module in model.modules()}
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     model.eval()
@@ -121,12 +96,3 @@ def formatted(rows: Iterable[Row]) -> str:
         if any(column[1:]):
             columns.append([cell.ljust(width) if place < 3 else cell.rjust(width) for cell in column])
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
-
-
-def _children(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return (name, module) of each child of `model`; of a `ModuleList`, which has no forward pass, its modules."""
-    found = []
-    for name, child in model.named_children():
-        inside = child.named_children() if isinstance(child, torch.nn.ModuleList) else []
-        found += [(f"{name}.{number}", each) for number, each in inside] or [(name, child)]
-    return found

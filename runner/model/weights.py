@@ -78,19 +78,15 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
         shapes = [f"{name} {list(tensors[name].shape)} instead of {list(own[name].shape)}" for name in reshaped]
         lists = {"missing": missing, "unexpected": unexpected, "of a different shape": shapes}
         why = "; ".join(f"{kind}: {_first_three(names)}" for kind, names in lists.items() if names)
-        remedy = _OTHER_CLASSES if head.issuperset(missing + unexpected + reshaped) else _OTHER_NETWORK
-        body = [name for name in reshaped if name not in head]
-        if not missing and not unexpected and len(body) == 1 and _differ_in_channels(tensors[body[0]], own[body[0]]):
-            remedy = f"the weights are for images of {tensors[body[0]].shape[1]} channels: choose data that has as many"
+        remedy = "choose the model and the data that the weights belong to, or weights of this model"
+        if head.issuperset(missing + unexpected + reshaped):
+            remedy = "only the last layer differs: model.reset_head=true loads all layers except the last"
         raise ConfigError("weights", path, f"the tensors in the file are not those of this network ({why})", remedy)
     model.load_state_dict(tensors, strict=False)
 
 
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 """Prefixes of names that are ignored in a file, because networks are built without auxiliary classifiers."""
-
-_OTHER_CLASSES = "only the last layer differs: model.reset_head=true loads all layers except the last"
-_OTHER_NETWORK = "choose the model that the weights belong to, or weights of this model"
 
 
 def _head(model: torch.nn.Module) -> set[str]:
@@ -101,10 +97,6 @@ def _head(model: torch.nn.Module) -> set[str]:
         parts = list(layer) if isinstance(layer, torch.nn.Sequential) else []
     last = {id(parameter) for parameter in layer.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in last}
-
-
-def _differ_in_channels(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dim() == 4 and (one.shape[:1], one.shape[2:]) == (other.shape[:1], other.shape[2:])
 
 
 def _first_three(names: list[str]) -> str:

@@ -194,7 +194,7 @@ def test_where_a_run_is_sent_has_to_be_typed_again(tracker: str, key: str, value
     [
         {"keep": [["${oc.env:SECRET}"]]},
         {"keep": [{"x": "${oc.env:SECRET}"}]},
-        {"model": {"_target_": "runner.model.convnet.ConvNet", "weights": "${oc.env:SECRET}"}},
+        {"model": {"_target_": "runner.model.networks.ConvNet", "weights": "${oc.env:SECRET}"}},
     ],
     ids=["list", "node", "value"],
 )

@@ -12,10 +12,7 @@ from models import convnet, resnet
 from runner.config.errors import ConfigError
 from runner.config.schema import build
 from runner.model.base import Model
-from runner.model.by_name import Torchvision
-from runner.model.convnet import ConvNet
-from runner.model.qnet import QNet
-from runner.model.resnet import ResNet
+from runner.model.networks import ConvNet, QNet, ResNet
 from runner.model.weights import read_weights
 
 SHAPE = (1, 28, 28)
@@ -163,17 +160,6 @@ def test_a_head_for_other_classes_is_refused_unless_reset_head_is_set(tmp_path: 
     loaded, fresh = ConvNet(weights=path, reset_head=True).build(SHAPE, 10).state_dict(), small().state_dict()
     for name, tensor in loaded.items():
         assert torch.equal(tensor, fresh[name] if name.startswith("head.") else state[name])
-
-
-def test_weights_for_other_numbers_of_channels_are_refused_with_the_number(tmp_path: Path) -> None:
-    path = tmp_path / "imagenet.pth"
-    torch.save(torchvision.models.shufflenet_v2_x0_5(num_classes=7).state_dict(), path)
-    for reset_head in (False, True):
-        with pytest.raises(ConfigError) as refused:
-            Torchvision(name="shufflenet_v2_x0_5", weights=str(path), reset_head=reset_head).build((1, 32, 32), 10)
-        assert (refused.value.key, refused.value.got) == ("weights", str(path))
-        assert "conv1.0.weight [24, 3, 3, 3] instead of [24, 1, 3, 3]" in refused.value.why
-        assert "images of 3 channels" in refused.value.remedy
 
 
 def test_weights_of_auxiliary_classifiers_are_ignored(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from models.resnet import NORMS, ResNet
+from models.resnet import ResNet
 
 REFERENCES = {
     18: torchvision.models.resnet18,
@@ -37,7 +37,7 @@ def test_outputs_gradients_and_statistics_are_those_of_torchvision(depth: int) -
     torch.manual_seed(0)
     ours, theirs = ResNet(depth, num_classes=10), REFERENCES[depth](weights=None, num_classes=10)
     ours.load_state_dict(theirs.state_dict())
-    x, y = torch.randn(4, 3, 64, 64), torch.tensor([0, 3, 9, 3])
+    x, y = torch.randn(4, 3, 48, 48), torch.tensor([0, 3, 9, 3])
     outputs = []
     for network in (ours, theirs):
         output = network(x)
@@ -85,9 +85,10 @@ def test_a_copy_uses_its_own_weights(copied) -> None:
     assert torch.equal(twin.eval()(x), expected)
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
-@pytest.mark.parametrize("stem", ["imagenet", "cifar"])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("channels", "stem", "norm"),
+    [(1, "imagenet", "batch"), (3, "cifar", "group"), (4, "imagenet", "group"), (1, "cifar", "batch")],
+)
 def test_any_number_of_channels_works_with_any_stem_and_norm(channels: int, stem: str, norm: str) -> None:
     network = ResNet(18, channels, 7, stem, norm)
     assert network(torch.randn(2, channels, 32, 32)).shape == (2, 7)

@@ -1,18 +1,21 @@
-"""torchvision's classification networks as chains of blocks, between which they can be split into stages.
+"""torchvision's classification networks by name, as chains of blocks, between which they can be split into stages.
 
 Parameter names, initialization and the forward pass of the whole network are torchvision's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import _disable_current_modes
 from torchvision import models
-from torchvision.models.regnet import AnyStage
+from torchvision.models.regnet import AnyStage, BlockParams
 
 from models.blocks import blocks_of
 from models.frozen_batch_norm import FrozenBatchNorm
@@ -107,18 +110,11 @@ def blocks_of_chain(network: nn.Module) -> Layers:
     Blocks that group several layers are created in each call, so that they contain layers with which a wrapper has
     replaced others.
     """
-    groups = list(_grouped(_flattened(CHAINS[_listed_class(network)](network))))
+    layers = next(CHAINS[cls] for cls in type(network).__mro__ if cls in CHAINS)
+    groups = list(_grouped(_flattened(layers(network))))
     names = ["stem", *(_name(group) for group in groups[1:-1]), "head"]
     blocks = [group[0][1] if len(group) == 1 else _block(group) for group in groups]
     return list(zip(names, blocks, strict=True))
-
-
-def with_blocks(network: nn.Module) -> nn.Module:
-    """Give `network` the method `blocks()` if its class is in `CHAINS`, and return it; as `fully_shard` does."""
-    cls = type(network)
-    if cls in CHAINS:
-        network.__class__ = type(cls.__name__, (cls,), {"blocks": blocks_of_chain})
-    return network
 
 
 def checkpoint_activations(network: nn.Module) -> int:
@@ -127,15 +123,11 @@ def checkpoint_activations(network: nn.Module) -> int:
     Blocks without submodules are left out, and those that `network.blocks()` groups, which its forward pass does not
     use.
     """
-    own = {id(module) for module in network.modules()}
-    blocks = [block for _, block in blocks_of(network) if id(block) in own and any(True for _ in block.children())]
+    called = {id(module) for module in network.modules()}
+    blocks = [block for _, block in blocks_of(network) if id(block) in called and any(True for _ in block.children())]
     for block in blocks:
         make_recomputable(block)
     return len(blocks)
-
-
-def _listed_class(network: nn.Module) -> type[nn.Module]:
-    return next(cls for cls in type(network).__mro__ if cls in CHAINS)
 
 
 def _named(prefix: str, container: Iterable[nn.Module] | nn.Module) -> Layers:
@@ -184,3 +176,48 @@ def _name(group: Layers) -> str:
 
 def _block(group: Layers) -> Block:
     return Block(False, **{name.replace(".", "_"): layer for name, layer in group})
+
+
+def create(name: str, shape: tuple[int, ...], num_classes: int, options: Mapping[str, Any]) -> nn.Module:
+    """Return the network `name` with random weights, initialized as in torchvision.
+
+    If the inputs do not have three channels, the first convolution is replaced; its weights are initialized as in
+    torchvision's residual networks (He et al., 2015, fan out). If the class of the network is in `CHAINS`, it has the
+    method `blocks()`.
+    """
+    channels, height, width = shape
+    cls, given = inspect.signature(models.get_model_builder(name)).return_annotation, dict(options)
+    if cls in (models.GoogLeNet, models.Inception3):
+        given |= {"aux_logits": False, "init_weights": True}
+    elif cls is models.VisionTransformer:
+        given["image_size"] = height
+    elif cls is models.MaxVit:
+        given["input_size"] = (height, width)
+    with patch.object(BlockParams, "from_init_params", _on_cpu(BlockParams.from_init_params)):
+        network = models.get_model(name, weights=None, num_classes=num_classes, **given)
+    if channels != 3:
+        _replace_first_convolution(network, channels)
+    if type(network) in CHAINS:  # `fully_shard` changes the class in this way, too
+        network.__class__ = type(type(network).__name__, (type(network),), {"blocks": blocks_of_chain})
+    return network
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `function` so that the tensors it creates have the values that it needs, even under `FakeTensorMode`."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        with torch.device("cpu"), _disable_current_modes():  # FakeTensorMode
+            return function(*arguments, **options)
+
+    return call
+
+
+def _replace_first_convolution(network: nn.Module, channels: int) -> None:
+    name, old = next((name, each) for name, each in network.named_modules() if isinstance(each, nn.Conv2d))
+    sizes: Any = (old.kernel_size, old.stride, old.padding)
+    new = nn.Conv2d(channels, old.out_channels, *sizes, bias=old.bias is not None)
+    nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")
+    if new.bias is not None:
+        nn.init.zeros_(new.bias)
+    parent, _, attribute = name.rpartition(".")
+    setattr(network.get_submodule(parent), attribute, new)
