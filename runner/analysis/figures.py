@@ -21,7 +21,7 @@ from runner.analysis.saved_runs import is_number
 from runner.analysis.split_curves import SplitCurve, fastest_pipelines, is_pipeline, split_curves
 from runner.config.overrides import as_typed
 from runner.system.utf8 import printable
-from runner.tracking.event_reader import scalars
+from runner.tracking.event_file import scalars
 
 NAMES = ("modes", "modes_and_pipeline", "split_size", "sweep", "heat_map", "curves")
 """The names of all figures that `pictures` may return."""

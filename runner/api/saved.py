@@ -25,7 +25,7 @@ from runner.storage.run_directory import read_result, step_of
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import checkpoints, directory_of, saved_config, saved_overrides
 from runner.storage.signature import saved_signature
-from runner.tracking.event_reader import scalars
+from runner.tracking.event_file import scalars
 
 
 def load(directory: str | os.PathLike[str]) -> SavedRun:

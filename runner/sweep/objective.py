@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError, did_you_mean
-from runner.tracking.event_reader import EventReader
+from runner.tracking.event_file import EventReader
 
 
 class Objective(NamedTuple):

@@ -12,9 +12,8 @@ import pytest
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from runner.tracking import event_reader
-from runner.tracking.event_file import points
-from runner.tracking.event_reader import EventReader, scalars
+from runner.tracking import event_file
+from runner.tracking.event_file import EventReader, points, scalars
 
 NAME = "events.out.tfevents.0000000001"
 
@@ -80,14 +79,14 @@ def test_curves_beyond_the_limit_are_reported(
     write(tmp_path, [*many(range(100), "a", "b"), *many(range(100, 110), "c", "d")])
     assert {tag: len(values) for tag, values in scalars(tmp_path).items()} == {"a": 100, "b": 100, "c": 10, "d": 10}
     assert caplog.messages == []
-    monkeypatch.setattr(event_reader, "MAX_POINTS", 3 * 50)
+    monkeypatch.setattr(event_file, "MAX_POINTS", 3 * 50)
     assert {tag: len(values) for tag, values in scalars(tmp_path).items()} == {"a": 51, "b": 51}
     assert caplog.messages == [f"{tmp_path} has more events than are read: its curves end at step 50"]
 
 
 def test_the_start_of_a_session_counts_as_one_point_per_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader examines every curve at the start of a session, so the time is bounded only if each curve counts."""
-    monkeypatch.setattr(event_reader, "MAX_POINTS", 500)
+    monkeypatch.setattr(event_file, "MAX_POINTS", 500)
     tags = list(map(str, range(100)))
     for starts, steps in ((3, [0, 1]), (5, [0])):
         write(tmp_path, [*many(range(1), *tags), *[start(9)] * starts, *many(range(1, 2), "0")])
