@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from runner.commands.arguments import Parser, check_not_resumed
-from runner.commands.composed_run import compose_run, replaced
 from runner.commands.messages import report_error
 from runner.config.errors import ConfigError, check
+from runner.config.overrides import replaced
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*((?:[KMGT]I?)?)B?", re.IGNORECASE)
@@ -98,11 +98,8 @@ def plan(
         `measured` has the measurements of the saved run.
 
     Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if the config is refused, or `source` has no run.
+        ConfigError: if the config is refused, or `source` has no run.
     """
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
     from runner.analysis.saved_runs import find_runs
     from runner.api.composing import compose
     from runner.api.saved import load
@@ -111,18 +108,16 @@ def plan(
     from runner.planning.report import measured, remedies, report_of
     from runner.run import Run, build_run, check_used
 
-    directory = None if source is None else load(source).directory
+    resumed = [] if source is None else [f"resume={load(source).directory}"]
 
     def build(words: Sequence[str]) -> Run:
-        if directory is None:
-            return compose_run(words, config_dir, "plan")
-        return build_run(dict(compose([f"resume={directory}", *words], config_dir=config_dir)))
+        return build_run(dict(compose([*resumed, *words], config_dir=config_dir)))
 
     def changed(change: Sequence[str]) -> Run | None:
         words = replaced(overrides, *(each for each in change if "." not in each))
         try:
             return build([*words, *(each for each in change if "." in each)])
-        except (ConfigError, HydraException, OmegaConfBaseException):
+        except ConfigError:
             return None
 
     run = build(overrides)

@@ -29,7 +29,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from runner.commands.arguments import Parser, check_not_resumed
-from runner.commands.composed_run import compose_run
 from runner.commands.messages import report_error
 from runner.config.errors import ConfigError, check
 from runner.system.exit_codes import CRASHED, DONE, REFUSED
@@ -99,24 +98,25 @@ def tuned(overrides: Sequence[str], options: argparse.Namespace, began: float) -
         standard error) if the result cannot be saved.
 
     Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if the config is refused.
+        ConfigError: if the config is refused.
         TrialError: if the config cannot be trained, or its first steps take longer than the budget.
     """
+    from runner.api.composing import compose
     from runner.planning.tune import tune, write
-    from runner.run import check_used
+    from runner.run import build_run, check_used
 
     def said(line: str) -> None:
         if not options.json:
             print(line, file=sys.stderr, flush=True)
 
-    def compose(more: Sequence[str]) -> Any:
-        return compose_run([*overrides, *more], options.config_dir, "tune")
+    def build(more: Sequence[str]) -> Any:
+        return build_run(dict(compose([*overrides, *more], config_dir=options.config_dir)))
 
-    run = compose(())
+    run = build(())
     check_used(run, overrides)
     seconds = options.budget - _SAVING_SECONDS - (time.perf_counter() - began)
     flags = {"config_dir": options.config_dir, "budget": options.budget, "allowed": options.allow}
-    found = tune(compose, overrides, seconds, options.allow, said, options.config_dir)
+    found = tune(build, overrides, seconds, options.allow, said, options.config_dir)
     report = {"typed": list(overrides)} | flags | found
     try:
         return report | {"directory": str(write(report, run.output_root))}

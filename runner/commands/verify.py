@@ -27,12 +27,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from runner.api.composing import compose
 from runner.commands.arguments import Parser, check_not_resumed
-from runner.commands.composed_run import compose_run, replaced
 from runner.commands.messages import report_error
 from runner.config.errors import check
+from runner.config.overrides import replaced
 from runner.precision import Double
-from runner.run import check_used
+from runner.run import build_run, check_used
 from runner.system.exit_codes import REFUSED
 from runner.verification.steps import first_steps
 from runner.verification.verdict import Outcome, Pair, Verdict, compare
@@ -78,14 +79,13 @@ def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = No
     """Compare a config with its reference, that is, the same config with the overrides `PLAIN`, for `steps` steps.
 
     Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if the config is refused, or a single device cannot compute
-            the same results.
+        ConfigError: if the config is refused, or a single device cannot compute the same results.
         RankError: if a process fails.
     """
     words = [*overrides, f"steps={steps}"]
     in_float64 = replaced(words, "precision=64")
     tested, reference = (
-        [compose_run(each, config_dir, "verify") for each in form]
+        [build_run(dict(compose(each, config_dir=config_dir))) for each in form]
         for form in ((words, in_float64), (replaced(words, *PLAIN), replaced(in_float64, *PLAIN)))
     )
     check_used(tested[0], overrides)

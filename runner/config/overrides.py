@@ -53,6 +53,14 @@ def override_value(arguments: Iterable[str], key: str) -> str | None:
     return value[1:-1] if value and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 
+def replaced(overrides: Iterable[str], *others: str) -> list[str]:
+    """Return `overrides` followed by `others`, which replace overrides of the same group: `parallel=single` all of
+    `parallel`, but `parallel.stages=2` none.
+    """
+    names = {text.partition("=")[0] for text in others}
+    return [*(text for text in overrides if re.split(r"[.@]", override_key(text))[0] not in names), *others]
+
+
 def is_sweep_option(override: str) -> bool:
     """Return whether an override sets an option of the sweep itself, such as `sweep=local` or `sweep.slots=2`."""
     return override_key(override).partition(".")[0] == "sweep"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+import runner
 from runner.commands import tune
-from runner.commands.composed_run import compose_run
 from runner.planning import search
 from runner.planning import tune as planning
 from runner.planning.search import BUDGET_SPENT
@@ -87,8 +87,8 @@ def test_the_verdict_shows_the_command_to_run() -> None:
 
 def test_the_experiment_composes_to_the_chosen_config(tmp_path: Path) -> None:
     directory = write(report(), str(tmp_path))
-    typed = compose_run(["model=tiny", "epochs=2", "parallel=ddp", "parallel.processes=2"])
-    assert compose_run(["experiment=tuned"], str(directory)).config == typed.config
+    typed = runner.compose(["model=tiny", "epochs=2", "parallel=ddp", "parallel.processes=2"])
+    assert dict(runner.compose(["experiment=tuned"], config_dir=directory)) == dict(typed)
     assert json.loads((directory / "tune.json").read_text())["chosen"] == ["parallel=ddp", "parallel.processes=2"]
 
 
@@ -102,8 +102,8 @@ def test_commands_with_a_user_defined_option_include_the_config_dir(tmp_path: Pa
     for line in verdict(found)[1:3]:
         python, directory, *overrides = shlex.split(line.removeprefix("run:").strip().replace(" -m runner", ""))
         assert python == "python"
-        configs.append(compose_run(overrides, directory.removeprefix("--config-dir=")).config)
-    assert configs[0] == configs[1]
+        configs.append(runner.compose(overrides, config_dir=directory.removeprefix("--config-dir=")))
+    assert dict(configs[0]) == dict(configs[1])
     assert configs[0]["model"]["hidden"] == 7
     assert configs[0]["parallel"]["processes"] == 2
 
