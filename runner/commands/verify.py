@@ -15,8 +15,8 @@ The verdict is `cannot be judged` if rounding errors cannot be told apart from m
   limits above in float64, and to 1e-6 (TF32 to 5e-3, 16 bits to 4e-2) in the precision of the config.
 - The device does not support float64, and the results agree within the limit for the precision of the config, but not
   to 1e-6 (TF32 to 5e-3, 16 bits to 4e-2).
-- The results in float64 differ by more than the limit, but by no more than rounding to float32 explains. This happens
-  if something computes in float32 although float64 was requested.
+- The results in float64 differ by more than the limit, but by no more than 1e-5, which rounding to float32 explains.
+  This happens if something computes in float32 although float64 was requested.
 
 Exit codes: 0: the same. 1: different. 2: the config is refused, or cannot be the same (hogwild, ensemble). 3: cannot be
 judged, which includes a config that crashes and a reference that diverges.

@@ -49,14 +49,12 @@ class Steps:
     Args:
         samples: for each step, the sorted hashes of the samples of all processes; an empty list if there are none.
         tensors: the tensors by kind (see `KINDS` in `verdict`), and then by name; empty if the run diverged.
-        computes_below_float64: whether a loss was computed from tensors of fewer than 64 bits despite precision=64.
         expected: why the results are expected to differ from those of a single device; empty if they are not.
         diverged: which value was not finite; empty if all were.
     """
 
     samples: list[list[str]] = field(default_factory=list)
     tensors: dict[str, Tensors] = field(default_factory=dict)
-    computes_below_float64: bool = False
     expected: str = ""
     diverged: str = ""
 
@@ -144,7 +142,7 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
     normalizes = any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in state.model.modules())
     reasons = {_BATCH_NORM: normalizes and num_passes > 1, _RANDOM_NUMBERS: recorder.drew_random_numbers()}
     expected = "\n".join(text for text, holds in reasons.items() if any(collectives.all_gather(holds)))
-    return Steps(recorder.all_samples(), tensors, recorder.computes_below_float64, expected)
+    return Steps(recorder.all_samples(), tensors, expected)
 
 
 def _by_step(values: torch.Tensor | list[torch.Tensor]) -> Tensors:
@@ -154,9 +152,7 @@ def _by_step(values: torch.Tensor | list[torch.Tensor]) -> Tensors:
 class Recorder:
     """A recorder of the samples and losses of each step, and of the gradients of the first step, in one process.
 
-    Methods of the workload of `state` are replaced: the losses of a supervised workload are recorded and, in float64,
-    whether the backward pass of a loss has gradients of fewer than 64 bits. (They are not noticed in modes that call
-    `loss_of` instead of `loss`, such as a pipeline.)
+    The method `loss_of` of a supervised workload is replaced by one that also records the loss of each sample.
     """
 
     def __init__(self, state: State):
@@ -164,28 +160,19 @@ class Recorder:
         self._samples: list[list[str]] = []
         self._losses: list[list[torch.Tensor]] = []
         self.gradients: Tensors = {}
-        self.computes_below_float64 = False
         self._random_state = random_state(state.session.devices)
         state.optimizer.register_step_pre_hook(self._keep_first_gradients)
-        if isinstance(workload, SupervisedWorkload):
-            loss_of = workload.loss_of
+        if not isinstance(workload, SupervisedWorkload):
+            return
+        loss_of = workload.loss_of
 
-            def recording_loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
-                with torch.no_grad(), torch.random.fork_rng([outputs.device] if outputs.is_cuda else []):
-                    pairs = zip(outputs.detach().split(1), targets.split(1), strict=True)
-                    self._losses[-1] += [workload.criterion(*pair).cpu().double() for pair in pairs]
-                return loss_of(outputs, targets)
+        def recording_loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
+            with torch.no_grad(), torch.random.fork_rng([outputs.device] if outputs.is_cuda else []):
+                pairs = zip(outputs.detach().split(1), targets.split(1), strict=True)
+                self._losses[-1] += [workload.criterion(*pair).cpu().double() for pair in pairs]
+            return loss_of(outputs, targets)
 
-            workload.loss_of = recording_loss_of
-        if isinstance(state.session.precision, Double):
-            loss = workload.loss
-
-            def watching_loss(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
-                value, sums = loss(model, batch)
-                on_gradient(value, self._note_format)
-                return value, sums
-
-            workload.loss = watching_loss
+        workload.loss_of = recording_loss_of
 
     def begin_step(self) -> None:
         self._samples.append([])
@@ -196,9 +183,6 @@ class Recorder:
         for batch in batches:
             self._samples[-1] += sample_hashes(batch, self._session.plan.micro_size)
             yield batch
-
-    def _note_format(self, gradient: torch.Tensor) -> None:
-        self.computes_below_float64 |= gradient.is_floating_point() and gradient.dtype != torch.float64
 
     def _keep_first_gradients(self, *_: Any) -> None:
         if len(self._samples) == 1:  # in later steps, the weights of the two runs may differ
@@ -231,23 +215,6 @@ class Recorder:
             if found not in different:
                 different.append(found)
         return [sorted(chain.from_iterable(parts)) for parts in zip(*(steps for _, steps in different), strict=True)]
-
-
-def on_gradient(loss: torch.Tensor, note: Callable[[torch.Tensor], None]) -> None:
-    """Make the backward pass of `loss` call `note` with the gradient of each tensor in the graph of `loss`."""
-
-    def note_all(gradients: tuple[torch.Tensor, ...]) -> None:
-        for gradient in gradients:
-            if gradient is not None:
-                note(gradient)
-
-    nodes, known = [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in known:
-            known.add(node)
-            node.register_prehook(note_all)
-            nodes += [parent for parent, _ in node.next_functions]
 
 
 def evaluated(state: State) -> Tensors:
