@@ -30,7 +30,7 @@ from runner.storage.saved_run import named_checkpoint
 from runner.storage.signature import saved_signature, signature_text
 from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
-from runner.workloads.base import Workload, check_measured
+from runner.workloads.base import Workload
 
 log = logging.getLogger(__name__)
 
@@ -219,9 +219,7 @@ class State:
 
         Raises:
             DivergedError: if a metric is not finite.
-            ConfigError: if a metric that the workload names is not measured.
         """
-        check_measured(self.run.workload, [tag.removeprefix("eval/") for tag in metrics])
         broken = [tag for tag, number in metrics.items() if not math.isfinite(number)]
         if broken:
             # Raises DivergedError for the first training step since the last log that was not finite, if any.
@@ -231,7 +229,7 @@ class State:
         self.stopping.evaluated(metrics, self.step)
         name, direction = self.run.workload.best
         value, best = metrics[f"eval/{name}"], self.best.get("value")
-        if best is not None and not (value > best if direction == "max" else value < best):
+        if best is not None and not {"max": value > best, "min": value < best}[direction]:
             return False
         self.best = {"metric": f"eval/{name}", "value": value, "step": self.step}
         return True

@@ -31,20 +31,16 @@ def below(root: Path, files: Files) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation", "test"])
-def test_a_validation_or_test_folder_has_the_held_out_images(tmp_path, name):
+def test_a_validation_or_test_folder_has_the_held_out_images(tmp_path, name, caplog):
+    caplog.set_level(logging.INFO)
     make(tmp_path, "train/b/1.png", "train/a/2.JPG", "train/a/1.jpeg", f"{name}/a/3.webp", f"{name}/b/deep/er/4.png")
+    make(tmp_path, "test/b/9.png", "test/a/9.png") if name != "test" else None
     train, held_out = training_and_held_out(tmp_path, 0.5)
     assert below(tmp_path, train) == {"a": ["train/a/1.jpeg", "train/a/2.JPG"], "b": ["train/b/1.png"]}
     assert below(tmp_path, held_out) == {"a": [f"{name}/a/3.webp"], "b": [f"{name}/b/deep/er/4.png"]}
     assert list(train) == list(held_out) == ["a", "b"]
-
-
-def test_of_several_held_out_folders_the_validation_set_is_taken(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    make(tmp_path, *(f"{part}/{c}/1.png" for part in ("train", "val", "test") for c in "ab"))
-    _, held_out = training_and_held_out(tmp_path, 0.5)
-    assert below(tmp_path, held_out) == {"a": ["val/a/1.png"], "b": ["val/b/1.png"]}
-    assert "evaluating on val/; test/ is left for evaluate --split test" in caplog.text
+    assert f"evaluating on {name}/" in caplog.text
+    assert ("test/ is left for evaluate --split test" in caplog.text) == (name != "test")
 
 
 def test_the_split_of_each_class_does_not_depend_on_the_path_of_the_folder(tmp_path):
@@ -83,22 +79,17 @@ def test_all_extensions_of_the_formats_that_are_read_are_found():
     assert {*EXTENSIONS} == known - {".pfm"}  # whose pixels are floating-point numbers
 
 
-def test_symlinks_are_followed_but_not_in_cycles(tmp_path):
+def test_links_to_classes_are_followed_and_those_to_other_directories_counted(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     make(tmp_path / "elsewhere", *many("cats", 2))
     root = make(tmp_path / "root", *many("dog", 2))
     (root / "cat").symlink_to(tmp_path / "elsewhere" / "cats")
-    (root / "dog" / "back").symlink_to(root / "dog")
-    train, held_out = training_and_held_out(root, 0.5)
-    assert [len(train["cat"] + held_out["cat"]), len(train["dog"] + held_out["dog"])] == [2, 2]
-
-
-def test_a_symlink_to_a_parent_adds_no_images_of_other_classes(tmp_path):
-    root = make(tmp_path / "root", *many("cat", 2), *many("dog", 2))
-    (root / "dog" / "up").symlink_to("..")
-    (root / "dog" / "further").symlink_to(tmp_path)
+    for name, target in {"back": root / "dog", "up": "..", "further": tmp_path}.items():
+        (root / "dog" / name).symlink_to(target)
     (root / "dog" / "loop.jpg").symlink_to("loop.jpg")  # counts as an image, although it cannot be read
     train, held_out = training_and_held_out(root, 0.5)
     assert [len(train["cat"] + held_out["cat"]), len(train["dog"] + held_out["dog"])] == [2, 3]
+    assert "ignored 3 files and folders (3 linked folders)" in caplog.text
 
 
 def test_names_that_are_not_utf_8_are_found_and_split(tmp_path):

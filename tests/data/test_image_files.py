@@ -1,4 +1,4 @@
-"""Tests of `runner.data.image_files`: the same batches with any number of workers, and files that cannot be read."""
+"""Tests of image files: the same batches with any number of workers, unreadable files, and copies to a device."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import itertools
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
+from helpers.fake_cuda import CUDA, FakeCuda, FakeTensor
 from PIL import Image
 
 from runner.batching import Plan, SampleOrder
 from runner.data.base import Batch, DataError, Samples
 from runner.data.decode import ImageReader
-from runner.data.image_files import Fetch, FileSamples, Unreadable
+from runner.data.image_files import Fetch, FileSamples, Unreadable, to_device
 from runner.data.workers import Workers
 from runner.seeds import sample_seeds
 
@@ -97,11 +99,11 @@ def test_every_row_is_its_sample_augmented_with_the_random_numbers_of_its_seed()
         assert torch.equal(levels(batch), torch.cat((indices[:, None], draws), 1))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_any_number_of_workers_gives_bitwise_the_same_batches(photos, workers):
-    reference = take(photographed(photos, 0), Plan(6, seed=5), 0, 9)
-    assert_same(take(photographed(photos, workers), Plan(6, seed=5), 0, 9), reference)
-    assert_same(take(photographed(photos, workers), Plan(6, seed=5), 4, 5), reference[4:])
+def test_any_number_of_workers_gives_bitwise_the_same_batches(photos):
+    reference, samples = take(photographed(photos, 0), Plan(6, seed=5), 0, 9), photographed(photos, 3)
+    assert_same(take(samples, Plan(6, seed=5), 0, 9), reference)
+    assert_same(take(samples, Plan(6, seed=5), 4, 5), reference[4:])
+    samples.close()
 
 
 @pytest.mark.parametrize(("accumulation", "world_size"), [(3, 1), (1, 4), (2, 3)])
@@ -223,10 +225,12 @@ def test_a_truncated_image_file_is_an_error_or_is_skipped(photos, tmp_path):
     bad.write_bytes(Path(photos[0]).read_bytes()[:300])
     files = [*photos[:5], str(bad), *photos[5:]]
     with pytest.raises(DataError, match=r"cut\.jpg: it cannot be read \(OSError: Truncated"):
-        take(photographed(files, 2), Plan(7), 0, 3)
-    skipping = take(photographed(files, 2, "skip"), Plan(7), 0, 6)
+        take(photographed(files, 0), Plan(7), 0, 3)
+    samples = photographed(files, 1, "skip")
+    skipping = take(samples, Plan(7), 0, 6)
     assert_same(skipping, take(photographed(files, 0, "skip"), Plan(7), 0, 6))
     assert {len(batch.targets) for batch in skipping} == {7}
+    samples.close()
 
 
 @pytest.mark.gpu
@@ -237,3 +241,86 @@ def test_batches_on_a_gpu_are_the_same_up_to_rounding(photos, workers):
         assert ours.inputs.device == ours.targets.device == torch.device("cuda", 0)
         torch.testing.assert_close(ours.inputs.cpu(), reference.inputs, rtol=0, atol=1e-6)
         assert torch.equal(ours.targets.cpu(), reference.targets)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies to a device: what is queued on which stream, and in which order
+
+
+def host(cuda: FakeCuda, count: int) -> Any:
+    for number in range(1, count + 1):
+        cuda.calls.append(("load", number))
+        yield FakeTensor(cuda, f"x{number}"), FakeTensor(cuda, f"y{number}")
+
+
+def copied(number: int) -> list[tuple[Any, ...]]:
+    names = f"x{number}", f"y{number}"
+    return [("load", number), *(("copy", "copy", name) for name in names), ("record", "copy", number)]
+
+
+def handed_out(number: int) -> list[tuple[Any, ...]]:
+    names = f"x{number} on the device", f"y{number} on the device"
+    return [("wait", "compute", number), *(("record_stream", "compute", name) for name in names), ("compute", number)]
+
+
+def test_the_next_copy_is_queued_before_a_batch_is_yielded():
+    cuda = FakeCuda()
+    for number, batch in enumerate(to_device(host(cuda, 3), CUDA, cuda=cuda), start=1):
+        assert [tensor.name for tensor in batch] == [f"x{number} on the device", f"y{number} on the device"]
+        cuda.calls.append(("compute", number))
+    assert cuda.calls == [
+        *copied(1),
+        *copied(2),
+        *handed_out(1),
+        *copied(3),
+        *handed_out(2),
+        *handed_out(3),
+        ("synchronize", "copy"),
+    ]
+
+
+def test_a_closed_stream_waits_for_its_copies_and_closes_its_source():
+    cuda = FakeCuda()
+    source = host(cuda, 10)
+    batches = to_device(source, CUDA, cuda=cuda)
+    next(batches)
+    batches.close()
+    assert cuda.calls[-1] == ("synchronize", "copy")
+    assert list(source) == []
+
+
+def test_on_the_cpu_batches_pass_through_one_at_a_time():
+    taken = []
+
+    def source():
+        for number in range(3):
+            taken.append(number)
+            yield torch.tensor([number]), torch.tensor([-number])
+
+    batches = to_device(source(), torch.device("cpu"))
+    for number, (x, y) in enumerate(batches):
+        assert (x.item(), y.item()) == (number, -number)
+        assert taken == list(range(number + 1))  # no batch is loaded ahead, because it would only take memory
+
+
+@pytest.mark.gpu
+def test_copies_overlap_with_computation():
+    device = torch.device("cuda")
+    host_batch = torch.ones(1 << 26).pin_memory()  # 256 MiB: copying them takes about ten milliseconds
+    weights = torch.randn(4096, 4096, device=device)
+
+    def milliseconds(copy: bool, work: bool) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        source = ((host_batch if copy else torch.ones(1),) for _ in range(20))
+        begin.record()
+        for _ in to_device(source, device):
+            for _ in range(10 if work else 0):
+                weights @ weights  # only queued; the result is not needed
+        torch.cuda.synchronize()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    milliseconds(True, True)
+    copies, work, both = milliseconds(True, False), milliseconds(False, True), milliseconds(True, True)
+    assert both < max(copies, work) + 0.5 * min(copies, work)

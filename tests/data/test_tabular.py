@@ -40,10 +40,14 @@ def refusal(**options: Any) -> ConfigError:
     return refused.value
 
 
+def written(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
 @pytest.fixture
 def houses(tmp_path: Path) -> str:
-    (tmp_path / "houses.csv").write_text(HOUSES)
-    return str(tmp_path / "houses.csv")
+    return written(tmp_path / "houses.csv", HOUSES)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -67,8 +71,8 @@ def test_columns_are_chosen_by_name_in_the_order_typed(houses: str) -> None:
 
 
 def test_other_delimiters_byte_order_marks_blank_lines_and_spaces_are_read(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("\ufeffx; y\n1; 2\n\n3;\t4\n5;6\n", encoding="utf-8")
-    train, held_out = loaded(file=str(tmp_path / "a.csv"), delimiter=";", standardize=False)
+    file = written(tmp_path / "a.csv", "\ufeffx; y\n1; 2\n\n3;\t4\n5;6\n")
+    train, held_out = loaded(file=file, delimiter=";", standardize=False)
     pairs = torch.cat([torch.cat(whole(samples), 1) for samples in (train, held_out)]).tolist()
     assert sorted(pairs) == [[1, 2], [3, 4], [5, 6]]
 
@@ -105,17 +109,11 @@ def test_inputs_and_targets_are_standardized_by_the_training_samples_alone(house
     assert held_out.standardization() == scale
 
 
-@pytest.mark.parametrize("suffix", ["csv", "npz"])
-def test_a_large_offset_costs_no_precision(tmp_path: Path, suffix: str) -> None:
+def test_a_large_offset_costs_no_precision(tmp_path: Path) -> None:
     def standardized(offset: int) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
         times = offset + numpy.round(numpy.arange(0, 1800, 1.8), 1)
-        path = tmp_path / f"{offset}.{suffix}"
-        if suffix == "csv":
-            path.write_text("time,constant,target\n" + "".join(f"{t:.1f},1700000000.1,{t:.1f}\n" for t in times))
-        else:
-            constant = numpy.full_like(times, 1_700_000_000.1)
-            numpy.savez(path, inputs=numpy.stack((times, constant), 1), targets=times)
-        train, _ = loaded(file=str(path))
+        rows = "".join(f"{t:.1f},1700000000.1,{t:.1f}\n" for t in times)
+        train, _ = loaded(file=written(tmp_path / f"{offset}.csv", f"time,constant,target\n{rows}"))
         return *whole(train), train.target_std
 
     (inputs, targets, std), (wanted, _, wanted_std) = standardized(1_700_000_000), standardized(0)
@@ -126,14 +124,7 @@ def test_a_large_offset_costs_no_precision(tmp_path: Path, suffix: str) -> None:
     assert inputs[:, 1].abs().max() < 1e-6
 
 
-def test_the_same_samples_are_held_out_in_every_run() -> None:
-    first, again = loaded(num_samples=100), loaded(num_samples=100)
-    assert torch.equal(whole(first[1])[0], whole(again[1])[0])
-    both = torch.cat([whole(samples)[0] for samples in first])
-    assert len(both.unique(dim=0)) == 100, "each sample once"
-
-
-def test_friedman_returns_the_published_function_plus_noise() -> None:
+def test_friedman_returns_the_published_function_plus_noise_and_the_same_samples_are_held_out() -> None:
     x, y, names, _ = friedman(200_000)
     assert (x.shape, y.shape, names) == ((200_000, 10), (200_000, 1), ["y"])
     wanted = 10 * torch.sin(torch.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
@@ -141,6 +132,9 @@ def test_friedman_returns_the_published_function_plus_noise() -> None:
     assert abs(noise.mean()) < 0.01
     assert abs(noise.std() - 1) < 0.01
     assert abs(float(y.var()) - 24.8) < 0.3
+    first, again = loaded(num_samples=100), loaded(num_samples=100)
+    assert torch.equal(whole(first[1])[0], whole(again[1])[0])
+    assert len(torch.cat([whole(samples)[0] for samples in first]).unique(dim=0)) == 100, "each sample once"
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool])
@@ -183,8 +177,7 @@ def test_batches_of_any_tensors_are_rows_in_the_order_of_the_stream(kind: torch.
     ],
 )
 def test_an_invalid_csv_file_is_refused_by_line_and_column(tmp_path: Path, text: str, why: str) -> None:
-    (tmp_path / "a.csv").write_text(text)
-    refused = refusal(file=str(tmp_path / "a.csv"))
+    refused = refusal(file=written(tmp_path / "a.csv", text))
     assert refused.key == "file"
     assert why in refused.why
 
@@ -194,25 +187,23 @@ def test_an_invalid_csv_file_is_refused_by_line_and_column(tmp_path: Path, text:
     ["2020_01", "\uff11\uff12", "\u0663", '"1,234"', "1 234", "5%", "NA", "TRUE", "0x1F", "inf", "1e", "1\xa0"],
 )
 def test_what_is_no_number_to_other_readers_of_csv_files_is_none_here(tmp_path: Path, cell: str) -> None:
-    (tmp_path / "a.csv").write_text(f"x,y\n1,2\n{cell},4\n", encoding="utf-8")
-    text = cell.strip('"')
-    assert f"line 3, column x: {text!r} is not a finite number" in refusal(file=str(tmp_path / "a.csv")).why
+    file, text = written(tmp_path / "a.csv", f"x,y\n1,2\n{cell},4\n"), cell.strip('"')
+    assert f"line 3, column x: {text!r} is not a finite number" in refusal(file=file).why
 
 
-@pytest.mark.parametrize("cell", ["7", "+7", "007", " 7 ", "7.", "70e-1", ".7E1", '"7"', "7\t"])
-def test_numbers_may_be_spelled_in_any_usual_way(tmp_path: Path, cell: str) -> None:
-    (tmp_path / "a.csv").write_text("x,y\n" + f"{cell},1\n" * 5)
-    train, _ = loaded(file=str(tmp_path / "a.csv"), standardize=False)
-    assert whole(train)[0].tolist() == [[7.0]] * 4
+def test_numbers_may_be_spelled_in_any_usual_way(tmp_path: Path) -> None:
+    cells = ["7", "+7", "007", " 7 ", "7.", "70e-1", ".7E1", '"7"', "7\t"]
+    file = written(tmp_path / "a.csv", "x,y\n" + "".join(f"{cell},1\n" for cell in cells))
+    assert whole(loaded(file=file, standardize=False)[0])[0].tolist() == [[7.0]] * 7
 
 
 def test_a_first_line_of_numbers_is_refused_unless_columns_are_chosen_by_them(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("0.5,2019,2020\n" + "1,2,3\n" * 5)
-    refused = refusal(file=str(tmp_path / "a.csv"))
+    file = written(tmp_path / "a.csv", "0.5,2019,2020\n" + "1,2,3\n" * 5)
+    refused = refusal(file=file)
     assert refused.key == "file"
     assert "0.5,2019,2020" in refused.why
     assert "data.targets=[2020]" in refused.remedy
-    train, _ = loaded(file=str(tmp_path / "a.csv"), targets=("2019",), standardize=False)
+    train, _ = loaded(file=file, targets=("2019",), standardize=False)
     assert whole(train)[0].tolist() == [[1.0, 3.0]] * 4
 
 
@@ -222,20 +213,19 @@ def test_columns_without_names_are_left_out_and_this_is_said(
 ) -> None:
     """pandas writes the row numbers into such a column, which tell the target if the rows are sorted by it."""
     caplog.set_level(logging.INFO)
-    names = [name.strip() for name in header.split(",")]
-    cells = [{"x": "1", "y": "2"}.get(name, "a") for name in names]
-    (tmp_path / "a.csv").write_text(f"{header}\n" + f"{','.join(cells)}\n" * 5)
-    train, _ = loaded(file=str(tmp_path / "a.csv"), standardize=False)
+    cells = [{"x": "1", "y": "2"}.get(name.strip(), "a") for name in header.split(",")]
+    file = written(tmp_path / "a.csv", f"{header}\n" + f"{','.join(cells)}\n" * 5)
+    train, _ = loaded(file=file, standardize=False)
     assert [part.tolist() for part in whole(train)] == [[[1.0]] * 4, [[2.0]] * 4]
     assert train.target_names == ["y"]
     assert "left out 1 of 3 columns, which have no name" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["absent.csv", "~/absent.npz", "absent/absent.pt"])
-def test_a_file_that_does_not_exist_is_refused(name: str) -> None:
-    refused = refusal(file=name)
-    assert (refused.key, refused.got) == ("file", name)
-    assert "there is no such file in /" in refused.why
+def test_a_file_that_does_not_exist_is_refused() -> None:
+    for name in ("absent.csv", "~/absent.npz", "absent/absent.pt"):
+        refused = refusal(file=name)
+        assert (refused.key, refused.got) == ("file", name)
+        assert "there is no such file in /" in refused.why
 
 
 def test_invalid_column_names_are_refused_with_the_nearest_one(houses: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.compose import TINY_CPU, build_composed_run
+from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 from PIL import Image
 from torch.nn.functional import cross_entropy
 
@@ -15,6 +16,8 @@ import runner.workloads.classifier
 from runner.batching import Plan
 from runner.config.errors import ConfigError
 from runner.data.base import DataError
+from runner.training import train
+from runner.workloads.classifier import Classifier
 
 CPU = torch.device("cpu")
 
@@ -145,3 +148,39 @@ def test_a_batch_larger_than_an_epoch_is_refused() -> None:
         workload.steps_per_epoch(samples + 1)
     assert (refusal.value.key, refusal.value.got) == ("batch_size", samples + 1)
     assert f"batch_size={samples}" in refusal.value.remedy
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Workloads whose sums do not fit their metrics
+
+
+@dataclass
+class TooManyMetrics(Classifier):
+    metrics = ("loss",)
+
+
+@dataclass
+class WrongSums(Classifier):
+    def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = super().loss(model, batch)[0]
+        return loss, loss.detach() * len(batch.inputs)
+
+
+FAULTS: dict[type[Classifier], str] = {
+    TooManyMetrics: "its metric sums have the shape [2], but its metrics are loss",
+    WrongSums: "its metric sums have the shape [], but its metrics are loss, accuracy",
+}
+
+
+@pytest.mark.parametrize("workload", FAULTS)
+def test_metrics_that_do_not_fit_are_refused_in_words(
+    workload: type[Classifier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(Classifier, "after_step", lambda workload, model, step: steps.append(step))
+    run = build_composed_run(*TINY_CPU, "steps=4")
+    run.workload.__class__ = workload
+    session = prepare_session(run)
+    with pytest.raises(ConfigError) as refusal:
+        train(run, session, tmp_path)
+    assert (refusal.value.key, refusal.value.why, steps) == ("workload", FAULTS[workload], [])

@@ -1,4 +1,4 @@
-"""Tests of the actor: the episodes that it reports, and its exploration."""
+"""Tests of the actor, its exploration, n-step transitions and the replay buffer, against slow, simple references."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.runs import assert_bitwise_equal
-from helpers.scripted_env import ScriptedEnv, is_episode_end, scripted_actor
+from helpers.scripted_env import ScriptedEnv, expected_transitions, is_episode_end, replay_transitions, scripted_actor
+
+from runner.workloads.dqn.actor import Repeats
+from runner.workloads.dqn.replay import NStepBuffer, Replay, unpack
 
 
 def test_only_finished_episodes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,3 +79,152 @@ def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch: pytes
     first._random.integers(2**62)  # the second actor has drawn this number to seed its new episodes
     assert_bitwise_equal(second.sample(20), first.sample(20))
     assert isinstance(first.sample(1), torch.Tensor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Repeated random actions
+
+
+NUM_ENVS, LONGEST = 500, 6
+
+
+def explored(chance: float, num_steps: int, exponent: float = 2.0) -> tuple[np.ndarray, np.ndarray]:
+    """Return which of 500 environments explore in each step, and their actions, both [num_steps, 500].
+
+    In each step, an environment that is not repeating an action begins a repetition with probability `chance`. No two
+    repetitions have the same action.
+    """
+    random, repeats = np.random.default_rng(1), Repeats(NUM_ENVS, LONGEST, exponent)
+    steps = []
+    for step in range(num_steps):
+        fresh = np.arange(step * NUM_ENVS, (step + 1) * NUM_ENVS)
+        steps.append(repeats.extend(random.random(NUM_ENVS) < chance, fresh, random))
+    explores, actions = zip(*steps, strict=True)
+    return np.stack(explores), np.stack(actions)
+
+
+@pytest.mark.parametrize("exponent", [2.0, 1.0, 0.0])
+def test_repetition_lengths_have_the_distribution_of_the_paper(exponent: float) -> None:
+    """Each repetition has its own action, so the length of a repetition is the number of steps with its action."""
+    explores, actions = explored(1.0, 400, exponent)
+    assert explores.all()
+    _, lengths = np.unique(actions[:-LONGEST], return_counts=True)
+    chances = np.arange(1, LONGEST + 1.0) ** -exponent
+    counts = np.bincount(lengths, minlength=LONGEST + 1)[1:]
+    assert len(counts) == LONGEST
+    assert counts / counts.sum() == pytest.approx(chances / chances.sum(), abs=0.01)
+
+
+def test_a_repetition_is_not_interrupted_by_later_draws() -> None:
+    explores, actions = explored(0.1, 300)
+    begun = actions // NUM_ENVS == np.arange(300)[:, None]  # the value of an action encodes the step of its draw
+    continued = explores[1:] & ~begun[1:]
+    assert continued.any()
+    assert (explores[:-1][continued] & (actions[1:] == actions[:-1])[continued]).all()
+
+
+def test_the_end_of_an_episode_ends_the_repetition() -> None:
+    random, repeats = np.random.default_rng(0), Repeats(NUM_ENVS, LONGEST)
+    everywhere, nowhere = np.ones(NUM_ENVS, bool), np.zeros(NUM_ENVS, bool)
+    repeats.extend(everywhere, np.zeros(NUM_ENVS, np.int64), random)
+    ended = np.arange(NUM_ENVS) % 2 == 0
+    repeats.end(ended)
+    explores, _ = repeats.extend(nowhere, np.ones(NUM_ENVS, np.int64), random)
+    assert not explores[ended].any()
+    assert explores[~ended].any()
+
+
+def test_restored_repetitions_continue_identically() -> None:
+    random, first, second = np.random.default_rng(3), Repeats(NUM_ENVS, LONGEST), Repeats(NUM_ENVS, LONGEST)
+    first.extend(random.random(NUM_ENVS) < 0.5, np.arange(NUM_ENVS), random)
+    second.load_state_dict(first.state_dict())
+    draws, fresh = random.random((LONGEST, NUM_ENVS)) < 0.1, np.full(NUM_ENVS, -1)
+    for step in range(LONGEST):
+        one, other = (each.extend(draws[step], fresh, np.random.default_rng(step)) for each in (first, second))
+        np.testing.assert_array_equal(one[0], other[0])
+        np.testing.assert_array_equal(one[1][one[0]], other[1][other[0]])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# N-step transitions
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_every_transition_equals_that_of_a_slow_reference(
+    length: int, num_envs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = scripted_actor(monkeypatch, num_envs, length, 0.9)
+    for steps in range(1, 120):
+        agent.step(None, 1.0)
+        wanted, got = expected_transitions(length, 0.9), replay_transitions(agent.replay)
+        assert len(agent.replay) == len(got), "an observation was stored twice"
+        assert got.keys() == wanted.keys(), steps
+    for key, (action, total, following, worth) in wanted.items():
+        assert got[key][0] == action
+        assert got[key][1] == pytest.approx(total, rel=1e-6)
+        assert got[key][2] == following
+        assert got[key][3] == pytest.approx(worth, rel=1e-6)
+    kinds = {worth == 0 for *_, worth in wanted.values()}
+    assert kinds == {True, False}, "the script both ends and cuts off"
+    whole = sum(len(episodes) - 1 for episodes in ScriptedEnv.transition_log.values())
+    assert agent.num_episodes in range(whole, whole + num_envs + 1)
+
+
+def test_a_restored_buffer_continues_bitwise() -> None:
+    random = np.random.default_rng(0)
+    buffers = [NStepBuffer(3, 2, 4, 0.9) for _ in range(2)]
+    for time in range(40):
+        flags = random.random((3, 3)) < 0.2
+        step = (random.random((3, 2)), random.integers(4, size=3), random.random(3), random.random((3, 2)))
+        found = [buffer.push(*step, flags[0], flags[1], ~flags[2]).copy() for buffer in buffers[: 1 + (time >= 10)]]
+        if time == 9:
+            buffers[1].load_state_dict(buffers[0].state_dict())
+        if time >= 10:
+            assert_bitwise_equal(torch.from_numpy(found[1]), torch.from_numpy(found[0]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The replay buffer
+
+
+def numbered(start: int, count: int) -> np.ndarray:
+    return np.arange(start, start + count, dtype=np.float32)[:, None] * np.ones(5, np.float32)
+
+
+@pytest.mark.parametrize("block", [1, 3, 7, 10, 25])
+def test_new_transitions_overwrite_the_oldest(block: int) -> None:
+    replay = Replay(10, 1)
+    address = replay.rows.data_ptr()
+    for start in range(0, 10 * block, block):
+        replay.add(numbered(start, block))
+        total = start + block
+        assert len(replay) == min(total, 10)
+        assert sorted(replay.rows[: len(replay), 0].tolist()) == list(range(max(0, total - 10), total))
+    assert replay.rows.data_ptr() == address, "preallocated"
+
+
+@pytest.mark.parametrize(("saved", "capacity"), [(4, 10), (13, 10), (13, 4), (13, 30), (4, 2)])
+def test_a_saved_replay_is_loaded_into_one_of_any_capacity(saved: int, capacity: int) -> None:
+    before, after = Replay(10, 1), Replay(capacity, 1)
+    before.add(numbered(0, saved))
+    after.load_state_dict(before.state_dict())
+    for start in range(saved, saved + 40):
+        kept = range(max(0, saved - min(10, capacity), start - capacity), start)
+        assert sorted(after.rows[: len(after), 0].tolist()) == list(kept)
+        after.add(numbered(start, 1))
+
+
+def test_samples_are_uniform_and_unpack_to_what_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = scripted_actor(monkeypatch, 1, 1, 0.9)
+    for _ in range(200):
+        agent.step(None, 1.0)
+    count = len(agent.replay)
+    drawn = agent.sample(100 * count)
+    where = {row.tobytes(): index for index, row in enumerate(agent.replay.rows[:count].numpy())}
+    frequency = np.bincount([where[row.tobytes()] for row in drawn.numpy()], minlength=count)
+    assert frequency.min() > 50
+    assert ((frequency - 100) ** 2 / 100).sum() == pytest.approx(count, abs=5 * (2 * count) ** 0.5)  # χ²
+    batch = unpack(drawn[:7])
+    assert [tuple(field.shape) for field in batch[:5]] == [(7, 3), (7, 1), (7, 1), (7, 3), (7, 1)]
+    assert batch.actions.dtype == torch.int64

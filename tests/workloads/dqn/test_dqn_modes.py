@@ -124,63 +124,59 @@ def plain(seed: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
     return weights, losses, values
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
-@pytest.mark.parametrize(("mode", "processes"), [("single", 1), ("dp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2)])
+MODES = {"single": 1, "dp": 1, "ddp": 2, "fsdp": 2, "ddp of 3": 3}
+PAIRS = [("single", 1), ("single", 4), ("dp", 2), ("ddp", 1), ("ddp of 3", 4), ("fsdp", 2)]
+PARITY = [
+    pytest.param(mode, number, marks=[] if (mode, number) in PAIRS else pytest.mark.slow)
+    for mode in MODES
+    for number in (1, 2, 4)
+]
+
+
+@pytest.mark.parametrize(("mode", "accumulation"), PARITY)
 def test_every_mode_equals_plain_torch_on_the_same_transitions(
-    mode: str, processes: int, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    mode: str, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    directory = tmp_path / "run"
-    overrides = (f"parallel={mode}", f"accumulation={accumulation}", f"max_grad_norm={CLIP}", "precision=64")
-    result = do(ranks, processes, directory, *overrides, change=draw_given)
-    assert (result.status, result.world_size) == ("done", processes)
+    overrides = (f"parallel={mode.split()[0]}", f"accumulation={accumulation}", f"max_grad_norm={CLIP}", "precision=64")
+    result = do(ranks, MODES[mode], tmp_path / "run", *overrides, change=draw_given)
+    assert (result.status, result.world_size) == ("done", MODES[mode])
     weights, losses, values = plain(0)
-    assert largest_difference(weights_at(directory, STEPS), weights) <= 1e-12
-    logged = scalar_curves(directory)
+    assert largest_difference(weights_at(tmp_path / "run", STEPS), weights) <= 1e-12
+    logged = scalar_curves(tmp_path / "run")
     assert [value for _, value in logged["train/td_loss"]] == pytest.approx(losses, rel=1e-5)
     assert [value for _, value in logged["train/q_mean"]] == pytest.approx(values, rel=1e-5)
 
 
-@pytest.mark.parametrize(("mode", "processes"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize("mode", ["single", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_every_mode_equals_plain_torch_in_float32_up_to_rounding(
-    mode: str, processes: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    directory = tmp_path / "run"
     overrides = (f"parallel={mode}", "accumulation=2", f"max_grad_norm={CLIP}")
-    do(ranks, processes, directory, *overrides, change=draw_given)
-    assert largest_difference(weights_at(directory, STEPS), plain(0)[0]) <= 2e-6  # Adam, as in test_parity_modes.py
+    do(ranks, MODES[mode], tmp_path / "run", *overrides, change=draw_given)
+    assert largest_difference(weights_at(tmp_path / "run", STEPS), plain(0)[0]) <= 2e-6  # Adam, as in test_parity_modes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # With the transitions of the environments
 
 
-PROCESSES = {"single": 1, "dp": 1, "ddp": 2, "fsdp": 2, "ensemble": 2}
-
-
-@pytest.mark.parametrize("mode", PROCESSES)
+@pytest.mark.parametrize(
+    ("mode", "precision", "accumulation"),
+    [("single", "16", 1), ("dp", "bf16", 1), ("ddp", "16", 4), ("fsdp", "bf16", 4), ("ensemble", "16", 1)],
+)
 def test_every_precision_and_accumulation_keeps_the_number_of_environment_steps(
-    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    mode: str, precision: str, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    for number, precision in enumerate(("16", "bf16")):
-        # Accumulation alternates, starting with the other value in the next mode, so that all pairs of options occur.
-        accumulation = ("1", "4")[(number + list(PROCESSES).index(mode)) % 2]
-        directory = tmp_path / f"{precision}_{accumulation}"
-        overrides = (f"parallel={mode}", f"precision={precision}", f"accumulation={accumulation}", "steps=4")
-        result = do(ranks, PROCESSES[mode], directory, *overrides)
-        assert (result.status, result.steps) == ("done", 4)
-        # The warm-up and ten steps per update, rounded up to whole steps of 12 environments; members have 12 each.
-        assert result.notes["env_steps"] == math.ceil((120 + 4 / 0.1) / 12) * 12, (precision, accumulation)
-        assert math.isfinite(result.metrics["train/td_loss"])
-        assert 5 < result.metrics["eval/return"] <= 60
-
-
-@pytest.mark.parametrize("mode", ["single", "ddp", "ensemble"])
-def test_the_episodes_of_all_processes_are_counted(
-    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
-    overrides = (f"parallel={mode}", "env.max_episode_steps=5", "steps=4")  # in which no pole falls
-    notes = do(ranks, PROCESSES[mode], tmp_path, *overrides).notes
-    assert notes["episodes"] == 12 * ((notes["env_steps"] / 12 + 1) // 6)  # the sixth step is a reset
+    overrides = (f"parallel={mode}", f"precision={precision}", f"accumulation={accumulation}", "steps=4")
+    processes = MODES.get(mode, 2)
+    result = do(ranks, processes, tmp_path, *overrides, "env.max_episode_steps=5")  # in which no pole falls
+    assert (result.status, result.steps) == ("done", 4)
+    # The warm-up and ten steps per update, rounded up to whole steps of 12 environments; members have 12 each.
+    steps = math.ceil((120 + 4 / 0.1) / 12)
+    assert result.notes["env_steps"] == steps * 12
+    assert result.notes["episodes"] == 12 * ((steps + 1) // 6), "the sixth step is a reset"
+    assert math.isfinite(result.metrics["train/td_loss"])
+    assert result.metrics["eval/return"] == 5
 
 
 @pytest.mark.parametrize(("precision", "accumulation"), [("32", "1"), ("bf16", "4")])
@@ -200,15 +196,15 @@ def test_one_hogwild_actor_equals_single_bitwise(tmp_path: Path) -> None:
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(("mode", "processes"), [("ddp", 2), ("fsdp", 2), ("ensemble", 2)])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "ensemble"])
 def test_an_agent_of_several_processes_resumes_bitwise(
-    mode: str, processes: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    whole = do(ranks, processes, tmp_path / "whole", f"parallel={mode}")
-    first = do(ranks, processes, tmp_path / "halves", f"parallel={mode}", "steps=5")
+    whole = do(ranks, 2, tmp_path / "whole", f"parallel={mode}")
+    first = do(ranks, 2, tmp_path / "halves", f"parallel={mode}", "steps=5")
     assert first.steps == 5
     (tmp_path / "halves/result.json").unlink(missing_ok=True)
-    second = do(ranks, processes, tmp_path / "halves", f"parallel={mode}")
+    second = do(ranks, 2, tmp_path / "halves", f"parallel={mode}")
     assert second.steps == whole.steps == STEPS
     got, wanted = weights_at(tmp_path / "halves", STEPS), weights_at(tmp_path / "whole", STEPS)
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)

@@ -1,0 +1,217 @@
+"""Tests of samples in memory: digits, synthetic images, and batches against simple, slow reference code."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from runner.batching import Plan, SampleOrder
+from runner.config.errors import ConfigError
+from runner.data.digits import Digits
+from runner.data.memory import TensorSamples
+from runner.data.synthetic import Synthetic
+from runner.seeds import derive, random_bytes, uniforms
+
+CPU = torch.device("cpu")
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+def pool(count: int = 20, height: int = 7, width: int = 5, **options) -> TensorSamples:
+    images = torch.randint(256, (count, 3, height, width), dtype=torch.uint8)
+    return TensorSamples(images, torch.arange(count) % 4, list("abcd"), MEAN, STD, **options)
+
+
+def normalized(image: torch.Tensor) -> torch.Tensor:
+    """Normalize an image pixel by pixel, in double precision."""
+    result = torch.empty(image.shape, dtype=torch.float64)
+    for channel, row, column in itertools.product(*map(range, image.shape)):
+        result[channel, row, column] = (int(image[channel, row, column]) / 255 - MEAN[channel]) / STD[channel]
+    return result.float()
+
+
+def augmented(image: torch.Tensor, draws: torch.Tensor, crop: int, flip: bool) -> torch.Tensor:
+    """Pad an image with black, crop it at a random offset, and mirror it."""
+    channels, height, width = image.shape
+    canvas = torch.zeros(channels, height + 2 * crop, width + 2 * crop, dtype=torch.uint8)
+    canvas[:, crop : crop + height, crop : crop + width] = image
+    top, left = (int(draw * (2 * crop + 1)) for draw in draws[:2].tolist())
+    part = canvas[:, top : top + height, left : left + width]
+    return part.flip(2) if flip and draws[2] < 0.5 else part
+
+
+def take(samples: TensorSamples, plan: Plan, after_step: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(itertools.islice(samples.batches(plan.stream(after_step), plan.seed, CPU), count))
+
+
+@pytest.mark.parametrize(("crop", "flip"), [(0, False), (0, True), (2, False), (2, True), (6, True)])
+def test_every_sample_of_a_batch_equals_that_of_the_reference_code(crop, flip):
+    samples = pool(crop=crop, flip=flip)
+    order = SampleOrder(20, seed=3)
+    micros = list(itertools.islice(Plan(12, seed=3).stream(0), 5))  # three epochs
+    for micro, batch in zip(micros, samples.batches(micros, 3, CPU), strict=True):
+        indices, epochs = order.indices(micro.start, micro.stop), order.epochs(micro.start, micro.stop)
+        draws = uniforms(3, epochs, indices, 3)
+        assert batch.targets.tolist() == [int(i) % 4 for i in indices]
+        for row, index in enumerate(indices):
+            expected = normalized(augmented(samples.inputs[index], draws[row], crop, flip))
+            torch.testing.assert_close(batch.inputs[row], expected, rtol=0, atol=2e-6)
+
+
+def test_floats_and_bytes_give_the_same_batches():
+    bytes_ = pool(crop=2, flip=True)
+    floats = torch.stack([normalized(image) for image in bytes_.inputs])
+    other = TensorSamples(floats, bytes_.targets, list("abcd"), MEAN, STD, crop=2, flip=True)
+    for (a, _), (b, _) in zip(take(bytes_, Plan(8), 0, 5), take(other, Plan(8), 0, 5), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("accumulation", "world_size"), [(3, 1), (1, 4), (2, 3)])
+def test_batches_do_not_depend_on_how_they_are_divided(accumulation, world_size):
+    samples = pool(crop=2, flip=True)
+    whole = take(samples, Plan(12), 0, 4)
+    for step, (inputs, targets) in enumerate(whole):
+        parts = [take(samples, Plan(12, accumulation, (r, world_size)), step, accumulation) for r in range(world_size)]
+        assert torch.equal(torch.cat([part[0] for rank in parts for part in rank]), inputs)
+        assert torch.equal(torch.cat([part[1] for rank in parts for part in rank]), targets)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shards_in_order_have_each_sample_once(count):
+    samples = pool(crop=2, flip=True)
+    batches = [list(samples.in_order(4, (index, count), CPU)) for index in range(count)]
+    numbered = [pair for index in range(count) for pair in samples.in_order_with_indices(4, (index, count), CPU)]
+    assert torch.cat([indices for indices, _ in numbered]).tolist() == list(range(20))
+    assert all(torch.equal(samples.targets[indices], batch.targets) for indices, batch in numbered)
+    inputs = torch.cat([batch.inputs for shard in batches for batch in shard])
+    expected = torch.stack([normalized(image) for image in samples.inputs])
+    torch.testing.assert_close(inputs, expected, rtol=0, atol=2e-6)
+    targets = [target for shard in batches for batch in shard for target in batch.targets.tolist()]
+    assert targets == samples.targets.tolist()
+    assert max(len(batch.targets) for shard in batches for batch in shard) <= 4
+
+
+def test_display_images_returns_the_images_before_normalization():
+    samples = pool()
+    floats = torch.stack([normalized(image) for image in samples.inputs])
+    other = TensorSamples(floats, samples.targets, list("abcd"), MEAN, STD)
+    assert torch.equal(samples.display_images([5, 0]), samples.inputs[[5, 0]])
+    assert torch.equal(other.display_images([5, 0]), samples.inputs[[5, 0]])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Digits
+
+
+def digits(**options) -> tuple[TensorSamples, TensorSamples]:
+    train, held_out = Digits(**options).load()
+    assert isinstance(train, TensorSamples)
+    assert isinstance(held_out, TensorSamples)
+    return train, held_out
+
+
+def scikit_images(samples: TensorSamples) -> list[tuple[int, ...]]:
+    """Return each sample in the format of scikit-learn: 64 pixels from 0 to 16, and the class."""
+    levels = ((samples.inputs * samples.std[0] + samples.mean[0]) * 16).round().long().flatten(1)
+    return [tuple(row) for row in torch.cat((levels, samples.targets[:, None]), 1).tolist()]
+
+
+def test_they_are_scikit_learns():
+    bunch = load_digits()
+    everything = torch.from_numpy(bunch.data).long(), torch.from_numpy(bunch.target).long()
+    expected = [tuple(row) for row in torch.cat((everything[0], everything[1][:, None]), 1).tolist()]
+    train, held_out = digits(size=8)
+    assert sorted(scikit_images(train) + scikit_images(held_out)) == sorted(expected)
+
+
+def test_the_split_is_the_same_in_every_run_and_has_the_requested_size():
+    (train, held_out), again = digits(size=8), digits(size=8)
+    assert (len(train), len(held_out)) == (1438, 359)
+    assert torch.equal(held_out.inputs, again[1].inputs)
+    smaller = set(scikit_images(digits(size=8, holdout=0.1)[1]))
+    assert smaller < set(scikit_images(held_out))
+    assert len(digits(size=8, holdout=0.0001)[1]) == 1  # at least one, because an evaluation needs a sample
+    assert set(held_out.targets.tolist()) == set(range(10))
+
+
+@pytest.mark.parametrize("size", [8, 28])
+def test_inputs_are_normalized_and_have_the_requested_size(size):
+    train, held_out = digits(size=size)
+    inputs = torch.cat((train.inputs, held_out.inputs))
+    assert train.shape == (1, size, size) == tuple(inputs.shape[1:])
+    assert inputs.mean().abs() < 1e-5
+    assert (inputs.std() - 1).abs() < 1e-5
+    assert train.class_names == [str(digit) for digit in range(10)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Synthetic images
+
+
+def synthetic(**options) -> tuple[TensorSamples, TensorSamples]:
+    """Return training and held-out samples after generating their images."""
+    train, held_out = Synthetic(**({"num_samples": 300, "holdout": 60, "size": 16, "num_classes": 5} | options)).load()
+    for samples in (train, held_out):
+        next(samples.in_order(1, (0, 1), CPU))
+    assert isinstance(train, TensorSamples)
+    assert isinstance(held_out, TensorSamples)
+    return train, held_out
+
+
+def test_images_are_the_same_in_every_run_and_use_no_global_random_numbers():
+    before = torch.get_rng_state()
+    (a, held_a), (b, held_b) = synthetic(), synthetic()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(a.inputs, b.inputs)
+    assert torch.equal(held_a.targets, held_b.targets)
+    assert not torch.equal(a.inputs[:60], held_a.inputs)
+
+
+@pytest.mark.parametrize("learnable", [False, True])
+def test_images_are_generated_on_the_device_of_their_first_use(learnable):
+    train, _ = Synthetic(num_samples=20, size=8, num_classes=3, learnable=learnable).load()
+    assert isinstance(train, TensorSamples)
+    assert train.inputs.is_meta
+    pictures = train.display_images([3, 0])
+    (batch,) = train.in_order(20, (0, 1), CPU)
+    scaled = batch.inputs[[3, 0]] * train.std[0] + train.mean[0]
+    assert torch.equal((scaled * 255).round().to(torch.uint8), pictures)
+    again, _ = Synthetic(num_samples=20, size=8, num_classes=3, learnable=learnable).load()
+    (other,) = again.in_order(20, (0, 1), torch.device("meta"))  # works on meta, too, a device without data
+    assert other.inputs.is_meta
+
+
+def test_pixels_are_hashes_of_their_positions():
+    train, held_out = synthetic()
+    for part, samples in (("train", train), ("holdout", held_out)):
+        expected = random_bytes(derive(0, "synthetic", part), len(samples) * 3 * 16 * 16, CPU)
+        assert torch.equal(samples.inputs.flatten(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("learnable", [False, True])
+def test_a_gpu_generates_the_same_images(learnable):
+    (here, _), (there, _) = (
+        Synthetic(num_samples=20, size=8, num_classes=3, learnable=learnable).load() for _ in range(2)
+    )
+    (one,) = here.in_order(20, (0, 1), CPU)
+    (other,) = there.in_order(20, (0, 1), torch.device("cuda", 0))
+    assert other.inputs.device == other.targets.device == torch.device("cuda", 0)
+    assert torch.equal(one.inputs, other.inputs.cpu())
+    assert torch.equal(one.targets, other.targets.cpu())
+
+
+@pytest.mark.parametrize(("learnable", "least", "most"), [(True, 0.95, 1.0), (False, 0.0, 0.45)])
+def test_the_nearest_class_mean_predicts_the_class_only_if_learnable(learnable, least, most):
+    train, held_out = synthetic(learnable=learnable)
+    means = torch.stack([train.inputs[train.targets == c].float().mean(0).flatten() for c in range(5)])
+    nearest = torch.cdist(held_out.inputs.float().flatten(1), means).argmin(1)
+    accuracy = (nearest == held_out.targets).float().mean()
+    assert least <= accuracy <= most
+
+
+def test_images_of_more_than_4_gib_are_refused_before_they_are_generated():
+    with pytest.raises(ConfigError, match=r"1000128 images of this size take 45\.8 GiB"):
+        Synthetic(num_samples=1_000_000)
