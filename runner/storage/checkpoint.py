@@ -10,8 +10,6 @@ first (see `content_checks.py`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,10 @@ import torch
 
 from runner.config.errors import ConfigError
 from runner.storage.content_checks import UnexpectedContentError, check_count, check_like
-from runner.storage.files import UnsafeFileError, check_no_link, utf8_path
+from runner.storage.files import check_no_link, utf8_path
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.manifest import DamagedError, untrusted, verified_manifest
-from runner.storage.run_directory import step_name
+from runner.storage.run_directory import step_name, step_of
 from runner.storage.safe_torch_load import load_tensors
 from runner.storage.saved_run import checkpoints
 from runner.system.torch_errors import is_out_of_memory
@@ -103,29 +101,34 @@ def chosen_checkpoint(run: Path, choice: str | int) -> Path:
     Raises:
         ConfigError: with the key `checkpoint`, if there is no such checkpoint, or it cannot be read.
     """
-    if choice == "last":
-        return _last_checkpoint(run)
-    if choice == "best":
-        return _best_checkpoint(run)
-    steps = ", ".join(path.name.removeprefix("step_").lstrip("0") or "0" for path in _checkpoints(run))
-    remedy = f"choose best, last, or one of {steps}" if steps else _SAVE_ONE
-    if not str(choice).isdecimal() or len(str(choice)) >= 20:
-        raise ConfigError("checkpoint", choice, "it is not a step", remedy)
-    path = run / "checkpoints" / step_name(int(choice))
-    with _errors_of(path):
-        there = path.is_dir()
-    if not there:
-        raise ConfigError("checkpoint", choice, f"there is no {path.name}", remedy)
-    return path
+    try:
+        check_no_link(run / "checkpoints")  # perhaps to those of another run
+        if choice == "last":
+            return _last_checkpoint(run)
+        if choice == "best":
+            return _best_checkpoint(run)
+        steps = [str(step_of(path)) for path in checkpoints(run)]
+        remedy = f"choose best, last, or one of {', '.join(steps)}" if steps else _SAVE_ONE
+        if not str(choice).isdecimal() or len(str(choice)) >= 20:
+            raise ConfigError("checkpoint", choice, "it is not a step", remedy)
+        path = run / "checkpoints" / step_name(int(choice))
+        if not path.is_dir():
+            raise ConfigError("checkpoint", choice, f"there is no {path.name}", remedy)
+        return path
+    except (DamagedError, UnexpectedContentError) as error:
+        raise ConfigError("checkpoint", str(run), str(error), _ANOTHER) from None
+    except OSError as error:
+        raise ConfigError("checkpoint", str(run), f"{error.filename}: {error.strerror}", _ANOTHER) from None
+    except ConfigError as error:
+        raise ConfigError("checkpoint", error.got, error.why, error.remedy) from None
 
 
 def _last_checkpoint(run: Path) -> Path:
     """Return the path of the newest intact checkpoint of `run`; log a warning for each newer one that is damaged."""
-    found = _checkpoints(run)
+    found = checkpoints(run)
     for path in reversed(found):
         try:
-            with _errors_of(path):
-                verified_manifest(path)
+            verified_manifest(path)
             return path
         except DamagedError as error:
             log.warning("%s; trying the previous checkpoint", error)
@@ -135,41 +138,13 @@ def _last_checkpoint(run: Path) -> Path:
 
 def _best_checkpoint(run: Path) -> Path:
     """Return the path of the checkpoint with the best evaluation, whose step is recorded in the newest checkpoint."""
-    newest = _last_checkpoint(run)
-    try:
-        with _errors_of(newest):
-            checkpoint = load(newest)
-        best: Any = checkpoint.state.get("best")
-        check_like(best, dict, "the best evaluation")
-        if best:
-            check_count(best.get("step"), "the best evaluation, step", most=checkpoint.step)
-    except (DamagedError, UnexpectedContentError) as error:
-        raise ConfigError("checkpoint", str(newest), str(error), _ANOTHER) from None
+    checkpoint = load(_last_checkpoint(run))
+    best: Any = checkpoint.state.get("best")
+    check_like(best, dict, "the best evaluation")
     if not best:
         raise ConfigError("checkpoint", "best", f"{run} has not been evaluated", "take last, the newest one")
-    path = newest.with_name(step_name(best["step"]))
+    check_count(best.get("step"), "the best evaluation, step", most=checkpoint.step)
+    path = run / "checkpoints" / step_name(best["step"])
     if not path.is_dir():
         raise ConfigError("checkpoint", "best", f"{path} does not exist", "take last, the newest one, or name another")
     return path
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    """Return the paths of the checkpoints of `run`, unless `checkpoints` is a link, perhaps to those of another run."""
-    try:
-        check_no_link(run / "checkpoints")
-    except UnsafeFileError as error:
-        remedy = "name the run directory that has the checkpoints"
-        raise ConfigError("checkpoint", str(error.filename), str(error.strerror), remedy) from None
-    except OSError as error:
-        raise ConfigError("checkpoint", str(run), f"it cannot be read ({error.strerror})", _ANOTHER) from None
-    return checkpoints(run)
-
-
-@contextmanager
-def _errors_of(checkpoint: Path) -> Iterator[None]:
-    """Convert a ConfigError or OSError raised inside the context to a ConfigError with the key `checkpoint`."""
-    try:
-        yield
-    except (ConfigError, OSError) as error:
-        why = error.why if isinstance(error, ConfigError) else str(error)
-        raise ConfigError("checkpoint", str(checkpoint), why, _ANOTHER) from None

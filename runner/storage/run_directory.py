@@ -86,18 +86,16 @@ def storage_errors(path: Path) -> Iterator[None]:
 def unique_name(overrides: Iterable[str] = ()) -> str:
     """Return `<date>_<time>-<id>-<overrides>`, with as many overrides as fit, except secrets and `LOCATION_KEYS`.
 
-    The names sort by time. They contain no commas, which would separate two values in the overrides of a sweep, as in
-    `-m model.weights=DIR/…`.
+    The names sort by time. They contain no commas, which would separate values in `-m model.weights=DIR/…`.
     """
     known = {override_key(text): text for text in redacted_values(list(overrides)) if "=" in text}
     shown = [text for key, text in known.items() if MASK not in text and not key.startswith((*LOCATION_KEYS, "hydra."))]
     labels = [_label(text).lstrip("+").replace(",", "_").rstrip("_.-") for text in shown]
-    cut = _cut(labels, "+", _MAX_LABEL)
-    if len(cut) < len(labels[0] if labels else ""):  # in the middle of a word
-        cut = re.sub(r"(?<==)(.+)[\W_][^\W_]*", r"\1", cut).rstrip("_.-")
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     begun = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(seconds))
-    return "-".join(filter(None, (begun, f"{nanoseconds // 1000:05x}{secrets.token_hex(1)[0]}", cut)))
+    return "-".join(
+        filter(None, (begun, f"{nanoseconds // 1000:05x}{secrets.token_hex(1)[0]}", _cut(labels, "+", _MAX_LABEL)))
+    )
 
 
 def create(parent: Path, name: str | None = None, overrides: Iterable[str] = (), key: str = "output_root") -> Path:
@@ -125,23 +123,14 @@ def create(parent: Path, name: str | None = None, overrides: Iterable[str] = (),
 
 
 def _make(directory: Path) -> None:
-    """Create `directory` and its missing parents, and flush their entries to disk; otherwise, raise an OSError.
-
-    Without the flush, a power loss could remove a directory, even if the files in it have been flushed to disk.
-    """
+    """Create `directory` and its missing parents, and flush their entries to disk: a power loss could remove them."""
     existing = nearest_existing(directory)
-    try:
-        directory.mkdir(parents=True)
-        for folder in directory.absolute().parents:
-            with suppress(PermissionError):  # a directory that may be written to, but not read
-                sync(folder)
-            if folder == existing:
-                break
-    except FileExistsError:  # it may be that of another process, and still be empty
-        raise
-    except OSError:
-        remove_empty(nearest_existing(directory), existing)
-        raise
+    directory.mkdir(parents=True)
+    for folder in directory.absolute().parents:
+        with suppress(PermissionError):  # a directory that may be written to, but not read
+            sync(folder)
+        if folder == existing:
+            return
 
 
 def nearest_existing(path: Path) -> Path:
@@ -162,10 +151,7 @@ def remove_empty(path: Path, end: Path) -> None:
 
 
 def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> str:
-    """Return the directory name of a job of a sweep, `<number>-<overrides>`, without secrets.
-
-    The keys `swept`, whose values differ between the jobs, come first, because the end of a long name is cut off.
-    """
+    """Return the name of a job's directory, `<number>-<overrides>`, without secrets; the keys `swept` come first."""
     ordered = sorted(redacted_values(overrides), key=lambda text: override_key(text) not in swept)
     first, *others = (_label(text) for text in ordered) if ordered else ("defaults",)
     return _cut([f"{number:03d}-{first}", *others], ",", _MAX_NAME).rstrip(".-")
@@ -196,10 +182,7 @@ def config_files(directory: Path, config: dict[str, Any], overrides: list[str]) 
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """Return the content of the run's `result.json`; an empty dict if there is no such file or it is damaged.
-
-    The values have the right types, so that they can be shown.
-    """
+    """Return the content of the run's `result.json`, of the right types; empty if it does not exist or is damaged."""
     try:
         result = json.loads(read_regular(directory / RESULT, MAX_BYTES))
         check_known(result, _RESULT, ("status",), "the result")
@@ -261,16 +244,16 @@ def lock(directory: Path) -> IO[str] | None:
     Raises:
         OSError: if the lock file cannot be opened or created.
     """
-    path = directory / ".lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    file = os.fdopen(descriptor, "r+")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException as error:
-        os.close(descriptor)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
         if isinstance(error, BlockingIOError):
             return None
         raise
-    return os.fdopen(descriptor, "r+")
+    return file
 
 
 def identity(directory: Path) -> tuple[int, int] | None:
