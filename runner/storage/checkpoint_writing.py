@@ -1,8 +1,8 @@
 """Crash-safe writing of the checkpoints of a run, in the background.
 
-All files of a checkpoint are written to a temporary directory and synced to disk; renaming the directory commits the
-checkpoint. A thread of each rank writes its files while the training goes on. The threads use no collectives, because
-these would get mixed up with those of the training: rank 0 waits until the files of the other ranks are there.
+A thread of each rank writes its files to a temporary directory, and syncs them to disk, while the training goes on.
+Rank 0 waits for the files of the other ranks, without collectives, which would get mixed up with those of the training,
+and renames the directory, which commits the checkpoint.
 """
 
 from __future__ import annotations
@@ -76,16 +76,14 @@ class Checkpoints:
         self._identity = identity(directory)
 
     def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> None:
-        """Wait until the previous checkpoint is written, and begin to write `checkpoint` in a thread.
-
-        Every rank must call this. `check`, `wait` or the next `save` raises the error of the thread.
+        """On every rank, wait until the previous checkpoint is written, and begin to write `checkpoint` in a thread.
 
         Args:
             checkpoint: the content, which must not change any more. Each rank writes its `local`, and rank 0 the rest.
             best_step: the step of the checkpoint with the best evaluation, which is not deleted; None if there is none.
 
         Raises:
-            StorageError: as in `wait`, or if the directory of the new checkpoint cannot be made.
+            StorageError: if the directory cannot be made, or as in `wait`, of the previous checkpoint.
         """
         self.wait()
         part = self.root / f"tmp.{step_name(checkpoint.step)}"
@@ -111,27 +109,22 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written. On ranks other than 0, wait only for this rank's file.
+        """Wait until the last checkpoint is written; on ranks other than 0, only their file of it.
 
         Raises:
             StorageError: if the disk is full or fails, or another rank's file does not appear before the timeout.
-                Earlier checkpoints are not affected.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def finish_after_error(self) -> None:
-        """After the training has failed, wait until the thread of the last `save` has ended, and ignore its errors.
-
-        Rank 0 does not wait for files of other ranks, which may have failed too: without them, nothing is committed.
-        """
+        """After the training has failed, wait for the thread, but not for files of ranks that may have failed, too."""
         self._failed.set()
         if self._writing is not None:
             futures.wait([self._writing])
 
     def _write(self, checkpoint: Checkpoint, part: Path, best_step: int | None) -> None:
-        """Write this rank's files to the directory `part`; on rank 0, also commit the checkpoint."""
         since, state_file = time.perf_counter(), part / rank_file(self.rank)
         with self._deleted_on_failure(part):
             _write_synced(_unfinished(state_file), lambda path: _save(checkpoint.local, path))
@@ -193,14 +186,13 @@ class Checkpoints:
                 waited += _POLL_SECONDS
 
     def latest(self, last_step: float = math.inf) -> Checkpoint | None:
-        """Return the newest intact checkpoint, with the state of this rank; None if the run has no checkpoint.
+        """Return on every rank the newest intact checkpoint up to `last_step`, with its state; None if there is none.
 
-        Checkpoints of steps after `last_step` are ignored. Every rank must call this. Rank 0 renames the damaged
-        checkpoints that are newer than the returned one; if there is no intact one, nothing is renamed.
+        Rank 0 renames newer checkpoints, which are damaged, unless there is no intact one.
 
         Raises:
-            ConfigError: if there are damaged checkpoints, but no intact one; if the newest intact one was written by an
-                incompatible version of this project or by something else; or if `checkpoints` is a link.
+            ConfigError: if there are damaged checkpoints, but no intact one; if the newest intact one was not written
+                by this version; or if `checkpoints` is a link.
             OSError: if a file cannot be read for another reason, or a damaged checkpoint cannot be renamed.
         """
         try:

@@ -1,8 +1,4 @@
-"""Durable writing of small files, and safe reading of files from untrusted sources.
-
-After a crash or a power loss, a file that was written here has its complete old or its complete new content. Of
-untrusted files, only regular ones below a size are read: no links, pipes and devices.
-"""
+"""Durable writing of small files, and safe reading of files from untrusted sources: no links, pipes or devices."""
 
 from __future__ import annotations
 
@@ -37,11 +33,10 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to a temporary file, flush it to disk, rename it to `path`, and flush the directory.
+    """Write `content` to `path`, which has its old or its new content even after a crash or a power loss.
 
     Raises:
-        OSError: if the file cannot be written (`path` then keeps its previous content), or if the directory cannot be
-            flushed (`path` then already has its new content).
+        OSError: if the file cannot be written, or its directory cannot be flushed to disk.
     """
     with renamed_together({path: content}):
         pass
@@ -49,13 +44,10 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def renamed_together(contents: Mapping[Path, bytes]) -> Iterator[None]:
-    """A context manager that writes files as in `write_bytes`, but renames them only when the block ends.
-
-    If the files cannot be written, for example because the disk is full, the block does not begin. If the block raises
-    an exception, nothing is renamed.
+    """A context manager that writes temporary files, and renames them when the block ends without an exception.
 
     Raises:
-        OSError: as in `write_bytes`.
+        OSError: before the block, if the files cannot be written, for example because the disk is full.
     """
     parts = {path: path.with_name(f".{path.name}.part") for path in contents}
     try:
@@ -147,12 +139,10 @@ def check_no_link(directory: Path) -> None:
 
 
 def check_readable(key: str, path: Path) -> None:
-    """Check that this process has permission to look up `path` and, if it is a directory, to list its entries.
-
-    Call this before `path.exists()` or `path.is_dir()`, which raise an error if a directory above cannot be searched.
+    """Check that this process may look up `path`, which need not exist, and list its entries if it is a directory.
 
     Raises:
-        ConfigError: with the key `key`, if a permission is missing, or `path` is too long; not if it does not exist.
+        ConfigError: with the key `key`, if a permission is missing, or `path` is too long.
     """
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):
@@ -177,10 +167,7 @@ def is_locked(path: Path) -> bool:
 
 
 def walk(top: Path, onerror: Callable[[OSError], object] | None = None) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield what `os.walk` yields, except directories that are more than `MAX_LEVELS` levels below `top`.
-
-    The limit is needed because `os.walk` is recursive before Python 3.12, and fails on a thousand nested directories.
-    """
+    """Yield what `os.walk` yields, up to `MAX_LEVELS` below `top`: it fails on a thousand levels before Python 3.12."""
     levels = os.path.join(top, "").count(os.sep)
     for folder, folders, files in os.walk(top, onerror=onerror):
         if folder.count(os.sep) >= levels + MAX_LEVELS - 1:

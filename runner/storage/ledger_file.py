@@ -17,10 +17,7 @@ log = logging.getLogger(__name__)
 
 LEDGER = "sweep.json"
 MAX_BYTES = 24_000_000
-"""The maximum size of a ledger file in bytes: four times the size of a ledger with 10,000 jobs.
-
-In memory, a ledger takes at most 20 times as much.
-"""
+"""The maximum size of a ledger file in bytes: four times that of 10,000 jobs. Memory takes up to 20 times as much."""
 _HEAD = {"typed": [str], "complete": bool, "jobs": {str: dict}, "num_jobs": int, "pid": int}
 _ENTRY: dict[str, type] = {
     **dict.fromkeys(("state", "config_hash", "directory", "error", "slot"), str),
@@ -35,22 +32,13 @@ _ENTRY: dict[str, type] = {
 
 
 def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
-    """Return the ledger of the sweep at `path`.
+    """Return the ledger of the sweep in the directory `path`; empty if there is none, or, with a warning, if damaged.
 
-    If the file does not exist, return an empty dictionary. If the file is damaged, log a warning and return an empty
-    dictionary. But if the damaged file belongs to the sweep that the user wants to resume, raise an error.
-
-    Args:
-        path: the directory of the sweep.
-        typed: the overrides of the sweep that the user wants to resume, as in `Ledger.typed`; None if the ledger is
-            only read.
-
-    Returns:
-        A dictionary with the keys `typed`, `complete` (whether the sweep is complete) and `jobs` (the entry of each
-        job, by its number as a string), and usually `num_jobs` and `pid` (of the scheduler).
+    It has the keys `typed`, `complete` (whether the sweep is complete) and `jobs` (the entry of each job, by its number
+    as a string), and usually `num_jobs` and `pid` (of the scheduler).
 
     Raises:
-        ConfigError: if the ledger is damaged, but it can be parsed as JSON and its overrides are `typed`.
+        ConfigError: if the ledger is damaged, and its overrides are `typed`, those of a sweep to resume.
     """
     ledger = None
     try:
@@ -76,7 +64,6 @@ def num_jobs(ledger: dict[str, Any]) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build the dictionary of a JSON object from its items. Raise ValueError if a key occurs twice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("a key occurs twice")
@@ -84,7 +71,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(ledger: Any) -> None:
-    """Raise an `UnexpectedContentError` unless `ledger` is a valid ledger."""
     check_known(ledger, _HEAD, ("typed", "complete", "jobs"), "the sweep")
     for number, entry in ledger["jobs"].items():
         if not re.fullmatch("[0-9]{1,9}", number):

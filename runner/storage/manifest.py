@@ -38,9 +38,9 @@ def manifest_of(directory: Path, **facts: Any) -> str:
 
 
 def verified_manifest(directory: Path) -> dict[str, Any]:
-    """Return the manifest in `directory`, after verifying the hashes of the files that it lists.
+    """Return the manifest in `directory`, a dict, after verifying the hashes of the files that it lists.
 
-    It is a dict with the keys `schema`, `files` (a dict from file name to SHA-256), `step` and `world_size`.
+    Its keys are `schema`, `files` (a dict from file name to SHA-256), `step` and `world_size`.
 
     Raises:
         DamagedError: if the manifest or a listed file is missing, or does not match its hash.
@@ -82,7 +82,6 @@ def untrusted(directory: Path, why: str) -> ConfigError:
 
 @contextmanager
 def _refusals(directory: Path) -> Iterator[None]:
-    """Convert an OSError to a DamagedError or ConfigError, if it shows that the checkpoint is damaged or unsafe."""
     try:
         yield
     except UnsafeFileError as error:
@@ -94,7 +93,6 @@ def _refusals(directory: Path) -> Iterator[None]:
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    """Return the manifest in `directory` without its own hash, after checking this hash and the values."""
     check_no_link(directory)
     path = directory / NAME
     try:
@@ -124,7 +122,6 @@ def _verify(path: Path, sha256: str, wanted: object) -> None:
 
 
 def _seal(manifest: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest that does not yet contain its own hash."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

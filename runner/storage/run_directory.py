@@ -93,9 +93,8 @@ def unique_name(overrides: Iterable[str] = ()) -> str:
     labels = [_label(text).lstrip("+").replace(",", "_").rstrip("_.-") for text in shown]
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     begun = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(seconds))
-    return "-".join(
-        filter(None, (begun, f"{nanoseconds // 1000:05x}{secrets.token_hex(1)[0]}", _cut(labels, "+", _MAX_LABEL)))
-    )
+    parts = begun, f"{nanoseconds // 1000:05x}{secrets.token_hex(1)[0]}", _cut(labels, "+", _MAX_LABEL)
+    return "-".join(filter(None, parts))
 
 
 def create(parent: Path, name: str | None = None, overrides: Iterable[str] = (), key: str = "output_root") -> Path:
@@ -210,11 +209,9 @@ def step_of(checkpoint: Path) -> int | None:
 
 def newest_step(directory: Path) -> int:
     """Return the step of the newest checkpoint of a run, damaged or not; 0 if there is none, or it cannot be read."""
-    try:
-        paths = entries(directory / "checkpoints")
-    except OSError:
-        return 0
-    return max((step_of(path) or 0 for path in paths), default=0)
+    with suppress(OSError):
+        return max((step_of(path) or 0 for path in entries(directory / "checkpoints")), default=0)
+    return 0
 
 
 def entries(directory: Path) -> list[Path]:
@@ -258,11 +255,10 @@ def lock(directory: Path) -> IO[str] | None:
 
 def identity(directory: Path) -> tuple[int, int] | None:
     """Return what distinguishes `directory` from others while one of its files is open; None if it is missing."""
-    try:
+    with suppress(OSError):
         status = os.stat(directory)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+        return status.st_dev, status.st_ino
+    return None
 
 
 def check_regular(directory: Path) -> None:

@@ -35,12 +35,9 @@ def load_tensors(path: Path) -> Any:
     so that no storage can have more bytes than the file.
 
     Raises:
-        UnusualFileError: if the file is a zip archive with compressed or overlapping entries; if a pickle in the file
-            names a function that can allocate any amount of memory or read outside of a tensor; if the tensors are far
-            larger than the file; or if the file has too many nested values.
+        UnusualFileError: if the file could take far more memory than its own size.
         OSError: if the file cannot be read.
-        Exception: any exception of torch, `zipfile` or `pickletools`, if the file is not a valid `torch.save` file or
-            torch refuses to load it.
+        Exception: any exception of torch, `zipfile` or `pickletools`, if it is no valid file, or torch refuses it.
     """
     with open_regular(path) as file:
         is_zip = file.peek(len(_ZIP)).startswith(_ZIP)
@@ -67,7 +64,7 @@ def load_tensors(path: Path) -> Any:
 
 
 def _check_pickle(file: Any) -> None:
-    """Check that a pickle names no function in `_HARMFUL`; torch refuses other opcodes than GLOBAL that name one."""
+    """Check that a pickle names no function in `_HARMFUL`; torch refuses other opcodes that name one."""
     for opcode, argument, _ in pickletools.genops(file):
         if opcode.name == "GLOBAL" and str(argument).rpartition(" ")[2] in _HARMFUL:
             raise UnusualFileError(f"it contains {reprlib.repr(argument)}")

@@ -31,13 +31,10 @@ def named_checkpoint(source: str) -> Path | None:
 
 
 def saved_config(source: Path) -> SavedConfig:
-    """Return the config of the run or the checkpoint at `source`.
+    """Return the config of the run or the checkpoint at `source`, from the first intact one of its config files.
 
-    Each checkpoint has a copy of the config of the run that wrote it. The files are tried in this order until one is
-    intact:
-
-    - for a run directory: its own config, then the copies in its checkpoints, from the newest to the oldest.
-    - for a checkpoint: its copy, then the config of the run directory.
+    For a run directory, these are its own, then the copies in its checkpoints, from the newest to the oldest; for a
+    checkpoint, its copy, then the config of the run directory.
 
     Raises:
         UnreadableConfigError: if no config can be read.

@@ -60,7 +60,6 @@ def saved_signature(checkpoint: Path) -> dict[str, Any]:
 
 
 def _check(signature: Any) -> None:
-    """Raise an `UnexpectedContentError` if an entry has another type, or the sizes do not fit each other."""
     check_like(signature, dict, "it")
     entries = {key: value for key, value in signature.items() if (key, value) != ("image", None)}
     check_known(entries, _FORMS, (), "it")
@@ -86,12 +85,10 @@ def _check(signature: Any) -> None:
 
 
 def check_same_names(saved: Mapping[str, Any], now: Mapping[str, Any], key: str = "data") -> None:
-    """Check that data means to the model of a checkpoint what its training data meant.
-
-    The names of the classes, the targets and the columns are compared, in order, where both signatures have them.
+    """Check that the names of classes, targets and columns are the same, in order, where both signatures have them.
 
     Raises:
-        ConfigError: with `key`, if anything differs; it has both lists of names.
+        ConfigError: with `key` and both lists of names, if anything differs.
     """
     for kind in ("classes", "targets", "columns"):
         there, here = saved.get(kind), now.get(kind)
@@ -103,9 +100,7 @@ def check_same_names(saved: Mapping[str, Any], now: Mapping[str, Any], key: str 
 
 
 def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], accept: bool) -> str:
-    """Return in words how the samples of a session (see `Workload.samples_identity`) differ from a checkpoint's.
-
-    The text is empty if nothing differs, or one of the arguments is empty.
+    """Return in words how the samples of a session (see `Workload.samples_identity`) differ from a checkpoint's, or "".
 
     Raises:
         ConfigError: if anything differs, and `accept` is false.

@@ -36,9 +36,8 @@ _output: _Descriptor | None = None
 def open_console() -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams that raise no exception if a write fails.
 
-    Characters that the encoding lacks are printed as escape sequences, also by the Python processes that this process
-    starts. A closed descriptor is opened on /dev/null: the next file that is opened would get its number, and would
-    receive what native code prints.
+    Characters that the encoding lacks are printed as escape sequences, also by Python processes that this one starts. A
+    closed descriptor is opened on /dev/null: the next file would get its number, and what native code prints.
     """
     global _output
     for number in range(3):

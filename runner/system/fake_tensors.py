@@ -1,9 +1,8 @@
 """Fake tensors and fake process groups, to execute a step of a run without memory for tensors and without other ranks.
 
-Fake tensors have a shape, a dtype and a device, but no values: https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html
-
-Both are private in torch, and some of its own Python code does not expect fake tensors. A public mode in which a
-training step can be traced would replace most of this file (https://github.com/pytorch/pytorch/issues/77085).
+Fake tensors have no values: https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html
+Both are private in torch. A public mode in which a training step can be traced would replace most of this file
+(https://github.com/pytorch/pytorch/issues/77085).
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ import torch
 
 @contextmanager
 def fake_tensors() -> Iterator[Any]:
-    """Within this context, every new tensor is fake, and existing tensors are treated as fake tensors of their shapes.
-
-    The `FakeTensorMode` is yielded, which every fake tensor of this context has as its attribute `fake_mode`.
-    """
+    """Within this context, every tensor is fake or treated as fake; yields the `FakeTensorMode`, their `fake_mode`."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     with ExitStack() as stack:
@@ -49,8 +45,7 @@ real tensors and compute the update, which takes 4 s for ResNet50."""
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Within this context, the default process group has `world_size` ranks; only this process, `rank`, exists.
 
-    Collectives return at once, and the values in their outputs mean nothing. DDP and `init_device_mesh` are patched so
-    that they need no values from other ranks.
+    Collectives return at once, and the values in their outputs mean nothing.
 
     Raises:
         ValueError: if there is a default process group already.

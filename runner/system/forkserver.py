@@ -1,7 +1,7 @@
 """The fork server of `multiprocessing`: a single-threaded process that imports torch, and then forks the children.
 
-Forking the main process could deadlock, because the child would inherit locks that its threads hold (OpenMP, CUDA,
-TensorBoard). Spawning would import torch in each child: seconds, and 290 MB. A child of the server starts in 0.1 s.
+Forking the main process could deadlock on locks that its threads hold (OpenMP, CUDA, TensorBoard). Spawning would
+import torch in each child: seconds, and 290 MB. A child of the server starts in 0.1 s.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 def start_server(module: str, *modules: str) -> None:
     """Unless the fork server is already running, start it, and let it import the modules in the background.
 
-    The server's children start with stop signals blocked: on Ctrl-C, the terminal sends a signal to the whole process
-    group, but only the main process should handle it, and then stop the children.
+    Its children start with stop signals blocked: Ctrl-C reaches the whole process group, but only the main process
+    should handle it, and then stop the children.
     """
     if METHOD != "forkserver":
         return
@@ -47,8 +47,7 @@ def start_server(module: str, *modules: str) -> None:
 def server_stopped() -> Iterator[None]:
     """A context manager that stops the fork server at the end, unless the server was running at the beginning.
 
-    SIGTERM is blocked in the children of our server, so that `Process.terminate` of the caller's code would not end
-    its own.
+    Otherwise, `Process.terminate` would not end children of the caller's code: SIGTERM is blocked in those of ours.
     """
     from multiprocessing import forkserver
 
@@ -68,8 +67,7 @@ def server_stopped() -> Iterator[None]:
 def without_main_module() -> Iterator[None]:
     """A context manager in which the processes that `multiprocessing` starts do not import this program's main module.
 
-    A script may start training at its top level, outside of an `if __name__ == "__main__":` block; each rank or data
-    worker that imports it would begin to train.
+    A script may train at its top level, and each rank or data worker that imports it would begin to train, too.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -80,10 +78,7 @@ def without_main_module() -> Iterator[None]:
 
 
 def become_command() -> None:
-    """Make this process, a child of the fork server, behave like a command that a shell has started in the background.
-
-    It gets its own session, so that Ctrl-C in the terminal does not reach it, and an empty standard input.
-    """
+    """Make this process, a child of the fork server, a command in the background, which Ctrl-C does not reach."""
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)

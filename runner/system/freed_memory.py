@@ -1,9 +1,6 @@
-"""Keeps freed memory in the process, instead of returning it to the operating system after each use.
+"""Keeps freed memory in the process. By default, glibc returns large blocks to the operating system at once.
 
-By default, glibc returns large blocks to the operating system as soon as they are freed, and must get them again for
-the next micro-batch. For a step of ResNet50 with eight micro-batches of three samples, the operating system then
-provides 130,000 to 200,000 new pages of 4 KiB, and fills each of them with zeros.
-
+A step of ResNet50 with eight micro-batches of three samples would get 130,000 to 200,000 new pages, filled with zeros.
 https://man7.org/linux/man-pages/man3/mallopt.3.html
 """
 
@@ -43,14 +40,12 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def _set_thresholds(libc: ctypes.CDLL, size: int) -> None:
-    """Return only blocks of at least `size` bytes at once, and free memory at the end of the heap from `size` bytes."""
     for parameter in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
         if not libc.mallopt(parameter, size):  # older versions refuse more than the largest default
             libc.mallopt(parameter, _DEFAULT)
 
 
 def _glibc() -> ctypes.CDLL | None:
-    """Return the C library of this process; None if it is not glibc, or if the user has chosen thresholds for it."""
     if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
         return None
     try:

@@ -2,11 +2,9 @@
 
 The command calls `import_lazily("torch", "torchvision")` before anything else. Modules then import torch at their top;
 modules with a class or a decorator of torch, and other slow packages, are imported in the functions that use them.
-torch's compiler is deferred in the same way (`runner.system.torch_private.defer_compiler`).
 
-https://github.com/pytorch/pytorch/issues/97106 is about the slow import of torch. With the `lazy import` statement of
-Python 3.15 (PEP 810), this file becomes unnecessary. `importlib.util.LazyLoader` loads the package too early before
-Python 3.12: at the second `import` statement, which reads `__spec__`.
+https://github.com/pytorch/pytorch/issues/97106 is about the slow import of torch. Python 3.15 has a statement for this
+(PEP 810). `importlib.util.LazyLoader` loads the package too early before Python 3.12, as `import` reads `__spec__`.
 """
 
 from __future__ import annotations
@@ -55,8 +53,7 @@ def _load(package: _Lazy) -> None:
 class _Submodules(MetaPathFinder, Loader):
     """A finder that loads a lazy package when one of its submodules is imported.
 
-    Loading the package usually imports that submodule too. The finder then returns the existing module, which the
-    import system would otherwise load a second time.
+    Loading the package usually imports that submodule, too, which the import system would load a second time.
     """
 
     def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -80,10 +77,7 @@ class _Submodules(MetaPathFinder, Loader):
 
 
 def import_lazily(*names: str) -> None:
-    """Defer loading each of the packages `names` until one of its attributes or submodules is used.
-
-    Packages that have been imported already, or are not installed, are ignored.
-    """
+    """Defer loading each package until one of its attributes or submodules is used, unless it is loaded or missing."""
     for name in names:
         defer(name, {})
 
@@ -93,10 +87,7 @@ def defer(
 ) -> None:
     """Defer loading the package `name`, as `import_lazily` does; the parent of a subpackage is loaded at once.
 
-    Args:
-        name: the package.
-        stand_ins: functions that are called instead of the package's, by name, until it is loaded.
-        when_loaded: function that is called as soon as the package is loaded.
+    Until it is loaded, the `stand_ins` are called instead of its functions; then, `when_loaded` is called.
     """
     spec = importlib.util.find_spec(name) if name not in sys.modules else None
     if spec is None:

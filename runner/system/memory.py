@@ -32,10 +32,7 @@ def usage(device: torch.device) -> dict[str, float]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Free cached memory and reset the peak memory usage, so that each run in a process has its own peak.
-
-    On a CPU, this works only on Linux; elsewhere, the peak counts from the start of the process.
-    """
+    """Free cached memory and reset the peak memory usage; on a CPU, the peak is reset only on Linux."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.init()  # without it, there are no statistics to reset
@@ -49,11 +46,9 @@ def reset_peak(device: torch.device) -> None:
 
 
 def host_memory() -> dict[str, int | None]:
-    """Return the memory of the machine and the limit of this process, in bytes.
+    """Return in bytes `total_bytes` of the machine and `available_bytes` to this process within its control groups.
 
-    Returns:
-        `total_bytes` of the machine; `available_bytes`, which this process may still allocate in view of the limits of
-        its control groups; and `limit_bytes`, the lowest of these limits, or None if none is below `total_bytes`.
+    `limit_bytes` is the lowest limit of these groups; None if none is below `total_bytes`.
     """
     import psutil
 

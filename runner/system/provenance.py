@@ -1,8 +1,4 @@
-"""The environment of a run as plain values: command, source, versions and machine.
-
-A run saves its environment in its directory, as `environment.json`; `python -m runner doctor` prints it with more
-details.
-"""
+"""The environment of a run as plain values: command, source, versions and machine (`environment.json`)."""
 
 from __future__ import annotations
 
@@ -33,10 +29,7 @@ _ROOT = Path(__file__).parent.parent.parent
 
 
 def environment() -> dict[str, Any]:
-    """Return the information that is needed to reproduce a run, without the host name, the user name or secrets.
-
-    Errors and warnings about devices are listed under the key `findings`.
-    """
+    """Return what is needed to reproduce a run, and `findings` about devices; no host name, user name or secrets."""
     findings: list[str] = []
     return {
         "command": command(),
@@ -59,10 +52,7 @@ def command() -> str:
 
 
 def source(root: Path = _ROOT) -> dict[str, Any] | None:
-    """Return the git `commit` of the source tree, and whether it is `dirty`; None if git cannot tell.
-
-    `commit` is None before the first commit.
-    """
+    """Return the git `commit` of the source tree, None before the first, and whether it is `dirty`; or None."""
     if not (root / ".git").exists():  # an installed package may be inside an unrelated repository
         return None
     # In a git hook, GIT_* variables refer to the repository of the hook.
@@ -118,10 +108,7 @@ def devices(findings: list[str]) -> list[dict[str, Any]]:
 
 @contextmanager
 def collect_findings(findings: list[str], what: str) -> Iterator[None]:
-    """Append the first line of each error or warning inside the context to `findings`, after `what`.
-
-    A broken driver therefore does not end the caller.
-    """
+    """Append the first line of each error, which ends the context, or warning inside it to `findings`, after `what`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -1,7 +1,4 @@
-"""Functions that mask credentials before a text or a config is saved or shown, as users share run directories.
-
-`_TABLE` lists the forms of credentials that are recognized; a credential in any other form is not masked.
-"""
+"""Functions that mask credentials of the forms in `_TABLE` before a text or a config is saved or shown."""
 
 from __future__ import annotations
 
@@ -74,10 +71,7 @@ def redacted(text: str) -> str:
 
 
 def redacted_values(config: Any) -> Any:
-    """Return a copy of `config`, plain values nested in dicts and lists, or a list of overrides, without credentials.
-
-    In an override that sets a credential, everything after the `=` is replaced by `***`.
-    """
+    """Return a copy of plain values nested in dicts and lists, or of a list of overrides, without credentials."""
     if isinstance(config, dict):
         return {key: _redacted_value(str(key), value) for key, value in config.items()}
     if isinstance(config, list | tuple):

@@ -12,10 +12,9 @@ PAUSES = ("log", "evaluate", "checkpoint")
 
 
 class SectionTimer:
-    """A timer for sections of code. The time of a section does not include the time of sections that are nested in it.
+    """A timer for sections of code, without the time of nested sections: all add up to the time since `reset`.
 
-    The times of all sections therefore add up to the time since `reset` was called. On an accelerator, the timer
-    measures how long the host takes to queue work, unless `reset` was called with a function that waits for the device.
+    On an accelerator, it measures how long the host takes to queue work, unless `reset` got a function that waits.
     """
 
     def __init__(self) -> None:

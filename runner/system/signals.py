@@ -1,8 +1,7 @@
 """Signals that request a stop: the run finishes its step and saves a checkpoint, from which it can be resumed.
 
 The signals are SIGINT (Ctrl-C), SIGQUIT (Ctrl-\\), SIGHUP (the terminal was closed), and SIGTERM, SIGUSR1 and SIGUSR2,
-which schedulers send before they kill a job. Before training, there is nothing to save, so a signal ends the command at
-once.
+which schedulers send before they kill a job. Before training, a signal ends the command at once.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, si
 class StopRequest:
     """A context manager that stores the name of a stop signal in `received`, which the training loop reads every step.
 
-    In the main process, Ctrl-C after an earlier stop signal raises `KeyboardInterrupt`; the main process stops its
-    children, which start with stop signals blocked, and receive pending ones when they enter the context. If SIGHUP is
-    ignored, as with `nohup`, it stays ignored.
+    In the main process, Ctrl-C after an earlier stop signal raises `KeyboardInterrupt`. Its children start with stop
+    signals blocked, and receive pending ones when they enter the context. An ignored SIGHUP (`nohup`) stays ignored.
     """
 
     before_training = False
@@ -103,9 +101,8 @@ class StopRequest:
 class CommandSignals(StopRequest):
     """A context manager for the whole command, in which a stop signal before training raises an exception.
 
-    It is `KeyboardInterrupt` for Ctrl-C, and `SystemExit` for other signals. During training, a `StopRequest` handles
-    the signals. After training, a signal is only recorded in `received`: the result is still written, but this process
-    does not start another run.
+    It is `KeyboardInterrupt` for Ctrl-C, and `SystemExit` for other signals. After training, a signal is only recorded
+    in `received`: the result is still written, but this process does not start another run.
     """
 
     before_training = True
@@ -151,8 +148,7 @@ class CommandSignals(StopRequest):
 def exceptions_postponed() -> Iterator[None]:
     """Within this context, a stop signal raises its exception only at the end of the (outermost) context.
 
-    It is for calls of C++ code that calls Python, such as the import of torch: there, an exception of a signal handler
-    can abort the process, which then leaves its temporary files behind.
+    It is for C++ code that calls Python, such as the import of torch: there, such an exception can abort the process.
     """
     command = _installed()
     if not isinstance(command, CommandSignals) or threading.current_thread() is not threading.main_thread():
@@ -171,8 +167,7 @@ def exceptions_postponed() -> Iterator[None]:
 def run_main(main: Callable[[], int]) -> int:
     """Install handlers for stop signals, call `main`, and return the exit code of this process.
 
-    Python then takes a second to exit, and restores the default signal handlers, which kill the process. Stop signals
-    are therefore ignored once `main` has returned.
+    Once `main` has returned, stop signals are ignored: Python takes a second to exit, and a signal would kill it.
     """
     command = CommandSignals().__enter__()  # never left
     try:
@@ -183,9 +178,8 @@ def run_main(main: Callable[[], int]) -> int:
         _say("interrupted")
         return INTERRUPTED
     finally:
-        # If Ctrl-C interrupts code that runs inside `exec` (dataclasses are made by it), Python ends the process by
-        # SIGINT, although the exception was handled. Another `exec` makes it forget this: run_eval_code_obj in
-        # https://github.com/python/cpython/blob/3.13/Python/pythonrun.c
+        # After Ctrl-C inside an `exec`, which makes dataclasses, Python would end the process by SIGINT. Another `exec`
+        # makes it forget this: run_eval_code_obj in https://github.com/python/cpython/blob/3.13/Python/pythonrun.c
         exec("")
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number in STOP_SIGNALS:
@@ -218,8 +212,7 @@ def _is_main_process() -> bool:
 
 
 def _say(line: str) -> None:
-    """Write `line` to standard error; the signal may have interrupted `sys.stderr.write`, which is not reentrant."""
-    with suppress(OSError):
+    with suppress(OSError):  # the signal may have interrupted `sys.stderr.write`, which is not reentrant
         os.write(2, f"\n{line}\n".encode())
 
 
@@ -236,9 +229,8 @@ def _forget_closed_terminal() -> None:
 def _raise_again_if_unraisable(lost: Any) -> None:
     """Raise the exception of a stop signal again if it could not reach the caller; used as `sys.unraisablehook`.
 
-    If a signal arrives during a destructor or a callback of a weak reference, of which the import of a module calls
-    many, Python only passes its exception to this hook. A timer therefore raises it again a moment later, when Python
-    is probably running other code, so that the command still cleans up.
+    From a destructor or a callback of a weak reference, of which imports call many, Python only passes an exception to
+    this hook. A timer raises it again a moment later, when Python is probably running other code.
     """
     if not isinstance(lost.exc_value, KeyboardInterrupt | SystemExit):
         sys.__unraisablehook__(lost)

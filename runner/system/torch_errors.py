@@ -1,7 +1,4 @@
-"""Functions that recognize torch's errors by their messages (of torch 2.11 to 2.14), as they have no exception types.
-
-No other file compares error messages.
-"""
+"""Functions that recognize torch's errors by their messages (of torch 2.11 to 2.14): they have no exception types."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ import re
 
 import torch
 
-_FAILED_HERE = (
+_FAILED_HERE = [
     "ncclunhandledcudaerror",
     "ncclsystemerror",
     "ncclinternalerror",
     "ncclinvalidargument",
     "ncclinvalidusage",
-)
+]
 """NCCL's codes of errors in the process that reports them. `ncclRemoteError` is the one that another process causes."""
 
 
@@ -45,17 +42,13 @@ _OUT_OF_MEMORY = re.compile(
     "|_ALLOC(ATION)?_FAILED"  # CUBLAS_STATUS_ALLOC_FAILED and those of cuDNN, cuSPARSE, cuSOLVER and cuFFT
     "|Failed to CUDA (calloc|malloc)"  # NCCL
     "|unable to find an engine to execute"  # cuDNN, if no algorithm has room: github.com/pytorch/pytorch/issues/108645
-    "|SIGKILL",  # of another process: Linux's OOM killer
+    "|SIGKILL",  # of another process: probably Linux's OOM killer
     re.IGNORECASE,
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` was raised because there is not enough memory, on the host or on a device.
-
-    Only torch's allocator for CUDA has a type of its own for this error. If the message says that another process was
-    killed by SIGKILL, it is assumed that Linux killed it because the memory was exhausted.
-    """
+    """Return whether `error` was raised because there is not enough memory, on the host or on a device."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
 
 

@@ -1,7 +1,6 @@
-"""Functions that access torch's private state, which a new torch version may break; each says why it is needed.
+"""Functions that access torch's private state, which a new version may break; each says why (see also fake_tensors).
 
-No torch issue about a public function is known unless it is named. Fake tensors, which are private too, are in
-`runner.system.fake_tensors`.
+No torch issue about a public function is known unless it is named.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from runner.system.lazy_import import defer
 
 
 def num_operations() -> int:
-    """Return the number of gloo operations that this process has started, over all of its process groups.
+    """Return the number of gloo operations that this process has started, over all groups, also those of DDP in C++.
 
-    The number includes collectives, point-to-point operations, and the operations that DDP starts in C++. torch has no
-    public counter, and no timeout that excludes the time during which processes are suspended.
+    torch has no public counter, and no timeout that excludes the time during which processes are suspended.
     """
     from torch.distributed import distributed_c10d
 
@@ -60,11 +58,10 @@ def _do_nothing(*_: Any) -> None:
 
 
 def split_compiled_ddp(split: bool) -> None:
-    """Set whether the compiler splits a network inside DDP into several parts.
+    """Set for this process whether the compiler splits a network in DDP, to send gradients during the backward pass.
 
-    If the network is split, gradients are sent during the backward pass. Splitting fails with buckets of less than
-    1 MiB, or if the network contains an autograd function, as synchronized batch normalization does (`DDPOptimizer` in
-    torch/_dynamo/backends/distributed.py). The setting applies to the whole process. See
+    Splitting fails with buckets of less than 1 MiB, or if the network contains an autograd function, as synchronized
+    batch normalization does (`DDPOptimizer` in torch/_dynamo/backends/distributed.py).
     https://github.com/pytorch/pytorch/issues/137481
     """
     import torch._dynamo
