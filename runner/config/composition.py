@@ -57,10 +57,8 @@ class Job(NamedTuple):
 class Composer:
     """Composes configs from conf/ and the directory of `--config-dir`.
 
-    The override `tracking=[tensorboard,csv]` is short for `tracking=several tracking.names=[tensorboard,csv]`, whose
-    options are composed into `tracking.trackers`: the processes of a run do not know the directory of `--config-dir`.
-
-    An override of `epochs` also sets `steps=null`, because the `steps` of an option file or a saved run would hide it.
+    `tracking=[tensorboard,csv]` is short for `tracking=several tracking.names=[tensorboard,csv]`, whose options are
+    composed into `tracking.trackers`. An override of `epochs` also sets `steps=null`, which would hide it otherwise.
 
     Args:
         config_dir: a directory with the structure of conf/; None to compose from conf/ only.
@@ -205,8 +203,7 @@ def with_several_trackers(overrides: Iterable[str]) -> Iterator[str]:
 def register_saved(config: Mapping[str, Any], groups: Collection[str], absent: Collection[str]) -> str:
     """Register the config of a saved run with Hydra as a root config, and return the name of this root config.
 
-    Each component becomes an option of its group. An optional group, such as `local`, gets no option: the saved config
-    already contains the values that the option has set.
+    Each component becomes an option of its group. An optional group, such as `local`, gets no option.
 
     Args:
         config: the config, which Hydra must not resolve: without references (`${…}`).
@@ -289,10 +286,7 @@ def _mapped(function: Callable[[str], str], value: Any) -> Any:
 
 @contextmanager
 def composition_errors() -> Iterator[None]:
-    """Convert an unexpected error raised inside the context into a `ConfigError` or a `HydraException`.
-
-    The context only composes a config. Any error is therefore caused by the config, and is shown without a traceback.
-    """
+    """Convert an error raised inside the context, which only composes, to a `ConfigError` or `HydraException`."""
     try:
         yield
     except (ConfigError, HydraException, OmegaConfBaseException):

@@ -20,11 +20,8 @@ WIDTH = 200
 class ConfigError(Exception):
     """Raised when a run cannot be started with its config.
 
-    A component raises this error with the name of one of its fields as the key; `runner.config.schema.build` adds the
-    config group as a prefix, so that the message shows the key as the user types it.
-
     Args:
-        key: the config key, for example `optimizer.lr`.
+        key: the config key, such as `optimizer.lr`; in a component, its field, to which `build` adds the group.
         got: the value of the key; `ABSENT` if the message should show no value.
         why: why the value is invalid.
         remedy: what to type instead.
@@ -75,9 +72,7 @@ def check_range(
     most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Check that the attribute `key` of `component` is None, or a finite number inside the given bounds.
-
-    `least` and `most` are themselves allowed, `above` and `below` are not.
+    """Check that the attribute `key` of `component` is None or a finite number > above, ≥ least, ≤ most and < below.
 
     Raises:
         ConfigError: if the number is not finite or out of bounds.

@@ -21,13 +21,12 @@ _INHERITED = ("experiment", "debug")
 
 
 def experiment_file(overrides: Iterable[str], comments: Sequence[str], config_dir: str | None = None) -> str:
-    """Return the content of an option file for conf/experiment/ with the same effect as `overrides`.
+    """Return the content of an option file for conf/experiment/ with the same effect as `overrides` of a command.
 
-    Overrides that delete a key are left out, because a file cannot delete keys. For an override that deletes a config
-    group (`~GROUP`), the file sets the group to null.
+    Overrides that delete a key are left out, because a file cannot delete keys; `~GROUP` sets the group to null.
 
     Args:
-        overrides: the overrides of a command.
+        overrides: the overrides.
         comments: the lines of the comment at the top of the file, without `#`.
         config_dir: a directory with the user's own options, which the overrides may choose; None to use only conf/.
     """

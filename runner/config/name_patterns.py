@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from runner.config.errors import check, did_you_mean
+from runner.config.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -49,15 +49,14 @@ def matching(
         why_not: the reason that the error gives if `pattern` matches only parameters in `others`.
 
     Raises:
-        ConfigError: if the pattern matches no parameter in `names`; the error suggests similar names.
+        ConfigError: if the pattern matches no parameter in `names`.
     """
-    found = _found(pattern, names)
-    if not found:  # only then are the suggestions computed, which takes time
-        near = difflib.get_close_matches(pattern, {each for several in names.values() for each in several}, n=3)
-        unknown = "no parameter has this name, or is in a module or block of this name"
-        why = f"{why_not if _found(pattern, others) else unknown};"
-        check(False, key, pattern, why, did_you_mean(pattern, near or {first for first, *_ in names.values()}))
-    return found
+    if found := _found(pattern, names):
+        return found
+    near = difflib.get_close_matches(pattern, {each for several in names.values() for each in several}, n=3)
+    unknown = "no parameter has this name, or is in a module or block of this name"
+    why = f"{why_not if _found(pattern, others) else unknown};"
+    raise ConfigError(key, pattern, why, did_you_mean(pattern, near or {first for first, *_ in names.values()}))
 
 
 def _found(pattern: str, names: Mapping[str, Sequence[str]]) -> list[str]:

@@ -21,10 +21,9 @@ def groups() -> dict[str, list[str]]:
 
 
 def option_files(*more: Path) -> dict[str, dict[str, Path]]:
-    """Return the option files in conf/ and the directories `more`: for each group, a dict from option names to paths.
+    """Return the option files in conf/ and then in `more`: for each group, a dict from option names to paths.
 
-    A file in `more` replaces a file with the same group and name in conf/. Files whose names begin with `_` are left
-    out: they are not options, but hold the keys that several options inherit.
+    Files whose names begin with `_` are left out: they hold the keys that several options inherit.
     """
     files: dict[str, dict[str, Path]] = {}
     for folder in (CONF, *more):
@@ -54,10 +53,7 @@ def option_keys(group: str, option: str) -> list[str]:
 
 
 def description(option: Path) -> str:
-    """Return the first line of comment text in an option file; an empty string if there is none.
-
-    Comments that are directives (`# @package`) or example commands (`# python -m …`) are skipped.
-    """
+    """Return the first comment in an option file that is no directive (`# @package`) or example command; or ""."""
     comments = [line[1:].strip() for line in option.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     sentences = [line for line in comments if not line.startswith(("python -m", "@package"))]
     return sentences[0] if sentences else ""

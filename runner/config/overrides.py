@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
+from runner.config.errors import ABSENT, ConfigError, did_you_mean
 from runner.config.options import groups, groups_in_defaults
 from runner.config.other_names import type_instead
 
@@ -35,18 +35,12 @@ _MAX_NESTED, _MAX_CHARACTERS = 20, 100_000
 
 
 def override_key(override: str) -> str:
-    """Return the key or the config group of an override, without its prefix (`+`, `++` or `~`).
-
-    The package of a config group is kept: `optimizer@other=sgd` has the key `optimizer@other`.
-    """
+    """Return the key or the config group of an override: `++optimizer@other=sgd` has the key `optimizer@other`."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def override_value(arguments: Iterable[str], key: str) -> str | None:
-    """Return the value of the last override of `key` in `arguments`, without quotes; None if there is no override.
-
-    `key=value`, `+key=value` and `++key=value` are the same here; `~key=value` deletes the key, and sets no value.
-    """
+    """Return the value of the last override of `key` in `arguments`, without quotes; None if there is none."""
     matches = filter(None, map(_OVERRIDE.fullmatch, arguments))
     values = [match["value"] for match in matches if match["key"].lstrip("+") == key]
     value = values[-1] if values else None
@@ -67,9 +61,7 @@ def is_sweep_option(override: str) -> bool:
 
 
 def resumed(overrides: Iterable[str]) -> Path | None:
-    """Return PATH from the override `resume=PATH`, where PATH is a run directory or a checkpoint.
-
-    Return None for `resume=auto`, for `resume=never`, and if there is no such override.
+    """Return PATH, a run directory or a checkpoint, from the override `resume=PATH`; None if no directory is named.
 
     Raises:
         ConfigError: if the directory does not exist.
@@ -79,11 +71,10 @@ def resumed(overrides: Iterable[str]) -> Path | None:
         return None
     path = Path(checked_path("resume", source))
     if not source or not path.is_dir():
-        why, remedy = "there is no such directory", "choose auto, never, or a run directory (or a checkpoint in one)"
-        if path.parent.name == "checkpoints" and path.parent.is_dir():
-            names = sorted(each.name for each in path.parent.glob("step_*"))
-            why, remedy = f"there is no {path.name}", f"choose from: {', '.join(names)}" if names else remedy
-        raise ConfigError("resume", source, why, remedy)
+        remedy = "choose auto, never, or a run directory (or a checkpoint in one)"
+        if path.parent.name == "checkpoints" and (names := sorted(each.name for each in path.parent.glob("step_*"))):
+            remedy = f"choose from: {', '.join(names)}"
+        raise ConfigError("resume", source, "there is no such directory", remedy)
     return path
 
 
@@ -106,10 +97,9 @@ def checked_override(word: str) -> str:
         remedy = type_instead(name) or f"only {', '.join(f'hydra.{each}' for each in HYDRA_KEYS)} can be set"
         raise ConfigError(key, value or ABSENT, "Hydra only composes the config: this would have no effect", remedy)
     depths = itertools.accumulate((char in "[{(") - (char in "]})") for char in value)
-    is_deep = max(depths, default=0) > _MAX_NESTED
-    check(not is_deep, key, value, f"it is nested more than {_MAX_NESTED} deep", "use fewer levels")
-    is_long = len(value) > _MAX_CHARACTERS
-    check(not is_long, key, value, f"it has more than {_MAX_CHARACTERS:,} characters", "put it into an option file")
+    if max(depths, default=0) > _MAX_NESTED or len(value) > _MAX_CHARACTERS:
+        why = f"it has more than {_MAX_CHARACTERS:,} characters, or is nested more than {_MAX_NESTED} deep"
+        raise ConfigError(key, value, why, "put it into an option file, with fewer levels")
     if key.lstrip("+") in groups_in_defaults() and (value.startswith("/") or ".." in value.split("/")):
         raise ConfigError(key, value, "an option is a file in its group", did_you_mean(value, groups().get(name, [])))
     return word
@@ -118,12 +108,8 @@ def checked_override(word: str) -> str:
 def quoted(word: str, sweep: bool) -> str:
     """Return an override in the form that Hydra's parser needs: its value is quoted where it would be misread.
 
-    For example, Hydra would read the 16 in `precision=16` as a number, but it is the name of an option. A path may
-    contain characters that Hydra would reject; a `~` at its beginning is expanded. `GROUP=null` becomes `~GROUP`.
-
-    Args:
-        word: the override; a word that is not of the form `KEY=VALUE` is returned unchanged.
-        sweep: whether the override belongs to a sweep, where commas separate several values.
+    For example, Hydra would read the 16 in `precision=16` as a number, but it is the name of an option. A `~` at the
+    beginning of a path is expanded. `GROUP=null` becomes `~GROUP`. In a `sweep`, commas separate several values.
 
     Raises:
         ConfigError: if the user after a `~` does not exist, or a path is too long.
@@ -155,7 +141,6 @@ def _quoted_item(item: re.Match[str]) -> str:
 
 
 def _quoted_text(key: str, value: str) -> str:
-    """Return `value`, quoted if Hydra's grammar would misread or reject it. `key` must not be a config group."""
     if key in _PATHS:
         value = checked_path(key, value)
     is_text = key in _TEXTS and (_is_literal(value) or not re.fullmatch(r"[\w./${}:-]*", value))
@@ -178,11 +163,11 @@ def checked_path(key: str, value: str) -> str:
         ConfigError: if the user after the `~` does not exist, or the path or one of its parts is too long.
     """
     path = os.path.expanduser(value)
-    user = value.partition("/")[0]
-    unknown = path.startswith("~")
-    check(not unknown, key, value, f"there is no user {user[1:]}", f"for a file of this name: {key}=./{value}")
-    fits = all(len(os.fsencode(part)) <= 255 for part in path.split("/")) and len(os.fsencode(path)) < 4096
-    check(fits, key, value, "a path has at most 4096 bytes, and each name in it at most 255", "shorten it")
+    if path.startswith("~"):
+        why = f"there is no user {value[1:].partition('/')[0]}"
+        raise ConfigError(key, value, why, f"for a file of this name: {key}=./{value}")
+    if len(os.fsencode(path)) >= 4096 or any(len(os.fsencode(part)) > 255 for part in path.split("/")):
+        raise ConfigError(key, value, "a path has at most 4096 bytes, and each name in it at most 255", "shorten it")
     return path
 
 

@@ -1,8 +1,6 @@
-"""Builds typed, validated components from YAML nodes.
+"""Builds components from YAML nodes: dataclasses, whose fields are their schema, and whose `__post_init__` checks them.
 
-A component is a dataclass: its fields are its config schema, `__post_init__` validates them, and its methods do the
-work. This module is independent of any component and imports neither torch nor Hydra, so that a config error is
-reported within a second.
+This module imports neither torch nor Hydra, so that a config error is reported within a second.
 """
 
 from __future__ import annotations
@@ -55,10 +53,9 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
 
 
 def _constructed(cls: type[Component], values: dict[str, Any], parts: dict[str, object]) -> Component:
-    """Create a component, whose `__post_init__` may access the files that its options name, and raise an `OSError`."""
     try:
         return cls(**values, **parts)
-    except OSError as error:
+    except OSError as error:  # of a file that an option names
         texts = {name: value for name, value in values.items() if value and isinstance(value, str)}
         named = [name for name, text in texts.items() if text in str(error.filename)]
         name = max(named, key=lambda name: len(texts[name]), default="_target_")  # the path, not a short part of it
@@ -110,9 +107,9 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
             package that is not trusted.
     """
     where = "_target_"
-    named = isinstance(target, str) and 1 <= target.count(".") <= _MAX_PARTS
-    named = named and "__main__" not in cast(str, target)  # importing that would run a program
-    check(named, where, target, "it must name a class", "as package.module.Class")
+    is_name = isinstance(target, str) and 1 <= target.count(".") <= _MAX_PARTS
+    if not is_name or "__main__" in cast(str, target):  # importing that would run a program
+        raise ConfigError(where, target, "it must name a class", "as package.module.Class")
     module_name, _, name = cast(str, target).rpartition(".")
     package = module_name.partition(".")[0]
     if package != "runner":  # reading the entry points of all installed packages is slow
@@ -127,16 +124,12 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
         cls = getattr(importlib.import_module(module_name), name, None)
     except (ModuleNotFoundError, ValueError) as error:  # ValueError: an empty part
         raise ConfigError(where, target, str(error), "name an importable module") from None
-    check(
-        isinstance(cls, type) and issubclass(cls, base) and dataclasses.is_dataclass(cls),
-        where,
-        target,
-        f"it is not a {base.__module__}.{base.__name__}",
-        "name a dataclass derived from it",
-    )
-    undefined = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-    why = f"it is abstract: it does not define {undefined}"
-    check(not undefined, where, target, why, "name a class that defines all abstract methods")
+    if not isinstance(cls, type) or not issubclass(cls, base) or not dataclasses.is_dataclass(cls):
+        why = f"it is not a {base.__module__}.{base.__name__}"
+        raise ConfigError(where, target, why, "name a dataclass derived from it")
+    if undefined := ", ".join(sorted(getattr(cls, "__abstractmethods__", ()))):
+        why = f"it is abstract: it does not define {undefined}"
+        raise ConfigError(where, target, why, "name a class that defines all abstract methods")
     return cast(type[Component], cls)
 
 
@@ -144,8 +137,7 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dict of the option values of `cls`, from `node` or the defaults, converted to the declared types.
 
     Raises:
-        ConfigError: for an unknown key, a value of a wrong type, a missing value, or a reference to an environment
-            variable that is not set.
+        ConfigError: for an unknown key, a wrong type, a missing value, or an environment variable that is not set.
     """
     schema, hints, options = checked_schema(cls, node), field_types(cls), option_fields(cls)
     for name in options:
@@ -155,9 +147,7 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_schema(cls: type, node: Mapping[str, Any]) -> DictConfig:
-    """Return an OmegaConf schema of the options of `cls`, with the values in `node`.
-
-    An option that is not in `node` has its default; an option without a default is marked as missing (`???`).
+    """Return an OmegaConf schema of the options of `cls`, with the values in `node`, the defaults, or missing (`???`).
 
     Raises:
         ConfigError: for an unknown key, or a value of a wrong type.

@@ -1,7 +1,4 @@
-"""Reads and writes YAML that holds plain values only: option files, and the config in a run directory.
-
-A number that the command line would read differently is an error: for example 010, which is 8 in YAML.
-"""
+"""Reads and writes YAML that holds plain values only, and no number that the command line reads differently, as 010."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from runner.config.errors import ABSENT, ConfigError, check
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")
-_PLAIN_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
 _MAX_DEPTH = 20
 """The number of collections that may be inside each other; reading is recursive."""
 
@@ -114,11 +111,7 @@ def plain_values(text: str, name: str, *, anchors: bool = True) -> Any:
 
 
 def _check(node: yaml.Node, key: str, file: str, above: tuple[yaml.Node, ...]) -> None:
-    """Check that `node`, which is at `key` of `file` and inside the nodes `above`, and all below it are plain values.
-
-    Raises:
-        ConfigError: if a node is not a plain value.
-    """
+    """Check that `node`, at `key` of `file` and inside the nodes `above`, and all below it are plain values."""
     place = f"({file}, line {node.start_mark.line + 1})"
     short = node.tag.removeprefix(_TAG)
     if node in above:
@@ -127,11 +120,10 @@ def _check(node: yaml.Node, key: str, file: str, above: tuple[yaml.Node, ...]) -
         remedy = "write a number, a text, true, false, null, a list or a mapping"
         raise ConfigError(key or file, ABSENT, f"the YAML type !!{short} is not allowed {place}", remedy)
     if isinstance(node, yaml.ScalarNode):
-        number = node.value if node.tag in (f"{_TAG}int", f"{_TAG}float") else "0"
-        differs = (node.tag == f"{_TAG}int" and not _PLAIN_INTEGER.fullmatch(number)) or ":" in number
-        differs |= bool(re.match(r"[-+]?0[0-9_]", number))
-        why = f"YAML and the command line read this number differently {place}"
-        check(not differs, key, node.value, why, "write a decimal number without leading zeros, or a text in quotes")
+        number = node.value if short in ("int", "float") else "0"
+        if ":" in number or re.match("[-+]?0[0-9_]", number) or (short == "int" and not _INTEGER.fullmatch(number)):
+            why, remedy = f"YAML and the command line read this number differently {place}", "or a text in quotes"
+            raise ConfigError(key, node.value, why, f"write a decimal number without leading zeros, {remedy}")
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
             _check(item, key, file, (*above, node))
@@ -140,8 +132,7 @@ def _check(node: yaml.Node, key: str, file: str, above: tuple[yaml.Node, ...]) -
         for name, value in node.value:
             is_text = isinstance(name, yaml.ScalarNode) and name.tag in (f"{_TAG}str", f"{_TAG}merge") and name.value
             check(bool(is_text), key or file, ABSENT, f"a key must be a text {place}", "write KEY: VALUE")
-            check(
-                name.value not in names, file, ABSENT, f"{name.value} is in it twice {place}", "leave one of them out"
-            )
+            if name.value in names:
+                raise ConfigError(file, ABSENT, f"{name.value} is in it twice {place}", "leave one of them out")
             names.add(name.value)
             _check(value, f"{key}.{name.value}".lstrip("."), file, (*above, node))

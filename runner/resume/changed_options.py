@@ -44,8 +44,7 @@ class Difference(NamedTuple):
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Return the options by which a session with the config `now` is another run than the one with the config `saved`.
 
-    How the run is computed is not compared: `_HOW`, and the options in `may_change_on_resume`; nor are credentials,
-    which are not saved, and the options of a component of another class.
+    How the run is computed is not compared: `_HOW`, and the options in `may_change_on_resume`.
 
     Raises:
         ConfigError: if a config names a class that cannot be loaded.
@@ -59,8 +58,7 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
     """Check that the run or checkpoint `source` with the config `saved` can be continued with the config `now`.
 
     Raises:
-        ConfigError: if the seed, the batch size or the type of the optimizer differs; or if an option of the workload,
-            the model, the data or the environment differs that its `may_change_on_resume` does not list.
+        ConfigError: if an essential option differs: see `Difference`.
     """
     found = [str(each) for each in differences(saved, now) if each.is_essential]
     if found:

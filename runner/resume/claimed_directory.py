@@ -50,7 +50,7 @@ class Claim:
     Args:
         has_run: whether there is a run in it; otherwise, it is empty, or a run was killed before it wrote its config.
         result: the values of the `Result` of the run if it has no steps left to do; otherwise None.
-        begin: writes what says that this session has begun; it does nothing if the session has begun, or has no steps.
+        begin: writes, once, what says that a session with steps to do has begun.
     """
 
     path: Path
@@ -67,21 +67,18 @@ def claimed_directory(
     """Yield the claim of a new run directory or of that of the run to resume, and keep it locked inside the context.
 
     The config, the overrides and the environment are written to a new directory at once, and to an existing one by
-    `Claim.begin`, once the caller has made sure that nothing else refuses the session. If a `ConfigError` is raised
-    inside the context, a new directory is removed.
+    `Claim.begin`, once nothing else refuses the session. After a `ConfigError`, a new directory is removed.
 
     Args:
         run: the run. Its option `resume` determines which earlier run is resumed, if any.
         session: the session that begins.
         parent: the directory in which a new run directory is created, and in which `resume=auto` searches.
         name: the name of the run directory, if `--run-directory` sets it; None for a new, unique name.
-        overrides: the overrides with which the config was composed. They are written to the directory, and included in
-            a new, unique name.
+        overrides: the overrides with which the config was composed, for the files and a unique name.
 
     Raises:
         ConfigError: if the run to resume does not exist, is running, or cannot be continued with this config; if the
-            directory `name` exists, and the run in it is not resumed; or if the directory cannot be written to. The
-            error names the key, such as `resume`.
+            directory `name` exists, and is not resumed; or if the directory cannot be written to.
     """
     existing = run_directory.nearest_existing(parent / (name or "")).resolve()
     claim = _to_resume(run, session, parent, name) or _new_directory(parent, name, overrides, existing)
@@ -130,10 +127,7 @@ def _unwritable(key: str, path: Path, error: OSError) -> ConfigError:
 
 
 def _begin(claim: Claim, run: Run, overrides: list[str]) -> None:
-    """Write config, overrides and environment, and rename the earlier result and later checkpoints.
-
-    The new files are complete before anything is renamed, so that nothing has changed if there is no room for them.
-    """
+    """Write config, overrides and environment, and rename the earlier result and later checkpoints; all, or nothing."""
     path = claim.path
     typed = set(map(override_key, overrides))
     earlier = [text for text in saved_overrides(path) if override_key(text) not in typed]
@@ -152,7 +146,6 @@ def _begin(claim: Claim, run: Run, overrides: list[str]) -> None:
 
 
 def _later_checkpoints(checkpoint: Path | None) -> list[Path]:
-    """Return the checkpoints of all steps after the step of `checkpoint`; an empty list if `checkpoint` is None."""
     if checkpoint is None:
         return []
     step = run_directory.step_of(checkpoint) or 0
@@ -178,7 +171,6 @@ def _result_if_done(path: Path, run: Run, session: Session) -> dict[str, Any] | 
 
 
 def _to_resume(run: Run, session: Session, parent: Path, name: str | None) -> Claim | None:
-    """Claim the directory of the run to resume; return None if a new run begins in a new directory."""
     source = run.resume
     if source == "never":
         return None
@@ -211,7 +203,6 @@ def _locked_for_us(path: Path) -> IO[str]:
 
 
 def _check_named(run: Run, session: Session, path: Path, source: str) -> None:
-    """Check that `source`, the run in the directory `path` or a checkpoint of it, can be resumed."""
     checkpoint = named_checkpoint(source)
     try:
         saved = saved_config(checkpoint or path)
@@ -237,9 +228,8 @@ def _check_named(run: Run, session: Session, path: Path, source: str) -> None:
 def _check_checkpoint(claim: Claim, run: Run, session: Session) -> None:
     """Check that `run` can continue the run that wrote the checkpoint to resume from, and find out if it is done.
 
-    It is not enough to check the config file of the run directory, because that file or the checkpoint may have been
-    copied from another run. What cannot be read is not checked here: when the checkpoint is loaded, an error says why,
-    or the previous checkpoint is taken.
+    The config of the run directory is not enough: it or the checkpoint may have been copied from another run. What
+    cannot be read is not checked: when it is loaded, an error says why, or the previous checkpoint is taken.
     """
     newest = claim.path / "checkpoints" / run_directory.step_name(run_directory.newest_step(claim.path))
     checkpoint = named_checkpoint(run.resume) or newest

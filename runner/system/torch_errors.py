@@ -6,13 +6,7 @@ import re
 
 import torch
 
-_FAILED_HERE = [
-    "ncclunhandledcudaerror",
-    "ncclsystemerror",
-    "ncclinternalerror",
-    "ncclinvalidargument",
-    "ncclinvalidusage",
-]
+_FAILED_HERE = re.compile("nccl(unhandledcudaerror|systemerror|internalerror|invalidargument|invalidusage)")
 """NCCL's codes of errors in the process that reports them. `ncclRemoteError` is the one that another process causes."""
 
 
@@ -25,7 +19,7 @@ def is_lost_peer(error: BaseException) -> bool:
     text = str(error).lower()
     names = ("gloo", "nccl", "pair closure")
     lost = isinstance(error, torch.distributed.DistError) or any(name in text for name in names)
-    return lost and not any(code in text for code in _FAILED_HERE)
+    return lost and _FAILED_HERE.search(text) is None
 
 
 def nondeterministic_operation(error: BaseException) -> str:

@@ -414,7 +414,6 @@ def test_a_resume_path_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> No
         assert "step_00000002" in error.remedy
     with pytest.raises(ConfigError) as refused:
         resumed([text_override("resume", path / "checkpoints" / "step_00000001")])
-    assert refused.value.why == "there is no step_00000001"
     assert refused.value.remedy.startswith("choose from: step_00000002")
     error = refusal(tmp_path, f"resume={claim(tmp_path)}/checkpoints/step_00000009")
     assert "it has none" in error.remedy
