@@ -33,30 +33,22 @@ from runner.storage.saved_config import config_yaml
 from runner.system.secrets import redacted_values
 
 
-class Config(Mapping[str, Any]):
-    """A composed config: a mapping from keys to plain values, such as `config["optimizer"]["lr"]`.
+class Config(dict[str, Any]):
+    """A composed config: a dict of plain values by key, such as `config["optimizer"]["lr"]`.
 
     Its attributes `overrides` and `config_dir` are the arguments of `compose`.
     """
 
     def __init__(self, values: Mapping[str, Any], overrides: Sequence[str] = (), config_dir: str | None = None):
-        self._values, self.overrides, self.config_dir = dict(values), tuple(overrides), config_dir
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        super().__init__(values)
+        self.overrides, self.config_dir = tuple(overrides), config_dir
 
     def __repr__(self) -> str:
         return f"Config(overrides={redacted_values(list(self.overrides))})"
 
     def __str__(self) -> str:
         """Return the config as YAML, without credentials."""
-        return config_yaml(self._values)
+        return config_yaml(self)
 
 
 def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str] | None = None) -> Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -148,7 +147,7 @@ class StepTimer:
 
     def __init__(self, devices: Sequence[torch.device]):
         self._devices = [device for device in devices if device.type != "cpu"]
-        self._seconds, self._counts = array("d"), array("q")  # of each window, and its number of steps or rounds
+        self._seconds = array("d")  # of each step or round, the mean of its window
         self._logged = 0
         self.start(0, 0)
 
@@ -176,8 +175,7 @@ class StepTimer:
         synchronize(*self._devices)
         now, pauses = time.perf_counter(), timer.paused()
         seconds = now - self._started - (pauses - self._pauses)
-        self._seconds.append(seconds)
-        self._counts.append(self._open)
+        self._seconds.extend([seconds / self._open] * self._open)
         self.measured = Measured(step, self.measured.training + seconds, now - self._began)
         self._started, self._pauses, self._open = now, pauses, 0
 
@@ -189,7 +187,7 @@ class StepTimer:
         Args:
             samples_per_round: number of samples in a step or round, over all ranks.
         """
-        seconds, count = sum(self._seconds[self._logged :]), sum(self._counts[self._logged :])
+        seconds, count = sum(self._seconds[self._logged :]), len(self._seconds) - self._logged
         before, self._data, self._logged = self._data, timer.spent("data"), len(self._seconds)
         return {
             "time/samples_per_second": samples_per_round * count / seconds,
@@ -203,10 +201,7 @@ class StepTimer:
 
     def steady(self) -> list[float]:
         """Return the seconds of each step or round, the mean of its window, without the warm-up unless it is all."""
-        times = [(seconds / n, n) for seconds, n in zip(self._seconds, self._counts, strict=True)]
-        ended = [*itertools.accumulate(self._counts)]
-        steady = [each for each, end in zip(times, ended, strict=True) if end > self._warm_up]
-        return [each for each, n in steady or times for _ in range(n)]
+        return [*(self._seconds[self._warm_up :] or self._seconds)]  # a window ends with the warm-up
 
 
 def in_words(metrics: dict[str, float]) -> str:
