@@ -32,22 +32,14 @@ def test_sessions_are_read_in_order_even_if_the_clock_is_set_back(
     assert scalar_curves(tmp_path)["a"] == [(1, 1), (2, 1), (3, 3), (4, 3), (5, 5), (6, 6), (7, 6), (8, 6)]
 
 
-def test_an_added_event_can_be_read_at_once(tmp_path: Path) -> None:
+def test_an_added_event_can_be_read_at_once_and_a_full_disk_raises_a_storage_error(tmp_path: Path) -> None:
     file = EventFile(tmp_path, 1)
     file.add(scalar("a", 3.0), 2)
     assert scalar_curves(tmp_path)["a"] == [(2, 3.0)]
-    file.close()
-
-
-def test_a_full_disk_raises_a_storage_error(tmp_path: Path) -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("only Linux has a device that is always full")
-    file = EventFile(tmp_path, 1)
     os.dup2(os.open("/dev/full", os.O_WRONLY), file._file.fileno())
     with pytest.raises(StorageError) as caught:
         file.add(scalar("a", 3.0), 2)
-    assert caught.value.why == "No space left on device"
-    assert caught.value.path.parent == tmp_path
+    assert (caught.value.why, caught.value.path.parent) == ("No space left on device", tmp_path)
     file.close()  # does not raise again
 
 
@@ -93,8 +85,8 @@ def test_files_whose_number_is_not_that_of_a_session_are_ignored(tmp_path: Path,
     assert before <= int(name.removeprefix("events.out.tfevents.")) <= time.time()
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 100, 5000, 300_001])
-def test_records_are_written_as_tensorboard_writes_them(length: int) -> None:
-    theirs, data = io.BytesIO(), random.Random(length).randbytes(length)
-    RecordWriter(theirs).write(data)
-    assert record(data) == theirs.getvalue()
+def test_records_are_written_as_tensorboard_writes_them() -> None:
+    for length in (0, 1, 100, 5000):
+        theirs, data = io.BytesIO(), random.Random(length).randbytes(length)
+        RecordWriter(theirs).write(data)
+        assert record(data) == theirs.getvalue()

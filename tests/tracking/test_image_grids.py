@@ -20,64 +20,45 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Grid
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 def test_small_images_are_scaled_by_an_integer_and_placed_row_by_row(channels: int) -> None:
     images = noise(4, channels, 20, 28)  # the longer side, 28, is scaled by 3, to at least 64 pixels
     picture = grid(images, ["a", "b", "c", "d"])
     assert picture.dtype == torch.uint8
-    assert picture.is_contiguous()
     assert picture.shape == (3, 2 * (60 + STRIP + GAP) + GAP, 2 * (84 + GAP) + GAP)
     large = images.repeat_interleave(3, 2).repeat_interleave(3, 3).expand(4, 3, 60, 84)
     for i, (top, left) in enumerate([(4, 4), (4, 92), (86, 4), (86, 92)]):
         assert torch.equal(picture[:, top : top + 60, left : left + 84], large[i])
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "expected"),
-    [(8, 8, (64, 64)), (63, 10, (126, 20)), (64, 64, (64, 64)), (160, 90, (160, 90)), (320, 640, (80, 160))],
-)
-def test_tiles_are_64_to_160_pixels(height: int, width: int, expected: tuple[int, int]) -> None:
-    picture = grid(noise(1, 3, height, width), ["a"])
-    assert picture.shape == (3, expected[0] + STRIP + 2 * GAP, expected[1] + 2 * GAP)
-
-
-def test_large_images_are_averaged() -> None:
+def test_tiles_are_64_to_160_pixels_and_large_images_are_averaged() -> None:
+    sizes = {(8, 8): (64, 64), (63, 10): (126, 20), (64, 64): (64, 64), (160, 90): (160, 90), (320, 640): (80, 160)}
+    for (height, width), expected in sizes.items():
+        picture = grid(noise(1, 3, height, width), ["a"])
+        assert picture.shape == (3, expected[0] + STRIP + 2 * GAP, expected[1] + 2 * GAP)
     checks = torch.zeros(1, 3, 320, 320, dtype=torch.uint8)
     checks[..., ::2] = 200  # every other column
     assert colour_at(grid(checks, ["a"]), GAP + 80, GAP + 80) == (100, 100, 100)
 
 
-def test_captions_are_green_red_or_gray() -> None:
-    images = torch.zeros(2, 1, 64, 64, dtype=torch.uint8)
+def test_captions_are_green_red_or_gray_and_written_in_their_strip_and_nowhere_else() -> None:
+    images = torch.zeros(4, 1, 64, 64, dtype=torch.uint8)
     corner = GAP + 64 + 1, GAP + 1
-    picture = grid(images, ["", ""], [True, False])
+    picture = grid(images, [""] * 4, [True, False, True, True])
     assert colour_at(picture, *corner) == GOOD
     assert colour_at(picture, corner[0], corner[1] + 64 + GAP) == BAD
-    assert colour_at(grid(images, ["", ""]), *corner) == PLAIN
-    assert len({GOOD, BAD, PLAIN}) == 3
-
-
-def test_a_caption_is_written_in_its_strip_and_nowhere_else() -> None:
-    images = torch.zeros(4, 1, 64, 64, dtype=torch.uint8)
-    empty, written = grid(images, ["", "", "", ""]), grid(images, ["", "", "", "a caption"])
+    assert colour_at(grid(images, [""] * 4), *corner) == PLAIN
+    empty, written = grid(images, [""] * 4), grid(images, ["", "", "", "a caption"])
     rows, columns = (empty != written).any(0).nonzero().unbind(1)
     top, left = GAP + 64 + STRIP + GAP + 64, GAP + 64 + GAP
-    assert top <= rows.min()
-    assert rows.max() < top + STRIP
-    assert left <= columns.min()
-    assert columns.max() < left + 64
+    assert top <= rows.min() <= rows.max() < top + STRIP
+    assert left <= columns.min() <= columns.max() < left + 64
 
 
-@pytest.mark.parametrize(
-    ("num_images", "columns", "rows"), [(1, 1, 1), (3, 2, 2), (9, 3, 3), (5, 3, 2), (25, 5, 5), (64, 8, 8)]
-)
-def test_the_grid_is_as_square_as_possible(num_images: int, columns: int, rows: int) -> None:
-    picture = grid(torch.zeros(num_images, 1, 64, 64, dtype=torch.uint8), [""] * num_images)
-    assert picture.shape == (3, rows * (64 + STRIP + GAP) + GAP, columns * (64 + GAP) + GAP)
+def test_the_grid_is_as_square_as_possible() -> None:
+    for num_images, columns, rows in ((0, 1, 1), (1, 1, 1), (3, 2, 2), (9, 3, 3), (5, 3, 2), (64, 8, 8)):
+        picture = grid(torch.zeros(num_images, 1, 64, 64, dtype=torch.uint8), [""] * num_images)
+        assert picture.shape == (3, rows * (64 + STRIP + GAP) + GAP, columns * (64 + GAP) + GAP)
 
 
 def test_two_line_captions_are_stacked_and_long_captions_widen_the_cells() -> None:
@@ -98,22 +79,16 @@ def test_bars_show_the_accuracy_of_each_class_in_ascending_order() -> None:
     assert picture.shape[1] == 28 + 2 * 20 + 4
     many = class_shares(torch.eye(100, dtype=torch.int64), [str(i) for i in range(100)])
     assert many.shape[1] == 28 + 40 * 20 + 4
-    assert class_shares(torch.zeros(2, 2, dtype=torch.int64), ["a", "b"]).shape[0] == 3
-
-
-def test_no_image_gives_an_empty_picture() -> None:
-    picture = grid(torch.zeros(0, 1, 28, 28, dtype=torch.uint8), [], [])
-    assert (picture == 255).all()
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that NumPy cannot read, like a tensor on a GPU."""
+    """A tensor that behaves as if it were on a GPU: `cpu` must be called before Pillow can read its memory."""
 
-    def numpy(self, *, force: bool = False) -> Any:
-        raise TypeError("can't convert device type tensor to numpy")
-
-    def cpu(self, *_: Any) -> torch.Tensor:
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
 
 def test_an_animation_may_be_on_any_device() -> None:
@@ -123,10 +98,6 @@ def test_an_animation_may_be_on_any_device() -> None:
     assert encoded == gif(frames)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Confusion matrix
-
-
 def cells(picture: torch.Tensor, num_classes: int, cell: int) -> torch.Tensor:
     """Return the color of each cell's upper left pixel, [3, classes, classes]."""
     margin = picture.shape[1] - num_classes * cell - GAP
@@ -134,29 +105,32 @@ def cells(picture: torch.Tensor, num_classes: int, cell: int) -> torch.Tensor:
     return picture[:, corners][:, :, corners]
 
 
+def shade(share: float) -> tuple[int, ...]:
+    return tuple(round(255 + (dark - 255) * share**0.5) for dark in (8, 48, 107))
+
+
 def test_rows_are_true_classes_and_shades_are_fractions_of_their_row() -> None:
     counts = torch.tensor([[75, 25, 0], [0, 0, 0], [1, 0, 0]])
-    picture = confusion_matrix(counts, ["a", "b", "c"])
-    shown = cells(picture, 3, 44)
-    assert colour_at(shown, 0, 1) == tuple(round(255 + (dark - 255) * 0.25**0.5) for dark in (8, 48, 107))
-    assert colour_at(shown, 0, 0) == tuple(round(255 + (dark - 255) * 0.75**0.5) for dark in (8, 48, 107))
-    assert colour_at(shown, 2, 0) == (8, 48, 107)
-    for row, column in ((0, 2), (1, 0), (1, 1), (1, 2), (2, 1), (2, 2)):
-        assert colour_at(shown, row, column) == (255, 255, 255)
+    shown = cells(confusion_matrix(counts, ["a", "b", "c"]), 3, 44)
+    wanted = {(0, 0): shade(0.75), (0, 1): shade(0.25), (2, 0): shade(1)}
+    for row in range(3):
+        for column in range(3):
+            assert colour_at(shown, row, column) == wanted.get((row, column), (255, 255, 255))
 
 
 def test_numbers_are_drawn_inside_their_cells() -> None:
     zero, one = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(3, 3, dtype=torch.int64)
-    one[1, 2] = 9999
-    before, after = (confusion_matrix(counts, ["a", "b", "c"]) for counts in (zero, one))
-    rows, columns = (before != after).any(0).nonzero().unbind(1)
-    margin = before.shape[1] - 3 * 44 - GAP
-    assert (rows.min(), rows.max()) == (margin + 44, margin + 87)  # the shade fills row 1
-    assert (columns.min(), columns.max()) == (margin + 88, margin + 131)  # and column 2
-    white = (after[:, margin + 44 : margin + 88, margin + 88 : margin + 132] == 255).all(0)
-    assert white.any()  # in white on the dark cell
-    assert not white[:, :2].any()
-    assert not white[:, -2:].any()
+    for count in (9999, 9_999_999, 7 * 10**12):
+        one[1, 2] = count
+        before, after = (confusion_matrix(counts, ["a", "b", "c"]) for counts in (zero, one))
+        rows, columns = (before != after).any(0).nonzero().unbind(1)
+        margin = before.shape[1] - 3 * 44 - GAP
+        assert (rows.min(), rows.max()) == (margin + 44, margin + 87)  # the shade fills row 1
+        assert (columns.min(), columns.max()) == (margin + 88, margin + 131)  # and column 2
+        white = (after[:, margin + 44 : margin + 88, margin + 88 : margin + 132] == 255).all(0)
+        assert white.any()  # in white on the dark cell
+        assert not white[:, :2].any()
+        assert not white[:, -2:].any()
 
 
 def test_class_names_label_both_axes() -> None:
@@ -167,12 +141,10 @@ def test_class_names_label_both_axes() -> None:
     left, above = columns < margin, rows < margin
     assert (left ^ above).all()
     for along in (rows[left], columns[above]):  # next to row 1, and to column 1
-        assert along.numel()
-        assert margin + 44 <= along.min()
-        assert along.max() < margin + 88
+        assert margin + 44 <= along.min() <= along.max() < margin + 88
 
 
-@pytest.mark.parametrize(("num_classes", "cell"), [(21, 38), (100, 8), (1000, 1)])
+@pytest.mark.parametrize(("num_classes", "cell"), [(21, 38), (1000, 1)])
 def test_many_classes_are_drawn_as_a_heat_map(num_classes: int, cell: int) -> None:
     counts = torch.eye(num_classes, dtype=torch.int64) * 3
     counts[4, 17] = 1
@@ -180,27 +152,10 @@ def test_many_classes_are_drawn_as_a_heat_map(num_classes: int, cell: int) -> No
     assert picture.shape[1] == picture.shape[2] < 1200
     shown = cells(picture, num_classes, cell)
     assert (shown[0] < 255).nonzero().tolist() == sorted([[4, 17], *([i, i] for i in range(num_classes))])
-    assert colour_at(shown, 4, 17) == tuple(round(255 + (dark - 255) * 0.25**0.5) for dark in (8, 48, 107))
+    assert colour_at(shown, 4, 17) == shade(0.25)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Text
-
-
-TEXTS = {
-    "accents": "Ünïcödé",
-    "chinese": "猫",
-    "hebrew": "עברית",
-    "emoji": "🙂",
-    "two lines": "two\nlines",
-    "control": "\x00\x07",
-    "no text": "bytes \udcff\udc80",
-    "empty": "",
-    "ligatures that grow": "ﷺ" * 50,
-}
-
-
-@pytest.mark.parametrize("name", TEXTS.values(), ids=TEXTS)
-def test_any_text_can_be_drawn(name: str) -> None:
-    assert grid(noise(1, 1, 8, 8), [name]).shape[2] <= 160 + 2 * GAP
-    assert confusion_matrix(torch.eye(2, dtype=torch.int64), [name, "b"]).shape[0] == 3
+def test_any_text_can_be_drawn() -> None:
+    for name in ("Ünïcödé", "猫", "עברית", "🙂", "two\nlines", "\x00\x07", "bytes \udcff\udc80", "", "ﷺ" * 50):
+        assert grid(noise(1, 1, 8, 8), [name]).shape[2] <= 160 + 2 * GAP
+        assert confusion_matrix(torch.eye(2, dtype=torch.int64), [name, "b"]).shape[0] == 3
