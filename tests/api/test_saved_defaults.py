@@ -70,13 +70,9 @@ def test_the_saved_values_are_the_defaults(run: Path) -> None:
     assert (shown["optimizer"]["lr"], shown["name"], shown["steps"]) == (0.002, "first", 4)
     code, console = run_command(f"resume={run}", "--cfg", "job", cwd=Path.cwd())
     assert (code, yaml.safe_load(console)["optimizer"]) == (0, shown["optimizer"]), console
+    assert show(f"resume={run}", "epochs=1")["steps"] is None, "typed epochs go before saved steps"
     for prefix in ("+", "++"):
         assert show(f"{prefix}resume={run}", "++steps=9") == show(f"resume={run}", "steps=9")
-
-
-def test_typed_epochs_go_before_saved_steps(run: Path) -> None:
-    assert show(f"resume={run}", "epochs=1")["steps"] is None
-    assert runner.train([f"resume={run}", "epochs=1"]).steps == 23
 
 
 @pytest.mark.parametrize("folder", ["experiment", "local"])
@@ -91,8 +87,8 @@ def test_an_option_file_cannot_name_the_run_to_resume(folder: str, run: Path, tm
         runner.compose(chosen, config_dir=tmp_path / "mine")
     assert (refusal.value.key, refusal.value.got) == ("resume", str(run))
     assert tree(run) == before
-    again = runner.train(runner.compose([*chosen, f"resume={run}"], config_dir=tmp_path / "mine"))
-    assert (again.status, again.directory) == ("done", run)
+    again = runner.compose([*chosen, f"resume={run}"], config_dir=tmp_path / "mine")
+    assert (again["resume"], again["optimizer"]["lr"]) == (str(run), 0.002)
 
 
 def test_overrides_change_the_saved_values(run: Path) -> None:
@@ -103,13 +99,9 @@ def test_overrides_change_the_saved_values(run: Path) -> None:
     for key in ("model", "data", "seed", "schedule", "save_every"):
         assert shown[key] == before[key]
     assert shown["steps"] == 9
-
-
-def test_a_group_that_the_saved_config_lacks_has_its_default(run: Path) -> None:
-    config = saved(run)
-    del config["tracking"]
-    (run / "config.yaml").write_text(config_text(config))
-    assert show(f"resume={run}")["tracking"] == compose_config()["tracking"]
+    del before["tracking"]
+    (run / "config.yaml").write_text(config_text(before))
+    assert show(f"resume={run}")["tracking"] == compose_config()["tracking"], "a group that the saved config lacks"
 
 
 def test_saved_overrides_are_appended_to_but_not_applied(run: Path) -> None:
@@ -157,12 +149,6 @@ def test_a_hostile_config_is_refused_and_nothing_is_written(values: dict[str, An
     assert tree(tmp_path) == before
 
 
-def test_a_hostile_config_is_refused_by_the_command_without_a_traceback(run: Path) -> None:
-    change(run, model={"_target_": "os.system"})
-    code, console = run_command(f"resume={run}", cwd=Path.cwd())
-    assert (code, console.startswith("model._target_: "), "Traceback" in console) == (2, True, False), console
-
-
 def test_a_download_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
     """If a saved config could turn on `data.download`, it could make the command write files to any directory."""
     mnist = {"_target_": "runner.data.torchvision_data.Mnist", "root": str(tmp_path / "elsewhere"), "download": True}
@@ -201,7 +187,7 @@ def test_where_a_run_is_sent_has_to_be_typed_again(tracker: str, key: str, value
 def test_an_environment_variable_in_a_saved_config_is_not_printed_or_saved(values: dict[str, Any], run: Path) -> None:
     change(run, **values)
     code, console = run_command(f"resume={run}", "steps=5", cwd=Path.cwd(), SECRET="hidden treasure")
-    assert (code, next(iter(values)) in console) == (2, True)
+    assert (code, next(iter(values)) in console, "Traceback" in console) == (2, True, False)
     assert "treasure" not in console + "".join(map(str, tree(run).values()))
 
 
@@ -229,8 +215,7 @@ def link_checkpoints(run: Path) -> None:
 
 
 def link_log(run: Path) -> None:
-    (run.parent / "victim").write_text("mine")
-    (run / "log.txt").unlink()
+    (run / "log.txt").rename(run.parent / "victim")
     (run / "log.txt").symlink_to(run.parent / "victim")
 
 
@@ -244,14 +229,13 @@ def link_new_directory(run: Path) -> None:
     (run / "profile").symlink_to(run.parent / "elsewhere")
 
 
-def pipe_result(run: Path) -> None:
-    (run / "result.json").unlink()
-    os.mkfifo(run / "result.json")
+def pipe_result(run: Path, name: str = "result.json") -> None:
+    (run / name).unlink()
+    os.mkfifo(run / name)
 
 
 def pipe_lock(run: Path) -> None:
-    (run / ".lock").unlink()
-    os.mkfifo(run / ".lock")
+    pipe_result(run, ".lock")
 
 
 UNSAFE_CHANGES = [link_checkpoints, link_log, link_part, link_new_directory, pipe_result, pipe_lock]

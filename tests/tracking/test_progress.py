@@ -61,47 +61,51 @@ def test_a_line_every_five_seconds_shows_the_metrics(clock: FakeClock, capsys: p
     assert re.fullmatch(r"step (99|100|101)/1000  loss 2.346  accuracy 0.5  640 samples/s  1:[23]\d left", second)
 
 
-def test_the_rate_is_recent_and_the_time_left_is_based_on_all_steps(
-    clock: FakeClock, capsys: pytest.CaptureFixture[str]
+Step = tuple[float, int, Measured]
+"""Seconds on the clock since the previous step, the number of the step, and how long the steps took so far."""
+
+SHOWN: dict[str, tuple[Progress, list[Step], list[str]]] = {
+    "the rate is recent, and the time left is based on all steps": (
+        Progress(num_steps=10_000, batch_size=BATCH),
+        [(30, step, Measured(step, s, s)) for step, s in ((100, 10), (105, 20), (505, 40))],  # 10, 0.5 and 20 a second
+        [
+            "step 100/10000  640 samples/s  16:30 left",
+            "step 105/10000  32 samples/s  31:25 left",  # 9,895 steps at 20 s per 105
+            "step 505/10000  1,280 samples/s  12:32 left",  # 9,495 steps at 40 s per 505
+        ],
+    ),
+    "evaluations of half a minute count toward the time left but not the rate": (
+        Progress(num_steps=20, batch_size=BATCH),
+        [(31, step, Measured(step, step / 10, 31 * step / 10)) for step in (10, 20)],
+        ["step 10/20  640 samples/s  0:31 left", "step 20/20  640 samples/s  0:00 left"],
+    ),
+    "steps that are only queued on a device do not count": (  # which takes 0.1 s a step
+        Progress(num_steps=1000, batch_size=BATCH),
+        [(5, step, Measured(m, m / 10, m / 10)) for step, m in ((49, 0), (50, 50), (99, 50), (100, 100))],
+        ["step 49/1000  ", *(f"step {n}/1000  640 samples/s  1:{s} left" for n, s in ((50, 35), (99, 30), (100, 30)))],
+    ),
+    "the last step is always shown": (
+        Progress(num_steps=3, batch_size=BATCH),
+        [(0.5, step, Measured(step, step / 2, step / 2)) for step in (1, 2, 3)],
+        ["step 3/3  128 samples/s  0:00 left"],
+    ),
+    "a resumed run counts only its own steps": (
+        Progress(num_steps=1000, batch_size=BATCH, first_step=900),
+        [(10, 950, Measured(950, 10, 10))],
+        ["step 950/1000  320 samples/s  0:10 left"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("progress", "steps", "shown"), SHOWN.values(), ids=SHOWN)
+def test_lines_show_the_rate_and_the_time_left(
+    progress: Progress, steps: list[Step], shown: list[str], clock: FakeClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress = Progress(num_steps=10_000, batch_size=BATCH)
-    for step, seconds in ((100, 10), (100 + 5, 20), (100 + 5 + 400, 40)):  # 10, 0.5 and 20 steps per second
-        clock.now += 30
-        progress.step(step, Measured(step, seconds, seconds))
-    assert [line.partition("  ")[2] for line in lines(capsys)] == [
-        "640 samples/s  16:30 left",
-        "32 samples/s  31:25 left",  # 9,895 steps at 20 s per 105
-        "1,280 samples/s  12:32 left",  # 9,495 steps at 40 s per 505
-    ]
-
-
-def test_evaluations_count_toward_the_time_left_but_not_the_rate(
-    clock: FakeClock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    progress = Progress(num_steps=20, batch_size=BATCH)
-    for step in (10, 20):  # ten steps per second, then an evaluation of half a minute
-        clock.now += 31
-        progress.step(step, Measured(step, step / 10, 31 * step / 10))
-    assert [line.partition("  ")[2] for line in lines(capsys)] == [
-        "640 samples/s  0:31 left",
-        "640 samples/s  0:00 left",
-    ]
-
-
-def test_steps_that_are_only_queued_on_a_device_do_not_count(
-    clock: FakeClock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The device takes 0.1 s a step; the host queues 50 of them in a moment, and then waits for them."""
-    progress = Progress(num_steps=1000, batch_size=BATCH)
-    for step, measured in ((49, 0), (50, 50), (99, 50), (100, 100)):
-        clock.now += 5
-        progress.step(step, Measured(measured, measured / 10, measured / 10))
-    assert [line.partition("  ")[2] for line in lines(capsys)] == [
-        "",
-        "640 samples/s  1:35 left",
-        "640 samples/s  1:30 left",
-        "640 samples/s  1:30 left",
-    ]
+    progress._shown_at = clock.now
+    for seconds, step, measured in steps:
+        clock.now += seconds
+        progress.step(step, measured)
+    assert lines(capsys) == shown
 
 
 @pytest.mark.parametrize("display", [Progress, Bar])
