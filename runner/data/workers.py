@@ -60,14 +60,10 @@ class Workers:
             return
         remaining = iter(jobs)
         loading = deque(self._begin(load, job) for job in islice(remaining, self.count * self.ahead))
-        try:
-            while loading:
-                batch = self._result(loading.popleft())
-                loading.extend(self._begin(load, job) for job in islice(remaining, 1))
-                yield batch
-        finally:
-            for future in loading:
-                future.cancel()
+        while loading:  # an iteration that is not completed leaves a few: `close` cannot end a pool with cancelled ones
+            batch = self._result(loading.popleft())
+            loading.extend(self._begin(load, job) for job in islice(remaining, 1))
+            yield batch
 
     def close(self) -> None:
         """End the processes; the next `read` starts new ones."""
