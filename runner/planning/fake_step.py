@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.blocks import blocks_of
-from runner.batching import Accumulation, MicroBatch, Plan
+from runner.batching import Accumulation, Plan
 from runner.data.base import Samples
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
@@ -29,7 +29,6 @@ from runner.run import Run
 from runner.session import Session
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
-from runner.tracking.metrics import BatchSums
 from runner.training import prepare, torch_refusals, train_step
 from runner.workloads.base import Workload
 
@@ -42,12 +41,10 @@ class RankPlan(NamedTuple):
 
     Args:
         rank: the rank.
-        peak: memory of tensors in bytes, by kind, at the moment of the step when the total of all kinds is largest.
-        kept: memory of tensors in bytes, by kind, between two steps.
+        peak, kept: bytes of tensors by kind, at the moment of the step when their total is largest, and between steps.
         placed: the largest memory of tensors in bytes before the first step, while the model is created and placed.
         costs: operations and messages of the step.
-        saved: a dict from the name of each tensor of the model to the bytes that the tensor and its optimizer state add
-            to a checkpoint.
+        saved: the bytes that each tensor of the model, by name, and its optimizer state add to a checkpoint.
         blocks: names of the blocks of the network that are on this rank; empty if the network has no blocks.
         normalizes: whether the network has batch normalization.
     """
@@ -70,13 +67,9 @@ class RankPlan(NamedTuple):
 def trace(run: Run, session: Session) -> list[RankPlan]:
     """Return the memory, operations and messages of a step of each rank.
 
-    If every rank has different samples or a different seed, only rank 0 is traced, and the result for each rank is that
-    of rank 0.
-
-    If a step has more than three micro-batches, two shorter steps are traced instead, because tracing hundreds of
-    micro-batches would take minutes. One of these steps has two micro-batches, and the other has three. The
-    micro-batches are as large as in the run. The returned memory is that of the step with three micro-batches. Each
-    further micro-batch is assumed to add the same costs as the third micro-batch.
+    If every rank has different samples or a different seed, all do the same work, and only rank 0 is traced. As tracing
+    hundreds of micro-batches would take minutes, steps of two and of three of them are traced instead of longer ones:
+    the memory is that of three, and each further micro-batch is assumed to add the same costs as the third.
 
     Raises:
         ConfigError: if the step fails because torch cannot train with this config.
@@ -109,12 +102,7 @@ def _trace_ranks(run: Run, session: Session) -> list[RankPlan]:
 
 
 def block_flops(run: Run, session: Session) -> dict[str, int]:
-    """Return the floating-point operations of a forward and a backward pass of each block for a chunk of samples.
-
-    Args:
-        run: the run, whose network has blocks.
-        session: its session in any process.
-    """
+    """Return the floating-point operations of a forward and a backward pass of each block for a chunk of samples."""
     found: dict[str, int] = {}
     with _quiet(), fake_tensors() as fake_mode, torch.random.fork_rng(devices=[]):
         workload = _planned(run.workload, StepTracker(fake_mode))
@@ -154,10 +142,7 @@ def trace_rank(run: Run, session: Session, rank: int) -> RankPlan:
     The optimizer state is created before the step. The tensors are on the CPU; on other devices, they have the same
     sizes. The model is not compiled; a compiled model keeps fewer activations.
 
-    Args:
-        run: the run, which names the blocks at which stages begin (see `with_cuts`).
-        session: its session in any process.
-        rank: the rank.
+    `run` names the blocks at which stages begin (see `with_cuts`); `session` is that of any process.
 
     Raises:
         ConfigError: if the step fails because torch cannot train with this config.
@@ -169,24 +154,10 @@ def trace_rank(run: Run, session: Session, rank: int) -> RankPlan:
     group = fake_process_group(rank, world_size) if world_size > 1 else nullcontext()
     with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, _quiet(), group, fake_tensors() as fake_mode:
         tracker = StepTracker(fake_mode)
-        parallel, workload = _counted(run.parallel, tracker), _planned(run.workload, tracker)
-        run = dataclasses.replace(run, parallel=parallel, workload=workload)
+        run = dataclasses.replace(run, workload=_planned(run.workload, tracker))
         part = dataclasses.replace(run.session(process), compile=False, num_steps=session.num_steps)
         with torch_refusals(run):
             return _trace(run, part, Path(scratch), tracker)
-
-
-def _counted(parallel: Parallel, tracker: StepTracker) -> Parallel:
-    """Return a copy of `parallel` whose forward passes allocate `activations`."""
-    copied = copy.copy(parallel)
-    accumulated = copied.accumulate
-
-    def accumulate(model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
-        with tracker.allocating("activations"):
-            return accumulated(model, batch, micro, log_due)
-
-    copied.accumulate = accumulate
-    return copied
 
 
 def _planned(workload: Workload, tracker: StepTracker) -> Workload:
@@ -203,7 +174,7 @@ def _planned(workload: Workload, tracker: StepTracker) -> Workload:
     def batches(model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:
         stream = copied.fake_batches(model, plan, device) or real_batches(model, plan, after_step, device)
         while True:
-            with tracker.allocating("data"):
+            with tracker.allocating_data():
                 batch = next(stream)
             yield batch
 

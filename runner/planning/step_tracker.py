@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,12 +40,11 @@ class Costs:
     """The floating-point operations and the messages of one process.
 
     Args:
-        flops: floating-point operations, where a multiplication and an addition are two. Only matrix products,
-            convolutions and attention count, as in `torch.utils.flop_counter`.
+        flops: floating-point operations of matrix products, convolutions and attention, as in
+            `torch.utils.flop_counter`; a multiplication and an addition are two.
         backward_flops: those of backward passes, including forward passes that are recomputed there.
-        messages: a dict from the name of each collective, or `send`, to a pair: the number of calls, and the sum of
-            their bytes. The bytes of a call are the size of its input or its output, whichever is larger. Receives and
-            barriers do not count.
+        messages: for each collective, and `send`, the number of calls and the sum of their bytes: those of the input or
+            the output, whichever is larger. Receives and barriers do not count.
     """
 
     flops: int = 0
@@ -53,11 +52,7 @@ class Costs:
     messages: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def repeated(self, shorter: Costs, times: int) -> Costs:
-        """Return these costs plus `times * (these costs - shorter)`, to extrapolate to more micro-batches.
-
-        For example, if these are the costs of a step with three micro-batches, and `shorter` those with two, the result
-        is the costs of a step with 3 + `times` micro-batches.
-        """
+        """Return these costs plus `times * (these costs - shorter)`, to extrapolate to more micro-batches."""
 
         def more(longer: int, less: int) -> int:
             return longer + times * (longer - less)
@@ -82,20 +77,14 @@ class Costs:
 class StepTracker(TorchDispatchMode):
     """A dispatch mode that counts allocated storages by kind, and the costs of operations and messages.
 
-    Only tensors are counted. The memory of the Python process, of libraries and of a CUDA context is additional, as are
-    other workspaces and what an allocator keeps for later. `torch.distributed._tools.MemTracker` would count batches
-    and the data set as activations.
-
-    Args:
-        fake_mode: the fake mode whose tensors are counted. Torch creates fake tensors of other modes to find out
-            shapes; these are not counted.
+    `torch.distributed._tools.MemTracker` would count batches and the data set as activations. Only tensors of
+    `fake_mode` are counted, as torch creates fake tensors of other modes to find out shapes.
     """
 
     def __init__(self, fake_mode: Any):
         super().__init__()
         self._fake_mode = fake_mode
-        self.kind = "temporary"
-        """The kind of what is allocated now; in a backward pass, `activations` are counted as `temporary` instead."""
+        self._allocates_data = False
         self.current: dict[str, int] = dict.fromkeys(KINDS, 0)
         """Allocated bytes by kind."""
         self._storages: dict[int, tuple[str, int, Any]] = {}
@@ -107,28 +96,22 @@ class StepTracker(TorchDispatchMode):
         self.costs, self.peak = Costs(), dict(self.current)
 
     def __enter__(self) -> StepTracker:
-        self._resize = torch.UntypedStorage.resize_
-        self._patch = patch.object(torch.UntypedStorage, "resize_", self._resizing())
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if (key := storage._cdata) in self._storages:
+                self._set(key, "parameters", storage.nbytes())
+            return result
+
+        # FSDP releases gathered parameters by resizing their storages to 0, without an operation on tensors.
+        self._patch = patch.object(torch.UntypedStorage, "resize_", resize_)
         self._patch.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._patch.stop()
         super().__exit__(*error)
-
-    def _resizing(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        """Return a replacement for `torch.UntypedStorage.resize_` that also counts the new size of the storage.
-
-        FSDP releases gathered parameters by resizing their storages to 0, without an operation on tensors.
-        """
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = self._resize(storage, size)
-            if (key := storage._cdata) in self._storages:
-                self._set(key, "parameters", storage.nbytes())
-            return result
-
-        return resize_
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(hasattr(each, "__tensor_flatten__") for each in types):
@@ -155,7 +138,8 @@ class StepTracker(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._storages:
-            kind = "temporary" if self.kind == "activations" and _in_backward() else self.kind
+            is_forward = torch.is_grad_enabled() and not _in_backward()
+            kind = "data" if self._allocates_data else "activations" if is_forward else "temporary"
             self._storages[key] = (kind, 0, weakref.ref(storage, lambda _: self._remove(key)))
             self._set(key, kind, storage.nbytes())
 
@@ -171,13 +155,13 @@ class StepTracker(TorchDispatchMode):
         self.current[kind] -= size
 
     @contextmanager
-    def allocating(self, kind: str) -> Iterator[None]:
-        """Count what is allocated within this context as memory of `kind`."""
-        before, self.kind = self.kind, kind
+    def allocating_data(self) -> Iterator[None]:
+        """Count what is allocated within this context as `data`."""
+        self._allocates_data = True
         try:
             yield
         finally:
-            self.kind = before
+            self._allocates_data = False
 
     def set_kind(self, kind: str, tensors: Iterable[Any]) -> None:
         """Count the storages of `tensors` as `kind` from now on; ignore items that are not tensors, such as None."""
