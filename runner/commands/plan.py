@@ -93,9 +93,8 @@ def plan(
         source: the directory of a run whose config the overrides change; None to compose the config from conf/.
 
     Returns:
-        The dict that `report_of` returns. If `memory` is given, the keys `memory_bytes` and `fits` are set; if the run
-        does not fit, `remedies` is the list that the function `remedies` returns. With `source` and no overrides,
-        `measured` has the measurements of the saved run.
+        The dict of `report_of`, with `memory_bytes`, `fits` and perhaps `remedies` if `memory` is given, and with
+        `measured` if `source` is given without overrides.
 
     Raises:
         ConfigError: if the config is refused, or `source` has no run.

@@ -87,15 +87,8 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
 def tuned(overrides: Sequence[str], options: argparse.Namespace, began: float) -> dict[str, Any]:
     """Find the fastest way to train a config, write the result to a new directory, and return it as plain values.
 
-    Args:
-        overrides: the overrides of the config.
-        options: the flags that `parsed` returns.
-        began: the value of `time.perf_counter()` from which the budget counts.
-
-    Returns:
-        The dict that `runner.planning.tune.tune` returns, with `typed`, the argument `overrides`; `config_dir`,
-        `budget` and `allowed`, the flags; and `directory`, the path of the new directory, None (with a message on
-        standard error) if the result cannot be saved.
+    The budget counts from `began`, a value of `time.perf_counter()`. `directory` is None, after a message on standard
+    error, if the result cannot be saved.
 
     Raises:
         ConfigError: if the config is refused.

@@ -40,15 +40,10 @@ def fitting_accumulation(
 ) -> int:
     """Return a number of micro-batches per step, as small as possible, with which a run fits into memory.
 
-    The numbers are tried in increasing order, each at least twice as large as the one before. For each number, the peak
-    memory is predicted:
-
-    - If the peak is larger than the available memory, the number is rejected.
-    - If the peak is at most half of the available memory, and no trial has run out of memory so far, the number is
-      accepted.
-    - Otherwise, a trial of two steps decides.
-
-    A trial has its own processes, so that the weights, the random states and the curves of the run do not change.
+    The numbers are tried in increasing order, each at least twice as large as the one before. If the predicted peak is
+    larger than the available memory, the number is rejected; if it is at most half of it, and no trial has run out of
+    memory so far, the number is accepted. Otherwise, a trial of a few steps decides. It has its own processes, so that
+    the weights, the random states and the curves of the run do not change.
 
     Args:
         compose: function that takes the number of micro-batches per step, and returns the run with this number; it may

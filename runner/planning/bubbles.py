@@ -29,9 +29,8 @@ def bubbles(
         cuts: index of the first block of every stage except the first; None for stages of about the same cost.
 
     Returns:
-        A list of dicts with the keys `split_size` and `num_micro_batches`, and one key for each schedule. The value for
-        a schedule is the bubble. It is None if the schedule does not support the number of micro-batches or stages, or
-        if there are fewer blocks than stages, or blocks without operations.
+        A list of dicts with `split_size`, `num_micro_batches`, and the bubble of each schedule: None if the schedule
+        does not support the number of micro-batches or stages, or if there are fewer blocks than stages.
     """
     stages = {name: _stages(name, num_workers, costs, num_stages, cuts) for name in schedules}
     return [

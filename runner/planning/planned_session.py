@@ -26,11 +26,7 @@ _USABLE = 0.95
 
 
 def prepared(run: Run, num_devices: int | None = None) -> Session:
-    """Return the session of rank 0, after all checks; no other process is started.
-
-    Args:
-        run: the run.
-        num_devices: number of devices that the run is assumed to have; None for those of this machine.
+    """Return the session of `first_process`, after all checks.
 
     Raises:
         ConfigError: if the run is refused.
@@ -72,8 +68,7 @@ def plan_of(run: Run, session: Session, rank: int) -> Plan:
 def available_bytes(process: Collectives) -> float:
     """Return the memory in bytes that all processes of a run together may use, given any of them.
 
-    With CUDA, this is a fixed fraction of the total memory of the run's GPUs, even if some of this memory is in use at
-    the moment. Otherwise, it is the host memory that is available at the moment.
+    With CUDA, this is a fraction of the total memory of the run's GPUs; otherwise, the host memory that is available.
     """
     device = process.devices[0]
     if device.type == "cuda":  # not `mem_get_info`, whose context would itself take memory
@@ -86,11 +81,8 @@ def needed_bytes(device: torch.device, peaks: Sequence[int]) -> float:
     """Return the predicted memory in bytes of all processes of a run together, to compare it with `available_bytes`.
 
     With CUDA, it is the largest peak times the number of ranks: as each rank has its own GPUs, one rank cannot use the
-    free memory of another. Otherwise, it is the sum of the peaks, plus what each process takes besides tensors.
-
-    Args:
-        device: the device of any rank; only its type matters.
-        peaks: the peak of the tensors of each rank, in bytes.
+    free memory of another. Otherwise, it is the sum of the peaks, plus what each process takes besides tensors. `peaks`
+    are those of the tensors of each rank in bytes, and only the type of `device` matters.
     """
     if device.type == "cuda":
         return max(peaks) * len(peaks)

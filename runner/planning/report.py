@@ -51,24 +51,11 @@ def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices
         num_devices: number of devices of the machine that is planned for; None for those of this machine.
 
     Returns:
-        A dict with these keys:
-
-        - `run`: descriptions of the workload, the parallel mode and the precision;
-        - `batch`: `batch_size`, `data_shards`, `accumulation` and `pipeline_micro_batches`; and `samples_per_pass`,
-          which is `batch_size` divided by `data_shards`, by `accumulation` and by `pipeline_micro_batches`;
-        - `length`: `steps`, `samples`, `steps_per_epoch` and `epochs`; the last two are None without epochs;
-        - `ranks`: a list with a dict for each rank. Its keys are `rank`, `blocks`, `samples` (the start and stop of its
-          samples in a batch), `forward_flops`, `backward_flops`, `messages` and `sent_bytes`. Four more keys have the
-          memory of tensors in bytes: `peak_bytes` (the maximum), `placed_bytes` (the maximum before the first step),
-          `peak` (a dict by kind, at the peak of a step) and `kept` (a dict by kind, between two steps);
-        - `pipeline`: None unless the parallel mode is a pipeline. Otherwise a dict: `schedule`, `num_micro_batches` and
-          `bubbles`, the list that the function `bubbles` returns;
-        - `checkpoint`: the `bytes` of a checkpoint, and the `disk_bytes` that the run needs at most;
-        - `host`: None if `num_devices` is given. Otherwise a dict: `memory_of`, which is `host` or the name of the GPU;
-          `tensor_bytes`, the memory that the tensors need there, of all processes on the host, or of the process that
-          needs most on its GPUs; and `available_bytes`, the memory that the host has available, or that the GPUs have;
-        - `notes`: a list of remarks, such as what the memory does not include;
-        - `memory_bytes`, `fits` and `measured`, which are None, and `remedies`, an empty list; the caller may set them.
+        A dict. In `ranks`, `samples` is the start and stop of the rank's samples in a batch, and all memory is in
+        bytes: `peak_bytes`, the maximum; `placed_bytes`, the maximum before the first step; `peak` and `kept`, by kind,
+        at the peak of a step and between two steps. In `host`, which is None if `num_devices` is given, `tensor_bytes`
+        is what the tensors of all processes need on a CPU, or those of the process that needs most on its GPUs.
+        `memory_bytes`, `fits` and `measured` are None, and `remedies` is empty; the caller may set them.
     """
     steps, epoch, plan = session.num_steps, session.steps_per_epoch, session.plan
     checkpoint = sum({name: size for rank in ranks for name, size in rank.saved.items()}.values())
@@ -105,15 +92,9 @@ def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices
 
 
 def measured(session: Session, result: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a run has measured, for comparison with a plan; None if the times of its steps were not measured.
+    """Return what a run has measured, as its `result.json` says; None if the times of its steps were not measured.
 
-    Args:
-        session: the prepared run.
-        result: the content of the run's `result.json`.
-
-    Returns:
-        A dict: `seconds`, the median in `Result.step_seconds`; `samples_per_second`; `peak_bytes`, the peak of the
-        memory; and `peak_of`, a text that says what this peak counts.
+    `seconds` is the median of a step, and `peak_of` says of what `peak_bytes` is the peak memory.
     """
     if not result.get("step_seconds"):
         return None

@@ -48,12 +48,9 @@ def tune(
     """Measure the candidates of a run, and return the result as plain values.
 
     Args:
-        compose: function that takes further overrides, and returns the run with them; it may raise ConfigError.
-        typed: the overrides of the run. No candidate changes the options that they set.
+        compose, typed, config_dir: as in `Candidates`.
         budget: maximum duration in seconds.
-        allowed: the kinds of effect that the choice may have on the results (see `RESULTS`), in addition to `ALLOWED`.
-        report: function that is called with a line about each candidate that has been tried.
-        config_dir: a directory with the user's option files, which may define parallel modes; None if there is none.
+        allowed, report: as in `Search`.
 
     Returns:
         A dict: `chosen`, the chosen overrides; `speedup`, the step time of the baseline divided by that of the choice;
@@ -86,17 +83,9 @@ def start(candidate: Candidate, seconds: float) -> Trial:
 def plain(row: Row, base: Row, samples: int) -> dict[str, Any]:
     """Return a row as plain values, in which what was not measured is None.
 
-    Args:
-        row: the row.
-        base: the row of the baseline.
-        samples: number of samples in an optimizer step.
-
-    Returns:
-        A dict: `overrides`, `results`, `status` and `reason`, as in `Row` and `Candidate`; `rounds`, the number of
-        rounds in which the row was measured; `samples_per_second`, and `spread`, the first and the third quartile of
-        this number; `speedup` over the baseline; `ties`, whether the row cannot be told apart from the baseline;
-        `memory_bytes`; `startup_seconds`; and `break_even_steps`, the number of steps after which the row has made up
-        for a slower start, None if it never does.
+    `spread` are the first and the third quartile of `samples_per_second`; `speedup` is over the baseline, with which
+    the row `ties` if they cannot be told apart; and `break_even_steps` is the number of steps after which the row has
+    made up for a slower start, None if it never does. A step has `samples` samples.
     """
     found: dict[str, Any] = {"overrides": list(row.candidate.overrides), "results": row.candidate.results}
     found |= {"status": row.status, "reason": row.reason, "rounds": len(row.seconds)} | dict.fromkeys(_MEASURED)

@@ -6,14 +6,16 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers.compose import TINY_CPU, build_composed_run, compose_config, option_content, prepare_session
+from helpers.compose import TINY_CPU, compose_config, option_content, prepare_session
 from helpers.ranks import PersistentRanks
 from helpers.verify_narrow import record_first_steps, use_narrow_networks
 
-from runner.commands import composed_run, verify
+from runner.api import composing
+from runner.commands import verify
 from runner.config.errors import ConfigError
 from runner.parallel.launch.processes import LocalProcesses
 from runner.precision import TF32, BFloat16, Double, Precision
@@ -53,8 +55,8 @@ def _few_runs(
 ) -> None:
     """Save time: compose each config and compute each reference only once, narrow the networks, and reuse `ranks`."""
 
-    def compose_run(overrides: list[str], config_dir: str | None, name: str) -> Run:
-        return build_composed_run(*overrides) if config_dir is None else composed_run.compose_run(overrides, config_dir)
+    def compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
+        return compose_config(*overrides) if config_dir is None else composing.compose(overrides, config_dir=config_dir)
 
     def first_steps(runs: list[Run]) -> list[Steps]:
         launcher = runs[0].parallel.launcher(runs[0].device)
@@ -71,7 +73,7 @@ def _few_runs(
 
     use_narrow_networks(monkeypatch)
     monkeypatch.setattr(verify, "first_steps", first_steps)
-    monkeypatch.setattr(verify, "compose_run", compose_run)
+    monkeypatch.setattr(verify, "compose", compose)
 
 
 @pytest.fixture
