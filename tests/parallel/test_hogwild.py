@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, train_in
 from helpers.events import scalar_curves
+from helpers.narrow_resnet import use_narrow_resnet
 from helpers.plain_loop import weights_at
 from helpers.runs import assert_bitwise_equal, run_outcome
 
@@ -44,25 +45,18 @@ def test_one_worker_is_bitwise_equal_to_a_single_process(trained, tmp_path: Path
     assert_bitwise_equal(got, wanted)
 
 
-def test_batch_normalization_and_memory_format_survive_shared_memory(trained, tmp_path: Path) -> None:
-    overrides = tuple(text for text in HARD if not text.startswith("model."))
-    overrides += (
-        "model=resnet18",
-        "data.holdout=0.02",
-        "steps=2",
-        "batch_size=8",
-        "channels_last=true",
-        "eval_every=0",
-    )
-    wanted = weights_at(trained(*overrides, directory="single").directory, 2)
-    run = build_composed_run(*TINY_CPU, *overrides, "parallel=hogwild", "parallel.processes=1")
-    assert train_in(tmp_path, run, train_rank=trained_in_shared_memory).result == (True, True)
-    assert_bitwise_equal(weights_at(tmp_path, 2), wanted)
+def test_batch_normalization_and_memory_format_survive_shared_memory(tmp_path: Path) -> None:
+    overrides = (*TINY_CPU[1:], "model=resnet18", "data.holdout=0.02", "steps=2", "batch_size=8", "channels_last=true")
+    overrides += ("eval_every=0",)
+    train_in(tmp_path / "single", build_composed_run(*overrides), use_narrow_resnet)
+    run = use_narrow_resnet(build_composed_run(*overrides, "parallel=hogwild", "parallel.processes=1"))
+    assert train_in(tmp_path / "one", run, train_rank=trained_in_shared_memory).result == (True, True)
+    assert_bitwise_equal(weights_at(tmp_path / "one", 2), weights_at(tmp_path / "single", 2))
 
 
 def trained_in_shared_memory(config: dict[str, Any], directory: Path, process: Collectives) -> tuple[bool, bool]:
     """In a worker: train; return whether all tensors are in shared memory, and all filters in NHWC memory format."""
-    run, seen = build_run(config), []
+    run, seen = use_narrow_resnet(build_run(config)), []
     place = run.parallel.place
     run.parallel.place = lambda *arguments: seen.append(place(*arguments)) or seen[0]
     train(run, run.prepare(process), directory)
@@ -76,7 +70,7 @@ def trained_in_shared_memory(config: dict[str, Any], directory: Path, process: C
     )
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_workers_together_do_every_step_once(workers: int, tmp_path: Path) -> None:
     """A round has one step of each worker. The last round is not full, and some logs are due within a round.
 
@@ -99,12 +93,12 @@ def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> N
     Without clipping, a stale gradient at the highest learning rate can cause a plateau of the loss. A plateau would
     fail the test although the code has no bug.
     """
-    schedule = ("schedule=onecycle", "steps=900", "save_every=0", "eval_every=0", "max_grad_norm=1")
+    schedule = ("schedule=onecycle", "steps=450", "save_every=0", "eval_every=0", "max_grad_norm=1")
     overrides = ("accumulation=1", "model.dropout=0", *schedule)
     alone = trained(*HARD, *overrides, directory="single").result.metrics["eval/accuracy"]
     together = launched(tmp_path / "hogwild", *overrides).metrics["eval/accuracy"]
     logged = scalar_curves(tmp_path / "hogwild")
-    assert alone > 0.9
+    assert alone > 0.8
     assert together > alone - 0.1, logged["train/loss"]
 
     staleness, distance = ([value for _, value in logged[f"hogwild/{name}"]] for name in ("staleness", "distance"))
@@ -156,8 +150,8 @@ def written_by_the_last(config: dict[str, Any], directory: Path, process: Collec
     return process.all_gather(low_high.pop() if len(low_high) == 1 else -1.0)
 
 
-def test_each_worker_resumes_with_its_own_optimizer_state(tmp_path: Path) -> None:
-    launched(tmp_path, "steps=8")
+def test_each_worker_resumes_with_its_own_optimizer_state_and_counts(tmp_path: Path) -> None:
+    launched(tmp_path, "steps=8", "log_every=6")
     path = tmp_path / "checkpoints" / "step_00000008"
     shared = torch.load(path / "state.pt", weights_only=True)["optimizer"]
     own = [torch.load(path / f"rank_{rank}.pt", weights_only=True)["parallel"]["moments"] for rank in range(2)]
@@ -167,6 +161,9 @@ def test_each_worker_resumes_with_its_own_optimizer_state(tmp_path: Path) -> Non
         launched(tmp_path, "steps=8", f"parallel.processes={processes}", work=state_after_a_resume)
         got = [torch.load(tmp_path / f"optimizer_{rank}.pt", weights_only=True) for rank in range(processes)]
         assert_bitwise_equal(got, [*own, shared][:processes])
+    launched(tmp_path, "steps=16", "log_every=6")
+    updates = [(6, 6.0), (8, 2.0), (12, 4.0), (16, 4.0)]
+    assert scalar_curves(tmp_path)["hogwild/updates"] == updates, "counts between two logs go on, too"
 
 
 def state_after_a_resume(config: dict[str, Any], directory: Path, process: Collectives) -> None:
@@ -178,12 +175,6 @@ def state_after_a_resume(config: dict[str, Any], directory: Path, process: Colle
     states = {names[parameter]: own for parameter, own in state.optimizer.state.items()}
     torch.save(states, directory / f"optimizer_{process.rank}.pt")
     process.barrier()
-
-
-def test_counts_between_two_logs_survive_a_resume(tmp_path: Path) -> None:
-    launched(tmp_path, "steps=8", "log_every=6")
-    launched(tmp_path, "steps=16", "log_every=6")
-    assert scalar_curves(tmp_path)["hogwild/updates"] == [(6, 6.0), (8, 2.0), (12, 4.0), (16, 4.0)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
