@@ -43,61 +43,45 @@ def started(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> RankI
     return external_rank_info()
 
 
-def test_no_launcher() -> None:
-    assert external_rank_info() is None
-    assert external_world_size() == 1
+TORCHRUN_INFO, SLURM_INFO = RankInfo(5, 8, 1, 4, "gpu07", 29500), RankInfo(5, 7, 1, 3, "gpu07", 20000 + 123456 % 20000)
 
 
-def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert started(monkeypatch, TORCHRUN) == RankInfo(5, 8, 1, 4, "gpu07", 29500)
-    assert external_world_size() == 8
-
-
-@pytest.mark.parametrize("missing", TORCHRUN)
-def test_incomplete_torchrun_variables_are_ignored(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's shell may export a variable such as RANK without torchrun."""
-    assert started(monkeypatch, {name: value for name, value in TORCHRUN.items() if name != missing}) is None
-
-
-def test_variables_are_those_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank_info = RankInfo(5, 8, 1, 4, "gpu07", 29500)
-    assert rank_info.variables() == TORCHRUN
-    assert started(monkeypatch, rank_info.variables()) == rank_info
-
-
-def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert started(monkeypatch, SLURM) == RankInfo(5, 7, 1, 3, "gpu07", 20000 + 123456 % 20000)
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, None),
+        (TORCHRUN, TORCHRUN_INFO),
+        # A user's shell may export a variable such as RANK without torchrun.
+        *(({name: TORCHRUN[name] for name in TORCHRUN if name != missing}, None) for missing in TORCHRUN),
+        (TORCHRUN_INFO.variables(), TORCHRUN_INFO),
+        (SLURM, SLURM_INFO),
+        (SLURM | TORCHRUN, TORCHRUN_INFO),  # torchrun within srun takes precedence
+        (
+            SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4321"},
+            SLURM_INFO._replace(host="10.0.0.1", port=4321),
+        ),
+        # `sbatch --ntasks=7` sets SLURM_NTASKS=7 in the batch script, but runs it once: srun starts the tasks.
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SLURM_PROCID": "0"}, None),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # `srun --pty bash` starts a single task
+    ],
+    ids=range(14),
+)
+def test_the_rank_is_read_from_the_variables_of_the_launcher(
+    variables: dict[str, str], found: RankInfo | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert started(monkeypatch, variables) == found
+    assert external_world_size() == (found.world_size if found else 1)
 
 
 def test_all_srun_tasks_get_the_same_store_address(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for rank in range(7):
         node, local = (0, rank) if rank < 4 else (1, rank - 4)
-        own = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
-        found.append(started(monkeypatch, SLURM | own))
+        place = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
+        found.append(started(monkeypatch, SLURM | place))
     assert [each.rank for each in found if each] == list(range(7))
     assert [each.local_world_size for each in found if each] == [4] * 4 + [3] * 3
     assert len({(each.host, each.port) for each in found if each}) == 1
-
-
-def test_a_given_master_address_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank_info = started(monkeypatch, SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4321"})
-    assert rank_info is not None
-    assert (rank_info.host, rank_info.port) == ("10.0.0.1", 4321)
-
-
-def test_a_batch_script_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sbatch --ntasks=7` sets SLURM_NTASKS=7 in the batch script, but runs the script once: srun starts the tasks."""
-    assert started(monkeypatch, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SLURM_PROCID": "0"}) is None
-
-
-def test_an_interactive_shell_in_a_job_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`srun --pty bash` starts a single task."""
-    assert started(monkeypatch, SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
-
-
-def test_torchrun_within_srun_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert started(monkeypatch, SLURM | TORCHRUN) == RankInfo(5, 8, 1, 4, "gpu07", 29500)
 
 
 @pytest.mark.parametrize(

@@ -198,13 +198,12 @@ def test_all_ranks_restart_from_the_last_checkpoint(tmp_path: Path, undisturbed:
 
 TIMEOUT = 8
 """`parallel.timeout` in seconds. It also limits the start of a rank, which may be slow on a busy machine."""
-STOPS = {
-    "ddp-0": ("ddp", 0, "training"),
-    "start-1": ("ddp", 1, "start"),
-    "hogwild-1": ("hogwild", 1, "training"),
-}
-HANGS = (("ddp", 1), ("pipeline", 0), ("hogwild", 1), ("fsdp", 0))
 PAUSED = ("hogwild", "pipeline", "ddp")
+BROKEN = [
+    *(("ddp", 0, "stops"), ("ddp", 1, "stops at the start"), ("hogwild", 1, "stops")),
+    *(("ddp", 1, "hangs"), ("pipeline", 0, "hangs"), ("hogwild", 1, "hangs"), ("fsdp", 0, "hangs")),
+]
+"""The mode, and the rank that is stopped or hangs: it still sends heartbeats, but the other waits in a collective."""
 
 
 @pytest.fixture(scope="module")
@@ -224,55 +223,36 @@ def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str,
 
 
 @pytest.fixture(scope="module")
-def hanging(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Command]:
-    """For each mode and rank, a command in which this rank hangs."""
+def broken(tmp_path_factory: pytest.TempPathFactory, paused: object) -> dict[tuple[str, int, str], Command]:
+    """A command for each case in `BROKEN`; with the commands of `paused`, so that all timeouts run at the same time."""
     commands = {}
-    for mode, rank in HANGS:
+    for mode, rank, how in BROKEN:
         cwd = tmp_path_factory.mktemp(f"{mode}-{rank}")
-        (cwd / f"rank_{rank}_hangs").touch()
-        commands[mode, rank] = Command(cwd, *LONG, f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
-        commands[mode, rank].wait_for_rank_pids()  # started one after another, so that each start has all cores
-    return commands
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, paused: object, hanging: object) -> dict[str, Command]:
-    """For each case in `STOPS`, a command with one stopped rank.
-
-    This fixture requests `paused` and `hanging` only to start their commands too. The timeouts of all commands then run
-    at the same time.
-    """
-    commands = {}
-    for case, (mode, rank, moment) in STOPS.items():
-        endless = ("steps=100000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
-        command = Command(tmp_path_factory.mktemp(case), *LONG, *endless)
-        pid = command.wait_for_rank_pids()[rank]
-        if moment != "start":
+        if how == "hangs":
+            (cwd / f"rank_{rank}_hangs").touch()
+        command = Command(cwd, *LONG, "steps=100000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
+        pid = command.wait_for_rank_pids()[rank]  # one after another, so that each start has all cores
+        if how == "stops":
             command.wait_for_checkpoint()
-        command.signal_processes(signal.SIGSTOP, pid)
-        commands[case] = command
+        if how != "hangs":
+            command.signal_processes(signal.SIGSTOP, pid)
+        commands[mode, rank, how] = command
     return commands
 
 
-@pytest.mark.parametrize("case", STOPS)
-def test_a_stopped_rank_ends_the_run(case: str, stopped: dict[str, Command]) -> None:
-    assert_crashed(stopped[case], STOPS[case][1], f"{STOPPED}{TIMEOUT})")
-
-
-@pytest.mark.parametrize(("mode", "rank"), HANGS)
-def test_the_error_names_the_rank_that_hangs(mode: str, rank: int, hanging: dict[tuple[str, int], Command]) -> None:
-    """The rank still sends heartbeats, but the other rank waits for it in a collective."""
-    command = hanging[mode, rank]
-    assert_crashed(command, rank, f"{STOPPED}{TIMEOUT})")
-    result = json.loads((command.single_run_directory / "result.json").read_text())
-    assert result["error"] == f"rank {rank} {STOPPED}{TIMEOUT})"
+@pytest.mark.parametrize(("mode", "rank", "how"), BROKEN)
+def test_the_error_names_the_rank_that_stops_or_hangs(
+    mode: str, rank: int, how: str, broken: dict[tuple[str, int, str], Command]
+) -> None:
+    command, what = broken[mode, rank, how], f"{STOPPED}{TIMEOUT})"
+    assert_crashed(command, rank, what)
+    assert json.loads((command.single_run_directory / "result.json").read_text())["error"] == f"rank {rank} {what}"
 
 
 @pytest.mark.parametrize("mode", PAUSED)
 def test_a_run_goes_on_after_all_its_processes_were_suspended(
     mode: str, paused: tuple[dict[str, Command], float]
 ) -> None:
-    """Ctrl-Z suspends the supervisor and the ranks. After `fg`, the supervisor must not declare a rank dead."""
     command, until = paused[0][mode], paused[1]
     before = int(newest_checkpoint(command.single_run_directory).name[5:])
     time.sleep(max(0, until - time.monotonic()))
@@ -309,34 +289,30 @@ def changed(change: Callable[[Run, Session], Any]) -> Work:
     return partial(rank_functions.train_with_change, change)
 
 
-def fail_at(rank: int, step: int, error: BaseException) -> Work:
-    return changed(partial(rank_functions.fail_at, rank, step, error))
-
-
 @pytest.mark.parametrize(
-    ("work", "error", "line"),
+    ("change", "rank", "error", "line"),
     [
-        (fail_at(0, 13, ValueError("a bad number")), "rank 0 failed: ValueError: a bad number", "raise"),
-        (fail_at(1, 2, SystemExit(3)), "rank 1 failed: SystemExit: 3", "raise error"),
-        (
-            changed(partial(rank_functions.fail_in_evaluation, 1)),
-            "rank 1 failed: ZeroDivisionError: no samples",
-            "raise Zero",
-        ),
+        (partial(rank_functions.fail_at, 0, 13, ValueError("a bad number")), 0, "ValueError: a bad number", "raise"),
+        (partial(rank_functions.fail_at, 1, 2, SystemExit(3)), 1, "SystemExit: 3", "raise error"),
+        (partial(rank_functions.fail_in_evaluation, 1), 1, "ZeroDivisionError: no samples", "raise Zero"),
     ],
     ids=["step", "exit", "evaluation"],
 )
 def test_the_error_of_a_rank_is_printed_once_with_its_traceback(
-    work: Work, error: str, line: str, failing: Callable[..., Result], capfd: pytest.CaptureFixture[str]
+    change: Callable[[Run, Session], Any],
+    rank: int,
+    error: str,
+    line: str,
+    failing: Callable[..., Result],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    result = failing(work, "save_every=5")
+    result = failing(changed(change), "save_every=5")
     assert result.status == "crashed"
-    assert result.error.startswith(error)
-    if error == "rank 0 failed: ValueError: a bad number":  # in step 13
+    assert result.error == f"rank {rank} failed: {error}"
+    if rank == 0:  # in step 13
         assert result.steps == 12
     printed = capfd.readouterr().err
-    last = error.partition("failed: ")[2]
-    assert len(re.findall(rf"^{re.escape(last)}", printed, re.MULTILINE)) == 1, "its traceback"
+    assert len(re.findall(rf"^{re.escape(error)}", printed, re.MULTILINE)) == 1, "its traceback"
     assert line in printed
     assert "gloo" not in printed, "what it did to the others is not printed"
 

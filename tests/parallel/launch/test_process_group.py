@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,37 +25,31 @@ from runner.system.forkserver import start_server
 from runner.system.signals import StopRequest
 
 
-def test_a_store_listens_on_the_requested_port() -> None:
-    port = free_port()
-    store = create_store(port)
-    assert store.port == port
-    assert create_store(None).port not in (0, port)
-
-
 def test_a_store_listens_only_on_the_loopback_interface(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # other tests, at the same time, may use the same port number for another IP version
-    store = create_store(None)
+    store = create_store(port := free_port())
+    assert store.port == port
+    assert create_store(None).port not in (0, port)
     addresses = {address for address, port in listening_addresses(tmp_path) if port == store.port}
     assert addresses == {"0100007F"}
     TCPStore("127.0.0.1", store.port).set("key", "value")
     assert store.get("key") == b"value"
 
 
-def test_a_process_group_is_initialized_and_destroyed() -> None:
+@pytest.mark.parametrize(
+    ("work", "returned"),
+    [
+        (rank_functions.init_and_destroy_group, [(3.0, False)] * 2),
+        # The collectives of rank 1 fail before the timeout, even if rank 0 still has references to the aborted group.
+        (rank_functions.abort_during_collective, ["aborted", "RuntimeError"]),
+    ],
+    ids=["destroy", "abort"],
+)
+def test_a_process_group_is_left(work: Callable[..., None], returned: list[Any]) -> None:
     start_server(*PRELOADED)
     store = create_store(None)
-    arguments = [(rank, store.port) for rank in range(2)]
-    with Supervisor(rank_functions.init_and_destroy_group, arguments, TIMEOUT_SECONDS) as ranks:
-        assert ranks.wait(StopRequest()) == [(3.0, False)] * 2
-
-
-def test_abort_makes_collectives_of_other_ranks_fail_at_once() -> None:
-    """They fail before the timeout, even if there are still references to the aborted group."""
-    start_server(*PRELOADED)
-    store = create_store(None)
-    arguments = [(rank, store.port) for rank in range(2)]
-    with Supervisor(rank_functions.abort_during_collective, arguments, TIMEOUT_SECONDS) as ranks:
-        assert ranks.wait(StopRequest()) == ["aborted", "RuntimeError"]
+    with Supervisor(work, [(rank, store.port) for rank in range(2)], TIMEOUT_SECONDS) as ranks:
+        assert ranks.wait(StopRequest()) == returned
 
 
 def test_abort_does_not_end_a_backend_in_agreement_with_the_other_ranks() -> None:
