@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
@@ -27,60 +25,40 @@ def resnet() -> ResNet:
         return ResNet(18, num_classes=10)
 
 
-def convnet() -> ConvNet:
-    return ConvNet(1, 8, 8, 10, channels=(4, 4), kernel_size=3, padding=1, hidden=8)
-
-
 def test_modules_of_blocks_are_the_blocks_that_are_submodules() -> None:
-    network = convnet()
+    network = ConvNet(1, 8, 8, 10, channels=(4, 4), kernel_size=3, padding=1, hidden=8)
     assert modules_of_blocks(network) == list(network.children())
     residual = resnet()
     names = {id(module): name for name, module in residual.named_modules()}
     found = [names[id(block)] for block in modules_of_blocks(residual)]
     assert found == [f"layer{layer}.{index}" for layer in (1, 2, 3, 4) for index in (0, 1)], "stem and head are views"
-    assert modules_of_blocks(torch.nn.Linear(2, 2)) == []
 
 
 def test_the_network_or_each_of_its_blocks_is_compiled(compiled: list[torch.nn.Module]) -> None:
+    from torch._dynamo import config
+
     network = resnet()
     compile_in_place(network, False)
     assert compiled == []
     compile_in_place(network, True)
     assert compiled == [network]
     compiled.clear()
-    compile_in_place(network, "blocks")
-    assert compiled == modules_of_blocks(network)
-    compiled.clear()
-    compile_in_place(torch.nn.Sequential(network.layer1, network.fc), "blocks", [network.layer1, network.fc])
-    assert compiled == [network.layer1, network.fc]
-
-
-def test_the_recompile_limit_allows_all_variants_of_the_blocks(compiled: list[torch.nn.Module]) -> None:
-    from torch._dynamo import config
-
     with config.patch(recompile_limit=8):  # type: ignore[attr-defined]
-        compile_in_place(resnet(), "blocks")
-        assert config.recompile_limit >= 2 * 8
-
-
-def test_a_network_without_blocks_is_refused(compiled: list[torch.nn.Module]) -> None:
+        compile_in_place(network, "blocks")
+        assert compiled == modules_of_blocks(network)
+        assert config.recompile_limit >= 2 * 8, "all variants of the blocks"
+        compiled.clear()
+        compile_in_place(torch.nn.Sequential(network.layer1, network.fc), "blocks", [network.layer1, network.fc])
+        assert compiled == [network.layer1, network.fc]
     with pytest.raises(ConfigError) as refusal:
         compile_in_place(torch.nn.Linear(2, 2), "blocks")
     assert (refusal.value.key, refusal.value.got) == ("compile", "blocks")
-    assert compiled == []
 
 
-MODES: dict[str, tuple[tuple[str, ...], Callable[[torch.nn.Module], list[torch.nn.Module]]]] = {
-    "single": ((), modules_of_blocks),
-    "streams": (("parallel=pipeline", "parallel.engine=streams"), modules_of_blocks),
-}
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_a_mode_compiles_the_blocks_of_its_network(name: str, compiled: list[torch.nn.Module]) -> None:
-    overrides, blocks = MODES[name]
+@pytest.mark.parametrize("overrides", [(), ("parallel=pipeline", "parallel.engine=streams")], ids=["single", "streams"])
+def test_a_mode_compiles_the_blocks_of_its_network(overrides: tuple[str, ...], compiled: list[torch.nn.Module]) -> None:
     run = build_composed_run(*TINY_CPU, "compile=blocks", *overrides)
     session = prepare_session(run)
     model = run.parallel.place(run.workload.build_model(), session)
-    assert compiled == blocks(model)
+    assert compiled == modules_of_blocks(model)
     assert not any("_orig_mod" in key for key in model.state_dict())

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights_at
 from torch import nn
 
 from runner.config.errors import ConfigError
+from runner.device import Device
+from runner.parallel.base import devices_of_one_process
 from runner.parallel.collectives import Collectives
 from runner.planning.fake_step import trace
 from runner.planning.planned_session import prepared
@@ -51,43 +52,71 @@ def test_replica_threads_use_the_autocast_dtype() -> None:
     assert seen == [torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("how", ["true", "blocks"])
-def test_a_compiled_network_is_refused_on_two_gpus(how: str) -> None:
+def test_a_compiled_network_is_refused_on_two_gpus() -> None:
     """A replica has the attributes of the network, and so calls the compiled function of the network itself."""
-    run = build_composed_run(*TINY_CPU, "parallel=dp", f"compile={how}")
+    run = build_composed_run(*TINY_CPU, "parallel=dp", "compile=blocks")
     with pytest.raises(ConfigError) as refusal:
         run.session(Collectives([torch.device("cuda", index) for index in range(2)]))
-    assert (refusal.value.key, refusal.value.got) == ("compile", yaml.safe_load(how))
+    assert (refusal.value.key, refusal.value.got) == ("compile", "blocks")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The devices of a process that uses several
+
+
+@pytest.mark.parametrize(("indices", "found"), [([], [0, 1]), ([1], [1]), ([1, 0], [1, 0])])
+def test_all_gpus_or_those_in_indices_are_used_in_the_given_order(
+    indices: list[int], found: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for kind in ("auto", "cuda"):
+        devices = devices_of_one_process(Device(kind=kind, indices=indices))
+        assert devices == [torch.device("cuda", index) for index in found]
+    with pytest.raises(ConfigError) as refusal:
+        devices_of_one_process(Device(kind="cuda", indices=[0, 2]))
+    assert (refusal.value.key, refusal.value.got) == ("device.indices", [0, 2])
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "-1,0"])
+def test_hidden_gpus_are_refused_unless_the_cpu_is_asked_for(hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    with pytest.raises(ConfigError) as refusal:
+        devices_of_one_process(Device())
+    assert (refusal.value.key, refusal.value.got) == ("device.kind", "auto")
+    assert devices_of_one_process(Device(kind="cpu")) == [torch.device("cpu")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # On GPUs
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_two_gpus_compute_what_one_computes(accumulation: int, trained) -> None:
-    overrides = (*PLAIN_LOOP_OVERRIDES, "device=cuda", f"accumulation={accumulation}", "eval_every=5")
-    one = trained(*overrides, directory="one")
-    two = trained(*overrides, "parallel=dp", "device.indices=[0,1]", directory="two")
-    assert largest_difference(weights_at(two.directory, 10), weights_at(one.directory, 10)) <= 1e-6
-    assert two.result.metrics == pytest.approx(one.result.metrics, rel=1e-5)
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("precision", ["16", "bf16", "64"])
-def test_two_gpus_compute_what_one_computes_in_every_precision(precision: str, trained) -> None:
-    overrides = (*PLAIN_LOOP_OVERRIDES, "device=cuda", f"precision={precision}")
+@two_gpus
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        (("precision=32",), 1e-6),
+        (("precision=32", "accumulation=2"), 1e-6),
+        (("precision=64",), 1e-13),
+        (("precision=16",), 0.05),
+        (("precision=bf16",), 0.05),
+    ],
+)
+def test_two_gpus_compute_what_one_computes(options: tuple[str, ...], tolerance: float, trained) -> None:
+    overrides = (*PLAIN_LOOP_OVERRIDES, "device=cuda", "eval_every=5", *options)
     one = trained(*overrides, directory="one")
     two = trained(*overrides, "parallel=dp", "device.indices=[0,1]", directory="two")
-    tolerance = 1e-13 if precision == "64" else 0.05
     assert largest_difference(weights_at(two.directory, 10), weights_at(one.directory, 10)) <= tolerance
+    assert two.result.metrics == pytest.approx(one.result.metrics, rel=max(tolerance, 1e-5))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 def test_a_plan_for_two_gpus_counts_the_whole_batch() -> None:
     runs = [build_composed_run(*PLAIN_LOOP_OVERRIDES, "device=cuda", f"parallel={mode}") for mode in ("single", "dp")]
     (one,), (two,) = (trace(run, prepared(run)) for run in runs)

@@ -46,24 +46,17 @@ def cell(mode: str, precision: str, accumulation: str) -> tuple[str, ...]:
     return (*OVERRIDES, f"parallel={mode}", f"precision={precision}", f"accumulation={accumulation}")
 
 
-def selected(mode: str, precision: str) -> list[str]:
-    """Return a list with the one option of `accumulation` that is tested by default with this mode and precision.
-
-    This option changes from each mode to the next and from each precision to the next, so that the combinations that
-    are tested contain all pairs of two options.
-    """
-    place = MODES.index(mode) + PRECISIONS.index(precision)
-    return [ACCUMULATIONS[place % len(ACCUMULATIONS)]]
-
-
 def rows(*modes: str) -> list[Any]:
     """Return two pytest parameters (mode, precision, accumulations) for each of `modes` and each precision.
 
-    The first has the accumulations that run by default. The second has all accumulations, and is marked `slow`.
+    The first has the one accumulation that is tested by default. It changes from each mode and precision to the next,
+    so that all pairs of two options are tested. The second has all accumulations, and is marked `slow`.
     """
     found: list[Any] = []
     for mode, precision in itertools.product(modes, PRECISIONS):
-        found.append(pytest.param(mode, precision, selected(mode, precision), id=f"{mode}-{precision}"))
+        place = MODES.index(mode) + PRECISIONS.index(precision)
+        selected = [ACCUMULATIONS[place % len(ACCUMULATIONS)]]
+        found.append(pytest.param(mode, precision, selected, id=f"{mode}-{precision}"))
         found.append(pytest.param(mode, precision, ACCUMULATIONS, id=f"{mode}-{precision}-all", marks=pytest.mark.slow))
     return found
 
@@ -107,16 +100,10 @@ def train_all(configs: dict[str, dict[str, Any]], root: Path) -> list[Any]:
     return [train_in_rank(config, root / name) for name, config in configs.items()]
 
 
-@pytest.mark.parametrize(
-    "accumulations",
-    [selected, pytest.param(lambda mode, precision: ACCUMULATIONS, marks=pytest.mark.slow)],
-    ids=["selected", "all"],
-)
-def test_in_two_workers_that_share_one_model(
-    accumulations: Callable[[str, str], list[str]], baseline: float, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("all_cells", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["selected", "all"])
+def test_in_two_workers_that_share_one_model(all_cells: bool, baseline: float, tmp_path: Path) -> None:
     """All cells run in the same two workers, whose shared memory is large enough for a model in float64."""
-    cells = [(precision, each) for precision in PRECISIONS for each in accumulations("hogwild", precision)]
+    cells = [(row.values[1], each) for row in rows("hogwild")[all_cells::2] for each in row.values[2]]
     configs = {"_".join(names): compose_config(*cell("hogwild", *names)) for names in cells}
     work = functools.partial(train_all_together, configs)
     results: Any = train_in(tmp_path, build_composed_run(*cell("hogwild", "64", "1")), train_rank=work).result

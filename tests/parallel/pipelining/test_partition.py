@@ -54,10 +54,6 @@ def test_invalid_cuts_are_refused(asked: list[str], remedy: str) -> None:
     assert remedy in refusal.value.remedy
 
 
-def every_partition(count: int, num_stages: int) -> list[tuple[int, ...]]:
-    return list(itertools.combinations(range(1, count), num_stages - 1))
-
-
 def slowest(seconds: list[float], cut: tuple[int, ...] | list[int]) -> float:
     bounds = [0, *cut, len(seconds)]
     return max(sum(seconds[a:b]) for a, b in itertools.pairwise(bounds))
@@ -69,14 +65,11 @@ def test_balanced_minimizes_the_time_of_the_slowest_stage(num_stages: int) -> No
     for _ in range(20):
         seconds = [draw.random() ** 3 for _ in range(draw.randint(num_stages, 9))]
         found = balanced(seconds, num_stages)
-        best = min(slowest(seconds, cut) for cut in every_partition(len(seconds), num_stages))
+        best = min(slowest(seconds, cut) for cut in itertools.combinations(range(1, len(seconds)), num_stages - 1))
         assert slowest(seconds, found) == pytest.approx(best)
         assert len(found) == num_stages - 1
         assert found == sorted(set(found))
-
-
-def test_balanced_prefers_even_stages_among_equally_fast_partitions() -> None:
-    assert balanced([9, 1, 1, 1, 1], 3) == [1, 3]
+    assert balanced([9, 1, 1, 1, 1], 3) == [1, 3], "even stages among equally fast partitions"
 
 
 @pytest.mark.parametrize("cuts", [[], [1], "layer2"])
@@ -84,12 +77,6 @@ def test_invalid_cuts_options_are_refused(cuts: Any) -> None:
     with pytest.raises(ConfigError) as refusal:
         Partition(cuts=cuts)
     assert refusal.value.key == "cuts"
-
-
-def test_a_list_of_cuts_determines_the_number_of_stages() -> None:
-    assert Partition(cuts=["layer2", "layer3"]).asked_stages == 3
-    assert Partition(stages=4).asked_stages == 4
-    assert Partition().asked_stages is None
 
 
 def test_the_checks_allocate_no_weights() -> None:
@@ -132,23 +119,17 @@ class SlowNetwork(torch.nn.ModuleDict):
         return list(self.items())
 
 
-def test_the_time_of_each_block_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("frozen", [(), ("a", "c")])
+def test_the_time_of_each_block_is_measured(frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outputs of a frozen first block need no gradient, so there is no backward pass."""
     monkeypatch.setattr(partition.time, "perf_counter", lambda: Slow.now)
     network = SlowNetwork({"a": Slow(0.01), "b": Slow(0.03), "c": Slow(0.01)})
+    for name in frozen:
+        network.get_submodule(name).requires_grad_(False)
     profiles = profile_blocks(network, torch.zeros(2, 3), context(Precision()), timed=True)
     assert [profile.name for profile in profiles] == ["a", "b", "c"]
     assert [profile.seconds for profile in profiles] == pytest.approx([0.01, 0.03, 0.01])
     assert all(parameter.grad is None for parameter in network.parameters()), "copies were run"
-
-
-def test_blocks_without_trainable_parameters_are_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The outputs of a frozen first block need no gradient, so there is no backward pass."""
-    monkeypatch.setattr(partition.time, "perf_counter", lambda: Slow.now)
-    network = SlowNetwork({"a": Slow(0.01), "b": Slow(0.02), "c": Slow(0.03)})
-    for name in ("a", "c"):
-        network.get_submodule(name).requires_grad_(False)
-    profiles = profile_blocks(network, torch.zeros(2, 3), context(Precision()), timed=True)
-    assert [profile.seconds for profile in profiles] == pytest.approx([0.01, 0.02, 0.03])
 
 
 @pytest.mark.parametrize("timed", [True, False])
