@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.command import run_command
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session, train_in
 
 import runner.parallel.launch.processes
@@ -31,7 +30,6 @@ class Bad(NamedTuple):
 TABLE = [
     # processes
     Bad("parallel=ddp parallel.processes=0", "parallel.processes", "0", ["≥ 1"]),
-    Bad("parallel=fsdp parallel.processes=-2", "parallel.processes", "-2", ["≥ 1"]),
     Bad("parallel=ddp parallel.processes=two", "parallel.processes", "two", ["parallel.processes=2"]),
     Bad("parallel=hogwild parallel.processes=null", "parallel.processes", "None", ["conf/parallel/hogwild.yaml"]),
     Bad("parallel=ddp parallel.processes=2.5", "parallel.processes", "2.5", ["conf/parallel/ddp.yaml"]),
@@ -41,13 +39,8 @@ TABLE = [
     Bad("parallel=ddp parallel.processes=4 batch_size=2", "batch_size", "2", ["batch_size=4"]),
     Bad("parallel=fsdp parallel.processes=3 batch_size=64", "batch_size", "64", ["batch_size=63 or batch_size=66"]),
     Bad("parallel=ddp batch_size=9", "batch_size", "9", ["batch_size=8 or batch_size=10"]),
-    Bad("parallel=ddp batch_size=6 accumulation=2", "batch_size", "6", ["batch_size=4 or batch_size=8"]),
     # timeouts, restarts and ports
-    Bad("parallel=ddp parallel.timeout=0", "parallel.timeout", "0.0", ["≥ 1"]),
     Bad("parallel=ddp parallel.timeout=inf", "parallel.timeout", "inf", ["≤ 86400"]),
-    Bad("parallel=ddp parallel.timeout=nan", "parallel.timeout", "nan", ["≥ 1"]),
-    Bad("parallel=ddp parallel.max_restarts=-1", "parallel.max_restarts", "-1", ["≥ 0"]),
-    Bad("parallel=ddp parallel.port=0", "parallel.port", "0", ["≥ 1"]),
     Bad("parallel=ddp parallel.port=70000", "parallel.port", "70000", ["≤ 65535"]),
     # devices
     Bad("parallel=hogwild device=cuda", "device.kind", "cuda", ["parallel=ddp"], gpus=2),
@@ -59,15 +52,12 @@ TABLE = [
     ),
     Bad("parallel=ddp device=cuda device.indices=[0,7]", "device.indices", "[0, 7]", ["0 to 1"], gpus=2),
     Bad("parallel=dp device=cuda device.indices=[0,7]", "device.indices", "[0, 7]", ["0 to 1"], gpus=2),
-    Bad("parallel=dp device=cuda device.indices=[7,0]", "device.indices", "[7, 0]", ["0 to 1"], gpus=2),
     Bad("parallel=ddp device=cuda device.indices=[0,0]", "device.indices", "[0, 0]", ["device.indices=[0,1]"], gpus=2),
     # options
     Bad("parallel=ddp parallel.static_graph=true accumulation=2", "parallel.static_graph", "True", ["accumulation=1"]),
     Bad("parallel=ddp parallel.compression=zip", "parallel.compression", "zip", ["powersgd"]),
     Bad("parallel=ddp parallel.bucket_mb=0", "parallel.bucket_mb", "0.0", ["> 0"]),
-    Bad("parallel=ddp parallel.powersgd_rank=0", "parallel.powersgd_rank", "0", ["≥ 1"]),
     Bad("parallel=ddp +parallel.members=3", "parallel.members", str(ABSENT), ["max_restarts"]),
-    Bad("parallel=hogwild +parallel.bucket_mb=3", "parallel.bucket_mb", str(ABSENT), ["processes"]),
 ]
 
 
@@ -97,14 +87,6 @@ def test_bad_input_is_refused_before_a_process_starts(
         assert word in f"{refusal.value.why}\n{refusal.value.remedy}"
     assert len(str(refusal.value).splitlines()) <= 10
     assert "supervisor" not in started
-
-
-@pytest.mark.parametrize("bad", [bad for bad in TABLE if not bad.gpus][::14], ids=lambda bad: bad.overrides)
-def test_the_command_exits_with_2_and_leaves_no_files(bad: Bad, tmp_path: Path) -> None:
-    code, console = run_command(*bad.overrides.split(), cwd=tmp_path)
-    assert code == 2, console
-    assert console.startswith(f"{bad.key}:")
-    assert {path.name for path in tmp_path.iterdir()} == {"console.txt", "code"}
 
 
 def test_good_input_starts_the_fork_server_and_then_the_ranks(started: list[str], tmp_path: Path) -> None:

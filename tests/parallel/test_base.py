@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 
-from runner.batching import MicroBatch, Plan
+from runner.batching import Plan
 from runner.config.errors import ConfigError
 from runner.parallel.base import move
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.cluster import RankInfo
-from runner.run import Run
-from runner.session import Session
-
-
-def placed(*overrides: str) -> tuple[Run, Session, torch.nn.Module]:
-    """Return a run, its session, and its model as returned by `place`."""
-    run = build_composed_run(*TINY_CPU, *overrides)
-    session = prepare_session(run)
-    torch.manual_seed(0)
-    return run, session, run.parallel.place(session.workload.build_model(), session)
-
-
-def first_batch(session: Session, model: torch.nn.Module) -> Any:
-    return next(session.workload.batches(model, session.plan, 0, session.device))
-
-
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_a_single_process_does_all_of_the_work() -> None:
@@ -57,33 +37,10 @@ def test_several_externally_launched_processes_are_refused(mode: str, monkeypatc
     assert (refusal.value.key, refusal.value.got) == ("parallel.processes", 2)
 
 
-def test_gradients_are_weighted_by_the_share_of_the_micro_batch() -> None:
-    run, session, model = placed("batch_size=16")
-    batch, mode = first_batch(session, model), run.parallel
-    sums = mode.accumulate(model, batch, MicroBatch(0, 16, 1.0, True), True)
-    whole = gradients(model)
-    model.zero_grad()
-    quarter = mode.accumulate(model, batch, MicroBatch(0, 16, 0.25, False), False)
-    assert torch.equal(quarter, sums), "metrics are sums, and not weighted"
-    assert (sums.dtype, sums.shape) == (torch.float32, (2,))
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, whole[name] / 4, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize("max_norm", [None, 1e-3, 1e3])
-def test_clipping_returns_the_norm_before_clipping(max_norm: float | None) -> None:
-    run, session, model = placed("batch_size=16")
-    run.parallel.accumulate(model, first_batch(session, model), MicroBatch(0, 16, 1.0, True), True)
-    before = gradients(model)
-    norm = torch.cat([gradient.flatten() for gradient in before.values()]).norm()
-    torch.testing.assert_close(run.parallel.clip_gradients(model, max_norm), norm)
-    scale = 1.0 if max_norm is None else min(1.0, max_norm / float(norm))
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, before[name] * scale, rtol=1e-4, atol=0)
-
-
 def test_an_evaluation_covers_every_held_out_sample_in_inference_mode() -> None:
-    run, _, model = placed()
+    run = build_composed_run(*TINY_CPU)
+    session = prepare_session(run)
+    model = run.parallel.place(session.workload.build_model(), session)
     seen: list[bool] = []
     model.register_forward_hook(
         lambda module, *_: seen.append(torch.is_inference_mode_enabled() and not module.training)

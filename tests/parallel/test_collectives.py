@@ -91,7 +91,7 @@ def test_other_messages_are_refused_and_execute_nothing(
     message: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="other values than plain ones"):
+    with pytest.raises(ValueError, match=NOT_SENT):
         decode(message)
     assert not list(tmp_path.iterdir())
 
@@ -120,6 +120,8 @@ def test_reductions_and_gathered_values(on_three: Callable[[Work], list[Any]], t
         assert each["totals"] == {"loss": [3.0, 6.0], "count": 30}
         assert each["arguments"] == {"loss": [float(rank), 2.0], "count": 10}, "unchanged"
         assert each["maximum"] == [2.0, 0.0], "elementwise"
+        assert not each["equal values change"], "by a sum of three in float32, divided by three, they would"
+        assert each["mean rank"] == 1.0
         assert each["ranks"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert each["files after a barrier"] == ["0", "1", "2"]
     assert sum(each["share"] for each in found) == 7.0
@@ -141,6 +143,10 @@ def reduced_and_gathered(directory: Path, collectives: Collectives) -> dict[str,
     totals = collectives.all_reduce(sums)
     maximum = torch.tensor([float(rank), -float(rank)])
     collectives.all_reduce_max(maximum)
+    torch.manual_seed(0)
+    values = torch.rand(1000)
+    collectives.all_reduce_mean(mean := values.clone())
+    collectives.all_reduce_mean(mean_rank := torch.tensor(float(rank)))
     (directory / str(rank)).touch()
     collectives.barrier()
     files = sorted(path.name for path in directory.iterdir())
@@ -153,32 +159,12 @@ def reduced_and_gathered(directory: Path, collectives: Collectives) -> dict[str,
         "arguments": {name: tensor.tolist() for name, tensor in sums.items()},
         "share": float(collectives.local_share(torch.tensor(7.0))),
         "maximum": maximum.tolist(),
+        "equal values change": not torch.equal(mean, values),
+        "mean rank": float(mean_rank),
         "ranks": collectives.all_gather({"rank": rank}),
         "files after a barrier": files,
         "rank 0": collectives.gather_to_rank0(named),
     }
-
-
-def test_the_mean_of_equal_values_is_bitwise_the_value(on_three: Callable[[Work], list[Any]]) -> None:
-    """`all_reduce_mean` must not change values that are the same on all ranks.
-
-    A mean computed in float32 could change them: the sum of three equal values, divided by three, may differ from the
-    value.
-    """
-    torch.manual_seed(0)
-    values = torch.rand(1000)
-    assert not torch.equal((values + values + values) / 3, values)
-    for mean, other in on_three(mean_of_equals):
-        assert torch.equal(mean, values)
-        assert other == 1.0
-
-
-def mean_of_equals(collectives: Collectives) -> tuple[torch.Tensor, float]:
-    torch.manual_seed(0)
-    equal, other = torch.rand(1000), torch.tensor(float(collectives.rank))
-    collectives.all_reduce_mean(equal)
-    collectives.all_reduce_mean(other)
-    return equal, float(other)
 
 
 def test_any_rank_returns_the_result_of_the_previous_call_on_all_ranks(on_three: Callable[[Work], list[Any]]) -> None:
@@ -192,24 +178,24 @@ def call_any_rank(collectives: Collectives) -> list[bool]:
     return [collectives.any_rank(collectives.rank == 1 and step == 1) for step in range(4)]
 
 
+NOT_SENT = "a message from another rank has other values than plain ones, tensors and dtypes"
+
+
 def test_from_rank_0_returns_or_raises_on_all_ranks(on_three: Callable[[Work], list[Any]]) -> None:
+    refused, unsent = "ConfigError: steps: got -1: they are counted\n  steps=1", f"ValueError: {NOT_SENT}"
     error, lost = "ValueError: no", "LostError: rank 0 failed: ValueError: no"
-    refused = "ConfigError: steps: got -1: they are counted\n  steps=1"
-    assert on_three(decided) == [("by rank 0", text, refused) for text in (error, lost, lost)]
+    assert on_three(decided) == [["by rank 0", text, refused, unsent] for text in (error, lost, lost)]
 
 
-def decided(collectives: Collectives) -> tuple[str, str, str]:
-    """Return the result of `from_rank_0`, and two errors that it raises, as texts.
-
-    `from_rank_0` raises the first error after a `ValueError` on rank 0, and the second after a `ConfigError` on rank 0.
-    """
-    text = collectives.from_rank_0(lambda: f"by rank {collectives.rank}")
-    failures = []
-    for raised in (ValueError("no"), ConfigError("steps", -1, "they are counted", "steps=1")):
+def decided(collectives: Collectives) -> list[str]:
+    """Return the result of `from_rank_0`, and the errors that it raises after two errors and an object on rank 0."""
+    texts = [collectives.from_rank_0(lambda: f"by rank {collectives.rank}")]
+    refusal = ConfigError("steps", -1, "they are counted", "steps=1")
+    for make in (partial(raise_it, ValueError("no")), partial(raise_it, refusal), object):
         with pytest.raises((ValueError, LostError, ConfigError)) as caught:
-            collectives.from_rank_0(partial(raise_it, raised))
-        failures.append(f"{type(caught.value).__name__}: {caught.value}")
-    return text, *failures
+            collectives.from_rank_0(make)
+        texts.append(f"{type(caught.value).__name__}: {caught.value}")
+    return texts
 
 
 def raise_it(error: Exception) -> None:
@@ -231,14 +217,3 @@ def agreed(collectives: Collectives) -> tuple[int, str]:
     with pytest.raises(ConfigError) as refusal:
         collectives.on_all_ranks(refuse)
     return number, str(refusal.value)
-
-
-def test_from_rank_0_fails_on_all_ranks_if_the_result_cannot_be_sent(on_three: Callable[[Work], list[Any]]) -> None:
-    """Otherwise, the other ranks would wait for the result until the timeout."""
-    assert on_three(unsendable) == [True] * 3
-
-
-def unsendable(collectives: Collectives) -> bool:
-    with pytest.raises(ValueError, match="other values than plain ones"):
-        collectives.from_rank_0(object)
-    return True

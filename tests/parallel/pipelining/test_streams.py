@@ -32,32 +32,15 @@ def stages() -> list[StageModule]:
     return [StageModule([block], None, None, nullcontext) for block in blocks]
 
 
-def test_gradients_equal_those_of_the_whole_batch() -> None:
-    own, inputs, targets = stages(), torch.randn(12, 3), torch.randn(12, 2)
+def test_the_recording_has_every_computation() -> None:
     timeline = Timeline([CPU])
     timeline.begin(lambda: None)
-    StreamEngine(own, [CPU] * 3, 4, timeline).train(inputs, targets, lambda y, t: (y - t).square().sum())
-    got = [parameter.grad for stage in own for parameter in stage.parameters()]
-    same = stages()
-    y = inputs
-    for stage in same:
-        y = stage(y)
-    wanted = torch.autograd.grad((y - targets).square().sum(), [p for stage in same for p in stage.parameters()])
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other)
+    engine = StreamEngine(stages(), [CPU] * 3, 4, timeline)
+    engine.train(torch.randn(12, 3), torch.randn(12, 2), lambda y, t: (y - t).square().sum())
     assert [span[:3] for span in timeline.take()] == [
         *((stage, "forward", micro) for micro, stage in clock(3, 3)),
         *((2 - stage, "backward", micro) for micro, stage in clock(3, 3)),
     ]
-
-
-@pytest.mark.parametrize("count", [1, 4, 11])
-def test_inference_keeps_the_order_with_a_short_last_micro_batch(count: int) -> None:
-    own, inputs = stages(), torch.randn(count, 3)
-    wanted = inputs
-    for stage in own:
-        wanted = stage(wanted)
-    torch.testing.assert_close(StreamEngine(own, [CPU] * 3, 4, Timeline([CPU])).infer(inputs), wanted)
 
 
 @pytest.mark.gpu
