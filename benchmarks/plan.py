@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import write
-from runner.commands.composed_run import compose_run
+from runner.api.composing import compose
 from runner.parallel.collectives import Collectives
 from runner.result import Result
 from runner.run import build_run
@@ -74,7 +74,7 @@ def output(module: str, *words: str) -> Any:
 
 def measured(name: str) -> list[int]:
     """Train two steps of the case `name`, and return the measured peak of each rank."""
-    run = compose_run([*CASES[name], *COMMON])
+    run = build_run(dict(compose([*CASES[name], *COMMON])))
     launcher = run.parallel.launcher(run.device)
     with tempfile.TemporaryDirectory() as scratch, launcher.connect() as process:
         rank_main = partial(measure_rank, run.config, Path(scratch))

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.measure import write
-from runner.commands.composed_run import compose_run
+from runner.api.composing import compose
 from runner.planning.candidates import ALLOWED, PERMISSIONS, Candidate, Candidates, Overrides
 from runner.planning.trial import BURST_SECONDS, Trial, TrialError
-from runner.run import Run
+from runner.run import Run, build_run
 
 GOAL = 0.03
 CASES: dict[str, tuple[Sequence[str], float, str]] = {
@@ -49,10 +49,10 @@ def tuned(overrides: Sequence[str], budget: float, allowed: str) -> dict[str, An
 def combinations(overrides: Sequence[str], allowed: str) -> Iterator[Candidate]:
     """Yield every combination of the options that tune may choose, beginning with the baseline."""
 
-    def compose(more: Sequence[str]) -> Run:
-        return compose_run([*overrides, *more], None, "tune")
+    def build(more: Sequence[str]) -> Run:
+        return build_run(dict(compose([*overrides, *more])))
 
-    candidates, known = Candidates(compose, overrides), []
+    candidates, known = Candidates(build, overrides), []
     kinds = {*ALLOWED, *(PERMISSIONS[name] for name in allowed.split(",") if name)}
     options: list[list[Overrides]] = [[(), *group.options(candidates.base)] for group in candidates.groups()]
     for words in itertools.product(*options):
