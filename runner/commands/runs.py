@@ -21,9 +21,9 @@ from runner.analysis.output import one_line
 from runner.analysis.saved_runs import STATES, MeasuredRun, find_runs, find_sweeps, is_locked
 from runner.commands.arguments import Parser
 from runner.config.errors import ConfigError, check, did_you_mean
-from runner.planning.formatting import size
 from runner.storage.files import check_readable, walk
 from runner.storage.ledger_file import LEDGER, num_jobs, read_ledger
+from runner.system.tables import size
 from runner.system.utf8 import printable
 
 _SWEEP_STATES = ("done", "running", "unfinished")

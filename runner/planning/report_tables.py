@@ -10,9 +10,8 @@ from rich.console import Group
 from rich.text import Text
 
 from runner.parallel.pipelining.schedules import SCHEDULES
-from runner.planning.formatting import flops, milliseconds, significant, size
 from runner.planning.step_tracker import KINDS
-from runner.system.tables import table
+from runner.system.tables import flops, milliseconds, significant, size, table
 
 Table = tuple[str, list[str], list[list[str]]]
 """The title, the column titles and the rows of a table."""

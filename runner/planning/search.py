@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from runner.planning.candidates import ALLOWED, RESULTS, Candidate, Group, Overrides
-from runner.planning.formatting import milliseconds
 from runner.planning.trial import BURST_SECONDS, TooLateError, Trial, TrialError
+from runner.system.tables import milliseconds
 
 _MUCH_SLOWER = 1.6
 """A candidate whose steps take this many times as long as the fastest one's is dropped after a single round."""

@@ -20,13 +20,12 @@ from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
 from runner.config.overrides import override_key
 from runner.planning.candidates import Candidate, Candidates, Compose
-from runner.planning.formatting import significant, size
 from runner.planning.search import BUDGET_SPENT, Row, Search
 from runner.planning.trial import Trial
 from runner.storage import run_directory
 from runner.storage.files import write_text
 from runner.system.cpu import cpu_model
-from runner.system.tables import table
+from runner.system.tables import significant, size, table
 
 EXPERIMENT = "tuned"
 """The name of the experiment with the chosen overrides."""

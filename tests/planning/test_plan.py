@@ -23,12 +23,12 @@ from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.bubbles import bubbles
 from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank, with_cuts
-from runner.planning.formatting import flops
 from runner.planning.planned_session import prepared
 from runner.planning.report import report_of
 from runner.planning.report_tables import tables
 from runner.planning.step_tracker import KINDS
 from runner.system.fake_tensors import fake_process_group
+from runner.system.tables import flops
 
 RESNET = ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=64", "device=cpu", "device.threads=1")
 RESNET = (*RESNET, "batch_size=16", "steps=2")
