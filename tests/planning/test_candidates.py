@@ -9,16 +9,14 @@ from unittest.mock import patch
 
 import pytest
 from helpers.compose import build_composed_run
-from hydra.errors import HydraException
 
-from runner.config.errors import ConfigError
-from runner.parallel.fsdp import FSDP
+from runner.api.composing import compose
 from runner.planning import candidates as module
 from runner.planning.candidates import Candidates
-from runner.run import Run
+from runner.run import Run, build_run
 
 RESNET = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "device=cpu")
-CONVNET = ("model=convnet", "device=cpu")
+CONVNET, AGENT = ("model=convnet", "device=cpu"), ("workload=dqn", "device=cpu")
 
 
 @functools.cache
@@ -37,8 +35,7 @@ def options(candidates: Candidates, cores: int = 2) -> dict[str, list[str]]:
 
 
 def results(candidates: Candidates, *words: str) -> str:
-    judged = candidates.judged(words)
-    return judged.results or judged.refusal
+    return candidates.judged(words).results
 
 
 def test_groups_change_one_option_and_compiled_candidates_come_last() -> None:
@@ -59,7 +56,7 @@ def test_groups_change_one_option_and_compiled_candidates_come_last() -> None:
         "accumulation": [f"accumulation={count}" for count in (1, 2, 4)],
         "compile": ["compile=false", "compile=true", "compile=blocks"],
     }
-    assert options(of("workload=dqn", "device=cpu"))["compile"] == ["compile=false", "compile=true"]
+    assert options(of(*AGENT))["compile"] == ["compile=false", "compile=true"]
 
 
 @pytest.mark.parametrize(
@@ -78,19 +75,12 @@ def test_typed_options_are_not_changed(typed: str, modes: list[str]) -> None:
 
 def test_a_user_defined_mode_is_tried(tmp_path: Path) -> None:
     (tmp_path / "parallel").mkdir()
-    (tmp_path / "parallel" / "mine.yaml").touch()
+    (tmp_path / "parallel" / "mine.yaml").write_text("defaults: [fsdp, _self_]\n")
 
-    class Mine(FSDP): ...
+    def build(more: Sequence[str]) -> Run:
+        return build_run(dict(compose([*CONVNET, *more], config_dir=str(tmp_path))))
 
-    def compose(more: Sequence[str]) -> Run:
-        try:
-            run = build_composed_run(*CONVNET, *(text.replace("=mine", "=fsdp") for text in more))
-        except HydraException as error:
-            raise ConfigError("overrides", more, str(error), "another mode") from error
-        run.parallel = Mine(run.parallel.processes) if "parallel=mine" in more else run.parallel  # pyright: ignore
-        return run
-
-    assert "parallel=mine parallel.processes=2" in options(Candidates(compose, (), str(tmp_path)))["parallel"]
+    assert "parallel=mine parallel.processes=2" in options(Candidates(build, (), str(tmp_path)))["parallel"]
 
 
 def test_a_pipeline_is_tried_with_other_schedules_and_split_sizes() -> None:
@@ -102,38 +92,31 @@ def test_a_pipeline_is_tried_with_other_schedules_and_split_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("typed", "words", "expected"),
     [
-        ("", "bitwise"),
-        ("device.threads=1", "last bits"),
-        ("channels_last=false", "last bits"),
-        ("parallel=ddp", "last bits"),
-        ("parallel=pipeline parallel.split_size=8", "last bits"),
-        ("accumulation=4", "last bits"),
-        ("precision=tf32", "rounding"),
-        ("precision=bf16", "16 bits"),
-        ("parallel=hogwild", "asynchronous"),
-        ("parallel=ensemble", "other"),
+        (CONVNET, "", "bitwise"),
+        (CONVNET, "device.threads=1", "last bits"),
+        (CONVNET, "channels_last=false", "last bits"),
+        (CONVNET, "parallel=ddp", "last bits"),
+        (CONVNET, "parallel=pipeline parallel.split_size=8", "last bits"),
+        (CONVNET, "accumulation=4", "last bits"),
+        (CONVNET, "precision=tf32", "rounding"),
+        (CONVNET, "precision=bf16", "16 bits"),
+        (CONVNET, "parallel=hogwild", "asynchronous"),
+        (CONVNET, "parallel=ensemble", "other"),
+        (RESNET, "channels_last=false", "last bits"),
+        (RESNET, "accumulation=2", "statistics"),
+        (RESNET, "parallel=ddp", "statistics"),
+        (RESNET, "parallel=ddp parallel.sync_batch_norm=true", "last bits"),
+        (RESNET, "parallel=ddp parallel.sync_batch_norm=true accumulation=2", "statistics"),
+        (RESNET, "parallel=pipeline", "statistics"),
+        (AGENT, "device.threads=1", "last bits"),
+        (AGENT, "parallel=ddp", "other"),
     ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
 )
-def test_results_without_batch_normalization(words: str, expected: str) -> None:
-    assert results(of(*CONVNET), *words.split()) == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("channels_last=false", "last bits"),
-        ("accumulation=2", "statistics"),
-        ("parallel=ddp", "statistics"),
-        ("parallel=ddp parallel.sync_batch_norm=true", "last bits"),
-        ("parallel=ddp parallel.sync_batch_norm=true accumulation=2", "statistics"),
-        ("parallel=fsdp", "statistics"),
-        ("parallel=pipeline", "statistics"),
-    ],
-)
-def test_results_with_batch_normalization(words: str, expected: str) -> None:
-    assert results(of(*RESNET), *words.split()) == expected
+def test_effects_on_the_results(typed: tuple[str, ...], words: str, expected: str) -> None:
+    assert results(of(*typed), *words.split()) == expected
 
 
 def test_synchronized_batch_normalization_is_tried_only_if_there_is_any() -> None:
@@ -152,14 +135,8 @@ def test_micro_batches_of_equal_size_do_not_change_batch_normalization() -> None
     assert results(halved, "accumulation=1", "parallel=ddp") == "statistics", "the running statistics are averaged"
 
 
-def test_ddp_changes_the_results_of_dqn_and_pipeline_is_refused() -> None:
-    agent = of("workload=dqn", "device=cpu")
-    assert results(agent, "device.threads=1") == "last bits"
-    assert results(agent, "parallel=ddp") == "other"
-    assert "workload" in results(agent, "parallel=pipeline")
-
-
 def test_a_refused_candidate_has_the_reason() -> None:
+    assert "workload" in of(*AGENT).judged(("parallel=pipeline",)).refusal
     odd = of(*CONVNET, "batch_size=63").judged(("parallel=ddp",))
     assert (odd.run, odd.results) == (None, "")
     assert "batch_size" in odd.refusal
