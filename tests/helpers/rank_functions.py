@@ -17,8 +17,7 @@ import torch
 
 from runner.batching import MicroBatch
 from runner.parallel.collectives import Collectives
-from runner.parallel.launch import process_group
-from runner.parallel.launch.cluster import RankInfo, external_rank_info
+from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.processes import init_rank
 from runner.parallel.launch.supervisor import Report, start_heartbeat
 from runner.result import Result
@@ -178,51 +177,3 @@ def run_sweep_job(config: dict[str, Any], directory: Path, fails: bool) -> str:
 
 def fail_if_started(process: Collectives) -> None:
     raise AssertionError(f"{process} was started, where another launcher had started all")
-
-
-CPU = torch.device("cpu")
-
-
-def two_rank_info(rank: int, port: int) -> RankInfo:
-    return RankInfo(rank, 2, rank, 2, process_group.HOST, port)
-
-
-def init_and_destroy_group(pipe: Connection, rank: int, port: int) -> None:
-    """Initialize and destroy a process group; report the sum over both ranks, and whether a group is left."""
-    report = start_heartbeat(pipe)
-    process_group.init_process_group(two_rank_info(rank, port), CPU, 300, external=False)
-    tensor = torch.tensor(float(rank + 1))
-    torch.distributed.all_reduce(tensor)
-    process_group.destroy_process_group()
-    process_group.destroy_process_group()  # a second call does nothing
-    report(Report(value=(float(tensor), torch.distributed.is_initialized())))
-
-
-def abort_during_collective(pipe: Connection, rank: int, port: int) -> None:
-    """Rank 0 aborts the process group while rank 1 waits in a collective whose timeout is an hour."""
-    report = start_heartbeat(pipe)
-    process_group.init_process_group(two_rank_info(rank, port), CPU, 3600, external=False)
-    torch.distributed.barrier()
-    if rank == 0:
-        retained_groups.append(torch.distributed.group.WORLD)
-        process_group.abort_process_group()
-        report(Report(value="aborted"))
-        return
-    try:
-        torch.distributed.all_reduce(torch.zeros(1))
-    except RuntimeError as error:
-        report(Report(value=type(error).__name__))
-
-
-def init_three_groups() -> list[float]:
-    """Create three process groups in turn between externally launched ranks; return what rank 0 broadcasts in each."""
-    rank_info, received = external_rank_info(), []
-    assert rank_info is not None
-    for _ in range(3):
-        process_group.init_process_group(rank_info, CPU, 300, external=True)
-        tensor = torch.tensor(1.0 - rank_info.rank)
-        torch.distributed.broadcast(tensor, 0)
-        received.append(float(tensor))
-        torch.distributed.barrier()
-        process_group.abort_process_group()
-    return received

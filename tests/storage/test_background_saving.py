@@ -7,13 +7,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.compose import TINY_CPU, TrainedRun, compose_config
-from helpers.delayed_checkpoints import delay_checkpoint_writes, restore_checkpoint_writes
 from helpers.handmade_runs import save_and_wait
 from helpers.ranks import PersistentRanks
 from helpers.runs import assert_bitwise_equal
@@ -41,15 +42,33 @@ RUNS = {
 """The number of processes and the overrides of each run."""
 
 
+class DeferredWriting:
+    """Stands for the thread that writes checkpoints, and for the future of one: it writes when `result` is called."""
+
+    def __init__(self, *_: Any) -> None:
+        self.result: Callable[[], None]
+
+    def submit(self, write: Callable[..., None], *arguments: Any) -> DeferredWriting:
+        self.result = lambda: write(*arguments)
+        return self
+
+    def done(self) -> bool:
+        return False
+
+
+def write_by(kind: Any, *_: Any) -> None:
+    runner.storage.checkpoint_writing.ThreadPoolExecutor = kind
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_content_of_a_checkpoint_does_not_depend_on_when_it_is_written(
     name: str, tmp_path: Path, ranks: Callable[[int], PersistentRanks]
 ) -> None:
     """The content of a checkpoint is a copy, which shares no memory with tensors that the training changes."""
     processes, overrides = RUNS[name]
-    for directory, when in (("at_once", restore_checkpoint_writes), ("late", delay_checkpoint_writes)):
-        ranks(processes).train(compose_config(*overrides), tmp_path / directory, when)
-    ranks(processes).call_on_all(restore_checkpoint_writes)
+    for directory, kind in (("at_once", ThreadPoolExecutor), ("late", DeferredWriting)):
+        ranks(processes).train(compose_config(*overrides), tmp_path / directory, partial(write_by, kind))
+    ranks(processes).call_on_all(write_by, ThreadPoolExecutor)
     checkpoints = [sorted((tmp_path / name / "checkpoints").glob("step_*")) for name in ("late", "at_once")]
     assert len(checkpoints[0]) >= 3
     for late, at_once in zip(*checkpoints, strict=True):

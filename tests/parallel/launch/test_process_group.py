@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import rank_functions
 from helpers.command import TIMEOUT_SECONDS
 from helpers.ranks import PersistentRanks
 from helpers.runs import free_port, listening_addresses
@@ -17,10 +17,10 @@ from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPriva
 
 from runner.config.errors import ConfigError
 from runner.parallel.launch import process_group
-from runner.parallel.launch.cluster import external_rank_info
+from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.process_group import create_store
 from runner.parallel.launch.processes import PRELOADED
-from runner.parallel.launch.supervisor import Supervisor
+from runner.parallel.launch.supervisor import Report, Supervisor, start_heartbeat
 from runner.system.forkserver import start_server
 from runner.system.signals import StopRequest
 
@@ -36,12 +36,47 @@ def test_a_store_listens_only_on_the_loopback_interface(monkeypatch: pytest.Monk
     assert store.get("key") == b"value"
 
 
+CPU = torch.device("cpu")
+retained: list[Any] = []
+
+
+def two_rank_info(rank: int, port: int) -> RankInfo:
+    return RankInfo(rank, 2, rank, 2, process_group.HOST, port)
+
+
+def init_and_destroy_group(pipe: Connection, rank: int, port: int) -> None:
+    """Initialize and destroy a process group; report the sum over both ranks, and whether a group is left."""
+    report = start_heartbeat(pipe)
+    process_group.init_process_group(two_rank_info(rank, port), CPU, 300, external=False)
+    tensor = torch.tensor(float(rank + 1))
+    torch.distributed.all_reduce(tensor)
+    process_group.destroy_process_group()
+    process_group.destroy_process_group()  # a second call does nothing
+    report(Report(value=(float(tensor), torch.distributed.is_initialized())))
+
+
+def abort_during_collective(pipe: Connection, rank: int, port: int) -> None:
+    """Rank 0 aborts the process group while rank 1 waits in a collective whose timeout is an hour."""
+    report = start_heartbeat(pipe)
+    process_group.init_process_group(two_rank_info(rank, port), CPU, 3600, external=False)
+    torch.distributed.barrier()
+    if rank == 0:
+        retained.append(torch.distributed.group.WORLD)
+        process_group.abort_process_group()
+        report(Report(value="aborted"))
+        return
+    try:
+        torch.distributed.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        report(Report(value=type(error).__name__))
+
+
 @pytest.mark.parametrize(
     ("work", "returned"),
     [
-        (rank_functions.init_and_destroy_group, [(3.0, False)] * 2),
+        (init_and_destroy_group, [(3.0, False)] * 2),
         # The collectives of rank 1 fail before the timeout, even if rank 0 still has references to the aborted group.
-        (rank_functions.abort_during_collective, ["aborted", "RuntimeError"]),
+        (abort_during_collective, ["aborted", "RuntimeError"]),
     ],
     ids=["destroy", "abort"],
 )
@@ -80,9 +115,23 @@ def test_abort_does_not_end_a_backend_in_agreement_with_the_other_ranks() -> Non
 def test_externally_launched_ranks_initialize_several_groups_in_turn() -> None:
     ranks = PersistentRanks(2)  # separate from the fixture `ranks`, because this aborts their process group
     try:
-        assert ranks.call_on_all(rank_functions.init_three_groups) == [[1.0, 1.0, 1.0]] * 2
+        assert ranks.call_on_all(init_three_groups) == [[1.0, 1.0, 1.0]] * 2
     finally:
         ranks.close()
+
+
+def init_three_groups() -> list[float]:
+    """Create three process groups in turn between externally launched ranks; return what rank 0 broadcasts in each."""
+    rank_info, received = external_rank_info(), []
+    assert rank_info is not None
+    for _ in range(3):
+        process_group.init_process_group(rank_info, CPU, 300, external=True)
+        tensor = torch.tensor(1.0 - rank_info.rank)
+        torch.distributed.broadcast(tensor, 0)
+        received.append(float(tensor))
+        torch.distributed.barrier()
+        process_group.abort_process_group()
+    return received
 
 
 REFUSAL = ConfigError("device.kind", "cuda", "there is none", "device=cpu")
