@@ -45,12 +45,11 @@ class ArraySamples(Samples):
     def joined(self, other: Samples) -> Samples:
         if type(other) is not type(self):
             return super().joined(other)
+        for each in (self, other):
+            each._move(torch.device("cpu"))
         both = copy.copy(self)
-        both.inputs, both.targets = (torch.cat(pair) for pair in zip(self._tensors(), other._tensors(), strict=True))
+        both.inputs, both.targets = torch.cat((self.inputs, other.inputs)), torch.cat((self.targets, other.targets))
         return both
-
-    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inputs, self.targets
 
     def _move(self, device: torch.device) -> None:
         self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)

@@ -57,24 +57,17 @@ class Noise(TensorSamples):
         self._split, self._learnable = split, options.learnable
 
     def display_images(self, indices: list[int]) -> torch.Tensor:
-        self._generate(torch.device("cpu"))
+        if self.inputs.is_meta:
+            self._move(torch.device("cpu"))
         return super().display_images(indices)
 
-    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self._generate(torch.device("cpu"))
-        return super()._tensors()
-
     def _move(self, device: torch.device) -> None:
-        self._generate(device)
+        if self.inputs.is_meta:
+            self.inputs = _noise(self._split, len(self), self.shape, device)
+            if self._learnable:
+                patterns = _noise("patterns", self.num_classes, self.shape, device)
+                self.inputs = self.inputs // 2 + patterns[self.targets.to(device)] // 2
         super()._move(device)
-
-    def _generate(self, device: torch.device) -> None:
-        if not self.inputs.is_meta:
-            return
-        self.inputs = _noise(self._split, len(self), self.shape, device)
-        if self._learnable:
-            patterns = _noise("patterns", self.num_classes, self.shape, device)
-            self.inputs = self.inputs // 2 + patterns[self.targets.to(device)] // 2
 
 
 def _noise(name: str, count: int, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:

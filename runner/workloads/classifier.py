@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -96,12 +97,6 @@ class Classifier(DataWorkload[LabeledSamples]):
         samples = self.held_out
         return {"inputs": samples.shape, "classes": samples.class_names, "image": samples.image_input()}
 
-    def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
-        if "inputs" not in signature:
-            return super().saved_model(signature)
-        with errors_under("model"):
-            return self.model.build(tuple(signature["inputs"]), len(signature["classes"]))
-
     def micro_batches(self, plan: Plan, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
         if mixing := Mixing(self.mixup, self.cutmix):
             return mixing.batches(self.train, micros, plan.batch_size, plan.seed, device)
@@ -181,30 +176,26 @@ class Classifier(DataWorkload[LabeledSamples]):
         return images
 
     def _captioned(
-        self, indices: torch.Tensor, predictions: torch.Tensor, targets: torch.Tensor, confidence: torch.Tensor
+        self, rows: list[int], predictions: torch.Tensor, targets: torch.Tensor, confidence: torch.Tensor
     ) -> torch.Tensor:
-        names, rows = self.held_out.class_names, indices.tolist()
+        names = self.held_out.class_names
         pairs = [(int(predictions[i]), int(targets[i])) for i in rows]
         captions = [f"{names[p]} {int(confidence[i]) / 10:.0f}%" for i, (p, _) in zip(rows, pairs, strict=True)]
         captions = [c if p == t else f"{c}\nis {names[t]}" for c, (p, t) in zip(captions, pairs, strict=True)]
         return grid(self.held_out.display_images(rows), captions, [p == t for p, t in pairs])
 
 
-def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tensor | None = None) -> list[int]:
     """Return the indices of at most 36 samples where `shown`, int64 [m], in rounds of one sample of every class.
 
     With `keys`, int64 [n], they are sorted by them, descending, within a class and within a round; otherwise, the
     samples of a class keep their order, and a round is sorted by class.
     """
     indices = shown.nonzero().flatten()
-    order = torch.zeros_like(indices) if keys is None else -keys[indices]
-    indices = indices[order.argsort(stable=True)]
-    classes = targets[indices]
-    by_class = classes.argsort(stable=True)
-    counts = torch.bincount(classes)
-    starts = counts.cumsum(0) - counts
-    rank = torch.empty_like(classes)  # among the samples of the same class
-    rank[by_class] = torch.arange(len(classes)) - starts[classes[by_class]]
-    within = classes if keys is None else torch.arange(len(classes))
-    turn = rank * (int(within.max()) + 1 if len(within) else 1) + within
-    return indices[turn.argsort(stable=True)][:_MAX_IMAGES]
+    if keys is not None:
+        indices = indices[keys[indices].argsort(descending=True, stable=True)]
+    rounds, turns = Counter[int](), []
+    for place, (index, label) in enumerate(zip(indices.tolist(), targets[indices].tolist(), strict=True)):
+        turns.append((rounds[label], label if keys is None else place, index))
+        rounds[label] += 1
+    return [index for _, _, index in sorted(turns)[:_MAX_IMAGES]]

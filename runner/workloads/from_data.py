@@ -80,8 +80,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
             self.use(train, held_out)
 
     def check_same_samples(self, saved: Mapping[str, Any]) -> str:
-        accept = self.data.changed == "accept"
-        return check_same_samples(saved.get("data", {}), self.samples_identity(), accept)
+        return check_same_samples(saved.get("data", {}), self.samples_identity(), self.data.changed == "accept")
 
     def session_with_data(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
         with errors_under("data"):
@@ -101,6 +100,13 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         self.split = name
         self.use(samples, samples)
         check_same_names(saved, self.signature())
+
+    def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
+        names = signature.get("classes") or signature.get("targets")
+        if not names:
+            return super().saved_model(signature)
+        with errors_under("model"):
+            return self.model.build(tuple(signature["inputs"]), len(names))
 
     def summary(self) -> str:
         """Return the data set and the numbers of its samples in words."""

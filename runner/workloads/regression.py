@@ -68,12 +68,6 @@ class Regression(DataWorkload[RegressionSamples]):
         scale = samples.standardization()
         return {"inputs": samples.shape, "targets": samples.target_names, "scale": scale} | names
 
-    def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
-        if "inputs" not in signature:
-            return super().saved_model(signature)
-        with errors_under("model"):
-            return self.model.build(tuple(signature["inputs"]), len(signature["targets"]))
-
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of outputs and targets, both [n, num_targets]."""
         return self._losses(*_comparable(outputs, targets)).mean()

@@ -95,7 +95,7 @@ def damaged(root: Path) -> Path:
     return bad
 
 
-@pytest.mark.parametrize("mode", ["single", "ddp", "pipeline", "ensemble"])
+@pytest.mark.parametrize("mode", ["ddp", "ensemble"])
 def test_every_mode_says_what_it_leaves_out_and_counts_it_once(tmp_path, mode):
     root = tmp_path / "colours"
     for part, count in (("train", 12), ("val", 8)):
@@ -125,7 +125,3 @@ def test_the_command_ends_at_a_damaged_file_without_a_traceback(tmp_path):
     assert f"{bad}: it cannot be read" in output
     assert "data.on_error=skip" in output
     assert "Traceback" not in output
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Real images, if they are available
