@@ -43,7 +43,7 @@ def bubbles(
 def _stages(
     schedule: str, num_workers: int, costs: Sequence[float], asked: int | None, cuts: Sequence[int] | None
 ) -> list[float]:
-    """Return the cost of each stage; an empty list if the schedule does not support the number of stages."""
+    """Return the cost of each stage; none if the schedule does not support the number of stages."""
     least = num_workers * (2 if schedule == "interleaved_1f1b" else 1)
     most = least if schedule in ONE_STAGE_EACH else len(costs)
     count = asked or least

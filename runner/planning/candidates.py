@@ -56,14 +56,12 @@ class Candidate(NamedTuple):
     Args:
         overrides: the overrides to add to those of the run; empty for the baseline.
         run: the run with these overrides; None if it is refused.
-        session: the session of rank 0 of this run, without data; None if it is refused.
         results: how the candidate affects the results of the run, a key of `RESULTS`; empty if the run is refused.
         refusal: why the run is refused; empty if it is not.
     """
 
     overrides: Overrides
     run: Run | None = None
-    session: Session | None = None
     results: str = ""
     refusal: str = ""
 
@@ -71,10 +69,8 @@ class Candidate(NamedTuple):
 class Group(NamedTuple):
     """Candidates that differ in one respect, such as the parallel mode.
 
-    Args:
-        name: the name of the group.
-        options: function that takes the fastest run so far, and returns the overrides to try with it.
-        weight: the share of the time that the group has, relative to the groups after it.
+    `options` takes the fastest run so far, and returns the overrides to try with it. `weight` is the share of the time
+    that the group has, relative to the groups after it.
     """
 
     name: str
@@ -112,7 +108,7 @@ class Candidates:
             run.parallel.check(replace(session, workload=self.base.workload))  # whose data has been read
         except ConfigError as error:
             return Candidate(overrides, refusal=" ".join(str(error).split()))
-        return Candidate(overrides, run, session, self._results(run, session) if overrides else BITWISE)
+        return Candidate(overrides, run, self._results(run, session) if overrides else BITWISE)
 
     def _results(self, run: Run, session: Session) -> str:
         base, before = self.base, self._session
@@ -201,11 +197,7 @@ def _difference(run: Run, session: Session) -> str:
 
 
 def _normalized_together(run: Run, session: Session) -> tuple[int, int, bool]:
-    """Return into how many groups batch normalization divides a step, in a form that can be compared between runs.
-
-    Returns:
-        (shards of a batch, normalized one by one pieces of each shard, whether a piece is that of all shards).
-    """
+    """Return how batch normalization divides a step: shards, pieces of each, whether the shards are synchronized."""
     shards = session.plan.data_shard[1]
     pieces = session.plan.accumulation * session.plan.chunks
     synchronizes = bool(getattr(run.parallel, "sync_batch_norm", False)) and shards > 1

@@ -95,12 +95,12 @@ class Search:
     """The search for the fastest candidate.
 
     Args:
-        judge: function that returns the candidate with the given overrides (see `Candidates.judged`).
-        start: function that starts a trial of a candidate in the given number of seconds, or raises TrialError.
+        judge: returns the candidate with the given overrides (see `Candidates.judged`).
+        start: starts a trial of a candidate, which may take the given number of seconds, or raises TrialError.
         budget: seconds that the search may take.
         allowed: the kinds of effect in `RESULTS` that a candidate may have, in addition to those in `ALLOWED`.
-        clock: function that returns the time in seconds.
-        report: function that is called with a line about each candidate that has been tried.
+        clock: returns the time in seconds.
+        report: called with a line about each candidate that has been tried.
     """
 
     def __init__(

@@ -36,12 +36,9 @@ _FAREWELL_SECONDS = 20.0
 
 
 class TrialError(Exception):
-    """Raised when a trial cannot train.
+    """Raised when a trial cannot train, with the reason `why` in one line.
 
-    Args:
-        why: the reason in one line.
-        refused: whether the config is refused, so that a run with this config would be refused too.
-        out_of_memory: whether the trial needed more memory than there is.
+    `refused`: whether the config is refused. `out_of_memory`: whether the trial needed more memory than there is.
     """
 
     def __init__(self, why: str, refused: bool = False, out_of_memory: bool = False):
@@ -57,23 +54,14 @@ class TooLateError(TrialError):
 
 
 class Burst(NamedTuple):
-    """The measurements of a burst.
-
-    Args:
-        step_seconds: the mean seconds of an optimizer step.
-        memory_bytes: the sum of the peak memory of all ranks of the trial, in bytes.
-    """
+    """The mean seconds of an optimizer step in a burst, and the sum of the peak memory of all ranks, in bytes."""
 
     step_seconds: float
     memory_bytes: float
 
 
 class Trial:
-    """A run that has started, in processes of its own, and has done its first step.
-
-    Args:
-        config: the composed config of the run.
-        seconds: how long the start and the first step may take.
+    """A run with a composed config that has started, in processes of its own, and has done its first step.
 
     Raises:
         TrialError: if the run is refused or fails.

@@ -38,10 +38,7 @@ class Verdict(IntEnum):
 
 
 class Difference(NamedTuple):
-    """The largest relative difference between tensors of two runs.
-
-    `size` is infinite if a tensor is missing or has another shape; `where` names the tensor, or is a remark.
-    """
+    """The largest relative difference between tensors of two runs; `where` names the tensor, or is a remark."""
 
     size: float
     where: str

@@ -56,7 +56,8 @@ def test_groups_change_one_option_and_compiled_candidates_come_last() -> None:
         "accumulation": [f"accumulation={count}" for count in (1, 2, 4)],
         "compile": ["compile=false", "compile=true", "compile=blocks"],
     }
-    assert options(of(*AGENT))["compile"] == ["compile=false", "compile=true"]
+    [*_, compiled] = of(*AGENT).groups()
+    assert compiled.options(of(*AGENT).base) == [("compile=false",), ("compile=true",)], "it has no blocks"
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,8 @@ def test_a_user_defined_mode_is_tried(tmp_path: Path) -> None:
     (tmp_path / "parallel" / "mine.yaml").write_text("defaults: [fsdp, _self_]\n")
 
     def build(more: Sequence[str]) -> Run:
+        if "parallel=mine" not in more:
+            return build_composed_run(*CONVNET, *more)
         return build_run(dict(compose([*CONVNET, *more], config_dir=str(tmp_path))))
 
     assert "parallel=mine parallel.processes=2" in options(Candidates(build, (), str(tmp_path)))["parallel"]

@@ -98,7 +98,14 @@ def test_an_error_without_a_message_is_sent_with_its_name(tmp_path: Path, monkey
 
 def test_a_step_that_runs_out_of_memory_raises_an_out_of_memory_error() -> None:
     # The first convolution returns 1.2 GiB. Smaller blocks are kept in the process for the next step.
-    sizes = ["data.size=32", "batch_size=1600", "data.num_samples=1608", "data.holdout=8", "model.kernel_size=1"]
+    sizes = [
+        "data.size=32",
+        "batch_size=1600",
+        "data.num_samples=1608",
+        "data.holdout=8",
+        "model.kernel_size=1",
+        "model.freeze=[conv1]",
+    ]
     words = ["model=convnet", "model.channels=[200,4]", "data=synthetic", *sizes, "device=cpu", "device.threads=1"]
     trial = Trial(compose_config(*words), TIMEOUT_SECONDS)
     process = psutil.Process(trial._process.pid)

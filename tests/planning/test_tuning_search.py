@@ -44,7 +44,7 @@ class SimulatedMachine:
     def judge(self, overrides: Overrides) -> Candidate:
         name = " ".join(overrides)
         run: Any = SimpleNamespace(config={"name": name})
-        return Candidate(overrides, run, None, self.results.get(name, LAST_BITS))
+        return Candidate(overrides, run, self.results.get(name, LAST_BITS))
 
     def start(self, candidate: Candidate, seconds: float) -> Any:
         return SimulatedTrial(self, " ".join(candidate.overrides), seconds)
