@@ -33,7 +33,7 @@ from runner.ema import Ema
 
 DECAY = 0.8
 EMA = f"ema.decay={DECAY}"
-HARD = ("data.crop=2", "model.dropout=0.2", "batch_size=24", "steps=12", "log_every=3", "eval_every=4", "save_every=4")
+HARD = ("data.crop=2", "model.dropout=0.2", "batch_size=24", "steps=8", "log_every=3", "eval_every=4", "save_every=4")
 
 
 def average_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
@@ -67,7 +67,7 @@ MODES = {
     "dp": (1, ("parallel=dp",)),
     "model": (1, ("parallel=model",)),
     "ddp": (2, ("parallel=ddp", "accumulation=2")),
-    "fsdp": (3, ("parallel=fsdp",)),
+    "fsdp": (2, ("parallel=fsdp",)),
     "pipeline": (2, ("parallel=pipeline", "parallel.split_size=12")),
 }
 
@@ -89,30 +89,22 @@ def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
     assert result.metrics["eval/loss"] == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["single", "ddp", "fsdp", "pipeline"])
+@pytest.mark.parametrize("mode", ["single", "fsdp", "pipeline"])
 def test_a_skipped_update_does_not_advance_the_average(
     mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    overrides = (*TINY_CPU, *HARD, "precision=16", EMA, f"parallel={mode}", "save_every=1", "keep=12")
+    steps = ("steps=6", "eval_every=0", "save_every=1", "keep=6")
+    overrides = (*TINY_CPU, *HARD, "precision=16", EMA, f"parallel={mode}", *steps)
     if mode == "single":
-        train_in(tmp_path, build_composed_run(*overrides), partial(overflow_at, 5))
+        train_in(tmp_path, build_composed_run(*overrides), partial(overflow_at, 3))
     else:
-        ranks(2).train(compose_config(*overrides), tmp_path, partial(overflow_at, 5))
-    weights = [weights_at(tmp_path, step) for step in range(1, 13)]
-    assert_bitwise_equal(weights[4], weights[3])
+        ranks(2).train(compose_config(*overrides), tmp_path, partial(overflow_at, 3))
+    weights = [weights_at(tmp_path, step) for step in range(1, 7)]
+    assert_bitwise_equal(weights[2], weights[1])
     average = weights[0]
-    for now in (*weights[1:4], *weights[5:]):
+    for now in (weights[1], *weights[3:]):
         average = {name: DECAY * average[name] + (1 - DECAY) * now[name] for name in average}
-    assert largest_difference(average_at(tmp_path, 12), average) <= 1e-6
-
-
-def test_averaging_does_not_change_the_training(tmp_path: Path) -> None:
-    with_average = run_outcome(train_in(tmp_path / "with", build_composed_run(*TINY_CPU, *HARD, EMA)).directory)
-    without = run_outcome(train_in(tmp_path / "without", build_composed_run(*TINY_CPU, *HARD)).directory)
-    assert_bitwise_equal(with_average["weights"], without["weights"])
-    assert_bitwise_equal(with_average["curves"]["train/loss"], without["curves"]["train/loss"])
-    assert with_average["curves"]["eval/loss"] != without["curves"]["eval/loss"]
-    assert not list((tmp_path / "without").rglob("ema.safetensors")), "no average, no file"
+    assert largest_difference(average_at(tmp_path, 6), average) <= 1e-6
 
 
 @pytest.mark.parametrize("options", [(), ("parallel=ddp",), ("parallel=fsdp",), ("parallel=ensemble",)], ids=str)
@@ -129,13 +121,20 @@ def test_resume_is_bitwise_exact(
         return tmp_path / name
 
     wanted = train("whole")
+    if not options:  # averaging does not change the training
+        without = run_outcome(train_in(tmp_path / "without", build_composed_run(*TINY_CPU, *HARD)).directory)
+        averaged = run_outcome(wanted)
+        assert_bitwise_equal(averaged["weights"], without["weights"])
+        assert_bitwise_equal(averaged["curves"]["train/loss"], without["curves"]["train/loss"])
+        assert averaged["curves"]["eval/loss"] != without["curves"]["eval/loss"]
+        assert not list((tmp_path / "without").rglob("ema.safetensors")), "no average, no file"
     stopped = train("stopped", partial(sigterm_at, 6, 0))
-    assert not (stopped / "checkpoints/step_00000012").exists()
+    assert not (stopped / "checkpoints/step_00000008").exists()
     train("stopped")
-    assert_bitwise_equal(average_at(stopped, 12), average_at(wanted, 12))
+    assert_bitwise_equal(average_at(stopped, 8), average_at(wanted, 8))
     assert_bitwise_equal(run_outcome(stopped), run_outcome(wanted))
     if "parallel=ensemble" in options:
-        files = (path / "checkpoints/step_00000012/rank_1.pt" for path in (stopped, wanted))
+        files = (path / "checkpoints/step_00000008/rank_1.pt" for path in (stopped, wanted))
         got, of_whole = (torch.load(file, weights_only=True)["ema"] for file in files)
         assert got["moments"], "the second member has its own average"
         assert_bitwise_equal(got, of_whole)
@@ -172,22 +171,16 @@ def test_the_average_equals_that_of_torchs_averaged_model() -> None:
         average.update()
         theirs.update_parameters(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with average.applied():
-        assert_bitwise_equal(dict(model.state_dict()), dict(theirs.module.state_dict()))
-        assert not model[0].weight.equal(before["0.weight"])
+
+    def failing_evaluation() -> None:
+        with average.applied():
+            assert_bitwise_equal(dict(model.state_dict()), dict(theirs.module.state_dict()))
+            assert not model[0].weight.equal(before["0.weight"])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing_evaluation()
     assert_bitwise_equal(dict(model.state_dict()), before)
-
-
-def test_weights_are_restored_after_an_error_in_the_evaluation() -> None:
-    model = torch.nn.Linear(2, 2)
-    average = Ema(0.5).build(model)
-    average.update()
-    with torch.no_grad():
-        model.weight.add_(1)
-    weight = model.weight.detach().clone()
-    with pytest.raises(ZeroDivisionError), average.applied():
-        raise ZeroDivisionError
-    assert model.weight.equal(weight)
 
 
 def test_hogwild_with_an_average_is_refused() -> None:
