@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.command import child_environment
+from helpers.command import child_environment, command_server
+from helpers.command_server import fork_server_from_fork
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, train_in
 from helpers.ranks import PersistentRanks
 
 from runner.parallel.launch import processes
+from runner.system.forkserver import start_server
 
 os.environ["PYTHONPATH"] = child_environment()[
     "PYTHONPATH"
@@ -33,6 +35,10 @@ for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_DFL)  # a parent such as nohup may ignore them, which child processes inherit
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in background processes
 
+
+command_server("ranks")  # before this process uses torch, whose threads a fork would lack
+with fork_server_from_fork():  # a new interpreter would import everything once more
+    start_server(*processes.PRELOADED)
 
 TESTS = Path(__file__).parent
 COSTLY = (

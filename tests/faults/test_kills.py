@@ -184,7 +184,7 @@ class Launched:
         common["MASTER_PORT"] = str(free_port())
         own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
         commands = [
-            Command(host, *words, *arguments, faults=True, **common, **variables)
+            Command(host, *words, *arguments, kind="faults", **common, **variables)
             for host, variables in zip(self.hosts, own, strict=True)
         ]
         ended = [command.wait_for_all_processes() for command in commands]

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from helpers.command_server import fork_server
+
 ROOT = Path(__file__).parent.parent.parent
 STEP_GATE_PYTHONPATH = str(ROOT / "tests" / "helpers" / "gated")
 """A directory that, on PYTHONPATH, installs the gate of `step_gate` in a fresh `python -m runner` and its ranks."""
@@ -49,27 +51,29 @@ def run_in_new_interpreter(
 
 
 @functools.cache
-def _command_server(kind: str) -> subprocess.Popen[str]:
+def command_server(kind: str) -> tuple[Any, Any]:
+    """Return the input and output of the server of a kind, which is started when it is first asked for."""
+    if kind == "ranks":
+        return fork_server(child_environment())
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    words = [sys.executable, "-m", "helpers.command_server", kind]
-    server = subprocess.Popen(words, env=child_environment(), cwd="/", **pipes)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "helpers.command_server"], env=child_environment(), cwd="/", **pipes
+    )
     atexit.register(server.communicate)
-    return server
+    return server.stdin, server.stdout
 
 
 class Command:
-    """`python -m runner ARGUMENTS` in `cwd`, in the background; with `faults`, they can be planted (`fault_points`)."""
+    """`python -m runner ARGUMENTS` in `cwd`, in the background; faults can be planted in the kind `faults`."""
 
-    def __init__(self, cwd: Path, *arguments: str, kind: str = "ranks", faults: bool = False, **variables: str):
+    def __init__(self, cwd: Path, *arguments: str, kind: str = "ranks", **variables: str):
         self.cwd = cwd
         cwd.mkdir(exist_ok=True)
         (cwd / "code").unlink(missing_ok=True)
         self._logged = {path: path.stat().st_size for path in glob(cwd, "outputs/**/log.txt")}
-        server = _command_server(kind)
-        assert server.stdin is not None
-        assert server.stdout is not None
-        print(json.dumps([str(cwd), faults, variables, *arguments]), file=server.stdin, flush=True)
-        self.pid = int(server.stdout.readline())
+        commands, answers = command_server("ranks" if kind == "faults" else kind)
+        print(json.dumps([str(cwd), kind == "faults", variables, *arguments]), file=commands, flush=True)
+        self.pid = int(answers.readline())
 
     @property
     def single_run_directory(self) -> Path:

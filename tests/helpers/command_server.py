@@ -2,11 +2,11 @@
 
 A command takes 1 s in a child of this server, instead of 4 s in a new interpreter.
 
-`python -m helpers.command_server KIND`, where KIND is one of
+There are two kinds of servers:
 
-- `ranks`: imports everything that a run imports, and starts a fork server for ranks, jobs and data workers, which all
-  commands share;
-- `no-torch`: torch and numpy cannot be imported.
+- `ranks`, a fork of the process of the tests (`fork_server`): it has imported everything that a run imports, and starts
+  a fork server for ranks, jobs and data workers, which all commands share;
+- `no-torch`, the new interpreter `python -m helpers.command_server`: torch and numpy cannot be imported.
 
 Each line of standard input is a command as JSON: [directory, whether it has the points at which faults can be planted
 (see `fault_points`), environment variables, argument, …]. The server writes the process id of the child to standard
@@ -24,11 +24,12 @@ import selectors
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import forkserver, resource_tracker, util
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 STEP_GATE = "helpers.step_gate"
@@ -36,24 +37,46 @@ PRELOAD_AND_FREEZE, PRELOAD_COMMAND = "helpers.preload_and_freeze", "helpers.pre
 
 
 def main() -> None:
-    kind = sys.argv[1]
-    if kind == "no-torch":
-        sys.modules |= dict.fromkeys(("torch._C", "numpy"))  # type: ignore[arg-type]  # importing them fails
-        importlib.import_module(PRELOAD_COMMAND)
-    else:
-        gc.disable()  # imports take less time
-        import_everything()
+    sys.modules |= dict.fromkeys(("torch._C", "numpy"))  # type: ignore[arg-type]  # importing them fails
+    importlib.import_module(PRELOAD_COMMAND)
+    serve()
+
+
+def fork_server(environment: dict[str, str]) -> tuple[TextIO, TextIO]:
+    """Fork this process, which has imported everything, and has not used torch; return the server's input and output.
+
+    The fork gets nothing of pytest: not its files, its capture of the output, or its hooks.
+    """
+    (theirs, commands), (answers, write_answers) = os.pipe(), os.pipe()
+    if os.fork() != 0:
+        os.close(theirs)
+        os.close(write_answers)
+        return open(commands, "w", encoding="utf-8"), open(answers, encoding="utf-8")
+    try:
+        os.dup2(theirs, 0)
+        os.dup2(write_answers, 1)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        sys.stdin, sys.stdout, sys.stderr = (
+            os.fdopen(number, mode, 1, errors=errors, closefd=False)
+            for number, (mode, errors) in enumerate((("r", None), ("w", None), ("w", "backslashreplace")))
+        )
+        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+        warnings.simplefilter("error", ResourceWarning)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir("/")
+        importlib.import_module(STEP_GATE)
         gc.freeze()
-        gc.enable()
+        serve(share_fork_server)
+    finally:
+        os._exit(0)
+
+
+def serve(before: Callable[[], None] = lambda: None) -> None:
+    """Run each command in a child process; a test sends a command only after the previous one was answered."""
     answer_fd, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # discards what rank 0 prints in the children of the fork server
-    if kind != "no-torch":
-        share_fork_server()
-    serve(answer_fd)
-
-
-def serve(answer_fd: int) -> None:
-    """Run each command in a child process; a test sends a command only after the previous one was answered."""
+    before()
     selector = selectors.PollSelector()
     selector.register(0, selectors.EVENT_READ)
     while True:
@@ -70,14 +93,6 @@ def serve(answer_fd: int) -> None:
                 run(cwd, faults, variables, arguments)
             selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, cwd))
             os.write(answer_fd, b"%d\n" % child)
-
-
-def import_everything() -> None:
-    import torch
-
-    torch.use_deterministic_algorithms(False)  # imports torch's compiler, as every optimizer does; takes two seconds
-    importlib.import_module(STEP_GATE)
-    importlib.import_module(PRELOAD_AND_FREEZE)
 
 
 def share_fork_server() -> None:

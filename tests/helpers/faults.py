@@ -188,7 +188,7 @@ class FaultTrial:
         return (f"resume={self.directory}", *self.extra) if begun else (*RUNS[self.run], *self.extra)
 
     def start(self) -> Command:
-        return Command(self.cwd, *self.words(), faults=True)
+        return Command(self.cwd, *self.words(), kind="faults")
 
     def wait_and_monitor(self, command: Command) -> None:
         """Wait for the end of a session; meanwhile, record its resources and check its newest checkpoint."""
