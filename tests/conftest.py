@@ -10,6 +10,7 @@ gc.disable()  # until all tests are collected: importing torch takes a fifth lon
 import importlib
 import os
 import signal
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,14 @@ for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in background processes
 
 
-command_server("ranks")  # before this process uses torch, whose threads a fork would lack
-with fork_server_from_fork():  # a new interpreter would import everything once more
-    start_server(*processes.PRELOADED)
+with warnings.catch_warnings():
+    # Forks of this process need not import everything; they begin before it uses torch, whose threads they would lack.
+    kept = [each for each in warnings.filters if each[0] not in ("error", "always")]  # without those of pytest
+    warnings.filters[:] = kept  # pyright: ignore[reportIndexIssue]
+    warnings.simplefilter("ignore", ImportWarning)
+    command_server("ranks")
+    with fork_server_from_fork():
+        start_server(*processes.PRELOADED)
 
 TESTS = Path(__file__).parent
 COSTLY = (

@@ -15,7 +15,7 @@ from helpers.compose import option_content
 import runner.device
 from runner.config.errors import ConfigError
 from runner.config.schema import build, option_fields
-from runner.device import BusyMachine, Device, oversubscription
+from runner.device import BusyMachine, Device, default_threads, oversubscription
 
 
 @pytest.fixture
@@ -175,48 +175,34 @@ def test_by_default_data_workers_have_their_own_cores(
     cores: int, processes: int, workers: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    chosen: list[int] = []
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "get_num_threads", lambda: 8)
-        patched.setattr(torch, "set_num_threads", chosen.append)
-        for device in (Device(), Device(threads=5)):
-            with device.settings(torch.device("cpu"), False, workers):
-                pass
-        patched.setenv("OMP_NUM_THREADS", "8")
-        with Device().settings(torch.device("cpu"), False, workers):
-            pass
-    assert chosen[::2] == [threads, 5, 8]
-    assert chosen[1::2] == [8, 8, 8]  # restored
+    assert default_threads(torch.device("cpu"), workers) == threads
+    assert default_threads(torch.device("cuda"), workers) == 8
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert default_threads(torch.device("cpu"), workers) == 8
 
 
 @pytest.mark.parametrize(
-    ("cores", "processes", "threads", "workers", "expected"),
+    ("device", "processes", "threads", "workers", "expected"),
     [
-        (2, 1, 2, 0, ""),
-        (2, 1, 1, 1, ""),
-        (2, 1, 2, 1, "1 process with 2 compute threads and 1 data worker: 3 threads"),
-        (2, 1, 1, 3, "1 process with 1 compute thread and 3 data workers: 4 threads"),
-        (2, 3, 1, 0, "3 processes with 1 compute thread: 3 threads"),
+        ("cpu", 1, 2, 0, ""),
+        ("cpu", 1, 1, 1, ""),
+        ("cuda", 1, 2, 1, ""),  # with a GPU, only one thread per process counts
+        ("cpu", 1, 2, 1, "1 process with 2 compute threads and 1 data worker: 3 threads"),
+        ("cpu", 1, 1, 3, "1 process with 1 compute thread and 3 data workers: 4 threads"),
+        ("cpu", 3, 1, 0, "3 processes with 1 compute thread: 3 threads"),
     ],
 )
 def test_more_threads_than_cores_are_reported(
-    cores: int, processes: int, threads: int, workers: int, expected: str, monkeypatch: pytest.MonkeyPatch
+    device: str, processes: int, threads: int, workers: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     with monkeypatch.context() as patched:
         patched.setattr(torch, "get_num_threads", lambda: threads)
-        assert oversubscription(torch.device("cpu"), workers).partition(" compete for 2 cores")[0] == expected
-
-
-def test_with_a_gpu_only_one_thread_per_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "get_num_threads", lambda: 2)
-        assert oversubscription(torch.device("cuda"), 1) == ""
-        assert "3 threads compete for 2 cores" in oversubscription(torch.device("cuda"), 2)
+        assert oversubscription(torch.device(device), workers).partition(" compete for 2 cores")[0] == expected
 
 
 def test_settings_are_restored_after_an_error() -> None:

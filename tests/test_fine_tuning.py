@@ -95,36 +95,26 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fine_tuning_equals_a_plain_loop(
-    mode: str, pretrained: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
-    overrides = (*OVERRIDES, pretrained, *MODES[mode])
-    if mode in ("single", "hogwild"):
-        train_in(tmp_path / "run", build_composed_run(*overrides))
-    else:
-        ranks(2).train(compose_config(*overrides), tmp_path / "run")
-    wanted, got = plain(pretrained), weights_at(tmp_path / "run", STEPS)
-    assert largest_difference(got, wanted.weights) <= 1e-12
-    logged = scalar_curves(tmp_path / "run")
-    assert [value for _, value in logged["train/loss"]] == pytest.approx(wanted.losses, rel=1e-5)
-    rates = {tag: values[0][1] for tag, values in logged.items() if tag.partition("/")[0] == "lr"}
-    expected = {f"lr/{name}": 0.005 * 0.8 ** (9 - index) for index, name in enumerate(BLOCKS[2:-1], start=2)}
-    assert rates == pytest.approx({"lr": 0.005, "lr/head": 0.02} | expected), "in every mode, on rank 0"
-
-
-@pytest.mark.parametrize("mode", ["single", "fsdp", "pipeline"])
-def test_fine_tuning_resumes_bitwise(
+def test_fine_tuning_equals_a_plain_loop_and_resumes_bitwise(
     mode: str, pretrained: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
     overrides = (*OVERRIDES, pretrained, *MODES[mode], "save_every=0")
 
     def do(name: str, change: Any = None) -> Any:
-        if mode == "single":
+        if mode in ("single", "hogwild"):
             run = build_composed_run(*overrides)
             return train_in(tmp_path / name, run, change or (lambda run, session: None)).result
         return ranks(2).train(compose_config(*overrides), tmp_path / name, change)
 
     do("whole")
-    assert do("parts", functools.partial(sigterm_at, 1, -1)).status == "stopped"
-    assert do("parts").status == "done"
-    assert_checkpoint_bitwise_equal(tmp_path / "parts", checkpoint_tensors(tmp_path / "whole"))
+    wanted, got = plain(pretrained), weights_at(tmp_path / "whole", STEPS)
+    assert largest_difference(got, wanted.weights) <= 1e-12
+    logged = scalar_curves(tmp_path / "whole")
+    assert [value for _, value in logged["train/loss"]] == pytest.approx(wanted.losses, rel=1e-5)
+    rates = {tag: values[0][1] for tag, values in logged.items() if tag.partition("/")[0] == "lr"}
+    expected = {f"lr/{name}": 0.005 * 0.8 ** (9 - index) for index, name in enumerate(BLOCKS[2:-1], start=2)}
+    assert rates == pytest.approx({"lr": 0.005, "lr/head": 0.02} | expected), "in every mode, on rank 0"
+    if mode in ("single", "fsdp", "pipeline"):
+        assert do("parts", functools.partial(sigterm_at, 1, -1)).status == "stopped"
+        assert do("parts").status == "done"
+        assert_checkpoint_bitwise_equal(tmp_path / "parts", checkpoint_tensors(tmp_path / "whole"))

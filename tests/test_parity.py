@@ -22,8 +22,7 @@ def weights(trained: TrainedRun) -> dict[str, torch.Tensor]:
     return weights_at(trained.directory, STEPS)
 
 
-@pytest.mark.parametrize("case", OPTIMIZER_CASES)
-@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize(("case", "seed"), [(case, 7 * (i % 2)) for i, case in enumerate(OPTIMIZER_CASES)])
 def test_weights_and_curves_equal_those_of_a_plain_loop(case, seed, trained):
     overrides, optimizer = OPTIMIZER_CASES[case]
     run = trained(*PLAIN_LOOP_OVERRIDES, *overrides, f"seed={seed}")
@@ -38,14 +37,9 @@ def test_weights_and_curves_equal_those_of_a_plain_loop(case, seed, trained):
 
 @pytest.mark.parametrize(("accumulation", "channels_last"), [(2, "false"), (4, "true"), (8, "false")])
 def test_accumulation_changes_nothing(accumulation, channels_last, trained):
-    whole = trained(*PLAIN_LOOP_OVERRIDES, directory="whole")
-    parts = trained(
-        *PLAIN_LOOP_OVERRIDES,
-        f"accumulation={accumulation}",
-        f"channels_last={channels_last}",
-        directory=f"parts{accumulation}",
-    )
-    assert largest_difference(weights(parts), weights(whole)) <= 1e-6
+    run = trained(*PLAIN_LOOP_OVERRIDES, f"accumulation={accumulation}", f"channels_last={channels_last}")
+    wanted = plain_loop(run.run, OPTIMIZER_CASES["sgd"][1]).weights
+    assert largest_difference(weights(run), wanted) <= 1e-6
 
 
 def test_a_batch_may_span_two_epochs(trained):

@@ -6,6 +6,7 @@ On the CPU, the results are bitwise equal, unless the optimizer is fused. Otherw
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +16,6 @@ import pytest
 import torch
 from helpers.compose import option_content
 
-import runner.precision
 from runner.config.errors import ConfigError
 from runner.config.schema import build, option_fields
 from runner.optimizer import SGD
@@ -128,12 +128,11 @@ def test_16_is_bf16_on_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-@pytest.mark.parametrize("precision", [BFloat16(), Float16()], ids=["bf16", "16"])
 def test_a_cpu_without_bfloat16_instructions_causes_a_warning(
-    precision: Precision, is_fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if is_fast else "AVX2")
-    precision.prepare(torch.device("cpu"))
+    BFloat16().prepare(CPU)
     assert ("no instructions" in caplog.text) is not is_fast
 
 
@@ -143,7 +142,7 @@ def test_tf32_is_float32_on_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixt
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_64_gives_the_gradients_and_weights_of_a_double_loop() -> None:
+def test_64_gives_the_gradients_of_a_double_loop() -> None:
     precision, reference = Double(), network().double()
     precision.prepare(CPU)
     model = precision.convert(network())
@@ -155,18 +154,6 @@ def test_64_gives_the_gradients_and_weights_of_a_double_loop() -> None:
         assert theirs.grad is not None
         assert ours.grad.dtype == torch.float64
         assert torch.equal(ours.grad, theirs.grad)
-    single = network()
-    cross_entropy(single(inputs), targets).backward()
-    for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, check_dtype=False, rtol=1e-4, atol=1e-6)
-
-
-def test_64_does_not_convert_integer_inputs() -> None:
-    seen = []
-    model = torch.nn.Module()
-    model.forward = lambda *inputs: seen.extend(inputs)  # type: ignore[method-assign]
-    Double().convert(model)(torch.ones(1), torch.ones(1, dtype=torch.int64))
-    assert [x.dtype for x in seen] == [torch.float64, torch.int64]
 
 
 def test_64_is_refused_on_metal() -> None:
@@ -190,14 +177,12 @@ def test_tf32_needs_ampere(capability: tuple, expected: str, monkeypatch: pytest
 
 def test_step_returns_the_norm_before_clipping_or_none() -> None:
     model, precision = network(), Precision()
+    optimizer, parameters = torch.optim.SGD(model.parameters(), 0.0), list(model.parameters())
     inputs, targets = next(batches())
-    for max_norm, scale in ((1e-3, 1.0), (None, 1.0)):
-        precision.backward(scale * cross_entropy(model(inputs), targets))
-        expected = math.sqrt(
-            sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
-        )
-        clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), max_norm) if max_norm else None
-        norm = precision.step(torch.optim.SGD(model.parameters(), 0.0), clip)
+    for max_norm in (1e-3, None):
+        precision.backward(cross_entropy(model(inputs), targets))
+        expected = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None))
+        norm = precision.step(optimizer, max_norm and partial(torch.nn.utils.clip_grad_norm_, parameters, max_norm))
         assert norm is None if max_norm is None else float(norm) == pytest.approx(expected, rel=1e-5)  # type: ignore[arg-type]
 
 
@@ -251,7 +236,7 @@ def scaled_by_hand(
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("steps", [(), (0,), (1, 2), (4,)])
+@pytest.mark.parametrize("steps", [(), (0,), (1, 2, 4)])
 def test_16_equals_torchs_recipe_for_mixed_precision(
     steps: tuple[int, ...], max_norm: float | None, fused: bool
 ) -> None:
@@ -268,11 +253,8 @@ def test_16_equals_torchs_recipe_for_mixed_precision(
 def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
     precision, model = scaled(growth_interval=100), network()
     optimizer = sgd(model)
-    first = train(precision, model, optimizer, gradient_hook=overflow_at(2, 3))
-    assert not torch.equal(first[1], first[0])
-    assert torch.equal(first[2], first[1])
-    assert torch.equal(first[3], first[1])
-    assert not torch.equal(first[4], first[3])
+    weights = train(precision, model, optimizer, gradient_hook=overflow_at(2, 3))
+    assert [torch.equal(now, before) for before, now in itertools.pairwise(weights)] == [False, True, True, False]
     assert precision.scalars()["train/loss_scale"] == 64.0  # halved twice
     assert all(torch.isfinite(state["momentum_buffer"]).all() for state in optimizer.state.values())
 
@@ -324,20 +306,6 @@ def test_any_precision_loads_the_state_of_any_other(kind: type[Precision]) -> No
     fresh = scaled()
     fresh.load_state_dict(Precision().state_dict())
     assert fresh.scalars() == {"train/loss_scale": 256.0, "train/skipped_steps": 0.0}
-
-
-def test_the_event_after_the_flag_is_recorded_on_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = []
-
-    class Event:
-        def record(self, stream: str) -> None:
-            recorded.append(stream)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    assert isinstance(runner.precision._record_event(torch.device("cuda:1")), Event)
-    assert recorded == ["stream of cuda:1"]
-    assert runner.precision._record_event(CPU) is None
 
 
 def test_the_flag_is_not_read_before_it_is_copied() -> None:
