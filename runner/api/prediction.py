@@ -20,29 +20,21 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one file.
-
-    Args:
-        file: path of the file.
-        label: name of the most probable class; empty if the file could not be read.
-        probability: the probability of this class, from 0 to 1; 0 if the file could not be read.
-        error: the reason why the file could not be read; empty if it could.
-    """
+    """The prediction for one file. If it could not be read, it has only an `error`, the reason."""
 
     file: str
     label: str = ""
+    """The name of the most probable class."""
     probability: float = 0.0
+    """The probability of this class, from 0 to 1."""
     error: str = ""
 
 
 def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return `paths`, with each directory replaced by the sorted paths of the images at any depth in it.
-
-    Hidden files and directories are left out.
+    """Return `paths`, with each directory replaced by the sorted paths of its images at any depth, except hidden ones.
 
     Raises:
-        ConfigError: with the key `FILES`, if `paths` is empty, a path does not exist or cannot be accessed, a directory
-            cannot be read, or a directory has no images.
+        ConfigError: with the key `FILES`, if a path cannot be accessed, or there are no images in it.
     """
     found: list[str] = []
     for path in map(Path, paths):
@@ -71,22 +63,17 @@ def predict(
         files: paths of the files.
     """
     for start in range(0, len(files), _BATCH):
-        yield from _predict_batch(model, inputs, classes, files[start : start + _BATCH])
-
-
-def _predict_batch(
-    model: torch.nn.Module, inputs: ImageInput, classes: Sequence[str], files: Sequence[str]
-) -> Iterator[Prediction]:
-    images: dict[str, torch.Tensor] = {}
-    found: dict[str, Prediction] = {}
-    for file in files:
-        try:
-            images[file] = inputs.read(file)
-        except Exception as error:  # decoders may raise anything for a damaged file
-            found[file] = Prediction(file, error=printable(f"{type(error).__name__}: {error}"))
-    if images:
-        with torch.inference_mode():
-            probabilities, best = model(inputs.normalized(torch.stack([*images.values()]))).softmax(1).max(1)
-        for file, label, probability in zip(images, best, probabilities, strict=True):
-            found[file] = Prediction(file, printable(classes[int(label)]), float(probability))
-    return (found[file] for file in files)
+        batch = files[start : start + _BATCH]
+        images: dict[str, torch.Tensor] = {}
+        found: dict[str, Prediction] = {}
+        for file in batch:
+            try:
+                images[file] = inputs.read(file)
+            except Exception as error:  # decoders may raise anything for a damaged file
+                found[file] = Prediction(file, error=printable(f"{type(error).__name__}: {error}"))
+        if images:
+            with torch.inference_mode():
+                probabilities, best = model(inputs.normalized(torch.stack([*images.values()]))).softmax(1).max(1)
+            for file, label, probability in zip(images, best, probabilities, strict=True):
+                found[file] = Prediction(file, printable(classes[int(label)]), float(probability))
+        yield from (found[file] for file in batch)

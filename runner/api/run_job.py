@@ -29,7 +29,6 @@ from runner.training import train, train_rank
 
 log = logging.getLogger(__name__)
 
-
 Report = Callable[[Run, Session, Path, Result], None]
 """A function that reports the result of a run, given the run, its session, the run directory and the result."""
 
@@ -84,14 +83,7 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
 
 
 def trained(run: Run, session: Session, launcher: Launcher, directory: Path, begin: Callable[[], None]) -> Result:
-    """Train a run, and return the result of the run, even if training crashed.
-
-    Args:
-        run: the run.
-        session: its session in this process.
-        launcher: the launcher that starts the other processes of the run.
-        directory: the run directory.
-        begin: as in `runner.training.train`.
+    """Train a run, and return its result, even if training crashed; `begin` is that of `runner.training.train`.
 
     Raises:
         ConfigError: if torch or a rank rejects the config.
@@ -121,9 +113,9 @@ def trained(run: Run, session: Session, launcher: Launcher, directory: Path, beg
 
 
 def write_result(run: Run, directory: Path, result: Result) -> None:
-    """Write `result.json` to the run directory `directory`; if the run is done and `keep=0`, delete all checkpoints.
-    If `result.json` cannot be written, print the reason, set the status of `result` to `crashed`, and set the error of
-    `result` to the reason. If checkpoints cannot be deleted, only log a warning.
+    """Write `result.json` to the run directory; if the run is done and `keep=0`, delete all checkpoints.
+
+    If `result.json` cannot be written, print the reason, and make it the error of `result`, with the status `crashed`.
     """
     try:
         write_json(directory / run_directory.RESULT, result.as_dict())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,21 +45,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         run = load(options.run)
         predictions = run.predict(options.files, options.checkpoint)
+        rows = [_row(each) for each in predictions]
+        writers: dict[str, Callable[[Path], None]] = {
+            "csv": lambda path: write_text(path, _as_csv(rows)),
+            "json": lambda path: write_json(path, rows),
+            "grid": lambda path: _write_grid(path, run, options.checkpoint, predictions),
+        }
         inputs = {os.path.realpath(each.file) for each in predictions}
-        for flag in ("csv", "json", "grid"):
+        for flag, write in writers.items():
             path = getattr(options, flag)
             if path and os.path.realpath(os.path.expanduser(path)) in inputs:
                 raise ConfigError(f"--{flag}", path, "it is one of the files to predict", "name another file")
-        write_or_refuse("--csv", options.csv, lambda path: write_text(path, _as_csv(predictions)))
-        write_or_refuse("--json", options.json, lambda path: write_json(path, [_row(each) for each in predictions]))
-        write_or_refuse("--grid", options.grid, lambda path: _write_grid(path, run, options.checkpoint, predictions))
+            write_or_refuse(f"--{flag}", path, write)
     except Exception as error:
         return report_error(error)
     print(_as_table(predictions))
     return DONE
 
 
-def _row(prediction: Prediction) -> dict[Any, Any]:
+def _row(prediction: Prediction) -> dict[str, Any]:
     return {
         "file": printable(prediction.file),
         "class": prediction.label,
@@ -68,11 +72,10 @@ def _row(prediction: Prediction) -> dict[Any, Any]:
     }
 
 
-def _as_csv(predictions: list[Prediction]) -> str:
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(("file", "class", "probability", "error"))
-    table.writerows(csv_row(_row(each).values()) for each in predictions)
+def _as_csv(rows: list[dict[str, Any]]) -> str:
+    table = csv.writer(text := io.StringIO(), lineterminator="\n")
+    table.writerow(rows[0])
+    table.writerows(csv_row(row.values()) for row in rows)
     return text.getvalue()
 
 

@@ -131,12 +131,7 @@ def scalars(directory: Path, tags: Container[str] | None = None) -> dict[str, di
 
 
 class EventReader:
-    """The scalars in the event files of a run, which may still be running.
-
-    Args:
-        directory: a run directory.
-        tags: the TensorBoard tags to read; None for all.
-    """
+    """The scalars in the event files of a run, which may still be running; the arguments are those of `scalars`."""
 
     def __init__(self, directory: Path, tags: Container[str] | None = None):
         self._directory, self._tags, self._left = directory, tags, MAX_POINTS

@@ -47,9 +47,6 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
         images: uint8 [n, 1 or 3, height, width].
         captions: n captions, of one or two lines, which are truncated to 160 pixels.
         good: n flags, which make the captions green (True) or red (False); None makes all captions gray.
-
-    Returns:
-        uint8 [3, height, width].
     """
     from PIL import Image, ImageDraw
 
@@ -78,15 +75,11 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
 
 
 def class_shares(counts: torch.Tensor, class_names: Sequence[str], most: int = 40) -> torch.Tensor:
-    """Draw the accuracy of each class that has samples as a bar, from the lowest to the highest.
+    """Draw the accuracy of each class that has samples as a bar, the `most` lowest ones, in ascending order.
 
     Args:
         counts: a confusion matrix, int64 [classes, classes], whose rows are the true classes; on any device.
         class_names: the name of each class.
-        most: maximum number of bars; those with the lowest accuracy are drawn.
-
-    Returns:
-        uint8 [3, height, width].
     """
     from PIL import Image, ImageDraw
 
@@ -116,14 +109,7 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
     """Draw a confusion matrix: how often samples of each true class (rows) were predicted as each class (columns).
 
     A cell with a fraction x of the samples in its row has the darkness √x, so that rare errors are visible. A matrix of
-    up to 20 classes is drawn with names and counts, a larger matrix as a heat map.
-
-    Args:
-        counts: int64 [classes, classes], on any device.
-        class_names: the name of each class.
-
-    Returns:
-        uint8 [3, height, width].
+    up to 20 classes is drawn with names and counts, a larger one as a heat map. `counts` is int64 [classes, classes].
     """
     assert len(counts) == len(class_names), f"{len(counts)} classes, {len(class_names)} names"
     from PIL import Image, ImageDraw

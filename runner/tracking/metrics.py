@@ -52,11 +52,7 @@ class MetricBuffer:
 
     The sums stay on the device until a log or a checkpoint is due, so that the host does not wait for the device after
     every step. Each step has its sums, so that `peek` finds the first that is not finite. Those of 64 steps are stacked
-    into one tensor, which takes a few bytes per step instead of a kilobyte.
-
-    Args:
-        names: the names of the metrics; the first is the loss.
-        device: the device of the sums.
+    into one tensor, which takes a few bytes per step instead of a kilobyte. The first of the names is that of the loss.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device | str = "cpu"):
@@ -182,10 +178,8 @@ class StepTimer:
     def rates(self, samples_per_round: int) -> dict[str, float]:
         """Return averages over the windows that have ended since the last call (at least one), by TensorBoard tag.
 
-        `time/data_share` is the fraction of time in which the host waited for data.
-
-        Args:
-            samples_per_round: number of samples in a step or round, over all ranks.
+        `time/data_share` is the fraction of time in which the host waited for data. `samples_per_round` is the number
+        of samples in a step or round, over all ranks.
         """
         seconds, count = sum(self._seconds[self._logged :]), len(self._seconds) - self._logged
         before, self._data, self._logged = self._data, timer.spent("data"), len(self._seconds)

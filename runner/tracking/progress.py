@@ -102,15 +102,12 @@ class Bar(Progress):
 class Silent(Progress):
     """A progress display that shows nothing, for ranks other than 0."""
 
-    def step(self, step: int, measured: Measured) -> None:
+    def show(self, step: int) -> None:
         pass
 
 
 def progress_for(num_steps: int, batch_size: int, first_step: int, visible: bool) -> Progress:
-    """Return a progress display: a bar on a terminal; lines of text in files, in pipes and in CI; see `Progress`.
-
-    Ranks other than 0 show nothing: they are not `visible`.
-    """
+    """Return a bar on a terminal, lines in files, in pipes and in CI, and nothing on ranks that are not `visible`."""
     if not visible:
         return Silent(num_steps, batch_size, first_step)
     terminal = sys.stderr and sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
