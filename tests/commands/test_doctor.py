@@ -6,7 +6,6 @@ import io
 import json
 import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from rich.console import Console
 
 from runner.commands import doctor
 from runner.commands.doctor import render
-from runner.config import options
 from runner.config.options import option_files
 from runner.system import cpu as processor
 from runner.system import provenance
@@ -124,6 +122,9 @@ def test_each_of_two_devices_is_reported_with_its_own_values() -> None:
     assert table["tf32"] == "the same as 32: no TF32 units"
     assert "emulated" in table["bf16"]
     assert table["16"] == "float16 autocast with loss scaling"
+    modes = {mode["name"]: mode["what"] for mode in report["parallel"]}
+    assert modes.keys() == option_files()["parallel"].keys()
+    assert modes["hogwild"][:40] in row_of(text, "hogwild")
 
 
 @pytest.mark.usefixtures("two_cards", "nvml")
@@ -141,7 +142,7 @@ def test_clocks_need_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_nvml")
-def test_a_machine_without_accelerators_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_cuda_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -151,9 +152,6 @@ def test_a_machine_without_accelerators_is_reported(monkeypatch: pytest.MonkeyPa
     assert list(report["precisions"][0]) == ["precision", "cpu"]
     assert "device=auto chooses the CPU" in rendered_report(report)
 
-
-def test_an_mps_device_is_reported_without_cuda_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
     report = doctor.gather()
@@ -208,18 +206,6 @@ def test_the_meaning_of_a_precision_depends_on_the_hardware() -> None:
     assert doctor.meaning("bf16", "cuda", "8.0", ()) == "bfloat16 autocast"
     assert doctor.meaning("bf16", "cpu", None, ["avx2", "amx_bf16"]) == "bfloat16 autocast"
     assert "emulated" in doctor.meaning("bf16", "cpu", None, ["avx2"])
-
-
-def test_parallel_modes_are_listed_from_the_option_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "parallel").mkdir()
-    (tmp_path / "parallel" / "two.yaml").write_text(
-        "# python -m runner parallel=two\n# Twice [as] much.\n_target_: x\n"
-    )
-    (tmp_path / "parallel" / "one.yaml").write_text("# python -m runner parallel=one\n_target_: x\n")
-    monkeypatch.setattr(options, "CONF", tmp_path)
-    report = doctor.gather()
-    assert report["parallel"] == [{"name": "one", "what": ""}, {"name": "two", "what": "Twice [as] much."}]
-    assert "Twice [as] much." in row_of(rendered_report(report), "two")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

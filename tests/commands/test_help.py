@@ -36,10 +36,8 @@ def test_help_lists_every_option_and_every_key_with_its_description() -> None:
     assert max(map(len, lines)) <= 160
 
 
-@pytest.mark.parametrize("flag", [["--config-dir={}"], ["--config-dir", "{}"], ["-cd", "{}"]], ids=len)
-def test_help_lists_the_options_of_a_config_dir(flag: list[str], more: Path, tmp_path: Path) -> None:
-    words = [word.format(more) for word in flag]
-    code, text = run_command("--help", *words, cwd=tmp_path / "run", kind="no-torch")
+def test_help_lists_the_options_of_a_config_dir(more: Path, tmp_path: Path) -> None:
+    code, text = run_command("--help", "-cd", str(more), cwd=tmp_path / "run", kind="no-torch")
     assert code == 0, text
     lines = [line.split() for line in text.splitlines()]
     assert ["mine", "A", "network", "of", "my", "own."] in lines

@@ -157,39 +157,32 @@ def test_a_deleted_current_directory_is_refused_without_a_traceback(tmp_path: Pa
     assert len(done.stderr.splitlines()) == 2
 
 
-# Contents of DIR/local/default.yaml, and texts that the output must contain.
-REFUSED_FILES = {
-    "seed: 016": ["seed: got '016'", "mine/local/default.yaml, line 2"],
-    "name: !!python/object/apply:os.system [ls]": ["name:", "python/object/apply"],
-    "seed: [": ["mine/local/default.yaml:", "not valid YAML in line"],
-    "output_root: ~nobody-of-this-name/x\nname: ''": ["name: got ''"],
-}
+GLOBAL = "# @package _global_\n"
+# An option file in the directory of --config-dir, its content, what chooses it, and texts that the output must contain.
+REFUSED_FILES = [
+    ("local/default", f"{GLOBAL}seed: 016\n", [], ["seed: got '016'", "mine/local/default.yaml, line 2"]),
+    ("local/default", f"{GLOBAL}name: !!python/object/apply:os.system [ls]\n", [], ["name:", "python/object/apply"]),
+    ("local/default", f"{GLOBAL}seed: [\n", [], ["mine/local/default.yaml:", "not valid YAML in line"]),
+    ("local/default", f"{GLOBAL}output_root: ~nobody-of-this-name/x\nname: ''\n", [], ["name: got ''"]),
+    ("experiment/odd", "", ["experiment=odd"], ["experiment: ", GLOBAL.strip()]),
+    ("debug/odd", "seed: 3\n", ["debug=odd"], ["debug: ", GLOBAL.strip()]),
+    ("local/default.yaml/x", "", [], ["mine/local/default.yaml: an option is a file, this is a directory\n"]),
+]
 
 
-@pytest.mark.parametrize("content", REFUSED_FILES)
-def test_a_mistake_in_an_option_file_is_refused_without_torch(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine" / "local" / "default.yaml"
+@pytest.mark.parametrize(("file", "content", "words", "texts"), REFUSED_FILES)
+def test_a_mistake_in_an_option_file_is_refused_without_torch(
+    file: str, content: str, words: list[str], texts: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine" / f"{file}.yaml"
     path.parent.mkdir(parents=True)
-    path.write_text(f"# @package _global_\n{content}\n")
-    code, output = run_command("--config-dir=mine", cwd=tmp_path, kind="no-torch")
+    path.write_text(content)
+    code, output = run_command("--config-dir=mine", *words, cwd=tmp_path, kind="no-torch")
     assert (code, "Traceback" in output) == (2, False), output
     assert len(output.splitlines()) <= 10, output
     assert names_left_in(tmp_path) == {"mine"}
-    for words in REFUSED_FILES[content]:
-        assert words in output
-
-
-@pytest.mark.parametrize(
-    ("group", "content"), [("experiment", ""), ("experiment", "seed: 3\n"), ("debug", "seed: 3\n")]
-)
-def test_an_option_file_without_its_package_line_is_refused(group: str, content: str, tmp_path: Path) -> None:
-    file = tmp_path / "mine" / group / "odd.yaml"
-    file.parent.mkdir(parents=True)
-    file.write_text(content)
-    code, output = run_command("--config-dir=mine", f"{group}=odd", cwd=tmp_path, kind="no-torch")
-    assert code == 2
-    assert output.startswith(f"{group}: ")
-    assert "# @package _global_" in output
+    for text in texts:
+        assert text in output
 
 
 def test_a_sweep_prints_the_number_of_jobs_first(tmp_path: Path) -> None:
