@@ -176,5 +176,5 @@ class RemoteTracker(Tracker, ABC):
 
 
 def _line(tag: str, value: float | numpy.ndarray, step: int) -> bytes:
-    shown = value if isinstance(value, float) else zlib.crc32(value.tobytes())
+    shown = value if isinstance(value, int | float) else zlib.crc32(value.tobytes())
     return f"{step},{tag},{'measured' if tag.startswith(_MEASURED) else shown}\n".encode()

@@ -86,7 +86,7 @@ REFUSED = {
     "sweep.slots=2": ["sweep.slots:", "add -m"],
     "-m  schedule=onecycle,step  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],
     "-m  optimizer.lr=interval(1,2)": ["optimizer.lr: got 'interval(1,2)'", "optimizer.lr=1,2,3"],
-    "-m  seed=range(0,10001)": ["seed:", "10,001 jobs, more than 10,000"],
+    "-m  seed=range(0,10001)": ["seed:", "more than 10,000 jobs"],
     # Errors that Hydra reports without the key
     "+seed=1": ["seed:", "without the +: seed=…"],
     "~model=qnet": ["model: got 'qnet'", "Could not delete", "leave ~model out"],
@@ -103,7 +103,7 @@ REFUSED = {
     "-m  seed=range(0,0)": ["seed: got 'range(0,0)'", "it has no values"],
     "-m  seed=0,1,0": ["seed: got '0,1,0'", "0 is in it twice"],
     "-m  seed=0,1  sweep.trials=3": ["sweep.trials: got 3", "add sweep.search=tpe"],
-    "-m  seed=0,1  p=zip()": ["p: got 'zip()'", "'' is not of the form KEY=[VALUE,VALUE]"],
+    "-m  seed=0,1  p=zip()": ["p: got 'zip()'", "is no KEY with a list of values"],
     # Run directory
     "seed=1  --run-directory=": ["--run-directory: it has no value", "--run-directory=DIR"],
     "-m  seed=0,1  --run-directory=x": ["--run-directory: got 'x'", "a sweep chooses"],
@@ -166,7 +166,6 @@ REFUSED_FILES = [
     ("local/default", f"{GLOBAL}output_root: ~nobody-of-this-name/x\nname: ''\n", [], ["name: got ''"]),
     ("experiment/odd", "", ["experiment=odd"], ["experiment: ", GLOBAL.strip()]),
     ("debug/odd", "seed: 3\n", ["debug=odd"], ["debug: ", GLOBAL.strip()]),
-    ("local/default.yaml/x", "", [], ["mine/local/default.yaml: an option is a file, this is a directory\n"]),
 ]
 
 
