@@ -63,9 +63,6 @@ def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
     assert result["metrics"].keys() >= {"train/loss", "eval/accuracy"}
     newest = launched / "checkpoints/step_00000040"
     assert {path.name for path in newest.iterdir()} >= {"rank_0.pt", "rank_1.pt"}
-
-
-def test_each_rank_logs_the_same_steps_in_its_own_file(launched: Path) -> None:
     for name in ("log.txt", "log_rank_1.txt"):
         lines = [line for line in (launched / name).read_text().splitlines() if "step 40: train/loss" in line]
         assert len(lines) == 1, name
@@ -124,14 +121,6 @@ def test_two_runs_at_the_same_time_do_not_interfere(tmp_path: Path, launched: Pa
         code, console = command.wait_for_all_processes()
         assert code == 0, console
         assert_checkpoint_bitwise_equal(command.single_run_directory, checkpoint_tensors(launched))
-
-
-@pytest.mark.slow
-def test_a_sweep_over_modes(tmp_path: Path) -> None:
-    assert "2 of 2 jobs done" in run_successfully(tmp_path, *TINY_CPU, "steps=8", "-m", "parallel=single,ddp")
-    runs = sorted(tmp_path.glob("outputs/sweeps/*/*/0*/"))
-    assert [(run / "log_rank_1.txt").exists() for run in runs] == [False, True]
-    assert [int(checkpoint_tensors(run)["step"]) for run in runs] == [8] * 2
 
 
 @pytest.fixture
@@ -288,14 +277,16 @@ def torchrun(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(program, cwd=cwd, env=child_environment() | {"PYTHONWARNINGS": ""}, **pipes)
 
 
-def test_two_torchrun_commands_as_on_two_machines(tmp_path: Path, launched: Path) -> None:
-    nodes = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    command = ["-m", "runner", *TINY_CPU, "parallel=ddp", *SHORT]
-    both = [torchrun(tmp_path, *nodes, f"--node-rank={rank}", *command) for rank in (0, 1)]
-    consoles = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], consoles
-    assert consoles[0].count("done after step 40/40") == 1
-    assert "step" not in consoles[1], "rank 1 is silent"
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_processes_of_torchrun(nodes: int, tmp_path: Path, launched: Path) -> None:
+    """Started by one command, or by two commands, as on two machines."""
+    options = [f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", "--master-addr=127.0.0.1"]
+    command = [f"--master-port={free_port()}", "-m", "runner", *TINY_CPU, "parallel=ddp", *SHORT]
+    begun = [torchrun(tmp_path, *options, f"--node-rank={rank}", *command) for rank in range(nodes)]
+    consoles = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in begun]
+    assert [process.returncode for process in begun] == [0] * nodes, consoles
+    assert consoles[0].count("done after step 40/40") == 1, "rank 1 is silent"
+    assert not any("step" in console for console in consoles[1:])
     assert_checkpoint_bitwise_equal(only_run(tmp_path), checkpoint_tensors(launched))
 
 
