@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:  # results and ledgers are checked without torch
+    import torch
 
 _BEYOND = 2**256
 """No saved integer has this absolute value; the states of random number generators have 128 bits."""
 
-_INTERCHANGEABLE = {"torch.float32", "torch.float64"}  # as texts: torch is not loaded yet
+_INTERCHANGEABLE = {"torch.float32", "torch.float64"}
 """The dtypes of parameters: a run that saved one of these dtypes may be resumed with the other."""
 
 
@@ -97,6 +98,8 @@ def check_count(value: Any, where: str, most: float = math.inf) -> None:
 
 
 def _check_tensor(value: Any, spec: TensorSpec, where: str) -> None:
+    import torch
+
     _require(type(value) is torch.Tensor, where, type(value).__name__, "Tensor")
     fits = value.dtype == spec.dtype or {str(value.dtype), str(spec.dtype)} <= _INTERCHANGEABLE
     fits = fits and value.dim() == len(spec.shape)

@@ -31,7 +31,6 @@ DIGITS = (*TINY_CPU, *EVERY, "model.dropout=0.2", "optimizer=adamw", "accumulati
 AGENT = ("workload=dqn", *EVERY, "env.num_envs=4", "workload.warm_up=64", "workload.eval_episodes=2", "batch_size=16")
 RUNS = {
     "single": (1, DIGITS),
-    "contiguous": (1, (*DIGITS, "channels_last=false")),
     "streams": (1, (*DIGITS, "parallel=pipeline", "parallel.engine=streams")),
     "dqn": (1, (*AGENT, "device=cpu", "device.threads=1")),
     "ddp": (2, (*DIGITS, "parallel=ddp")),

@@ -239,11 +239,6 @@ def test_an_invalid_manifest_is_damage(two: Checkpoints, text: str) -> None:
     assert (two.root / "step_00000002.corrupt").is_dir()
 
 
-def test_files_that_are_not_in_the_manifest_are_ignored(two: Checkpoints) -> None:
-    (two.root / "step_00000002" / "more").write_text("later")
-    assert equals_checkpoint(two.latest(), 2)
-
-
 def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> None:
     for step in (1, 2):
         (two.root / f"step_{step:08d}" / "state.pt").write_bytes(b"")
@@ -255,14 +250,6 @@ def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> No
         assert "a new run, without resume" in refused.value.remedy
     names = {path.name for path in two.root.iterdir()}
     assert names == {"step_00000001", "step_00000002"}, "what is refused stays as it was"
-
-
-def test_damaged_checkpoints_that_were_set_aside_are_kept(two: Checkpoints) -> None:
-    for step, name in ((3, "step_00000003.corrupt"), (3, "step_00000003.corrupt2")):
-        save_and_wait(two, checkpoint(step))
-        (two.root / "step_00000003" / "state.pt").write_bytes(b"")
-        assert equals_checkpoint(two.latest(), 2)
-        assert (two.root / name).is_dir()
 
 
 def test_latest_is_none_without_a_committed_checkpoint(tmp_path: Path) -> None:
@@ -333,44 +320,18 @@ def test_keep_0_deletes_all_checkpoints_once_the_run_is_done(tmp_path: Path) -> 
     prune(tmp_path / "without any", keep=0)
 
 
-def test_only_what_an_interrupted_save_has_left_is_deleted_when_a_run_is_resumed(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (1, 2):
-        save_and_wait(checkpoints, checkpoint(step))
-    for name in ("tmp.step_00000003", "step_00000001.pruned"):
-        (checkpoints.root / name).mkdir()
-    prune(checkpoints.root, keep=None)
-    assert {path.name for path in checkpoints.root.iterdir()} == {"step_00000001", "step_00000002"}
-
-
-def test_a_completed_run_without_checkpoints_has_nothing_left_to_do(tmp_path: Path) -> None:
-    code, said = run_command(*TINY_CPU, "steps=4", "save_every=1", "keep=0", cwd=tmp_path)
-    assert code == 0, said
-    (run,) = tmp_path.glob("outputs/*/*")
-    assert list((run / "checkpoints").iterdir()) == []
-    code, said = run_command(f"resume={run}", cwd=tmp_path)
-    assert (code, "nothing is left to do" in said) == (0, True), said
-
-
-def test_checkpoints_set_aside_are_not_pruned(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    asides = {"step_00000001.corrupt", "step_00000001.superseded", "step_00000002.corrupt2"}
-    for name in asides:
-        (checkpoints.root / name).mkdir(parents=True)
-    for step in (3, 4):
-        save_and_wait(checkpoints, checkpoint(step))
-    assert {path.name for path in checkpoints.root.iterdir()} == {*asides, "step_00000004"}
-
-
-def test_other_directories_are_left_alone(two: Checkpoints) -> None:
+def test_only_what_interrupted_saves_and_deletions_have_left_is_deleted(two: Checkpoints) -> None:
     others = {"step_7", "step_000000009", "step_last", "notes", "tmp.notes", "thesis.pruned", "tmp.step_1", "x.pruned2"}
-    for name in others:
+    others |= {"step_00000001.corrupt", "step_00000001.superseded", "step_00000002.corrupt2"}
+    leftovers = ("tmp.step_00000003", "step_00000001.pruned")
+    for name in (*others, *leftovers):
         (two.root / name).mkdir()
-    (two.root / "tmp.txt").touch()
+    (two.root / "step_00000002" / "more").write_text("later, and not in the manifest")
+    prune(two.root, keep=None)
+    assert {path.name for path in two.root.iterdir()} == {*others, "step_00000001", "step_00000002"}
     assert equals_checkpoint(two.latest(), 2)
     save_and_wait(two, checkpoint(3))
-    assert saved_steps(two.root) == [2, 3]
-    assert {path.name for path in two.root.iterdir()} >= {*others, "tmp.txt"}
+    assert {path.name for path in two.root.iterdir()} == {*others, "step_00000002", "step_00000003"}
 
 
 @pytest.mark.parametrize("call", ["replace", "rmtree"])
@@ -396,7 +357,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     assert {path.name for path in two.root.iterdir()} == {"step_00000003", "step_00000004"}
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o027, 0o640)])
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_the_mode_of_all_files_follows_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
@@ -425,16 +386,9 @@ def test_a_checkpoint_contains_the_config_of_its_run(tmp_path: Path) -> None:
     (path / "config.yaml").write_text(text.replace("0.1", "0.2"))
     with pytest.raises(runner.storage.manifest.DamagedError, match=r"config\.yaml"):
         saved_text(path, CONFIG)
-    (path / "config.yaml").unlink()
-    with pytest.raises(runner.storage.manifest.DamagedError, match=r"config\.yaml"):
-        saved_text(path, CONFIG)
-
-
-def test_a_config_of_megabytes_is_not_read_from_a_checkpoint(tmp_path: Path) -> None:
-    """Its hash is correct, but PyYAML would need half a minute."""
-    path = save_and_wait(Checkpoints(tmp_path, keep=1, config=config_text({"name": "x" * 1_000_000})), checkpoint(1))
-    with pytest.raises(ConfigError, match="1,000,000 bytes"):
-        saved_text(path, CONFIG)
+    large = save_and_wait(Checkpoints(tmp_path, keep=1, config=config_text({"name": "x" * 1_000_000})), checkpoint(2))
+    with pytest.raises(ConfigError, match="1,000,000 bytes"):  # its hash is correct, but reading would take a minute
+        saved_text(large, CONFIG)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -530,17 +484,6 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small disk is for root, where the machine lets it")
     yield place
     subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_full_disk_raises_a_storage_error(tiny_disk: Path) -> None:
-    big, small = {"w": torch.zeros(2**20)}, {"w": torch.zeros(2)}
-    checkpoints = Checkpoints(tiny_disk, keep=2)
-    save_and_wait(checkpoints, checkpoint(1))
-    for tensors, state, local in ((big, {}, {}), (small, big, {}), (small, {}, big)):
-        with pytest.raises(StorageError, match="No space left on device"):
-            save_and_wait(checkpoints, Checkpoint(2, tensors, state, local))
-        assert equals_checkpoint(checkpoints.latest(), 1)
-        assert saved_steps(checkpoints.root) == [1]
 
 
 def test_a_run_on_a_full_disk_crashes_and_resumes_later(tiny_disk: Path, tmp_path: Path) -> None:

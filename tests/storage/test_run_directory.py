@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.command import ROOT, TIMEOUT_SECONDS, child_environment, run_command
@@ -23,7 +22,7 @@ from helpers.programs import FIXED_TIME
 
 from runner.config.errors import ConfigError
 from runner.storage import run_directory as directory
-from runner.storage.files import UnsafeFileError, write_json
+from runner.storage.files import UnsafeFileError
 
 NAME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{6}")
 
@@ -70,20 +69,6 @@ def test_another_name_is_drawn_if_the_first_is_taken(tmp_path: Path, monkeypatch
     names = iter(["a", "a", "a", "b"])
     monkeypatch.setattr(directory, "unique_name", lambda _: next(names))
     assert [directory.create(tmp_path).name, directory.create(tmp_path).name] == ["a", "b"]
-
-
-def test_the_new_directory_of_another_process_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mkdir = Path.mkdir
-
-    def second(path: Path, *arguments: Any, **options: Any) -> None:
-        mkdir(path)  # by the other process, which has not written to it yet
-        mkdir(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "mkdir", second)
-    with pytest.raises(ConfigError) as refusal:
-        directory.create(tmp_path, "a")
-    assert refusal.value.key == "output_root"
-    assert (tmp_path / "a").is_dir()
 
 
 def test_creating_a_directory_that_exists_is_refused(tmp_path: Path) -> None:
@@ -136,7 +121,7 @@ def test_newest_step_is_0_if_the_checkpoints_cannot_be_read(tmp_path: Path) -> N
 # No writes elsewhere
 
 
-@pytest.mark.parametrize("name", ["with blanks in it", "größe-µ-日本", "a=1,b=2", "it's [1] {2} $HOME ~ %41 #"])
+@pytest.mark.parametrize("name", ["größe-µ-日本 a=1,b=2 it's [1] {2} $HOME ~ %41 #"])
 def test_a_run_works_in_a_directory_of_any_name(name: str, tmp_path: Path) -> None:
     """The run starts in the directory `name`, and writes to the directory `runs NAME` beside it.
 
@@ -178,15 +163,21 @@ def test_a_run_writes_its_directory_and_nothing_else(tmp_path: Path) -> None:
     assert all(name in names or name.startswith(("events.", ".lock")) for name in left), left
 
 
-def test_the_source_may_be_read_only_and_is_not_changed(tmp_path: Path) -> None:
+def test_the_source_may_be_read_only_and_modules_in_the_current_directory_are_not_imported(tmp_path: Path) -> None:
     source, here = tmp_path / "source", tmp_path / "here"
-    here.mkdir()
     for room in ("runner", "models", "conf"):
         shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
     paths = [source, *source.rglob("*")]
     for path in paths:
         path.chmod(path.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
     before = tree(source)
+    for name in ("conf/optimizer", "models"):
+        (here / name).mkdir(parents=True)
+    for name in ("models", "secrets", "logging", "torch", "omegaconf", "hydra", "typing", "tensorboard", "yaml"):
+        (here / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the caller was imported')")
+    (here / "conf" / "config.yaml").write_text("seed: not ours")
+    (here / "conf" / "optimizer" / "sgd.yaml").write_text("lr: not ours")
+    (here / "models" / "__init__.py").write_text("raise SystemExit('models/ of the caller was imported')")
     # Root may write to read-only files; if the tests run as root, only the comparison below detects changes.
     variables = child_environment() | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
     program = [sys.executable, "-m", "runner", *TINY_CPU, "debug=smoke"]
@@ -195,25 +186,8 @@ def test_the_source_may_be_read_only_and_is_not_changed(tmp_path: Path) -> None:
         path.chmod(path.stat().st_mode | stat.S_IWUSR)
     assert process.returncode == 0, process.stderr
     assert tree(source) == before
-    assert list(source.rglob("__pycache__")) == []
     [run] = here.glob("outputs/*/*")
     assert directory.read_result(run)["status"] == "done"
-
-
-def test_modules_and_configs_in_the_current_directory_do_not_shadow_ours(tmp_path: Path) -> None:
-    for name in ("models", "secrets", "logging", "torch", "omegaconf", "hydra", "typing", "tensorboard", "yaml"):
-        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the caller was imported')")
-    for name in ("conf", "conf/optimizer", "models"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "conf" / "config.yaml").write_text("seed: not ours")
-    (tmp_path / "conf" / "optimizer" / "sgd.yaml").write_text("lr: not ours")
-    (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('models/ of the caller was imported')")
-    program = [sys.executable, "-m", "runner", *TINY_CPU, "debug=smoke"]
-    process = subprocess.run(
-        program, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stderr
-    [run] = tmp_path.glob("outputs/*/*")
     assert "not ours" not in (run / "config.yaml").read_text()
 
 
@@ -310,21 +284,24 @@ def test_a_free_name_is_numbered(tmp_path: Path) -> None:
 # Files
 
 
-def test_a_result_with_an_impossible_number_of_steps_is_ignored(tmp_path: Path) -> None:
-    write_json(tmp_path / directory.RESULT, {"status": "done", "steps": int("9" * 4300)})
-    assert directory.read_result(tmp_path) == {}
-
-
+NUMBERS = ["9" * 400, "-" + "9" * 400, "9" * 5_000, "true", '"1"', "null", "[1]"]
 DAMAGED_RESULTS = [
     *('{"status": "do', "", "[]", "1", "null", '"text"', "[" * 100_000, "{}", '{"status": 1, "steps": 1}'),
     *('{"status": "done"}', '{"status": "done", "steps": "3"}', '{"status": "done", "steps": true}'),
     *('{"status": "done", "steps": -1}', '{"status": "done", "steps": 1.5}', '{"status": ["done"], "steps": 1}'),
+    *(f'{{"status": "done", "steps": {number}}}' for number in NUMBERS),
+    *(f'{{"status": "done", "steps": 1, "seconds": {number}}}' for number in NUMBERS),
+    *(f'{{"status": "done", "steps": 1, "samples_per_second": {number}}}' for number in NUMBERS),
+    *(f'{{"status": "done", "steps": 1, "best": {{"metric": "a", "step": 1, "value": {n}}}}}' for n in NUMBERS),
 ]
 
 
-@pytest.mark.parametrize("text", DAMAGED_RESULTS, ids=lambda text: text[:32])
+@pytest.mark.parametrize("text", DAMAGED_RESULTS, ids=range(len(DAMAGED_RESULTS)))
 def test_a_damaged_result_is_empty(text: str, tmp_path: Path) -> None:
-    (tmp_path / directory.RESULT).write_text(text)
+    path = tmp_path / directory.RESULT
+    path.write_text('{"status": "done", "steps": 1, "seconds": 2, "best": {"metric": "a", "step": 1, "value": 0.5}}')
+    assert directory.read_result(tmp_path)["steps"] == 1
+    path.write_text(text)
     assert directory.read_result(tmp_path) == {}
 
 
@@ -364,18 +341,6 @@ def test_files_that_a_run_writes_to_have_no_other_hard_link(name: str, tmp_path:
     with pytest.raises(UnsafeFileError) as refusal:
         directory.check_regular(run)
     assert refusal.value.filename == str(run / name)
-
-
-@pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400, "9" * 5_000, "true", '"1"', "null", "[1]"])
-@pytest.mark.parametrize("key", ["seconds", "samples_per_second", "best"])
-def test_a_result_with_invalid_numbers_is_ignored(key: str, number: str, tmp_path: Path) -> None:
-    result = tmp_path / directory.RESULT
-    best = '{"metric": "eval/loss", "step": 1, "value": NUMBER}' if key == "best" else "NUMBER"
-    text = f'{{"status": "done", "steps": 1, "{key}": {best}}}'
-    result.write_text(text.replace("NUMBER", "123"))
-    assert directory.read_result(tmp_path)["steps"] == 1
-    result.write_text(text.replace("NUMBER", number))
-    assert directory.read_result(tmp_path) == {}
 
 
 def test_directories_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
