@@ -68,32 +68,15 @@ def test_an_integer_with_too_many_digits_to_print_is_described() -> None:
     assert str(ConfigError("key", 10**5000, "why", "do")).startswith("key: got a number of thousands of digits: why")
 
 
-@pytest.mark.parametrize("value", [10**400, -(10**400)])
-def test_an_integer_too_large_for_a_float_is_out_of_range(value: int) -> None:
-    with pytest.raises(ConfigError, match="≥ 1 and ≤ 3"):
-        check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", least=1, most=3)
+@pytest.mark.parametrize("value", [1.001, 2, 3, None])
+def test_a_range_includes_some_ends_and_null(value: float | None) -> None:
+    check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", above=1, most=3)
 
 
-@pytest.mark.parametrize("value", [1, 1.0, None, 2, 3])
-def test_a_range_includes_its_ends_and_null(value: float | None) -> None:
-    check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", least=1, most=3)
-
-
-@pytest.mark.parametrize("value", [0.999, 3.001, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [1, 3.001, math.nan, math.inf, -math.inf, 10**400, -(10**400)])
 def test_a_range_excludes_everything_else(value: float) -> None:
-    with pytest.raises(ConfigError, match="≥ 1 and ≤ 3"):
-        check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", least=1, most=3)
-
-
-def test_a_number_without_bounds_must_be_finite() -> None:
-    with pytest.raises(ConfigError) as refusal:
-        check_range(dataclasses.make_dataclass("C", ["x"])(math.nan), "x")
-    assert refusal.value.why == "it must be a finite number"
-
-
-def test_the_bound_above_is_exclusive() -> None:
-    with pytest.raises(ConfigError, match="> 0"):
-        check_range(dataclasses.make_dataclass("C", ["x"])(0), "x", above=0)
+    with pytest.raises(ConfigError, match="> 1 and ≤ 3"):
+        check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", above=1, most=3)
 
 
 def test_a_choice_suggests_the_nearest() -> None:

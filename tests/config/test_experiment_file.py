@@ -42,20 +42,15 @@ def test_overrides_are_written_as_a_defaults_list_and_values() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["seed=4"],
         ["++seed=4", "steps=null", "name="],
-        ["experiment=ten_epochs", "optimizer.lr=0.01"],
         ["experiment=ten_epochs", "schedule=cosine"],
         ["experiment=[ten_epochs,dqn_mountaincar]"],
-        ["debug=overfit", "schedule=cosine"],
         ["experiment=ten_epochs", "debug=smoke", "seed=3"],
         ["workload=dqn", "~model", "~ema"],
-        ["ema=null", "precision=16"],
         ["tracking=[tensorboard,csv]"],
         ["model=resnet18", "model.freeze=[stem]", "optimizer={lr: 0.3}"],
         ["workload=dqn", "env.id=a/B-v1", "+env.options={a: 1, b: 'x'}"],
         ["data=imagefolder", "data.root=/data/run #1", "name=007"],
-        ["data=imagefolder", "data.root=@images", "name=a: b"],
     ],
     ids=" ".join,
 )

@@ -320,34 +320,8 @@ def test_the_root_config_lists_every_scalar_and_every_group() -> None:
             assert option in groups()[group]
 
 
-def test_the_default_run_has_the_values_of_the_root_config() -> None:
-    run, root = build_composed_run(), yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
-    assert [type(part).__name__ for part in (run.optimizer, run.schedule, run.precision)] == [
-        "SGD",
-        "OneCycle",
-        "Precision",
-    ]
-    for key in root.keys() - {"defaults", "hydra", "name"}:
-        assert getattr(run, key) == root[key], key
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Experiments and debugging
-
-
-def test_ten_epochs_has_225_steps_and_a_constant_learning_rate() -> None:
-    run = build_composed_run("experiment=ten_epochs")
-    assert prepare_session(run).num_steps == 225  # 10 · 1,438 / 64, rounded up
-    assert [run.schedule.factor(update, 225) for update in (0, 112, 224)] == [1, 1, 1]
-    assert (run.optimizer.lr, run.optimizer.momentum) == (0.02, 0.9)
-
-
-def test_experiment_precisions_sweeps_two_precisions_and_three_seeds() -> None:
-    jobs = list(SweepJobs(Composer(), ["experiment=precisions"]))
-    wanted = itertools.product(
-        ("precision='32'", "precision=bf16"), ("seed=0", "seed=1", "seed=2"), ("experiment=precisions",)
-    )
-    assert sorted(jobs) == sorted(map(list, wanted))
 
 
 @pytest.mark.parametrize(

@@ -9,41 +9,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from runner.config.errors import ConfigError
 from runner.config.options import CONF, groups
-from runner.config.overrides import checked_override, override_key, override_value, quoted, resumed
+from runner.config.overrides import checked_override, quoted, resumed
 
 REFUSED_HYDRA_KEYS = [
-    *("hydra.run.dir=x", "hydra.sweep.dir=x", "hydra.sweep.subdir=x", "hydra.output_subdir=x", "hydra.mode=MULTIRUN"),
-    *("hydra.job.chdir=true", "hydra.job.name=x", "hydra.job.env_copy=[NOPE]", "hydra.sweeper.max_batch_size=0"),
-    *(
-        "hydra.launcher._target_=os.system",
-        "hydra.runtime.cwd=x",
-        "hydra.hydra_logging.root=1",
-        "hydra.help.app_name=x",
-    ),
-    *("hydra/launcher=joblib", "hydra/sweeper=basic", "hydra/job_logging=default", "hydra/output=default", "hydra=x"),
-    *("hydra/hydra_logging@hydra.job_logging=default", "hydra.=1", "hydra.verbose.x=1", "hydra.searchpaths=[x]"),
+    *("hydra.run.dir=x", "hydra.mode=MULTIRUN", "hydra.job.env_copy=[NOPE]", "hydra.sweeper.max_batch_size=0"),
+    *("hydra.launcher._target_=os.system", "hydra.callbacks.x._target_=os.system", "hydra.verbose.x=1", "hydra=x"),
+    *("hydra/launcher=joblib", "hydra/hydra_logging@hydra.job_logging=default", "hydra.=1", "hydra.searchpaths=[x]"),
 ]
-ADDED = ["hydra.job.env_set.X=1", "hydra.callbacks.x._target_=os.system", "hydra.foo=3", "hydra/callbacks=x"]
-
-
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("seed=1", "seed"),
-        ("+data.x=a=b", "data.x"),
-        ("++optimizer.lr=+1", "optimizer.lr"),
-        ("~debug", "debug"),
-        ("~model=tiny", "model"),
-        ("optimizer@other=sgd", "optimizer@other"),
-        ("name=", "name"),
-    ],
-)
-def test_the_key_of_an_override_has_no_prefix(override: str, key: str) -> None:
-    assert override_key(override) == key
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
-@pytest.mark.parametrize("word", [*REFUSED_HYDRA_KEYS, *ADDED])
+@pytest.mark.parametrize("word", REFUSED_HYDRA_KEYS)
 def test_a_hydra_key_is_refused_with_any_prefix(word: str, prefix: str) -> None:
     key, _, value = f"{prefix}{word}".partition("=")
     with pytest.raises(ConfigError) as refusal:
@@ -56,11 +32,6 @@ def test_a_hydra_key_cannot_be_deleted(word: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         checked_override(word)
     assert refusal.value.key == word
-
-
-def test_the_value_of_an_override_is_that_of_the_last_one_without_quotes() -> None:
-    assert override_value(["resume=a", "seed=1", "resume='b c'"], "resume") == "b c"
-    assert override_value(["seed=1"], "resume") is None
 
 
 @pytest.mark.parametrize(
@@ -169,11 +140,6 @@ def test_oversized_values_and_paths_as_option_names_are_refused_with_their_key(w
         checked_override(word)
     assert (refusal.value.key, refusal.value.got) == (key, value)
     assert max(map(len, str(refusal.value).splitlines())) <= 200
-
-
-def test_values_just_within_the_limits_are_accepted() -> None:
-    for word in ("model.channels=" + "[" * 20 + "]" * 20, "seed=" + "9" * 300, "name=" + "9" * 500, "model=sub/mine"):
-        assert checked_override(word) == word
 
 
 def test_groups_are_the_folders_of_conf_with_numeric_options_in_order() -> None:

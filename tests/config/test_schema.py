@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from helpers.compose import compose_config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from runner.config import schema as config
 from runner.config.errors import ABSENT, ConfigError, check_range
 from runner.config.schema import build
 from runner.run import build_run
@@ -28,40 +26,26 @@ OPTIMIZER = "runner.optimizer.Optimizer"
 REFUSED: dict[str, tuple[str, ...]] = {
     # Wrong type
     "optimizer.lr=abc": ("optimizer.lr: got 'abc'", "number"),
-    "optimizer.lr=": ("optimizer.lr: got ''", "number"),
     "optimizer.lr=true": ("optimizer.lr: got True", "number"),
-    "optimizer.lr=[1]": ("optimizer.lr: got [1]", "number"),
     "optimizer.fused=3": ("optimizer.fused: got 3", "true or false"),
-    "optimizer.fused=null": ("optimizer.fused: got null", "true or false"),
     "batch_size=1.5": ("batch_size: got 1.5", "whole number"),
-    "batch_size=true": ("batch_size: got True", "whole number"),
     "steps=1e3": ("steps: got 1000.0", "whole number", "null"),
     "seed=0x10": ("seed: got '0x10'", "whole number"),
     "name=null": ("name: got null", "text"),
-    "device.indices=[a]": ("device.indices: got ['a']", "list", "whole number"),
     "model.channels=20": ("model.channels: got 20", "list", "whole number"),
     # Values that OmegaConf would convert to other values
     "seed='1_000'": ("seed: got '1_000'", "whole number"),
     "optimizer.lr=012.5": ("optimizer.lr: got '012.5'", "number"),
     "optimizer.fused='5'": ("optimizer.fused: got '5'", "true or false"),
-    "optimizer.fused=1.0": ("optimizer.fused: got 1.0", "true or false"),
     "name=1.10": ("name: got 1.1", "text"),
     "model.channels=[020,20]": ("model.channels: got ['020', 20]", "list", "whole number"),
     "model.weights=''": ("model.weights: got ''", "file name must end in"),
     # Out of range
     "optimizer.lr=0": ("optimizer.lr: got 0.0", "> 0", "≤ 1000"),
-    "optimizer.lr=1e30": ("optimizer.lr: got 1e+30", "> 0", "≤ 1000"),
     "optimizer.lr=nan": ("optimizer.lr: got nan", "finite"),
-    "optimizer.momentum=1.1": ("optimizer.momentum: got 1.1", "≥ 0", "≤ 1"),
     "schedule.rise=0": ("schedule.rise: got 0.0", "> 0", "≤ 0.99"),
-    "batch_size=0": ("batch_size: got 0", "≥ 1", "≤ 2147483647"),
     "batch_size=99999999999": ("batch_size: got 99999999999", "≥ 1", "≤ 2147483647"),
-    "steps=0": ("steps: got 0", "≥ 1", "≤ 2147483647"),
-    "epochs=1e300": ("epochs: got 1e+300", "> 0", "≤ 1000000"),
     "seed=99999999999999999999": ("seed: got 99999999999999999999", "≥ 0"),
-    "max_grad_norm=0": ("max_grad_norm: got 0.0", "> 0"),
-    "device.threads=0": ("device.threads: got 0", "≥ 1", "≤ 1024"),
-    "data.size=3": ("data.size: got 3", "≥ 8", "≤ 512"),
     "device.kind=gpu": ("device.kind: got 'gpu'", "auto, cpu, cuda, mps"),
     # Incompatible values
     "accumulation.steps=5": ("batch_size: got 64", "5 micro-batches", "accumulation.steps"),
@@ -71,15 +55,12 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "model.reset_head=true": ("model.reset_head: got True", "model.weights"),
     # Names and paths
     "name='  '": ("name: got '  '", "directory"),
-    "name=..": ("name: got '..'", "directory"),
     "name=../x": ("name: got '../x'", "directory"),
     "name='a\\\\b'": ("name: got 'a\\\\\\\\b'", "directory"),
-    "name='a\tb'": ("name: got 'a\\tb'", "directory"),
     f"name='{'ü' * 101}'": ("name: got 'ü", "too long"),
     "output_root='a\nb'": ("output_root: got 'a\\nb'", "output_root=."),
     # Classes
     "optimizer._target_=os.system": ("optimizer._target_: got 'os.system'", "runner.components"),
-    "optimizer._target_=runnerx.SGD": ("optimizer._target_: got 'runnerx.SGD'", "runner.components"),
     "optimizer._target_=runner.schedule.Schedule": (
         "optimizer._target_: got 'runner.schedule.Schedule'",
         "runner.optimizer.Optimizer",
@@ -88,20 +69,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "optimizer._target_: got 'runner.optimizer.trainable'",
         "runner.optimizer.Optimizer",
     ),
-    "optimizer._target_=runner.optimizer.torch": (
-        "optimizer._target_: got 'runner.optimizer.torch'",
-        "runner.optimizer.Optimizer",
-    ),
-    "optimizer._target_=runner.optimizer.SGDD": (
-        "optimizer._target_: got 'runner.optimizer.SGDD'",
-        "runner.optimizer.Optimizer",
-    ),
     "optimizer._target_=runner.nope.SGD": ("optimizer._target_: got 'runner.nope.SGD'", "'runner.nope'"),
-    "optimizer._target_=": ("optimizer._target_: got ''", "package.module.Class"),
     "optimizer._target_=SGD": ("optimizer._target_: got 'SGD'", "package.module.Class"),
     "optimizer._target_=null": ("optimizer._target_: got null", "package.module.Class"),
-    "optimizer._target_=3": ("optimizer._target_: got 3", "package.module.Class"),
-    "optimizer._target_=[a.b]": ("optimizer._target_: got ['a.b']", "package.module.Class"),
     # Whole nodes
     "optimizer=3": ("optimizer: got 3", "conf/"),
     "model=[]": ("model: got []", "conf/"),
@@ -219,13 +189,6 @@ def test_build_converts_values_fills_in_defaults_and_passes_parts_on() -> None:
     assert node["number"] == 2, "the config is left as it was"
 
 
-def test_fields_are_values_or_components() -> None:
-    assert config.option_fields(Whole) == ["number", "numbers", "names", "text"]
-    assert config.component_fields(Whole) == ["part"]
-    assert config.field_types(Special)["number"] is float
-    assert config.option_fields(Special) == config.option_fields(Whole)
-
-
 @pytest.mark.parametrize(
     ("values", "told"),
     [
@@ -332,26 +295,6 @@ def test_the_remedy_for_a_missing_package_is_to_install_it() -> None:
     with pytest.raises(ConfigError, match="no package absent is installed here") as refusal:
         build_run(typed("optimizer._target_=absent.module.PluginSGD"))
     assert "install it" in refusal.value.remedy
-
-
-ABSTRACT = {
-    "optimizer": "runner.optimizer.Optimizer",
-    "workload": "runner.workloads.base.Workload",
-    "model": "runner.model.base.Model",
-    "data": "runner.data.base.Data",
-}
-
-
-@pytest.mark.parametrize("group", ABSTRACT)
-def test_an_abstract_class_is_refused_by_its_key(group: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        build_run(typed(f"{group}._target_={ABSTRACT[group]}"))
-    assert (refusal.value.key, refusal.value.got) == (f"{group}._target_", ABSTRACT[group])
-    module, _, name = ABSTRACT[group].rpartition(".")
-    methods = getattr(importlib.import_module(module), name).__abstractmethods__
-    assert methods
-    for method in methods:
-        assert method in refusal.value.why
 
 
 def test_an_abstract_subclass_is_refused_by_its_key() -> None:

@@ -45,15 +45,6 @@ def test_the_processor_is_described(machine: Path) -> None:
     assert found["logical_cores"] == os.cpu_count()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /sys")
-def test_physical_cores_are_counted_over_sockets_and_threads() -> None:
-    siblings = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/core_cpus_list")
-    cores = {path.read_text() for path in siblings}
-    if not cores:
-        pytest.skip("this machine does not tell its topology")
-    assert processor.cpu()["physical_cores"] == len(cores)
-
-
 def test_the_smallest_cpu_quota_of_the_group_and_its_ancestors_applies(machine: Path) -> None:
     (machine / "cgroup" / "outer" / "inner" / "cpu.max").write_text("max 100000\n")
     (machine / "cgroup" / "outer" / "cpu.max").write_text("150000 100000\n")

@@ -44,11 +44,8 @@ def test_environment_is_json_with_every_part() -> None:
 # The source
 
 
-def test_a_clean_checkout_has_its_commit(checkout: Path) -> None:
+def test_the_commit_is_found_and_a_changed_or_new_file_makes_it_dirty(checkout: Path) -> None:
     assert provenance.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False}
-
-
-def test_a_changed_or_new_file_makes_it_dirty(checkout: Path) -> None:
     (checkout / "a.py").write_text("2\n")
     assert provenance.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": True}
     git(checkout, "commit", "-qam", "two")
