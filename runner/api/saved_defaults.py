@@ -14,7 +14,7 @@ from typing import Any
 from runner.config.composition import register_saved
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, errors_under
 from runner.config.overrides import override_key
-from runner.config.schema import checked_schema, load_class, option_fields
+from runner.config.schema import checked_values, load_class, option_fields
 from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import saved_config
@@ -86,10 +86,10 @@ def _check(config: dict[str, Any], overridden: set[str]) -> None:
             with errors_under(key):
                 cls = load_class(node.get("_target_"), _GROUPS[key])
                 saved = _not_overridden(node, f"{key}.", overridden)
-                checked_schema(cls, saved)
+                checked_values(cls, saved)
                 untrusted_values = getattr(cls, "untrusted_values", None)
                 node |= untrusted_values(saved) if untrusted_values is not None else {}
-    checked_schema(Run, _not_overridden({key: config[key] for key in options if key in config}, "", overridden))
+    checked_values(Run, _not_overridden({key: config[key] for key in options if key in config}, "", overridden))
 
 
 def _not_overridden(node: dict[str, Any], prefix: str, overridden: set[str]) -> dict[str, Any]:

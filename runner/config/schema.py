@@ -15,10 +15,11 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
+from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, errors_under, see_comments
 
@@ -139,42 +140,37 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: for an unknown key, a wrong type, a missing value, or an environment variable that is not set.
     """
-    schema, hints, options = checked_schema(cls, node), field_types(cls), option_fields(cls)
-    for name in options:
-        if OmegaConf.is_missing(schema, name):
+    given, hints, values = checked_values(cls, node), field_types(cls), {}
+    for field in _init_fields(cls):
+        name, hint = field.name, hints[field.name]
+        if name not in option_fields(cls):
+            continue
+        if name in given:
+            value = given[name]
+        else:
+            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if value in ("???", dataclasses.MISSING):
             raise ConfigError(name, ABSENT, "it has no value", f"give it one; {see_comments(cls)}")
-    return {name: _resolved(schema, name, hints[name]) for name in options}
+        values[name] = _resolved(name, value, hint) if "${" in str(value) else value
+    return values
 
 
-def checked_schema(cls: type, node: Mapping[str, Any]) -> DictConfig:
-    """Return an OmegaConf schema of the options of `cls`, with the values in `node`, the defaults, or missing (`???`).
+def checked_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in `node`, converted to the types of the options of `cls`, but for `${…}` and missing ones.
 
     Raises:
         ConfigError: for an unknown key, or a value of a wrong type.
     """
-    hints = field_types(cls)
-    options = option_fields(cls)
-    for name in node:
+    hints, options, values = field_types(cls), option_fields(cls), {}
+    for name, value in node.items():
         if name not in options:
             raise ConfigError(name, ABSENT, f"{cls.__name__} has no such option;", did_you_mean(name, options))
-    schema = copy.deepcopy(_empty_schema(cls))
-    for name, value in node.items():  # one at a time, so that an error names a single key
         try:
-            if not _is_meant(value, hints[name]):
-                raise ValidationError("OmegaConf would convert it to another value")
-            OmegaConf.update(schema, name, value, merge=False)  # assigning warns of conversions that are meant
-        except (OmegaConfBaseException, ValueError, OverflowError):
+            is_later = value == "???" or "${" in str(value)
+            values[name] = value if is_later else _converted(value, hints[name])
+        except (ValueError, OverflowError):
             raise ConfigError(name, value, f"it must be {_in_words(hints[name])}", see_comments(cls)) from None
-    return schema
-
-
-@cache
-def _empty_schema(cls: type) -> DictConfig:
-    hints, options = field_types(cls), option_fields(cls)
-    fields = [
-        (name, hints[name], _schema_default(field)) for field in _init_fields(cls) if (name := field.name) in options
-    ]
-    return OmegaConf.structured(dataclasses.make_dataclass(cls.__name__, fields, kw_only=True))
+    return values
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
@@ -182,33 +178,35 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.?inf|\.?nan")
-_TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-def _is_meant(value: Any, hint: Any) -> bool:
-    """Return whether `value` is clearly intended as a value of the type `hint`: OmegaConf alone converts too much."""
-    if value in (None, "???") or (isinstance(value, str) and "${" in value):  # missing, or OmegaConf resolves it
-        return True
-    if isinstance(value, list | tuple):
-        items = get_args(hint)[:1] if get_origin(hint) in (list, tuple) else ()
-        if items == (str,) and any(type(item) is int for item in value):  # 1_0 would become the text 10
-            return False
-        return all(_is_meant(item, kind) for kind in items for item in value)
-    if isinstance(value, dict) or get_origin(hint) in (list, tuple):  # refused by OmegaConf
-        return True
-    return any(_is_of(kind, value) for kind in get_args(hint) or (hint,))
+def _converted(value: Any, hint: Any) -> Any:
+    """Return `value` as the type `hint`.
 
-
-def _is_of(kind: Any, value: Any) -> bool:
-    if kind is bool:
-        return str(value).lower() in _TRUTH_VALUES
-    if kind is int or kind is float:
-        number = _INTEGER if kind is int else _FLOAT
-        is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-        return is_number or (isinstance(value, str) and number.fullmatch(value) is not None)
-    if kind is str:  # 1.10 would become the text 1.1
-        return isinstance(value, str) or type(value) is int
-    return kind is not type(None)
+    Raises:
+        ValueError: if it is not clearly meant as one: 016 is no number, and 1.10 no text, as it may have been 1.1.
+    """
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    if type(value) in kinds:
+        return value
+    for kind in kinds:
+        items, origin = get_args(kind), get_origin(kind)
+        if kind is Any or (origin is dict and isinstance(value, dict)):
+            return copy.deepcopy(value)
+        if origin in (list, tuple) and isinstance(value, list | tuple):
+            if items[0] is str and not all(isinstance(item, str) for item in value):  # 1_0 would become the text 10
+                raise ValueError
+            return origin(_converted(item, items[0]) for item in value)
+        if kind is bool and (word := str(value).lower()) in (*_TRUE, *_FALSE):
+            return word in _TRUE
+        if kind is str and type(value) is int:
+            return str(value)
+        if kind is int and isinstance(value, str) and _INTEGER.fullmatch(value):
+            return int(value)
+        if kind is float and (type(value) is int or (isinstance(value, str) and _FLOAT.fullmatch(value))):
+            return float(str(value).replace(".inf", "inf").replace(".nan", "nan"))
+    raise ValueError
 
 
 def _in_words(hint: Any) -> str:
@@ -220,28 +218,18 @@ def _in_words(hint: Any) -> str:
     return " or ".join(inner) or _WORDS.get(hint, str(hint))
 
 
-def _resolved(schema: Any, name: str, hint: Any) -> Any:
+def _resolved(name: str, value: Any, hint: Any) -> Any:
+    """Return `value` of the option `name`, which has references, with their values."""
+    why = "its value has a wrong type"  # the error must not have the value, which may be a secret
     try:
-        return _plain(schema[name], hint)
+        found: Any = OmegaConf.to_container(OmegaConf.create({name: value}), resolve=True)
+        return _converted(found[name], hint)
     except OmegaConfBaseException as error:
-        raw: Any = OmegaConf.to_container(schema, resolve=False)
-        is_wrong = isinstance(error, ValidationError)  # whose message has the value, which may be a secret
-        why = "its value has a wrong type" if is_wrong else str(error).splitlines()[0]
-        raise ConfigError(name, raw[name], why, f"it must be {_in_words(hint)}") from None
-
-
-def _plain(value: Any, hint: Any) -> Any:
-    value = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
-    if isinstance(value, str) and get_origin(hint) in (list, tuple, dict):  # OmegaConf takes any value of a reference
-        raise ValidationError("it is a text")
-    return tuple(value) if get_origin(hint) is tuple else value
+        why = str(error).splitlines()[0]
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(name, value, why, f"it must be {_in_words(hint)}")
 
 
 def _init_fields(cls: type) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(cls) if field.init]
-
-
-def _schema_default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return dataclasses.field(default_factory=field.default_factory)
-    return dataclasses.field(default="???" if field.default is dataclasses.MISSING else field.default)
