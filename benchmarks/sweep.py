@@ -29,8 +29,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from benchmarks.measure import write
-from runner.config.errors import WIDTH
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import read_result
 from runner.sweep.display import Display
@@ -148,9 +149,8 @@ def overhead() -> dict[str, Any]:
         with open(os.devnull, "w") as nowhere:
             sys.stderr, kept = nowhere, sys.stderr
             try:
-                Scheduler(_Many(ledger.path, 1000), _Instant(), ledger, Local(), Display(1000, ["seed"], WIDTH)).run(
-                    StopRequest()
-                )
+                display = Display(1000, ["seed"], Console(file=nowhere))
+                Scheduler(_Many(ledger.path, 1000), _Instant(), ledger, Local(), display).run(StopRequest())
             finally:
                 sys.stderr = kept
         found["CPU seconds of the scheduler for 1,000 jobs"] = round(time.process_time() - start, 2)

@@ -39,9 +39,10 @@ class ConvNet(Model):
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from models import convnet
 
+        channels, height, width = shape
         options = (self.channels, self.kernel_size, self.padding, self.hidden, self.dropout)
         try:
-            return convnet.ConvNet(*shape, num_classes, *options, self.checkpoint_activations)
+            return convnet.ConvNet(channels, height, width, num_classes, *options, self.checkpoint_activations)
         except ValueError as error:
             remedy = "use larger inputs (data.size, if the data set has it), a smaller model.kernel_size, or model=tiny"
             raise ConfigError("kernel_size", self.kernel_size, str(error), remedy) from None

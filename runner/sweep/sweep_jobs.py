@@ -160,7 +160,7 @@ def parse_zip(word: str) -> tuple[str, list[str]] | None:
     for text in _NEXT_MEMBER.split(found["members"]):
         member = _MEMBER.fullmatch(text.strip())
         if member is None:
-            raise ConfigError(name, value, f"{text.strip()} is no KEY with a list of values", _EXAMPLE)
+            raise ConfigError(name, value, f"{text.strip()!r} is not of the form KEY=[VALUE,VALUE]", _EXAMPLE)
         key = member["key"].lstrip("+")
         check(key not in members, name, value, f"{key} is in it twice", _EXAMPLE)
         members[key] = f"{member['key']}={member['listed'] or member['function']}"

@@ -289,9 +289,3 @@ def test_an_option_file_builds_a_run_or_is_refused_by_its_key_or_name(content: b
     result = outcome(["--config-dir=mine"], {"mine/local/default.yaml": content})
     words = re.findall(r"[\w.]+", content.decode(errors="ignore"))
     assert_built_or_refused(result, {"local", *words})
-
-
-def test_a_folder_in_the_place_of_an_option_file_is_refused_by_its_name() -> None:
-    result = outcome(["--config-dir=mine"], {"mine/local/default.yaml/": b""})
-    assert result.code == 2
-    assert_built_or_refused(result, {"mine/local/default.yaml"})

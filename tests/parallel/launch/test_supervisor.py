@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import forkserver
@@ -226,6 +227,8 @@ def test_a_dead_fork_server_is_noticed_and_replaced(tmp_path: Path) -> None:
     if (pid := os.fork()) == 0:
         try:
             (tmp_path / "outcomes").write_text(repr(outcomes_with_a_dead_fork_server()))
+        except BaseException:
+            (tmp_path / "outcomes").write_text(traceback.format_exc())
         finally:
             os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
