@@ -18,7 +18,6 @@ from helpers.options import changed_options, options_of, train_and_check_options
 from helpers.ranks import PersistentRanks
 
 from runner.config.errors import ConfigError
-from runner.result import Result
 from runner.run import build_run, check_used, config_hash, describe_model
 from runner.session import Session
 from runner.system.cpu import cpu_model
@@ -52,16 +51,6 @@ def session_of(*overrides: str) -> Session:
 )
 def test_steps_follow_from_epochs(overrides: list[str], steps: int) -> None:
     assert session_of(*overrides).num_steps == steps
-
-
-@pytest.mark.parametrize(
-    "typed", ["optimizer=[adam,adamw]", "model=[tiny,convnet]", "workload=[classifier,classifier]"]
-)
-def test_several_options_of_a_group_are_refused(typed: str) -> None:
-    """Hydra would merge the options into one."""
-    with pytest.raises(ConfigError) as refusal:
-        check_used(build_composed_run(typed), [typed])
-    assert (refusal.value.key, refusal.value.got) == tuple(typed.split("="))
 
 
 def test_rounding_errors_in_epochs_add_no_step() -> None:
@@ -120,22 +109,19 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "key"),
+    "typed",
     [
-        (["env=acrobot"], "env"),
-        (["++env.num_envs=4"], "env.num_envs"),
-        (["workload=dqn", "data=synthetic"], "data"),
-        (["workload=dqn", "data.crop=2"], "data.crop"),
+        *("optimizer=[adam,adamw]", "workload=[classifier,classifier]", "env=acrobot", "++env.num_envs=4"),
+        *("workload=dqn data=synthetic", "workload=dqn data.crop=2"),
     ],
 )
-def test_an_option_that_the_workload_does_not_use_is_refused(typed: list[str], key: str) -> None:
-    """Otherwise, the option would be ignored without an error."""
-    run = build_composed_run(*typed)
+def test_an_option_that_would_be_ignored_is_refused(typed: str) -> None:
+    """Hydra would merge several options of a group, and accept those of a group that the workload does not use."""
+    words = typed.split()
+    run = build_composed_run(*words)
     with pytest.raises(ConfigError) as refusal:
-        check_used(run, typed)
-    assert (refusal.value.key, refusal.value.got) == (key, typed[-1].partition("=")[2])
-    assert type(run.workload).__name__ in refusal.value.why
-    assert key.partition(".")[0] in refusal.value.why
+        check_used(run, words)
+    assert (refusal.value.key, refusal.value.got) == tuple(words[-1].lstrip("+").split("="))
 
 
 def test_options_that_the_workload_uses_are_accepted() -> None:
@@ -160,12 +146,6 @@ def test_options_that_the_workload_uses_are_accepted() -> None:
 def test_is_due_every_n_steps_and_after_the_last_step(every: int, due: list[int]) -> None:
     session = session_of("steps=7")
     assert [step for step in range(1, 8) if session.is_due(every, step)] == due
-
-
-def test_defaults_are_due_at_the_end_of_a_run_shorter_than_an_epoch() -> None:
-    session = session_of("steps=7", "eval_every=null", "save_every=null")
-    for every in (session.eval_every, session.save_every):
-        assert [step for step in range(1, 8) if session.is_due(every, step)] == [7]
 
 
 def test_checkpoints_are_saved_when_they_are_due(trained: Callable[..., TrainedRun]) -> None:
@@ -202,17 +182,13 @@ def test_the_hash_covers_what_is_computed() -> None:
     changes = {path[0] for path in leaves(config) if config_hash(changed(config, path)) != before}
     assert not same & changes, "all of a group, or nothing of it"
     assert len(leaves(config)) > 40
-    assert len(before) == 12
-    assert int(before, 16) >= 0
+    assert re.fullmatch("[0-9a-f]{12}", before)
 
 
 def test_the_hash_does_not_depend_on_order_or_spelling() -> None:
     config = compose_config()
-    assert config_hash(dict(reversed(config.items()))) == config_hash(config)
-    assert config_hash(compose_config(f"optimizer.lr={config['optimizer']['lr']:.9f}", "precision=32")) == config_hash(
-        config
-    )
-    assert config_hash(compose_config("optimizer.lr=0.123")) != config_hash(config)
+    spelled = compose_config(f"optimizer.lr={config['optimizer']['lr']:.9f}", "precision=32")
+    assert config_hash(dict(reversed(config.items()))) == config_hash(spelled) == config_hash(config)
 
 
 def test_a_run_has_the_chosen_components_and_keeps_its_config() -> None:
@@ -237,16 +213,6 @@ def test_building_needs_neither_the_device_nor_the_data() -> None:
             )
         )
     assert (refusal.value.key, refusal.value.got) == ("data.root", "/nowhere")
-
-
-def test_a_result_is_made_of_plain_values() -> None:
-    result = Result("done", steps=3, metrics={"eval/loss": 0.5})
-    assert result.as_dict() == {
-        **{field.name: getattr(result, field.name) for field in dataclasses.fields(Result) if field.init},
-        "status": "done",
-        "steps": 3,
-        "metrics": {"eval/loss": 0.5},
-    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,15 +323,6 @@ def test_the_first_lines_count_processes_and_their_shards(
     assert "DistributedDataParallel" in lines["parallel"]
     assert "2 processes" in lines["parallel"]
     assert re.findall(r"\d+", lines["batch"]) == ["48", "2", "2", "12"]
-
-
-@pytest.mark.parametrize("precision", ["32", "64", "tf32", "bf16", "16"])
-def test_every_precision_is_named_in_the_first_lines(precision: str) -> None:
-    run = build_composed_run(*TINY_CPU, f"precision={precision}")
-    lines = first_lines(run.describe(prepare_session(run), "a model", Path()))
-    named = {"32": "float32", "64": "float64", "tf32": "TF32", "bf16": "bfloat16", "16": "float16"}[precision]
-    assert named in lines["precision"]
-    assert lines["model"] == "a model"
 
 
 def test_a_model_is_described_by_its_trainable_parameters_and_its_memory() -> None:

@@ -19,7 +19,6 @@ from helpers.runs import assert_bitwise_equal, only_run, run_outcome
 from runner.config.errors import ConfigError
 from runner.run import Run
 from runner.session import Session
-from runner.state import State
 from runner.stop import Stop, Stopping
 from runner.storage.content_checks import UnexpectedContentError
 from runner.tracking.metrics import StepTimer
@@ -228,33 +227,19 @@ def test_max_time_stops_each_invocation_and_the_resumed_run_is_bitwise_exact(
     assert_bitwise_equal(run_outcome(tmp_path / "parts"), run_outcome(wanted))
 
 
-def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("ranks_without_time", "ended"), [((0, 1), "stopped"), ((1,), "done")])
+def test_rank_0_decides_whether_max_time_has_passed_and_all_ranks_name_the_rule(
+    ranks_without_time: tuple[int, ...], ended: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
 ) -> None:
-    clock, save = [0.0], State.save
-
-    def slowly(state: State) -> None:
-        save(state)
-        clock[0] = 9.0
-
-    monkeypatch.setattr(StepTimer, "elapsed", lambda timer: clock[0])
-    monkeypatch.setattr(State, "save", slowly)
-    result = train_in(
-        tmp_path, build_composed_run(*TINY_CPU, *STEPS, "stop.max_time=5"), partial(sigterm_at, 1, 0)
-    ).result
-    assert (result.status, result.steps, result.stopped_by) == ("stopped", 1, "")
+    config = compose_config(*TINY_CPU, *STEPS, "steps=4", "parallel=ddp")
+    results = ranks(2).call_on_all(train_on_rank, config, tmp_path, partial(without_time_on, ranks_without_time))
+    assert [result.status for result in results] == [ended] * 2
+    rule = "stop.max_time: 1e-09 s have passed" if ended == "stopped" else ""
+    assert [result.stopped_by for result in results] == [rule] * 2
 
 
-def test_every_rank_returns_the_rule_of_rank_0(ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
-    results = ranks(2).call_on_all(
-        train_on_rank, compose_config(*TINY_CPU, *STEPS, "parallel=ddp", "stop.max_time=1e-9"), tmp_path
-    )
-    assert [result.status for result in results] == ["stopped"] * 2
-    assert [result.stopped_by for result in results] == ["stop.max_time: 1e-09 s have passed"] * 2
-
-
-def no_time_on_other_ranks(run: Run, session: Session) -> None:
-    run.stop.max_time = 1e-9 if session.rank > 0 else None
+def without_time_on(without_time: tuple[int, ...], run: Run, session: Session) -> None:
+    run.stop.max_time = 1e-9 if session.rank in without_time else None
 
 
 def test_the_exit_code_is_0_after_a_target_and_75_after_max_time(tmp_path: Path) -> None:
@@ -273,12 +258,3 @@ def test_the_exit_code_is_0_after_a_target_and_75_after_max_time(tmp_path: Path)
     code, console = run_command(f"resume={directory}", *more, cwd=tmp_path)
     assert (code, "resumed after step 2" in console) == (75, True), console
     assert json.loads((directory / "result.json").read_text())["steps"] == 3
-
-
-def test_only_rank_0_decides_whether_max_time_has_passed(
-    ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
-    result = ranks(2).train(
-        compose_config(*TINY_CPU, *STEPS, "steps=4", "parallel=ddp"), tmp_path, no_time_on_other_ranks
-    )
-    assert (result.status, result.steps) == ("done", 4)
