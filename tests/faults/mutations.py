@@ -58,8 +58,8 @@ MUTATIONS = [
         ("small files are not synced before they are renamed", "                os.fsync(file.fileno())\n", ""),
         (
             "a run directory is not synced into its parents",
-            "                sync(folder)\n            if folder == existing",
-            "                pass\n            if folder == existing",
+            "            sync(folder)\n        if folder == existing",
+            "            pass\n        if folder == existing",
         ),
         (
             "a superseded checkpoint is not synced before the new config is there",
@@ -199,14 +199,14 @@ MUTATIONS = [
     *noticed_by("tests/storage/test_background_saving.py")(
         (
             "a run does not wait for the end of the thread that writes its last checkpoint",
-            "            writing.join()\n",
+            "            writing.result()\n",
             "            time.sleep(0.05)\n",
         ),
     ),
     *noticed_by("tests/storage/test_run_directory.py")(
         (
             "the lock of a run directory is not taken",
-            "        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+            "        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
             "        pass\n",
         ),
     ),
