@@ -130,13 +130,14 @@ class Candidates:
         """
         cores, on_cpu = len(usable_core_numbers()), self._session.device.type == "cpu"
         counts = [2**power for power in range(9) if 2**power <= (cores if on_cpu else torch.cuda.device_count())]
+        threads = [count for count in reversed(counts) if on_cpu and count != torch.get_num_threads()]
         data = getattr(self.base.workload, "data", None)
         loads = data is not None and "workers" in option_fields(type(data))
         return [
             *self._values("precision", ["bf16"] if on_cpu else ["tf32", "bf16", "16"]),
             Group("parallel", lambda run: self._modes(counts[1:]), weight=4),
             Group("pipeline", self._pipelines, weight=2),
-            *self._values("device.threads", reversed(counts) if on_cpu else []),
+            *self._values("device.threads", threads),
             *self._values("channels_last", [True, False] if self._has(torch.nn.Conv2d) else []),
             *self._values("accumulation", [1, 2, 4]),
             *self._values("data.workers", sorted({0, 1, max(1, cores // 2), cores}) if loads else []),

@@ -214,15 +214,6 @@ def test_an_expected_difference_is_explained(
     assert words in out.partition("\ndifferent: ")[2]
 
 
-@pytest.mark.parametrize(("synchronized", "is_expected"), [(True, False), (False, True)])
-def test_synchronized_batch_normalization_is_not_expected_to_differ(
-    synchronized: bool, is_expected: bool, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
-    words = (*TINY_CPU, *RESNET, "parallel=ddp", f"parallel.sync_batch_norm={str(synchronized).lower()}", "steps=1")
-    [recorded] = ranks(2).call_on_all(record_first_steps, [compose_config(*words)], tmp_path)[0]
-    assert ("Batch normalization" in recorded.expected) == is_expected
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Verdict: cannot be judged
 
