@@ -115,12 +115,12 @@ def test_a_split_is_chosen_by_name() -> None:
     for seed, (split, count) in enumerate({"train": 10, "val": 3, "test": 5}.items()):
         write_photos(f"photos/{split}", dict.fromkeys(COLORS, count), seed)
     run = trained(*TINY_CPU, *IMAGES, "steps=8")
-    for split, folder in {"train": "train", "val": "val", "test": "test", "all": "*"}.items():
+    for split, folder in {"train": "train", None: "val", "test": "test", "all": "*"}.items():
         wanted = wanted_of_images(run, *sorted(Path("photos").glob(f"{folder}/*/*")))
         assert run.evaluate("last", split=split) == pytest.approx(wanted, rel=1e-5), split
-    assert run.evaluate("last") == run.evaluate("last", split="val")
+    of_val = run.evaluate("last", split="val")
     Path("photos/train").rename("train")
-    assert run.evaluate("last", ["data.root=photos"]) == run.evaluate("last", split="val"), "as there is a val/"
+    assert run.evaluate("last", ["data.root=photos"]) == of_val, "as there is a val/"
 
 
 def test_all_of_a_data_set_in_memory_is_its_two_parts() -> None:

@@ -44,19 +44,10 @@ def run_python(*arguments: str, cwd: Path, path: tuple[Path, ...]) -> subprocess
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=600)
 
 
-def train_in(cwd: Path, site: Path, *overrides: str, fresh: bool = False) -> dict[str, Any]:
-    """Train with the examples' options; return the content of `result.json`, and the run directory as `directory`.
-
-    Args:
-        fresh: run in a new interpreter, as a user does, and not in a fork of a process that has imported the runner.
-    """
-    words = (f"--config-dir={EXAMPLES / 'conf'}", *overrides)
-    cwd.mkdir(exist_ok=True)
-    if fresh:
-        done = run_python("-m", "runner", *words, cwd=cwd, path=(ROOT, site))
-        assert done.returncode == 0, done.stderr
-    else:
-        run_successfully(cwd, *words, PYTHONPATH=os.pathsep.join([child_environment()["PYTHONPATH"], str(site)]))
+def train_in(cwd: Path, site: Path, *overrides: str) -> dict[str, Any]:
+    """Train with the examples' options; return the content of `result.json`, and the run directory as `directory`."""
+    path = os.pathsep.join([child_environment()["PYTHONPATH"], str(site)])
+    run_successfully(cwd, f"--config-dir={EXAMPLES / 'conf'}", *overrides, PYTHONPATH=path)
     file = max(cwd.rglob("result.json"), key=lambda path: path.stat().st_mtime_ns)
     result = json.loads(file.read_text())
     assert result["status"] == "done"
@@ -83,7 +74,7 @@ def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Te
 
 def test_a_mode_of_another_package_computes_what_one_device_computes(site: Path, tmp_path: Path, train: Train) -> None:
     single = train(*TINY, "precision=64")
-    ours = train_in(tmp_path / "ours", site, *TINY, "precision=64", "parallel=all_reduce", "accumulation=2", fresh=True)
+    ours = train_in(tmp_path / "ours", site, *TINY, "precision=64", "parallel=all_reduce", "accumulation=2")
     assert (single["world_size"], ours["world_size"]) == (1, 2)
     assert ours["steps"] == single["steps"] == 2
     assert ours["metrics"]["eval/accuracy"] == single["metrics"]["eval/accuracy"]

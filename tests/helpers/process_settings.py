@@ -89,7 +89,7 @@ def main() -> None:
     compare("first run", compiler, of_torch())
     before = of_interpreter() | of_torch()
     images = ("data=imagefolder", f"data.root={sys.argv[1]}", "data.workers=1")
-    for words in (("optimizer.lr=900", "schedule=constant", "steps=40"), (*images, "parallel=ddp")):
+    for words in (("optimizer.lr=900", "schedule=constant", "steps=40"), images, ("parallel=ddp",)):
         result = runner.train([*SMALL, *words])
         before = compare(" ".join(words[:1]), before, of_interpreter() | of_torch())
         print(json.dumps([result.status, result.world_size]))
