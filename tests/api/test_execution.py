@@ -32,9 +32,11 @@ def test_training_from_python_ends_with_the_weights_of_the_command(tmp_path: Pat
     (tmp_path / "here").mkdir()
     code, output = run_command(*WORDS, cwd=tmp_path / "there")
     assert code == 0, output
-    result = runner.train(["output_root=here", *WORDS])
-    assert result.directory is not None
-    assert_checkpoint_bitwise_equal(result.directory, checkpoint_tensors(only_run(tmp_path / "there")))
+    for more in ([], ["accumulation=auto"]):
+        result = runner.train(["output_root=here", *WORDS, *more])
+        assert result.directory is not None
+        assert runner.load(result.directory).config["accumulation"]["steps"] == 1
+        assert_checkpoint_bitwise_equal(result.directory, checkpoint_tensors(only_run(tmp_path / "there")))
 
 
 def test_a_config_can_be_trained_twice_and_a_result_equals_result_json() -> None:
@@ -170,11 +172,3 @@ def test_a_thread_can_train() -> None:
     thread.start()
     thread.join()
     assert results[0].status == "done"
-
-
-def test_automatic_options_are_chosen_before_training(tmp_path: Path) -> None:
-    result = runner.train([*WORDS, "accumulation=auto"])
-    assert result.directory is not None
-    config = runner.load(result.directory).config
-    assert config["accumulation"]["steps"] == 1
-    assert_checkpoint_bitwise_equal(result.directory, checkpoint_tensors(runner.train(WORDS).directory))  # pyright: ignore[reportArgumentType]
