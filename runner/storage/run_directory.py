@@ -25,7 +25,6 @@ from runner.storage.files import (
     check_no_link,
     open_regular,
     read_regular,
-    renamed_together,
     sync,
 )
 from runner.storage.saved_config import config_text
@@ -168,14 +167,8 @@ def _cut(labels: list[str], separator: str, limit_bytes: int) -> str:
     return separator.join(labels).encode()[:limit_bytes].decode(errors="ignore")
 
 
-def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
-    """Write the config, and the overrides that the user typed, to files in the run directory `directory`."""
-    with renamed_together(config_files(directory, config, overrides)):
-        pass
-
-
 def config_files(directory: Path, config: dict[str, Any], overrides: list[str]) -> dict[Path, bytes]:
-    """Return the contents of the files of `write_config`; the config is the last, because it marks a run directory."""
+    """Return the contents of the overrides and the config; the config is the last, as it marks a run directory."""
     typed = OmegaConf.to_yaml(OmegaConf.create(overrides))
     return {directory / OVERRIDES: typed.encode(), directory / CONFIG: config_text(config).encode()}
 

@@ -11,7 +11,13 @@ from typing import Any
 from helpers.compose import compose_config
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint_writing import Checkpoints
-from runner.storage.run_directory import step_name, write_config
+from runner.storage.files import renamed_together
+from runner.storage.run_directory import config_files, step_name
+
+
+def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:
+    with renamed_together(config_files(directory, config, overrides)):
+        pass
 
 
 def write_run_directory(path: Path, *overrides: str, **result: Any) -> Path:

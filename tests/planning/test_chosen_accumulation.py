@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.compose import TINY_CPU, compose_config
+from helpers.handmade_runs import write_config
 from helpers.permissions import enforced_permissions
 
 from runner.config.composition import Job
@@ -41,7 +42,7 @@ def steps(*typed: str, directory: Path | None = None) -> object:
 def begun(job: Job, parent: Path) -> Path:
     """Create a run directory in `parent` with the config of `job`, and return its path."""
     directory = run_directory.create(parent)
-    run_directory.write_config(directory, job.config, job.overrides)
+    write_config(directory, job.config, job.overrides)
     return directory
 
 

@@ -424,7 +424,9 @@ def test_plain_torch_loads_the_weights(trained: Callable[..., TrainedRun]) -> No
     assert accuracy == pytest.approx(run.result.metrics["eval/accuracy"])
 
 
-def test_a_checkpoint_holds_plain_names_and_full_tensors(trained: Callable[..., TrainedRun]) -> None:
+def test_a_checkpoint_holds_plain_names_full_tensors_and_the_hashes_of_its_files(
+    trained: Callable[..., TrainedRun],
+) -> None:
     run = trained("steps=2", "optimizer=adam", "compile=false")
     path = run.directory / "checkpoints/step_00000002"
     tensors = safetensors.torch.load_file(path / "model.safetensors")
@@ -443,11 +445,6 @@ def test_a_checkpoint_holds_plain_names_and_full_tensors(trained: Callable[..., 
         "manifest.json",
     }
     assert zipfile.is_zipfile(path / "state.pt"), "torch's format, not a bare pickle"
-
-
-def test_the_manifest_lists_all_files_with_their_hashes(trained: Callable[..., TrainedRun]) -> None:
-    run = trained("steps=2")
-    path = run.directory / "checkpoints/step_00000002"
     manifest = json.loads((path / "manifest.json").read_text())
     hashes = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in path.iterdir() if f.name != "manifest.json"}
     assert manifest["files"] == hashes

@@ -44,11 +44,6 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal
 # `StopRequest`
 
 
-def test_nothing_is_received_when_nothing_is_sent() -> None:
-    with StopRequest() as stop:
-        assert stop.received == ""
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_received_and_announced_at_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     with StopRequest() as stop:
@@ -211,20 +206,6 @@ def test_a_signal_during_the_last_step_stops_the_next_job() -> None:
             os.kill(os.getpid(), signal.SIGUSR2)
         with StopRequest() as next_job:
             assert next_job.received == "SIGUSR2"
-
-
-def test_a_signal_during_a_destructor_still_ends_the_command() -> None:
-    """Python only prints an exception that is raised in a destructor, so it is raised again later."""
-
-    class Destroyed:
-        def __del__(self) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(SystemExit) as stop:
-        with CommandSignals():
-            Destroyed()
-    assert stop.value.code == 75
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_handlers_are_restored() -> None:

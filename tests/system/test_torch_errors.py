@@ -48,23 +48,35 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("deterministic")
-def test_an_operation_without_a_deterministic_implementation_is_named() -> None:
-    sentence = torch_errors.nondeterministic_operation(error_of(put))
-    assert "put_" in sentence
-    assert "\n" not in sentence
-    assert "turn off" not in sentence, "torch's advice is not ours"
+def too_large() -> None:
+    torch.empty(2**60)
+
+
+RECOGNIZED = {
+    put: [torch_errors.nondeterministic_operation],
+    one_value_per_channel: [torch_errors.is_single_value_batch_norm],
+    absent_peer: [torch_errors.is_lost_peer],
+    too_large: [torch_errors.is_out_of_memory],
+    wrong_shapes: [],
+}
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("other", [one_value_per_channel, absent_peer, wrong_shapes], ids=lambda call: call.__name__)
-def test_other_errors_are_not_nondeterministic_operations(other: Callable[[], None]) -> None:
-    assert torch_errors.nondeterministic_operation(error_of(other)) == ""
-
-
-def test_a_batch_normalization_of_one_value_is_recognized() -> None:
-    assert torch_errors.is_single_value_batch_norm(error_of(one_value_per_channel))
-    assert not torch_errors.is_single_value_batch_norm(error_of(wrong_shapes))
+@pytest.mark.parametrize("call", RECOGNIZED, ids=lambda call: call.__name__)
+def test_each_error_is_recognized_by_its_function_alone(call: Callable[[], None]) -> None:
+    error = error_of(call)
+    functions = (
+        torch_errors.nondeterministic_operation,
+        torch_errors.is_single_value_batch_norm,
+        torch_errors.is_lost_peer,
+        torch_errors.is_out_of_memory,
+    )
+    assert [function for function in functions if function(error)] == RECOGNIZED[call]
+    if call is put:
+        sentence = torch_errors.nondeterministic_operation(error)
+        assert "put_" in sentence
+        assert "\n" not in sentence
+        assert "turn off" not in sentence, "torch's advice is not ours"
 
 
 NCCL = """NCCL error in: torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.5
@@ -101,20 +113,6 @@ OTHERS = [
 @pytest.mark.parametrize("error", [*OUT_OF_MEMORY, *OTHERS], ids=lambda error: str(error)[-40:])
 def test_errors_that_mean_too_little_memory_are_recognized(error: Exception) -> None:
     assert torch_errors.is_out_of_memory(error) == (error in OUT_OF_MEMORY)
-
-
-def test_an_error_of_the_allocator_means_too_little_memory() -> None:
-    assert torch_errors.is_out_of_memory(error_of(lambda: torch.empty(2**60)))
-    assert not torch_errors.is_out_of_memory(error_of(wrong_shapes))
-
-
-def test_a_rank_that_never_joins_is_a_lost_peer() -> None:
-    assert torch_errors.is_lost_peer(error_of(absent_peer))
-
-
-@pytest.mark.parametrize("other", [one_value_per_channel, wrong_shapes], ids=lambda call: call.__name__)
-def test_errors_of_this_rank_do_not_mean_a_lost_peer(other: Callable[[], None]) -> None:
-    assert not torch_errors.is_lost_peer(error_of(other))
 
 
 def test_a_rank_that_dies_in_a_collective_is_a_lost_peer(tmp_path: Path) -> None:

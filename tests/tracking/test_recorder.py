@@ -15,12 +15,12 @@ import torch
 import yaml
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, train_in
 from helpers.events import hparams_table, load_events, scalar_curves
+from helpers.handmade_runs import write_config
 from PIL import Image
 
 from runner.result import CrashedError
 from runner.run import Run
 from runner.seeds import derive
-from runner.storage.run_directory import write_config
 from runner.tracking.base import Tracker
 from runner.tracking.recorder import Recorder, typed_values
 from runner.tracking.tensorboard import TensorBoard
