@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -82,24 +83,17 @@ def claimed_directory(
     """
     existing = run_directory.nearest_existing(parent / (name or "")).resolve()
     claim = _to_resume(run, session, parent, name) or _new_directory(parent, name, overrides, existing)
-    begun = False
-
-    def begin() -> None:
-        nonlocal begun
-        if not begun and claim.result is None:
-            _begin(claim, run, overrides)
-        begun = True
-
-    claim.begin = begin
+    claim.begin = cache(partial(_begin, claim, run, overrides))
     with claim.lock:
         try:
             if claim.has_run:
                 _check_checkpoint(claim, run, session)
             else:
-                begin()
+                claim.begin()
             yield claim
         except BaseException as error:
-            if not claim.has_run and (isinstance(error, ConfigError) or not begun):
+            has_begun = (claim.path / run_directory.CONFIG).exists()
+            if not claim.has_run and (isinstance(error, ConfigError) or not has_begun):
                 for entry in claim.path.iterdir():
                     entry.unlink() if entry.is_symlink() or not entry.is_dir() else shutil.rmtree(entry)
                 run_directory.remove_empty(claim.path, existing)
@@ -128,6 +122,8 @@ def _unwritable(key: str, path: Path, error: OSError) -> ConfigError:
 
 def _begin(claim: Claim, run: Run, overrides: list[str]) -> None:
     """Write config, overrides and environment, and rename the earlier result and later checkpoints; all, or nothing."""
+    if claim.result is not None:
+        return
     path = claim.path
     typed = set(map(override_key, overrides))
     earlier = [text for text in saved_overrides(path) if override_key(text) not in typed]

@@ -45,10 +45,7 @@ def parse_config(content: bytes) -> dict[str, Any]:
     text, seal, sha256 = _text(content).partition(_SEAL)
     if not seal or sha256.strip() != _sha256(text):
         raise UnreadableConfigError("its content does not match its SHA-256; options change on the command line")
-    config = _values(text)
-    if not isinstance(config, dict):
-        raise UnreadableConfigError("it is not a mapping")
-    return config
+    return _values(text, dict)
 
 
 def parse_list(content: bytes) -> list[Any]:
@@ -57,10 +54,7 @@ def parse_list(content: bytes) -> list[Any]:
     Raises:
         UnreadableConfigError: if it is not a list of plain values.
     """
-    values = _values(_text(content))
-    if not isinstance(values, list):
-        raise UnreadableConfigError("it is not a list")
-    return values
+    return _values(_text(content), list)
 
 
 def _text(content: bytes) -> str:
@@ -70,11 +64,14 @@ def _text(content: bytes) -> str:
         raise UnreadableConfigError(str(error)) from None
 
 
-def _values(text: str) -> Any:
+def _values(text: str, kind: type) -> Any:
     try:
-        return plain_values(text, "file", anchors=False)
+        values = plain_values(text, "file", anchors=False)
     except ConfigError as error:
         raise UnreadableConfigError(f"{error.key}: {error.why}") from None
+    if not isinstance(values, kind):
+        raise UnreadableConfigError(f"it is not a {kind.__name__}")
+    return values
 
 
 def _sha256(text: str) -> str:
