@@ -190,7 +190,7 @@ class Actor:
             self._repeats.load_state_dict(state["repeats"])
 
 
-def check_saved(state: dict[str, Any], size: int, num_actions: int, n_step: int, longest_repeat: int) -> None:
+def check_saved(state: dict[str, Any], size: int, n_step: int, longest_repeat: int) -> None:
     """Check what `DQN.state_dict` returned, except the state of the environments, which is checked when it is loaded.
 
     Raises `UnexpectedContentError` if it cannot have been saved by an agent with observations of `size` values.
@@ -222,7 +222,3 @@ def check_saved(state: dict[str, Any], size: int, num_actions: int, n_step: int,
     sizes = {*map(len, per_env), *(windows[key].shape[1] for key in ("rows", "returns", "open"))}
     if len(rows) == 0 or len(sizes) > 1:
         raise UnexpectedContentError("the agent: an empty replay buffer, or different numbers of environments")
-    for name, packed in (("replay", rows), ("windows", windows["rows"])):
-        actions = packed[..., -3]
-        if not ((actions >= 0) & (actions < num_actions) & (actions == actions.floor())).all():
-            raise UnexpectedContentError(f"the agent, {name}: an action is not from 0 to {num_actions - 1}")

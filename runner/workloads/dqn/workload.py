@@ -200,7 +200,9 @@ class DQN(Workload):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise self._replay_too_large(replay_device, error) from None
+            why = f"it does not fit into the memory of {device}: {type(error).__name__} {error}".partition("\n")[0]
+            remedy = "reduce it, or set workload.replay_device=cpu"
+            raise ConfigError("workload.replay_size", self.replay_size, why, remedy) from None
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
         with errors_under("env"):
             vector = self.env.vector(num_envs)
@@ -222,11 +224,6 @@ class DQN(Workload):
         remedy = f"use at most workload.replay_size={int(free_bytes // (count * row_bytes)) * self._count}"
         check(num_bytes <= free_bytes, "workload.replay_size", self.replay_size, why, remedy)
 
-    def _replay_too_large(self, device: torch.device, error: Exception) -> ConfigError:
-        why = f"it does not fit into the memory of {device}: {type(error).__name__} {error}".partition("\n")[0]
-        remedy = "reduce it" if device.type == "cpu" else "set workload.replay_device=cpu, or reduce it"
-        return ConfigError("workload.replay_size", self.replay_size, why, remedy)
-
     def _resume(self, actor: Actor, last_step: int) -> None:
         """Restore the saved state of this process; `last_step` is the last optimizer step that it has done.
 
@@ -236,8 +233,6 @@ class DQN(Workload):
             try:
                 actor.load_state_dict(self._saved)
             except (*CONTENT_ERRORS, EnvironmentBrokenError) as error:
-                if is_out_of_memory(error):
-                    raise self._replay_too_large(actor.replay.rows.device, error) from None
                 why = f"the state of the environments in the checkpoint is not that of {self.env.id}: {error}"
                 raise ConfigError("resume", ABSENT, why, "do not trust it, and resume another checkpoint") from None
             self._saved = {}
@@ -314,7 +309,7 @@ class DQN(Workload):
         """Check `state`, and keep it until `batches` creates the environments and buffers."""
         if state:
             size, repeat = math.prod(self.env.shape), self.epsilon_repeat
-            check_saved(state, size, self.env.num_actions, self.n_step, repeat)
+            check_saved(state, size, self.n_step, repeat)
         self._saved = state
         self._best = state.get("best", -math.inf)
 

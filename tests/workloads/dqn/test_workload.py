@@ -421,20 +421,14 @@ def test_a_config_that_cannot_run_is_refused(typed: str) -> None:
     assert remedy in refusal.value.remedy
 
 
-@pytest.mark.parametrize("method", ["__init__", "load_state_dict"])
-def test_a_replay_that_does_not_fit_into_the_device_is_refused(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Running out of memory while the buffer is created or restored says nothing against the checkpoint."""
-
+def test_a_replay_that_does_not_fit_into_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    words = (*SMALL, "workload.replay_size=300", "workload.eval_episodes=1", "save_every=2")
-    train_in(tmp_path, build_composed_run(*words, "steps=2"))
-    monkeypatch.setattr(Replay, method, fail)
+    workload = prepared("workload.replay_size=300")
+    monkeypatch.setattr(Replay, "__init__", fail)
     with pytest.raises(ConfigError) as refusal:
-        train_in(tmp_path, build_composed_run(*words, "steps=4"))
+        workload.batches(workload.build_model(), Plan(64), 0, CPU)
     assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 300)
 
 
@@ -472,13 +466,14 @@ def test_environments_that_cannot_be_divided_evenly_are_refused() -> None:
 
 
 def test_environments_that_cannot_be_saved_start_new_episodes_with_a_warning(
-    agent: Callable[..., TrainedRun], caplog: pytest.LogCaptureFixture
+    agent: Callable[..., TrainedRun], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common = ("env.vectorization=async", "env.num_envs=2", "eval_every=0", "save_every=4")
+    monkeypatch.setitem(gymnasium.registry, "Drawn-v0", EnvSpec("Drawn-v0", Drawn, disable_env_checker=True))
+    common = ("env.id=Drawn-v0", "eval_every=0", "save_every=4")
     agent(*common, "steps=4")
     with caplog.at_level("WARNING", "runner"):
         run = agent(*common, "steps=8")
-    assert "CartPole-v1 environments start new episodes" in caplog.text
+    assert "Drawn-v0 environments start new episodes" in caplog.text
     assert run.result.notes["env_steps"] == 80 + 8 * 2  # pyright: ignore
 
 
