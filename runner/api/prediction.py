@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from runner.config.errors import check
-from runner.data.class_folders import EXTENSIONS, images_below
-from runner.data.image_input import ImageInput
+from runner.data.decode import ImageInput
+from runner.data.imagefolder import EXTENSIONS, images_below
 from runner.storage.files import check_readable
 from runner.system.utf8 import printable
 

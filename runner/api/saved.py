@@ -15,7 +15,7 @@ from runner.api.composing import Config, compose
 from runner.api.evaluation import evaluate_checkpoint
 from runner.api.prediction import Prediction, image_files, predict
 from runner.config.errors import ConfigError, check
-from runner.data.image_input import ImageInput
+from runner.data.decode import ImageInput
 from runner.model.base import without_memory
 from runner.run import Run, build_run, check_used
 from runner.storage import checkpoint as stored

@@ -1,14 +1,21 @@
-"""Augmentation of single training images by torchvision, with random numbers that depend on (seed, epoch, sample)."""
+"""Augmentation of training images: transforms of torchvision, drawn from (seed, epoch, sample); mixing of samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+
+from runner.batching import MicroBatch
+from runner.data.base import Batch, LabeledSamples
+from runner.seeds import derive
 
 POLICIES = ("none", "randaugment", "trivialaugment")
 
@@ -60,3 +67,71 @@ class Augment:
 
 
 NO_AUGMENT = Augment()
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Mixes each sample of a global batch with the previous sample, and the first sample with the last.
+
+    As in `torchvision.transforms.v2`, all samples of a global batch are mixed in one random proportion, by mixup or by
+    CutMix. The random numbers depend on the seed and the index of the batch, and each micro-batch also loads the sample
+    before its first, so that the result does not depend on how the batch is divided.
+
+    Args:
+        mixup: α of mixup (Zhang et al., mixup, 2018): two images are blended in a proportion drawn from Beta(α, α).
+        cutmix: α of CutMix (Yun et al., CutMix, 2019): a rectangle is replaced by that of the other image.
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+    def batches(
+        self, samples: LabeledSamples, micros: Iterable[MicroBatch], batch_size: int, seed: int, device: torch.device
+    ) -> Iterator[Batch]:
+        """Yield mixed parts of global batches of `batch_size`; targets are probabilities, float32 [n, num_classes]."""
+        asked: deque[MicroBatch] = deque()
+
+        def with_partners() -> Iterator[MicroBatch]:
+            for micro in micros:
+                asked.append(micro)
+                first = micro.start // batch_size * batch_size
+                before = micro.start - 1 if micro.start > first else first + batch_size - 1
+                yield micro._replace(start=before, stop=before + 1)
+                yield micro
+
+        stream = iter(samples.batches(with_partners(), seed, device))
+        for before in stream:
+            batch, number = next(stream), asked.popleft().start // batch_size
+            inputs = torch.cat([before.inputs, batch.inputs[:-1]])
+            targets = torch.cat([before.targets, batch.targets[:-1]])
+            yield self._mixed(batch, Batch(inputs, targets), samples.num_classes, derive(seed, "mixing", number))
+
+    def _mixed(self, batch: Batch, partners: Batch, num_classes: int, seed: int) -> Batch:
+        draws = random.Random(seed)
+        blends = draws.random() < 0.5 if self.mixup and self.cutmix else self.mixup > 0
+        alpha = self.mixup if blends else self.cutmix
+        share = draws.betavariate(alpha, alpha)
+        if blends:
+            inputs = batch.inputs * share + partners.inputs * (1 - share)
+        else:
+            height, width = batch.inputs.shape[-2:]
+            top, bottom, left, right = _rectangle(height, width, share, draws)
+            inputs = batch.inputs.clone()
+            inputs[..., top:bottom, left:right] = partners.inputs[..., top:bottom, left:right]
+            share = 1 - (bottom - top) * (right - left) / (height * width)
+        own, other = (torch.nn.functional.one_hot(each.targets, num_classes).float() for each in (batch, partners))
+        return Batch(inputs, own * share + other * (1 - share))
+
+
+def _rectangle(height: int, width: int, share: float, draws: random.Random) -> tuple[int, int, int, int]:
+    """Return (top, bottom, left, right) of a random rectangle of a fraction (1 − `share`) of the image's area.
+
+    It has the aspect ratio of the image; its center is drawn uniformly, and what lies outside is cut off.
+    """
+    half = 0.5 * math.sqrt(1 - share)
+    y, x = draws.randrange(height), draws.randrange(width)
+    down, right = int(half * height), int(half * width)
+    return max(0, y - down), min(height, y + down), max(0, x - right), min(width, x + right)

@@ -14,7 +14,7 @@ import torch
 from runner.batching import MicroBatch, SampleOrder
 from runner.data.augment import NO_AUGMENT, Augment, borrowed_generator
 from runner.data.base import Batch, DataError, LabeledSamples, shard_bounds
-from runner.data.image_input import normalized, per_channel
+from runner.data.decode import normalized, per_channel
 from runner.data.workers import Workers
 from runner.seeds import sample_seeds
 from runner.system.copy_stream import CopyStream, Tensors, Transfer

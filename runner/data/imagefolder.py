@@ -1,21 +1,29 @@
-"""A data set of image files in one directory per class."""
+"""A data set of image files in one directory per class, which may be split into training and held-out images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
-from runner.config.errors import check, check_choice, check_range
+from runner.config.errors import ABSENT, ConfigError, check, check_choice, check_range
+from runner.config.overrides import text_override
 from runner.data.augment import NO_AUGMENT, POLICIES, Augment
 from runner.data.base import Data, Samples
-from runner.data.class_folders import Files, fingerprint, splits_for_evaluation, training_and_held_out
 from runner.data.decode import ImageReader
 from runner.data.image_files import Fetch, FileSamples, Unreadable
 from runner.data.workers import Workers, default_count, start_worker_server
+from runner.seeds import derive
+from runner.storage.files import walk
 from runner.system.utf8 import printable
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -128,3 +136,187 @@ def _with_all(classes: Sequence[str], files: Files) -> Files:
     """Return the files of all `classes`, in their order; `files` itself if it has others."""
     found = {printable(name): paths for name, paths in files.items()}
     return {name: found.get(name, []) for name in classes} if found.keys() <= set(classes) else files
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The images of each class, which are recognized by their file names: no file is opened
+
+EXTENSIONS = (
+    ".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif",
+    ".tiff", ".webp",
+)  # fmt: skip
+"""The extensions of the formats in `runner.data.decode.FORMATS`, except `.pfm`, whose pixels are no integers."""
+HELD_OUT = ("val", "valid", "validation", "test")
+
+Files = dict[str, list[str]]
+"""The paths of the images of each class; classes and paths are sorted."""
+
+
+def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
+    """Return the training images and the held-out images below `root`; both have the same classes.
+
+    `root` contains either `train` and a directory of held-out images (the first that exists of `val`, `valid`,
+    `validation` and `test`), both with one directory per class; or one directory per class, of each of which the
+    fraction `holdout` is held out. Raises `ConfigError` with the key `root` for anything else.
+    """
+    folders = _folders(root)
+    name = next((name for name in HELD_OUT if name in folders), None)
+    if "train" in folders and name is not None:
+        rest = "; test/ is left for evaluate --split test" * ("test" in folders and name != "test")
+        log.info("%s: training on train/, evaluating on %s/%s", root, name, rest)
+        train, held_out = _training_classes(root / "train", root), _with_images(root / name, root)
+        if new := [label for label in held_out if label not in train]:
+            why = f"{name}/ has classes that train/ lacks: {_first_five(new)}"
+            raise _refusal(root, why, f"add images of them to train/, or remove them from {name}/")
+        if missing := [label for label in train if label not in held_out]:
+            log.info("%s: %s/ has no images of %s", root, name, _first_five(missing))
+        return train, {label: held_out.get(label, []) for label in train}
+    if present := _split_folders(root):
+        why = f"it contains {', '.join(present)}/, but not both train/ and one of {', '.join(HELD_OUT)}"
+        remedy = f"add the missing one, or {text_override('data.root', root / present[0])} to split its images"
+        raise _refusal(root, why, remedy)
+    classes = _training_classes(root, root)
+    if small := [label for label, paths in classes.items() if len(paths) < 2]:
+        why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
+        raise _refusal(root, why, "add images to these classes, or remove their directories")
+    return _split(classes, root, holdout)
+
+
+def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
+    """Return the images of each split below `root`: `all`, and those of `train`, `val` and `test` that there are.
+
+    In contrast to `training_and_held_out`, no split must exist, and a class may have a single image or none. The first
+    split is `all`, but if the splits are directories, it is `val`.
+    """
+    folders = {name: _with_images(root / name, root) for name in _split_folders(root)}
+    if not folders:
+        classes = _with_images(root, root)
+        train, held_out = _split(classes, root, holdout)
+        return {"all": classes, "train": train, "val": held_out}
+    everything: dict[str, set[str]] = {}
+    for label, paths in [pair for classes in folders.values() for pair in classes.items()]:
+        everything.setdefault(label, set()).update(paths)
+    held_out = [folders[name] for name in HELD_OUT if name in folders][:1]
+    splits = {"val": held_out[0]} if held_out else {}
+    splits |= {name: folders[name] for name in ("train", "test") if name in folders}
+    return splits | {"all": {label: sorted(everything[label]) for label in sorted(everything)}}
+
+
+def fingerprint(root: Path, parts: Iterable[Files]) -> str:
+    """Return the SHA-256 of the sorted relative paths, in which the classes are, and of the sizes of the files."""
+    lines = []
+    for path in [path for files in parts for paths in files.values() for path in paths]:
+        try:
+            size = os.stat(path).st_size
+        except OSError:  # deleted in the meantime: it cannot be read
+            size = -1
+        lines.append(os.fsencode(f"{_relative(path, root)}\t{size}\n"))
+    return hashlib.sha256(b"".join(sorted(lines))).hexdigest()
+
+
+def _relative(path: str, root: Path) -> str:
+    return path[len(str(root / "x")) - 1 :]
+
+
+def _split_folders(root: Path) -> list[str]:
+    folders = _folders(root)
+    return [name for name in ("train", *HELD_OUT) if name in folders and _folders(root / name)]
+
+
+def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
+    """Hold out the images of each class whose paths have the smallest hashes, which are the same in every run."""
+    train, held_out = {}, {}
+    for name, paths in classes.items():
+        order = sorted(paths, key=lambda path: derive(0, "holdout", _relative(path, root).replace(os.sep, "/")))
+        count = min(max(1, round(holdout * len(paths))), len(paths) - 1)
+        held_out[name], train[name] = sorted(order[:count]), sorted(order[count:])
+    return train, held_out
+
+
+def _training_classes(folder: Path, root: Path) -> Files:
+    classes = _classes(folder, root)
+    if len(classes) < 2:
+        why = f"{folder} contains {len(classes)} class directories, and classification needs at least two"
+        raise _refusal(folder, why, "put the images of each class into a separate directory")
+    if empty := [name for name, paths in classes.items() if not paths]:
+        why = f"these class directories contain no images ({' '.join(EXTENSIONS)}): {_first_five(empty)}"
+        raise _refusal(folder, why, "add images to these directories, or remove them")
+    return classes
+
+
+def _with_images(folder: Path, root: Path) -> Files:
+    classes = {name: paths for name, paths in _classes(folder, root).items() if paths}
+    if not classes:
+        why = f"{folder} contains no class directory with images ({' '.join(EXTENSIONS)})"
+        raise _refusal(folder, why, "put the images of each class into a separate directory")
+    return classes
+
+
+def _classes(folder: Path, root: Path) -> Files:
+    """Return the images of each class. Every subdirectory of `folder` is a class; its images may be at any depth."""
+    names, ignored, classes = _folders(folder), Counter[str](), {}
+    for name in {entry.name for entry in os.scandir(folder)}.difference(names):
+        kind = _kind(name)
+        ignored[f"{kind} in no class directory" if kind in EXTENSIONS else kind] += 1
+    for name in names:
+        classes[name], others = images_below(folder / name, "root")
+        ignored += others
+    if total := ignored.total():
+        kinds = ", ".join(f"{count} {kind}" for kind, count in ignored.most_common(10))
+        part = f"{folder.name}/: " if folder != root else ""
+        log.info("%s: %signored %d files and folders (%s)", root, part, total, kinds)
+    return classes
+
+
+def images_below(folder: Path, key: str) -> tuple[list[str], Counter[str]]:
+    """Return the sorted paths of the images in `folder`, at any depth, and the number of other entries by their kind.
+
+    Hidden files and directories are left out, and links to directories, which may lead to a parent directory. Raises
+    `ConfigError` with `key` if a directory cannot be read.
+    """
+    images: list[str] = []
+    ignored = Counter[str]()
+    for where, folders, names in walk(folder, onerror=partial(_cannot_list, key)):
+        ignored["hidden"] += sum(map(_is_hidden, folders))
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        ignored["linked folders"] += sum(os.path.islink(os.path.join(where, name)) for name in folders)
+        for name in names:
+            kind = _kind(name)
+            if kind in EXTENSIONS:
+                images.append(os.path.join(where, name))
+            else:
+                ignored[kind] += 1
+    return sorted(images), +ignored
+
+
+def _folders(path: Path) -> list[str]:
+    """Return the sorted names of the directories in `path` that are not hidden."""
+    try:
+        return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not _is_hidden(entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        why = "it is a file" if path.exists() else f"there is no such directory{where}"
+        raise _refusal(path, why, "give a directory that contains one directory of images per class") from None
+    except OSError as error:
+        _cannot_list("root", error)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"  # which macOS puts into archives
+
+
+def _kind(name: str) -> str:
+    return "hidden" if _is_hidden(name) else os.path.splitext(name)[1].lower() or "without extension"
+
+
+def _cannot_list(key: str, error: OSError) -> NoReturn:
+    why = f"{error.filename} cannot be listed: {error.strerror}"
+    raise ConfigError(key, ABSENT, why, "check the permissions of the directory") from None
+
+
+def _refusal(path: Path, why: str, remedy: str) -> ConfigError:
+    return ConfigError("root", str(path), why, remedy)
+
+
+def _first_five(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

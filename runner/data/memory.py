@@ -11,7 +11,7 @@ import torch
 from runner.batching import MicroBatch, SampleOrder
 from runner.data.augment import NO_AUGMENT, Augment, borrowed_generator
 from runner.data.base import Batch, LabeledSamples, Samples, shard_bounds
-from runner.data.image_input import normalized, per_channel
+from runner.data.decode import normalized, per_channel
 from runner.seeds import sample_seeds, uniforms
 
 

@@ -12,8 +12,8 @@ import torch
 
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, check, check_range, errors_under
+from runner.data.augment import Mixing
 from runner.data.base import Batch, DataError, LabeledSamples, Samples
-from runner.data.mixing import Mixing
 from runner.device import sum_dtype
 from runner.tracking.image_grids import class_shares, confusion_matrix, grid
 from runner.tracking.metrics import MetricSums

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import runner
 from runner.api import saved
 from runner.api.prediction import image_files
-from runner.data.image_input import ImageInput
+from runner.data.decode import ImageInput
 from runner.parallel.launch import processes
 from runner.storage.checkpoint import chosen_checkpoint
 from runner.storage.saved_config import config_text

@@ -1,4 +1,4 @@
-"""Tests of `runner.data.class_folders`, which finds the images of each class by their file names."""
+"""Tests of how `data=imagefolder` finds the images of each class by their file names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from runner.config.errors import ConfigError
-from runner.data.class_folders import EXTENSIONS, Files, training_and_held_out
 from runner.data.decode import FORMATS
+from runner.data.imagefolder import EXTENSIONS, Files, training_and_held_out
 
 
 def make(root: Path, *names: str) -> Path:

@@ -12,8 +12,8 @@ from PIL import Image
 
 from runner.batching import Plan
 from runner.config.schema import build
+from runner.data.augment import Mixing
 from runner.data.base import Data, LabeledSamples, shard_bounds
-from runner.data.mixing import Mixing
 
 META = torch.device("meta")
 

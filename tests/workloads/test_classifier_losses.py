@@ -18,7 +18,7 @@ from helpers.ranks import PersistentRanks
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
-from runner.data.mixing import Mixing
+from runner.data.augment import Mixing
 from runner.seeds import derive
 
 CPU = torch.device("cpu")

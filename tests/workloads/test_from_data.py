@@ -15,7 +15,7 @@ from PIL import Image
 
 import runner
 from runner.config.errors import ConfigError
-from runner.data.class_folders import fingerprint
+from runner.data.imagefolder import fingerprint
 
 PHOTOS = (*TINY_CPU, "data=imagefolder", "data.root=photos", "data.workers=0", "batch_size=8")
 TABLE = ("workload=regression", "data.file=table.csv", "model.hidden=[8]", "batch_size=16", "device=cpu")
