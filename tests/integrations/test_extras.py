@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -49,11 +50,11 @@ def test_an_agent_acts_in_lunar_lander() -> None:
 
 
 def test_onnx_runtime_computes_what_the_model_computes() -> None:
-    for name in ("onnx", "onnxscript"):
-        require(name)
-    runtime = require("onnxruntime")
+    onnx, _, runtime = require("onnx"), require("onnxscript"), require("onnxruntime")
     run = trained(*TINY_CPU, "steps=4")
     assert convert.main([str(run.directory), "model.onnx"]) == 0
+    metadata = {each.key: each.value for each in onnx.load("model.onnx").metadata_props}
+    assert json.loads(metadata["model.json"])["classes"] == run.classes
     session = runtime.InferenceSession("model.onnx")
     for count in (1, 5):
         inputs = torch.randn(count, 1, 8, 8)

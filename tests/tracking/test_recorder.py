@@ -215,19 +215,6 @@ def test_hparams_have_one_row_after_a_crash_and_after_a_resume(
     assert row["metrics"]["eval/accuracy"] == (9, pytest.approx(run.result.metrics["eval/accuracy"]))
 
 
-def test_runs_with_different_overrides_share_a_table(tmp_path: Path) -> None:
-    for name, typed in {"a": {"optimizer": "sgd", "seed": 1}, "b": {"optimizer": "adam", "seed": 1}, "c": {}}.items():
-        (tmp_path / name).mkdir()
-        board = TensorBoard()
-        board.open(tmp_path / name, 1)
-        board.hyperparameters({"batch_size": 64}, typed)
-        board.scalars({"eval/accuracy": 0.5}, 4)
-        board.close(done=True)
-    rows, columns = hparams_table(tmp_path)
-    assert [row["hparams"] for row in rows] == [{"optimizer": "sgd", "seed": 1}, {"optimizer": "adam", "seed": 1}, {}]
-    assert columns == {"optimizer": True, "seed": False}
-
-
 class Calls(Tracker):
     """A tracker that records the calls of its methods."""
 
