@@ -19,11 +19,6 @@ from runner.system import torch_private
 from runner.tracking.metrics import BatchSums, MetricSums
 
 
-def _no_broadcast() -> dict[str, Any]:
-    options = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False}
-
-
 @dataclass
 class DDP(MultiProcess):
     """Data parallelism: every process holds a replica of the model, and trains it on its shard of each batch.
@@ -31,10 +26,9 @@ class DDP(MultiProcess):
     Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020). Gradients are averaged
     over the processes once per step, during the backward pass of the last micro-batch.
 
-    Unless `sync_batch_norm` is set, batch normalization uses the statistics of each process's shard. Before an
-    evaluation or a checkpoint, the running means and variances are averaged over the processes. The result is exact for
-    the means; the variances are slightly too small, because the means of the shards differ from one another.
-    `conf/parallel/ddp.yaml` explains the options.
+    Without `sync_batch_norm`, the running means and variances of the shards are averaged over the processes before an
+    evaluation or a checkpoint. The result is exact for the means; the variances are slightly too small, because the
+    means of the shards differ from one another. `conf/parallel/ddp.yaml` explains the options.
     """
 
     description: ClassVar[str] = "DistributedDataParallel"
@@ -67,14 +61,17 @@ class DDP(MultiProcess):
         if session.compile:
             torch_private.split_compiled_ddp(not self.sync_batch_norm and self.bucket_mb >= 1)
         model = super()._place(model, session)
-        replica = torch.nn.parallel.DistributedDataParallel(
+        wrap: Any = torch.nn.parallel.DistributedDataParallel
+        options = inspect.signature(wrap).parameters
+        broadcast = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"  # by version
+        replica = wrap(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=self.bucket_mb,  # pyright: ignore[reportArgumentType]  # annotated as int, but floats work
+            bucket_cap_mb=self.bucket_mb,
             find_unused_parameters=self.find_unused,
             gradient_as_bucket_view=self.gradients_as_views,
             static_graph=self.static_graph,
-            **_no_broadcast(),
+            **{broadcast: False},
         )
         if self.compression != "none":
             state, hook = self._hook()

@@ -30,8 +30,7 @@ class FSDP(MultiProcess):
     Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The parameters of a block are gathered
     when the block is used; the network's `blocks()` defines the blocks. With a 16-bit precision, parameters are
     gathered in 16 bits, except if the network has batch normalization, whose operators need float32 parameters.
-    Gradients are reduced in float32. `channels_last` applies to images but not to weights, because FSDP2 shards only
-    contiguous weights. Batch normalization works as in ddp without `sync_batch_norm`.
+    Gradients are reduced in float32. Batch normalization works as in ddp without `sync_batch_norm`.
 
     In an evaluation, too, blocks are gathered when they are used, in which all processes take part. All processes
     therefore make as many forward passes as the one that has the most. `conf/parallel/fsdp.yaml` explains the options.

@@ -48,11 +48,8 @@ log = logging.getLogger(__name__)
 class Pipeline(Partition, MultiProcess):
     """Pipeline parallelism: micro-batches pass through the stages of the network (Huang et al., GPipe, 2019).
 
-    The gradients of the micro-batches are summed. Samples, loss and update are the same as with gradient accumulation
-    on one device. As with gradient accumulation, batch normalization uses the statistics of each micro-batch.
-
-    With `engine=processes` and `processes=auto`, there is one process per stage if `stages` or `cuts` specifies the
-    number of stages. If this number is even and at least four, `interleaved_1f1b` has two stages per process instead.
+    The gradients of the micro-batches are summed, as with gradient accumulation on one device. With `processes=auto`
+    and an even number of stages, at least four, `interleaved_1f1b` has two stages per process.
 
     Schedules: `gpipe`: all forward passes, then all backward passes; `1f1b`: one of each in turn, which keeps fewer
     activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more stages per process, which reduces

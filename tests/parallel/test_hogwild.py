@@ -127,29 +127,6 @@ def trained_without_a_finite_loss(config: dict[str, Any], directory: Path, proce
     return train(run, run.prepare(process), directory)
 
 
-def test_all_workers_see_the_same_weights(tmp_path: Path) -> None:
-    assert launched(tmp_path, "parallel.processes=3", work=written_by_the_last) == [3.0] * 3
-
-
-def written_by_the_last(config: dict[str, Any], directory: Path, process: Collectives) -> list[float]:
-    """In a worker: set all weights to the worker's rank + 1, after the workers with lower ranks have done so.
-
-    Returns:
-        One number for each worker: the value of all weights that the worker sees after the last worker has set them;
-        −1 if the weights that the worker sees are not all equal.
-    """
-    run = build_run(config)
-    model = prepare(run, run.prepare(process), directory).model
-    for rank in range(3):
-        if rank == process.rank:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.fill_(rank + 1)
-        process.barrier()
-    low_high = {float(edge) for p in model.parameters() for edge in (p.min(), p.max())}
-    return process.all_gather(low_high.pop() if len(low_high) == 1 else -1.0)
-
-
 def test_each_worker_resumes_with_its_own_optimizer_state_and_counts(tmp_path: Path) -> None:
     launched(tmp_path, "steps=8", "log_every=6")
     path = tmp_path / "checkpoints" / "step_00000008"

@@ -189,7 +189,11 @@ def _run_rank(
     with StopRequest():
         try:
             if rank_info.rank > 0:
-                _redirect_output(directory / f"log_rank_{rank_info.rank}.txt")
+                log_file = directory / f"log_rank_{rank_info.rank}.txt"
+                file = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                for stream in (1, 2):  # only rank 0 prints to the console
+                    os.dup2(file, stream)
+                os.close(file)
             init_rank(rank_info, device, timeout, external=False)
             collectives = make_collectives([device], timeout, shared_state)
             result = train_rank(collectives)
@@ -200,11 +204,3 @@ def _run_rank(
             sys.stderr.flush()
             os._exit(1)  # skips exit handlers, which could wait for processes that are gone
         send(Report(value=result))
-
-
-def _redirect_output(path: Path) -> None:
-    """Redirect the output of this process to the file `path`, because only rank 0 prints to the console."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.close(file)
