@@ -125,23 +125,12 @@ def test_a_single_process_resumes_the_first_member(at_8: Path, single_runs: list
     assert_bitwise_equal(weights_at(at_8, STEPS), weights_at(single_runs[0], STEPS))
 
 
-def test_another_number_of_members_is_refused(at_8: Path) -> None:
-    error = refusal(at_8, 2)
-    assert "3 members" in error.why
-    assert "parallel.processes=3" in error.remedy
-
-
-def test_an_ensemble_refuses_the_checkpoint_of_a_single_run(single_runs: list[Path], tmp_path: Path) -> None:
-    error = refusal(Path(shutil.copytree(single_runs[0], tmp_path / "solo")), 2)
-    assert error.why.endswith("1 member")
-    assert "start anew" in error.remedy
-
-
-def refusal(directory: Path, processes: int) -> ConfigError:
-    """Return the error of an ensemble that cannot resume the run in `directory`."""
+@pytest.mark.parametrize(("begun", "why"), [("ensemble", "3 members"), ("single", "1 member")])
+def test_another_number_of_members_is_refused(begun: str, why: str, at_8: Path, single_runs: list[Path]) -> None:
+    overrides = (*TINY_CPU, *OVERRIDES, "parallel=ensemble", "parallel.processes=2")
+    directory = at_8 if begun == "ensemble" else Path(shutil.copytree(single_runs[0], at_8.parent / "single"))
     with pytest.raises(ConfigError) as refused:
-        train_in(
-            directory, build_composed_run(*TINY_CPU, *OVERRIDES, "parallel=ensemble", f"parallel.processes={processes}")
-        )
-    assert (refused.value.key, refused.value.got) == ("parallel.processes", processes)
-    return refused.value
+        train_in(directory, build_composed_run(*overrides))
+    assert (refused.value.key, refused.value.got) == ("parallel.processes", 2)
+    assert refused.value.why.endswith(why)
+    assert refused.value.remedy == f"parallel.processes={why[0]}, or start anew"

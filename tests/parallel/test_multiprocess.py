@@ -21,84 +21,70 @@ CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(3)]
 
 
-@pytest.fixture
-def _three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
-@pytest.fixture
-def second_of_two(monkeypatch: pytest.MonkeyPatch) -> RankInfo:
-    """The `RankInfo` of this process, which pretends to be rank 1 of two processes that torchrun has started."""
-    rank_info = RankInfo(1, 2, 1, 2, "127.0.0.1", 1234)
+def started_externally(monkeypatch: pytest.MonkeyPatch, rank: int) -> RankInfo:
+    """Make this process pretend to be one of two processes that torchrun has started."""
+    rank_info = RankInfo(rank, 2, rank, 2, "127.0.0.1", 1234)
     for name, value in rank_info.variables().items():
         monkeypatch.setenv(name, value)
     return rank_info
 
 
-@pytest.mark.parametrize(("processes", "count"), [("auto", 2), (1, 1), (5, 5)])
-def test_the_number_of_processes_on_the_cpu(processes: Any, count: int) -> None:
-    launcher = DDP(processes=processes).launcher(Device(kind="cpu"))
-    assert isinstance(launcher, LocalProcesses)
-    assert launcher.devices == [CPU] * count
-
-
-@pytest.mark.usefixtures("_three_gpus")
 @pytest.mark.parametrize(
-    ("processes", "indices", "devices"),
-    [("auto", [], GPUS), (2, [], GPUS[:2]), ("auto", [2, 0], [GPUS[2], GPUS[0]])],
+    ("visible", "processes", "indices", "devices"),
+    [
+        (0, "auto", [], [CPU] * 2),
+        (0, 1, [], [CPU]),
+        (0, 5, [], [CPU] * 5),
+        (3, "auto", [], GPUS),
+        (3, 2, [], GPUS[:2]),
+        (3, "auto", [2, 0], [GPUS[2], GPUS[0]]),
+    ],
 )
-def test_each_process_has_a_gpu_of_its_own(processes: Any, indices: list[int], devices: list[torch.device]) -> None:
-    launcher = DDP(processes=processes).launcher(Device(kind="cuda", indices=indices))
+def test_the_devices_of_the_processes(
+    visible: int, processes: Any, indices: list[int], devices: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, visible)
+    launcher = DDP(processes=processes).launcher(Device(kind="cuda" if visible else "cpu", indices=indices))
+    assert isinstance(launcher, LocalProcesses)
     assert launcher.devices == devices
 
 
-def test_externally_launched_processes_are_joined(second_of_two: RankInfo) -> None:
-    launcher = DDP(timeout=7).launcher(Device(kind="cpu"))
-    assert isinstance(launcher, ExternalProcesses)
-    assert (launcher.rank_info, launcher.devices, launcher.timeout) == (second_of_two, [CPU], 7)
-
-
-@pytest.mark.parametrize(("rank", "num_warnings"), [(0, 1), (1, 0)])
-def test_rank_0_warns_that_max_restarts_has_no_effect_under_torchrun(
-    rank: int, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("visible", "indices", "device", "refused"),
+    [
+        (0, [], CPU, None),
+        (3, [], GPUS[1], None),
+        (3, [2, 0], GPUS[0], None),
+        (3, [2], CPU, ("device.indices", [2])),
+        (1, [], GPUS[0], None),  # the only one that is bound to the process
+    ],
+)
+def test_an_externally_launched_process_uses_the_gpu_of_its_local_rank(
+    visible: int, indices: list[int], device: torch.device, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in RankInfo(rank, 2, rank, 2, "127.0.0.1", 1234).variables().items():
-        monkeypatch.setenv(name, value)
-    DDP(max_restarts=1).launcher(Device(kind="cpu"))
-    assert [record.levelname for record in caplog.records if "max_restarts" in record.message] == [
-        "WARNING"
-    ] * num_warnings
-
-
-@pytest.mark.usefixtures("_three_gpus")
-def test_an_externally_launched_process_uses_the_gpu_of_its_local_rank(second_of_two: RankInfo) -> None:
-    assert DDP().launcher(Device(kind="cuda")).devices == [GPUS[1]]
-    assert DDP().launcher(Device(kind="cuda", indices=[2, 0])).devices == [GPUS[0]]
-    launcher = DDP().launcher(Device(kind="cuda", indices=[2]))
+    gpus(monkeypatch, visible)
+    rank_info = started_externally(monkeypatch, 1)
+    launcher = DDP(processes=2, timeout=7).launcher(Device(kind="cuda" if visible else "cpu", indices=indices))
     assert isinstance(launcher, ExternalProcesses)
-    assert launcher.refusal is not None
-    assert (launcher.refusal.key, launcher.refusal.got) == ("device.indices", [2])
+    assert (launcher.rank_info, launcher.devices, launcher.timeout) == (rank_info, [device], 7)
+    assert (launcher.refusal and (launcher.refusal.key, launcher.refusal.got)) == refused
 
 
-@pytest.mark.usefixtures("_three_gpus", "second_of_two")
-def test_an_externally_launched_process_uses_the_only_gpu_that_is_bound_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    launcher = DDP().launcher(Device())
-    assert isinstance(launcher, ExternalProcesses)
-    assert (launcher.devices, launcher.refusal) == ([GPUS[0]], None)
-
-
-@pytest.mark.parametrize(("processes", "fits"), [("auto", True), (2, True), (3, False)])
-def test_the_number_of_processes_must_match_an_external_launcher(
-    processes: Any, fits: bool, second_of_two: RankInfo
+def test_options_that_an_external_launcher_sets(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if fits:
-        assert isinstance(DDP(processes=processes).launcher(Device(kind="cpu")), ExternalProcesses)
-        return
+    for rank in (0, 1):
+        started_externally(monkeypatch, rank)
+        DDP(max_restarts=1).launcher(Device(kind="cpu"))
+        assert [each.levelname for each in caplog.records if "max_restarts" in each.message] == ["WARNING"], "of rank 0"
     with pytest.raises(ConfigError) as refusal:
-        DDP(processes=processes).launcher(Device(kind="cpu"))
-    assert (refusal.value.key, refusal.value.got) == ("parallel.processes", processes)
+        DDP(processes=3).launcher(Device(kind="cpu"))
+    assert (refusal.value.key, refusal.value.got) == ("parallel.processes", 3)
 
 
 def test_buffers_are_averaged_over_the_processes(ranks: Callable[[int], PersistentRanks]) -> None:
