@@ -91,27 +91,23 @@ class LocalProcesses(Launcher):
     def launch(
         self, train: Callable[[], Any], train_rank: Callable[[Collectives], Any], session: Session, directory: Path
     ) -> Any:
+        mode, count, restarts = self.mode, len(self.devices), 0
+        work = partial(_run_rank, train_rank, mode.collectives_class, mode.timeout, directory)
         with StopRequest() as stop:
-            for restart in range(1, self.mode.max_restarts + 2):
+            while True:
+                shared_state, store = mode.allocate_shared_state(session), process_group.create_store(mode.port)
+                rank_infos = [RankInfo(rank, count, rank, count, store.host, store.port) for rank in range(count)]
+                arguments = zip(rank_infos, self.devices, [shared_state] * count, strict=True)
                 try:
-                    return self._start(train_rank, session, directory, stop)
+                    with Supervisor(work, list(arguments), mode.timeout) as supervisor:
+                        return supervisor.wait(stop)[0]
                 except RankError as error:
-                    if restart > self.mode.max_restarts or stop.received:
+                    if restarts == mode.max_restarts or stop.received:
                         raise
-                    count = f"restart {restart} of {self.mode.max_restarts}"
-                    log.warning("%s\n%sall ranks restart from the last checkpoint (%s)", error, error.trace, count)
-        raise AssertionError("the last attempt returns or raises")
-
-    def _start(
-        self, train_rank: Callable[[Collectives], Any], session: Session, directory: Path, stop: StopRequest
-    ) -> Any:
-        count, shared_state = len(self.devices), self.mode.allocate_shared_state(session)
-        store = process_group.create_store(self.mode.port)
-        rank_infos = [RankInfo(rank, count, rank, count, store.host, store.port) for rank in range(count)]
-        arguments = [(info, device, shared_state) for info, device in zip(rank_infos, self.devices, strict=True)]
-        work = partial(_run_rank, train_rank, self.mode.collectives_class, self.mode.timeout, directory)
-        with Supervisor(work, arguments, self.mode.timeout) as supervisor:
-            return supervisor.wait(stop)[0]
+                    restarts += 1
+                    which = f"restart {restarts} of {mode.max_restarts}"
+                    log.warning("%s\n%sall ranks restart from the last checkpoint (%s)", error, error.trace, which)
+                    del store  # its port is free again
 
 
 class ExternalProcesses(Launcher):

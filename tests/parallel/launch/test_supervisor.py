@@ -129,18 +129,6 @@ DID_NOT_REACH = "did not reach the collective that the others waited in: it is s
 
 
 @hanging
-def test_a_stopped_rank_is_blamed_after_the_timeout(tmp_path: Path) -> None:
-    stopping = partial(work.signal_own_process, signal.SIGSTOP, after=tmp_path / "go")
-    with Supervisor(report_result_of, [(sleep_until_killed,), (stopping,)], 3) as ranks:
-        while min(ranks.silence) < 0:  # the timeout counts from the first heartbeat
-            ranks._read_pipes()
-        (tmp_path / "go").touch()
-        with pytest.raises(RankError) as caught:
-            ranks.wait(StopRequest())
-    assert str(caught.value) == f"rank 1 {DID_NOT_REACH} (parallel.timeout=3)"
-
-
-@hanging
 def test_a_rank_that_stops_before_its_first_heartbeat_is_blamed() -> None:
     """Its missing heartbeats do not count yet, but another rank has lost the connection to it."""
     error = rank_error_of(partial(work.fail, CONNECTION_CLOSED), partial(work.signal_own_process, signal.SIGSTOP))
