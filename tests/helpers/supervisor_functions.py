@@ -49,8 +49,7 @@ def raise_config_error() -> None:
     fail(ConfigError("model", "x", "it is no model", "take another"))
 
 
-def signal_own_process(number: signal.Signals, after: Path | None = None) -> None:
-    wait_for_file(after)
+def signal_own_process(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
     sleep_until_killed()
 
