@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.analysis.output import one_line
-from runner.analysis.saved_runs import MeasuredRun, find_runs, find_sweeps, is_locked, is_number
-from runner.analysis.swept_keys import REPEATS, swept_keys
+from runner.analysis.saved_runs import REPEATS, MeasuredRun, find_runs, find_sweeps, is_locked, is_number, swept_keys
 from runner.config.errors import ConfigError, did_you_mean
 from runner.config.overrides import override_key
 from runner.config.schema import load_class
@@ -129,7 +128,7 @@ class Comparison:
         self.ledgers = {path: ledger for path in find_sweeps(paths) if (ledger := read_ledger(path))}
         parents = {*(run.directory.absolute().parent for run in runs), *(path.absolute() for path in self.ledgers)}
         self._base = Path(os.path.commonpath(parents or {Path.cwd()}))
-        self.keys = _swept_first(swept_keys([run.labels for run in runs]), self.ledgers.values())
+        self.keys = swept_keys([run.labels for run in runs])
         done = [run for run in runs if run.state == "done" and run.labels]
         failed = [self._failure(run) for run in runs if run.state != "done" or not run.labels]
         failed += [job for path, ledger in self.ledgers.items() for job in self._jobs_without_run(path, ledger)]
@@ -262,17 +261,6 @@ def _chosen_metric(runs: list[MeasuredRun], name: str | None) -> str:
     if found := [tag for tag in (name, f"eval/{name}") if tag in tags]:
         return found[0]
     raise ConfigError("--metric", name, "no run that is done has this metric;", did_you_mean(name, tags))
-
-
-def _swept_first(keys: list[str], ledgers: Iterable[dict[str, Any]]) -> list[str]:
-    """Return `keys` reordered: first the keys that a sweep varies, in the order of its overrides, then all others."""
-    swept: dict[str, set[str]] = {}
-    for ledger in ledgers:
-        for entry in ledger["jobs"].values():
-            for key, value in _typed(entry).items():
-                swept.setdefault(key, set()).add(value)
-    order = [key for key, values in swept.items() if len(values) > 1]
-    return sorted(keys, key=lambda key: order.index(key) if key in order else len(order))
 
 
 def _typed(entry: dict[str, Any]) -> dict[str, str]:

@@ -165,15 +165,5 @@ def as_json(comparison: Comparison) -> str:
         rows.append({"values": row.values, "runs": len(row.runs), "seeds": row.seeds, **numbers, **directories})
     head = {"keys": comparison.keys, "metric": comparison.metric, "direction": comparison.direction}
     content = head | {"rows": rows, "failures": [failure._asdict() for failure in comparison.failures]}
-    return json.dumps(_plain(content), indent=2) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` in types that JSON supports: numbers that are not finite become None, and dates become text."""
-    if isinstance(value, dict):
-        return {printable(str(key)): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, int) else printable(str(value))
+    text = json.dumps(content, default=str)  # in ASCII, with numbers such as NaN that JSON does not have
+    return json.dumps(json.loads(text, parse_constant=lambda number: None), indent=2) + "\n"

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from runner.analysis.comparison import MEASURES, Comparison
-from runner.analysis.swept_keys import REPEATS
+from runner.analysis.saved_runs import REPEATS
 from runner.analysis.tables import PLOTTED, as_csv, csv_text, terminal
 from runner.commands.arguments import Parser
 from runner.commands.compare import existing, parser_of_runs

@@ -18,10 +18,9 @@ from runner.parallel.launch.cluster import external_rank_info
 from runner.storage.files import write_text
 from runner.sweep.display import Display
 from runner.sweep.ledger import OPTIONS, Ledger
-from runner.sweep.objective import Objective
 from runner.sweep.plan_jobs import GridJobs, Planner
 from runner.sweep.scheduler import Scheduler
-from runner.sweep.search import Search, SearchJobs
+from runner.sweep.search import Objective, Search
 from runner.sweep.space import Space
 from runner.sweep.sweep_jobs import SweepJobs
 from runner.system.exit_codes import CRASHED, DIVERGED, DONE, REFUSED, STOPPED
@@ -65,11 +64,13 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
     more = (lambda *_: False) if search is None else search.has_more
     with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), more) as ledger:
         planner.path = ledger.path
-        source = GridJobs(jobs, planner) if search is None else SearchJobs(search, planner.plan, ledger)
+        if search is not None:
+            search.open(ledger)
+        source = GridJobs(jobs, planner) if search is None else search
         ledger.num_jobs = len(source)
         print(f"{len(source):,} job{'s' * (len(source) != 1)}", file=sys.stderr)
-        if search is not None and engine.search != "grid" and search.num_trials < engine.trials:
-            what = f"there are only {search.num_trials:,} combinations, and each is tried once"
+        if search is not None and engine.search != "grid" and search.num_planned < engine.trials:
+            what = f"there are only {search.num_planned:,} combinations, and each is tried once"
             print(f"sweep.trials={engine.trials}: {what}", file=sys.stderr)
         display = Display(len(source), jobs.swept)
         with engine.connect(len(source), ledger.path) as pool, closing(display):
@@ -78,11 +79,11 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
         ledger.end(source.is_complete(len(ledger.settled_states)))
         display.summary()
         found = find_best(ledger.path)
-        if isinstance(source, SearchJobs):
+        if search is not None:
             codes += [job["code"] for job in ledger.jobs.values() if job.get("code") in (CRASHED, REFUSED)]
-            if source.best() is not None:  # trials that diverge are results, too
+            if search.best() is not None:  # trials that diverge are results, too
                 codes = [DONE if code == DIVERGED else code for code in codes]
-            _report_best(source, ledger.path, engine.seeds, config_dir)
+            _report_best(search, ledger.path, engine.seeds, config_dir)
         elif found is not None:
             print(found)
         if found is not None:
@@ -99,7 +100,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
 class StopSweep(StopRequest):
     """A context manager in which a stop signal lets the running jobs of a sweep save and exit."""
 
-    def _begin(self, number: int) -> None:
+    def _first(self, number: int) -> None:
         """Print nothing at the first stop signal, because the scheduler prints a message."""
 
 
@@ -126,10 +127,10 @@ def _search(jobs: SweepJobs, planner: Planner) -> Search:
     objective = Objective(tag, options.goal or goal, best=options.metric is None)
     space = Space(jobs.dimensions, planner.has_key, groups_in_defaults())
     seed = int(planner.config["seed"]) if options.seeds > 1 else None
-    return Search(space, options, objective, seed)
+    return Search(space, options, objective, seed, planner.plan)
 
 
-def _report_best(source: SearchJobs, path: Path, num_seeds: int, config_dir: str | None) -> None:
+def _report_best(source: Search, path: Path, num_seeds: int, config_dir: str | None) -> None:
     """Print the best trial of a search, and write its overrides to an option file with which it can be run again."""
     found = source.best()
     if found is None:

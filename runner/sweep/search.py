@@ -10,62 +10,68 @@ from __future__ import annotations
 
 import json
 import logging
+import reprlib
 import statistics
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from runner.config.errors import ConfigError, check
+from runner.config.errors import ConfigError, check, did_you_mean
 from runner.storage.files import read_regular, write_bytes
 from runner.storage.ledger_file import num_jobs
 from runner.sweep.engines.base import Engine, JobCommand
 from runner.sweep.ledger import STUDY, Ledger
-from runner.sweep.objective import Curve, Objective
 from runner.sweep.scheduler import JobSource
 from runner.sweep.space import Space
 from runner.system.exit_codes import CRASHED, DONE, INTERRUPTED, REFUSED, STOPPED
+from runner.tracking.event_file import EventReader
 
 if TYPE_CHECKING:
     import optuna
 
 _LIMIT_BYTES = 256_000_000
+_REMEDY = "resume=never starts another sweep"
 
-Plan = Callable[[int, list[str]], JobCommand]
 
-
-class Search(NamedTuple):
-    """What a search does.
+class Objective(NamedTuple):
+    """The metric by which a search compares its trials.
 
     Args:
-        space: the combinations that the search may try.
-        options: the options of the sweep.
-        objective: the metric by which trials are compared.
-        seed: the seed of the first job of each trial, from which the others count up; None: it is not set.
+        tag: the TensorBoard tag of the metric.
+        goal: `min` if smaller values are better, `max` if larger values are better.
+        best: True to compare the best values of the jobs; False to compare their last values.
     """
 
-    space: Space
-    options: Engine
-    objective: Objective
-    seed: int | None = None
+    tag: str
+    goal: str
+    best: bool
 
-    @property
-    def num_trials(self) -> int:
-        """The number of trials. No combination is tried twice."""
-        if self.space.combinations is None:
-            return self.options.trials
-        count = len(self.space.combinations)
-        return count if self.options.search == "grid" else min(self.options.trials, count)
+    def value(self, result: dict[str, Any]) -> float:
+        """Return the value of the metric in the result of a job that is done.
 
-    def has_more(self, path: Path, ledger: dict[str, Any]) -> bool:
-        """Return whether this search can continue the complete search in the directory `path`, with more trials."""
-        if not (path / STUDY).is_file() or num_jobs(ledger) >= self.num_trials * self.options.seeds:
-            return False
-        with suppress(ConfigError):  # it is another search, or damaged
-            open_study(path, self)
-            return True
-        return False
+        Raises:
+            ConfigError: if the job did not measure the metric.
+        """
+        measured = {str(tag): value for tag, value in result.get("metrics", {}).items()}
+        if self.best and result.get("best", {}).get("metric") == self.tag:
+            return self._number(result["best"].get("value"))
+        if self.tag in measured:
+            return self._number(measured[self.tag])
+        if not measured:
+            remedy = "see result.json in the run directories of the jobs"
+            raise ConfigError("sweep.metric", self.tag, "the jobs measure no metrics", remedy)
+        why = f"the jobs do not measure it, but {', '.join(sorted(measured))};"
+        raise ConfigError("sweep.metric", self.tag, why, did_you_mean(self.tag, measured))
+
+    def _number(self, value: object) -> float:
+        try:
+            return float(value) if isinstance(value, int | float) else float("")
+        except (ValueError, OverflowError):
+            why = f"its value in the result of a job is not a number, but {reprlib.repr(value)}"
+            raise ConfigError("sweep.metric", self.tag, why, "remove the directory of this job") from None
 
 
 class Trial:
@@ -77,43 +83,75 @@ class Trial:
     def __init__(self, trial: optuna.Trial, num_reported: int):
         self.optuna, self.num_reported = trial, num_reported
         self.jobs: dict[int, JobCommand] = {}
-        self.curves: dict[int, Curve] = {}
+        self.events: list[EventReader] = []
         self.codes: dict[int, int] = {}
         self.values: dict[int, float] = {}
         self.is_paused = False
 
 
-class SearchJobs(JobSource):
-    """The jobs of a search; `plan(number, overrides)` returns the one with this number and these overrides.
+class Search(JobSource):
+    """The jobs of a search. `open` must be called before the first job is taken.
 
-    Raises:
-        ConfigError: if Optuna is not installed, or the study in the sweep's directory is damaged or belongs to a search
-            with another space, metric, `sweep.search` or `sweep.seeds`.
+    Args:
+        space: the combinations that the search may try.
+        options: the options of the sweep.
+        objective: the metric by which trials are compared.
+        seed: the seed of the first job of each trial, from which the others count up; None: it is not set.
+        plan: returns the job with a number and overrides.
     """
 
-    def __init__(self, search: Search, plan: Plan, ledger: Ledger):
-        self._search, self._plan, self._ledger = search, plan, ledger
-        self._space, self._options, self.objective, self._seed = search
-        self._num_seeds = self._options.seeds
+    def __init__(
+        self,
+        space: Space,
+        options: Engine,
+        objective: Objective,
+        seed: int | None,
+        plan: Callable[[int, list[str]], JobCommand],
+    ):
+        self.objective = objective
+        self._space, self._options, self._seed, self._plan = space, options, seed, plan
         self._trials: dict[int, Trial] = {}
         self._jobs: deque[JobCommand] = deque()
         self._may_promote = True
         """Whether the results have changed since the pruner judged the paused trials."""
-        self._study = open_study(ledger.path, search)
+        combinations = space.combinations
+        self.num_planned = options.trials
+        """The number of trials that the options ask for. No combination is tried twice."""
+        if combinations is not None:
+            self.num_planned = len(combinations)
+            if options.search != "grid":
+                self.num_planned = min(options.trials, len(combinations))
+
+    def has_more(self, path: Path, ledger: dict[str, Any]) -> bool:
+        """Return whether this search can continue the complete search in the directory `path`, with more trials."""
+        if not (path / STUDY).is_file() or num_jobs(ledger) >= self.num_planned * self._options.seeds:
+            return False
+        with suppress(ConfigError):  # it is another search, or damaged
+            self._open_study(path)
+            return True
+        return False
+
+    def open(self, ledger: Ledger) -> None:
+        """Open the study in the directory of the sweep, and queue the jobs of unfinished trials.
+
+        Raises:
+            ConfigError: if Optuna is not installed, or the study is damaged or belongs to a search with another space,
+                metric, `sweep.search` or `sweep.seeds`.
+        """
+        self._ledger, self._study = ledger, self._open_study(ledger.path)
         for frozen in self._study.get_trials(deepcopy=False):
             words = frozen.user_attrs.get("overrides", [])
-            remedy = "resume=never starts another sweep"
-            check(self._space.contains(words), "resume", "auto", f"{ledger.path / STUDY} is damaged", remedy)
+            check(self._space.contains(words), "resume", "auto", f"{ledger.path / STUDY} is damaged", _REMEDY)
             if not frozen.state.is_finished():  # an earlier command was stopped before its end
                 self._add(frozen)
 
     @property
     def num_trials(self) -> int:
         """The number of trials of the search, including those of earlier commands; a trial has one job per seed."""
-        return max(self._search.num_trials, self._num_asked)
+        return max(self.num_planned, self._num_asked)
 
     def __len__(self) -> int:
-        return self.num_trials * self._num_seeds
+        return self.num_trials * self._options.seeds
 
     def is_complete(self, num_settled: int) -> bool:
         return self._num_asked >= self.num_trials and not self._trials
@@ -126,21 +164,21 @@ class SearchJobs(JobSource):
         return self._jobs.popleft() if self._jobs else None
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
-        trial = self._trials.get(number // self._num_seeds)
+        trial = self._trials.get(number // self._options.seeds)
         if trial is None:
             return
         self._report(trial)
         trial.codes[number] = STOPPED if code == INTERRUPTED else code
         if code == DONE:
             trial.values[number] = self.objective.value(result)
-        if len(trial.codes) == self._num_seeds and STOPPED not in trial.codes.values():
+        if len(trial.codes) == self._options.seeds and STOPPED not in trial.codes.values():
             self._finish(trial)
         self._may_promote = True
 
     def unpromising(self, running: Collection[int]) -> list[int]:
         for trial in self._trials.values():
             self._report(trial)
-        return [number for number in running if self._trials[number // self._num_seeds].is_paused]
+        return [number for number in running if self._trials[number // self._options.seeds].is_paused]
 
     def close(self) -> None:
         """Record paused trials as pruned in the study, if all other trials have ended and no new trial will start."""
@@ -154,11 +192,10 @@ class SearchJobs(JobSource):
 
     def best(self) -> tuple[list[str], float] | None:
         """Return the overrides, without seeds, and the mean value of the best trial; None if none is done."""
-        from optuna.trial import TrialState
-
-        if not self._study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
+        try:
+            best = self._study.best_trial
+        except ValueError:
             return None
-        best = self._study.best_trial
         return best.user_attrs["overrides"], float(best.value or 0.0)
 
     @property
@@ -182,11 +219,11 @@ class SearchJobs(JobSource):
             overrides = proposed(self._study, trial, self._space, self._options)
         trial.set_user_attr("overrides", overrides)
         added = self._trials[trial.number] = Trial(trial, num_reported)
-        for k in range(self._num_seeds):
+        for k in range(self._options.seeds):
             words = overrides if self._seed is None else [*overrides, f"seed={self._seed + k}"]
-            job = self._plan(trial.number * self._num_seeds + k, words)
+            job = self._plan(trial.number * self._options.seeds + k, words)
             added.jobs[job.number] = job
-            added.curves[job.number] = Curve(job.directory, self.objective.tag)
+            added.events.append(EventReader(job.directory, [self.objective.tag]))
             self._jobs.append(job)
         if any(self._ledger.jobs.get(number, {}).get("state") == "pruned" for number in added.jobs):
             self._pause(added)
@@ -199,10 +236,11 @@ class SearchJobs(JobSource):
         """
         if self._options.prune is None or trial.is_paused:
             return
-        curves = [values for curve in trial.curves.values() if (values := curve.read())]
-        for values in list(zip(*curves, strict=False))[trial.num_reported :]:
+        curves = [events.read().get(self.objective.tag) for events in trial.events]
+        values = [[value for _, value in sorted(curve.items())] for curve in curves if curve]
+        for evaluated in list(zip(*values, strict=False))[trial.num_reported :]:
             trial.num_reported += 1
-            trial.optuna.report(statistics.fmean(values), trial.num_reported)
+            trial.optuna.report(statistics.fmean(evaluated), trial.num_reported)
             self._may_promote = True
             if trial.optuna.should_prune():
                 self._pause(trial)
@@ -211,8 +249,7 @@ class SearchJobs(JobSource):
     def _pause(self, trial: Trial) -> None:
         """Pause a trial: its jobs that are still in the queue are removed from the queue."""
         trial.is_paused = True
-        waiting = [job for job in self._jobs if job.number in trial.jobs]
-        for job in waiting:
+        for job in [job for job in self._jobs if job.number in trial.jobs]:
             self._jobs.remove(job)
             trial.codes[job.number] = STOPPED
 
@@ -221,18 +258,17 @@ class SearchJobs(JobSource):
         import optuna
 
         self._may_promote = False
-        paused = [
-            (number, trial)
-            for number, trial in self._trials.items()
-            if trial.is_paused
-            and len(trial.codes) == self._num_seeds
-            and all(code in (DONE, STOPPED) for code in trial.codes.values())
-        ]
+        stopped = {trial.optuna.number: trial for trial in self._trials.values() if trial.is_paused}
+        paused = {
+            number: trial
+            for number, trial in stopped.items()
+            if len(trial.codes) == self._options.seeds and {*trial.codes.values()} <= {DONE, STOPPED}
+        }
         if not paused:
             return
         study = optuna.create_study(direction=self._study.direction)  # in memory, because pruners write what they judge
         study.add_trials(self._study.get_trials(deepcopy=False))
-        for number, trial in paused:
+        for number, trial in paused.items():
             frozen = study.get_trials(deepcopy=False)[number]
             rungs = [key for key in frozen.system_attrs if key.startswith("completed_rung_")]
             for key in rungs[-1:]:  # successive halving would judge only the next rung, which the trial has not reached
@@ -259,58 +295,43 @@ class SearchJobs(JobSource):
         else:  # it diverged: Optuna treats a pruned trial as worse than any value
             self._study.tell(trial.optuna, state=TrialState.PRUNED)
 
-
-def open_study(directory: Path, search: Search) -> optuna.Study:
-    """Return the Optuna study in the directory of a sweep, or a new study if there is none.
-
-    Raises:
-        ConfigError: if Optuna is not installed, the study is damaged, or it belongs to a search with another space,
-            metric, `sweep.search` or `sweep.seeds`.
-    """
-    space, options, objective, _ = search
-    path = directory / STUDY
-    try:
-        import optuna
-        from optuna.storages.journal import JournalFileBackend, JournalStorage
-    except ImportError:
-        remedy = "pip install optuna, or sweep.search=null to run all combinations of listed values"
-        raise ConfigError("sweep.search", options.search, "it needs Optuna, which is not installed", remedy) from None
-    optuna.logging.set_verbosity(logging.WARNING)
-    remedy = "resume=never starts another sweep"
-    try:
-        _drop_incomplete_line(path)
-        storage = JournalStorage(JournalFileBackend(str(path), lock_obj=_NoLock()))  # type: ignore[arg-type]
+    def _open_study(self, directory: Path) -> optuna.Study:
+        """Return the study of this search in the directory of a sweep, or a new study if there is none."""
+        path, options = directory / STUDY, self._options
+        try:
+            import optuna
+            from optuna.storages.journal import JournalFileBackend, JournalStorage
+        except ImportError:
+            remedy = "pip install optuna, or sweep.search=null to run all combinations of listed values"
+            why = "it needs Optuna, which is not installed"
+            raise ConfigError("sweep.search", options.search, why, remedy) from None
+        optuna.logging.set_verbosity(logging.WARNING)
         pruner = optuna.pruners.NopPruner()
         if options.prune == "median":
             pruner = optuna.pruners.MedianPruner(n_startup_trials=4)
         elif options.prune == "halving":
             pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
-        direction = "maximize" if objective.goal == "max" else "minimize"
-        study = optuna.create_study(
-            storage=storage, study_name="sweep", direction=direction, load_if_exists=True, pruner=pruner
-        )
-        known = study.user_attrs.get("space")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise ConfigError("resume", "auto", f"{path} is damaged: {error}", remedy) from error
-    # The number of a trial determines its combination in a grid, and the number of a job its trial and its seed.
-    described = json.dumps([repr(space), objective, options.search, options.seeds])
-    why = f"the study {path} is of a search with another space, metric, sweep.search or sweep.seeds"
-    check(known in (None, described), "resume", "auto", why, f"take the change back; {remedy}")
-    if known is None:
-        study.set_user_attr("space", described)
-    return study
-
-
-class _NoLock:
-    """A lock that does nothing, because the ledger has already locked the sweep.
-
-    It replaces Optuna's lock file, which a killed process would leave behind.
-    """
-
-    def acquire(self) -> bool:
-        return True
-
-    def release(self) -> None: ...
+        # The ledger has locked the sweep. A process that is killed would leave Optuna's lock file behind.
+        no_lock: Any = SimpleNamespace(acquire=lambda: True, release=lambda: None)
+        try:
+            _drop_incomplete_line(path)
+            study = optuna.create_study(
+                storage=JournalStorage(JournalFileBackend(str(path), no_lock)),
+                study_name="sweep",
+                direction="maximize" if self.objective.goal == "max" else "minimize",
+                load_if_exists=True,
+                pruner=pruner,
+            )
+            known = study.user_attrs.get("space")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise ConfigError("resume", "auto", f"{path} is damaged: {error}", _REMEDY) from error
+        # The number of a trial determines its combination in a grid, and the number of a job its trial and its seed.
+        described = json.dumps([repr(self._space), self.objective, options.search, options.seeds])
+        why = f"the study {path} is of a search with another space, metric, sweep.search or sweep.seeds"
+        check(known in (None, described), "resume", "auto", why, f"take the change back; {_REMEDY}")
+        if known is None:
+            study.set_user_attr("space", described)
+        return study
 
 
 def _drop_incomplete_line(path: Path) -> None:

@@ -15,8 +15,7 @@ from helpers.compose import compose_config
 from helpers.handmade_runs import evaluation_entries, save_ledger, write_run_directory
 
 from runner.analysis.comparison import LAST, STEPS, Comparison, Spread, direction
-from runner.analysis.saved_runs import MeasuredRun, find_runs
-from runner.analysis.swept_keys import labels_of
+from runner.analysis.saved_runs import MeasuredRun, find_runs, labels_of
 from runner.commands import compare
 from runner.storage.run_directory import lock
 
@@ -185,16 +184,6 @@ def test_options_are_shown_by_the_names_that_were_typed(tmp_path: Path, capsys: 
     table = json.loads(compared(capsys, tmp_path, "--json"))
     assert sorted(row["values"]["schedule"] for row in table["rows"]) == ["cosine", "mine", "onecycle"]
     assert table["keys"] == ["schedule"]
-
-
-def test_the_keys_of_a_sweep_come_first(tmp_path: Path) -> None:
-    for number, (size, lr) in enumerate([(60, 0.1), (120, 0.2)]):
-        write_run_directory(
-            tmp_path / str(number), f"batch_size={size}", f"optimizer.lr={lr}", **evaluation_entries(0.1, 0.1)
-        )
-    assert Comparison([tmp_path]).keys == ["batch_size", "optimizer.lr"]
-    save_ledger(tmp_path, {"overrides": ["optimizer.lr=0.1", "seed=0"]}, {"overrides": ["optimizer.lr=0.2", "seed=1"]})
-    assert Comparison([tmp_path]).keys == ["optimizer.lr", "batch_size"]
 
 
 def test_non_finite_values_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from runner.sweep.display import Display
+from runner.sweep.display import Display, message
 from runner.sweep.engines.base import JobCommand
 
 
@@ -63,3 +63,18 @@ def test_the_table_fits_into_the_terminal(title: str, tmp_path: Path) -> None:
     assert len(rows) <= 5
     assert all(cell_len(row.rstrip()) <= 40 for row in rows)
     table.close()
+
+
+def test_a_console_file_in_a_symlinked_directory_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "007.txt").write_text("secret\n")
+    (tmp_path / "console").symlink_to("elsewhere")
+    assert message(tmp_path / "elsewhere" / "007.txt") == "secret"
+    assert message(tmp_path / "console" / "007.txt") == ""
+
+
+def test_message_returns_the_last_ten_lines_of_a_file(tmp_path: Path) -> None:
+    assert message(tmp_path / "missing") == ""
+    path = tmp_path / "console"
+    path.write_bytes(b"x" * 50_000 + b"\n\n" + b"".join(b"line %d \xff\n" % number for number in range(20)))
+    assert message(path).splitlines() == [f"line {number} \ufffd" for number in range(10, 20)]

@@ -73,27 +73,19 @@ def test_update_keeps_other_keys_and_writes_each_entry_as_one_line(open_ledger: 
     assert len((ledger.path / "sweep.json").read_text().splitlines()) == 2 + len(entries)
 
 
-def test_secrets_are_not_in_the_ledger(open_ledger: OpenLedger) -> None:
-    ledger = open_ledger(["data.token=s3cret", "seed=1,2"])
-    overrides, error = ["data.token=s3cret", "seed=1"], "https://ann:s3cret@host/x cannot be read"
+def test_secrets_are_not_in_the_ledger_and_names_need_not_be_utf_8(open_ledger: OpenLedger) -> None:
+    root = os.fsdecode(b"data.root=a\xff")
+    ledger = open_ledger(["data.token=s3cret", root, "seed=1,2"])
+    overrides, error = ["data.token=s3cret", root], "https://ann:s3cret@host/x cannot be read"
     record_finished_job(ledger, 0, 1)
     ledger.update(0, overrides=overrides, error=error)
     found = read_ledger(ledger.path)
-    assert found["typed"] == ["data.token=***", "seed=1,2"]
-    assert found["jobs"]["0"]["overrides"] == ["data.token=***", "seed=1"]
+    assert found["typed"] == ["data.root=a\\xff", "data.token=***", "seed=1,2"]
+    assert found["jobs"]["0"]["overrides"] == ["data.token=***", "data.root=a\\xff"]
     assert found["jobs"]["0"]["error"] == "https://ann:***@host/x cannot be read"
     assert overrides[0] == "data.token=s3cret"
     ledger.__exit__()
-    assert open_ledger(["data.token=s3cret", "seed=1,2"]).path == ledger.path, "it is found again with the secret"
-
-
-def test_names_that_are_not_utf_8_can_be_recorded(open_ledger: OpenLedger) -> None:
-    root = os.fsdecode(b"data.root=a\xff")
-    ledger = open_ledger([root, "seed=1,2"])
-    ledger.update(0, code=1, config_hash="a", overrides=[root, "seed=1"], error=f"{root} is missing")
-    found = read_ledger(ledger.path)
-    assert found["typed"] == ["data.root=a\\xff", "seed=1,2"]
-    assert found["jobs"]["0"]["error"] == "data.root=a\\xff is missing"
+    assert open_ledger(["data.token=s3cret", root, "seed=1,2"]).path == ledger.path, "it is found again with the secret"
 
 
 def test_sweeps_match_regardless_of_override_order_and_sweep_options(open_ledger: OpenLedger, tmp_path: Path) -> None:
@@ -150,17 +142,13 @@ def test_a_new_sweep_says_which_overrides_the_newest_unfinished_one_has(
     assert f"{path}, has epochs=1 seed=1,2\n" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("codes", "complete"),
-    [([0, 0], True), ([0, 3], True), ([0, 1], False), ([2, 0], False), ([0, 75], False), ([0], False)],
-)
+@pytest.mark.parametrize(("codes", "complete"), [([0, 3], True), ([0, 1], False), ([2, 0], False), ([0, 75], False)])
 def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(
     open_ledger: OpenLedger, codes: list[int], complete: bool
 ) -> None:
     ledger = open_ledger(["seed=1,2"])
     for number, code in enumerate(codes):
         record_finished_job(ledger, number, code)
-        assert read_ledger(ledger.path)["jobs"][str(number)] == {"code": code, "config_hash": "a"}
         assert not read_ledger(ledger.path)["complete"]
     ledger.end(len(ledger.settled_states) == 2)
     ledger.__exit__()
@@ -213,22 +201,19 @@ VALID: dict[str, Any] = {"typed": ["seed=1,2"], "complete": False, "jobs": {"0":
 DAMAGED: dict[str, bytes] = {
     "half of it": json.dumps(VALID).encode()[:30],
     "bytes": bytes(range(256)),
-    "a list": b"[]",
     "nested deeply": b"[" * 100_000,
     "a key twice": b'{"typed": [], "complete": true, "complete": false, "jobs": {}}',
     "a number of many digits": b'{"typed": ' + b"9" * 5000 + b"}",
 }
-OTHER_TYPES: dict[str, dict[str, Any]] = {
-    "complete": {"complete": "no"},
-    "jobs a list": {"jobs": [1]},
-    "jobs missing": {"jobs": None},
-    "an entry": {"jobs": {"0": 3}},
-    "no hash": {"jobs": {"0": {"code": 0}}},
-    "a code": {"jobs": {"0": {"code": "0", "config_hash": "a"}}},
-    "tries": {"jobs": {"0": {"config_hash": "a", "tries": 10**9}}},
-    "a number of a thousand digits": {"jobs": {"1" * 1000: {"config_hash": "a"}}},
-    "a number": {"jobs": {"first": {"code": 0, "config_hash": "a"}}},
-}
+OTHER_TYPES: list[dict[str, Any]] = [
+    {"complete": "no"},
+    {"jobs": [1]},
+    {"jobs": {"0": 3}},
+    {"jobs": {"0": {"code": 0}}},
+    {"jobs": {"0": {"code": "0", "config_hash": "a"}}},
+    {"jobs": {"0": {"config_hash": "a", "tries": 10**9}}},
+    {"jobs": {"1" * 1000: {"config_hash": "a"}}},
+]
 
 
 def write_ledger(tmp_path: Path, content: Any) -> Path:
@@ -249,11 +234,11 @@ def test_a_damaged_ledger_is_ignored_with_a_warning(
     assert (path / "sweep.json").read_bytes() == DAMAGED[damage]
 
 
-@pytest.mark.parametrize("key", OTHER_TYPES)
+@pytest.mark.parametrize("other", OTHER_TYPES, ids=lambda other: str(other)[:40])
 def test_a_damaged_ledger_is_refused_for_its_own_sweep_and_ignored_for_others(
-    open_ledger: OpenLedger, key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    open_ledger: OpenLedger, other: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_ledger(tmp_path, VALID | OTHER_TYPES[key])
+    path = write_ledger(tmp_path, VALID | other)
     with pytest.raises(ConfigError) as refusal:
         open_ledger(["seed=1,2"])
     assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
@@ -277,8 +262,7 @@ def test_a_ledger_that_is_not_a_regular_file_or_too_large_is_ignored(
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("folder", ["console", "conf"])
-@pytest.mark.parametrize("kind", ["folder", "file", "pipe"])
+@pytest.mark.parametrize(("kind", "folder"), [("folder", "console"), ("file", "conf"), ("pipe", "console")])
 def test_a_sweep_directory_with_links_or_pipes_is_refused(
     kind: str, folder: str, open_ledger: OpenLedger, tmp_path: Path
 ) -> None:
@@ -318,7 +302,6 @@ def test_a_ledger_that_cannot_be_written_is_an_error(open_ledger: OpenLedger, mo
     "fault",
     [
         DiskFault("open", "/.lock", errno.ENOSPC),
-        DiskFault("open", "sweep.json", errno.ENOSPC),
         DiskFault("write", "sweep.json", errno.ENOSPC),
         DiskFault("fsync", "sweep.json", errno.EIO),
     ],
@@ -334,8 +317,7 @@ def test_a_sweep_that_cannot_start_because_of_a_disk_error_leaves_no_files(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("resume", ["auto", "never"])
-@pytest.mark.parametrize("secret", ["", "sweeps", "sweeps/a"])
+@pytest.mark.parametrize(("secret", "resume"), [("", "never"), ("sweeps/a", "auto")])
 def test_a_sweep_in_an_unreadable_directory_is_refused(
     secret: str, resume: str, open_ledger: OpenLedger, tmp_path: Path
 ) -> None:

@@ -31,11 +31,10 @@ class FakeJobSource(JobSource):
 
     Args:
         refused: the numbers of jobs whose config cannot run.
-        one_by_one: return a job only when the previous job has ended.
     """
 
-    def __init__(self, path: Path, count: int, refused: tuple[int, ...] = (), one_by_one: bool = False):
-        self.path, self.count, self.refused, self.one_by_one = path, count, refused, one_by_one
+    def __init__(self, path: Path, count: int, refused: tuple[int, ...] = ()):
+        self.path, self.count, self.refused = path, count, refused
         self.told: list[tuple[int, int]] = []
         self.on_next: Callable[[], None] = lambda: None
         self.num_yielded = 0
@@ -45,7 +44,7 @@ class FakeJobSource(JobSource):
 
     def next(self) -> JobCommand | None:
         number = self.num_yielded
-        if number == self.count or (self.one_by_one and len(self.told) < number):
+        if number == self.count:
             return None
         self.num_yielded += 1
         self.on_next()
@@ -79,7 +78,7 @@ def test_every_exit_code_of_the_command_has_its_state() -> None:
     assert {STATES[code]: code for code in EXIT_CODES.values()} == EXIT_CODES
 
 
-@pytest.mark.parametrize("slots", [1, 2, 9])
+@pytest.mark.parametrize("slots", [1, 9])
 def test_each_job_runs_once_and_as_many_run_at_once_as_there_are_slots(slots: int, ledger: Ledger) -> None:
     pool = FakePool({1: [3], 2: [2]}, slots)
     most: list[int] = []
@@ -93,19 +92,6 @@ def test_each_job_runs_once_and_as_many_run_at_once_as_there_are_slots(slots: in
     entry = read_ledger(ledger.path)["jobs"]["0"]
     assert (entry["slot"], entry["tries"], entry["directory"], entry["overrides"]) == ("a slot", 1, "000", ["seed=0"])
     assert read_ledger(ledger.path)["jobs"]["2"]["error"] == "it is job 2\nthe last words of job 2"
-
-
-def test_the_scheduler_waits_for_jobs_that_depend_on_results(ledger: Ledger) -> None:
-    pool = FakePool({}, slots=4)
-    assert run_scheduler(ledger, FakeJobSource(ledger.path, 3, one_by_one=True), pool) == [0, 0, 0]
-
-
-def test_the_ledger_records_which_jobs_are_running(ledger: Ledger) -> None:
-    pool = FakePool({})
-    seen: list[list[str]] = []
-    pool.on_wait = lambda: seen.append(states(ledger))
-    run_scheduler(ledger, FakeJobSource(ledger.path, 2), pool)
-    assert seen == [["running", "running"], ["done", "running"]]
 
 
 def test_a_job_that_an_earlier_command_has_completed_is_not_started(ledger: Ledger) -> None:
@@ -133,11 +119,12 @@ def test_a_job_with_an_invalid_config_is_refused_without_being_started(
 def test_a_crashed_job_is_started_again_as_often_as_retries_allows(
     code: int | None, text: str, ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    ledger.update(1, config_hash="hash 1", code=75, state="stopped", tries=3)
     pool = FakePool({1: [code, code], 2: [code] * 3, 3: [2]})
     assert run_scheduler(ledger, FakeJobSource(ledger.path, 4), pool, Local(retries=2)) == [0, 0, 1, 2]
     assert sorted(pool.started) == [0, 1, 1, 1, 2, 2, 2, 3]
     jobs = read_ledger(ledger.path)["jobs"]
-    assert [jobs[number]["tries"] for number in "0123"] == [1, 3, 3, 1]
+    assert [jobs[number]["tries"] for number in "0123"] == [1, 6, 3, 1], "earlier attempts do not use up the retries"
     assert jobs["2"]["error"] == text.replace("job 1", "job 2")
     assert capsys.readouterr().err.count("it will be started again") == 4
 
@@ -156,18 +143,9 @@ def test_the_reason_of_a_failure_is_the_error_in_the_result_not_the_end_of_what_
     assert ("DataError: a.png is damaged\n  skip it\n" in shown) == (status == "crashed")
 
 
-def test_a_refusal_is_told_once_if_the_job_is_tried_again(ledger: Ledger) -> None:
-    for _ in range(2):
-        assert run_scheduler(ledger, FakeJobSource(ledger.path, 1), FakePool({0: [2]})) == [2]
-    assert read_ledger(ledger.path)["jobs"]["0"]["error"] == "it is job 0\nthe last words of job 0"
-
-
-@pytest.mark.parametrize("code", [1, 2])
-def test_a_failure_stops_the_sweep_if_on_failure_is_stop(
-    code: int, ledger: Ledger, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pool = FakePool({0: [code]})
-    assert run_scheduler(ledger, FakeJobSource(ledger.path, 4), pool, Local(on_failure="stop")) == [code, 75]
+def test_a_failure_stops_the_sweep_if_on_failure_is_stop(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = FakePool({0: [2]})
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 4), pool, Local(on_failure="stop")) == [2, 75]
     assert pool.started == [0, 1]
     assert states(ledger)[1] == "stopped"
     assert "Ctrl-C" not in capsys.readouterr().err, "the first one would do nothing"
@@ -215,21 +193,14 @@ def test_a_ledger_that_cannot_be_written_any_more_stops_the_sweep(
     assert pool.stopped == {1}, "job 0 had ended"
 
 
-def test_starting_a_job_clears_the_outcome_of_its_earlier_attempt(ledger: Ledger) -> None:
-    """Otherwise, if the scheduler were killed while the job runs, the job would count as done."""
+def test_the_ledger_records_which_jobs_are_running(ledger: Ledger) -> None:
+    """The outcome of an earlier attempt is cleared: if the scheduler were killed now, the job would count as done."""
     ledger.update(0, config_hash="hash of another config", code=0, state="done", error="an error", seconds=1.0)
     pool, seen = FakePool({}), []
-    pool.on_wait = lambda: seen.append(read_ledger(ledger.path)["jobs"]["0"])
-    run_scheduler(ledger, FakeJobSource(ledger.path, 1), pool)
-    assert seen[0]["state"] == "running"
-    assert not {"code", "error", "seconds"} & seen[0].keys()
-
-
-def test_attempts_of_earlier_commands_do_not_use_up_the_retries(ledger: Ledger) -> None:
-    ledger.update(0, config_hash="hash 0", code=75, state="stopped", tries=3)
-    pool = FakePool({0: [1, 0]})
-    assert run_scheduler(ledger, FakeJobSource(ledger.path, 1), pool, Local(retries=1)) == [0]
-    assert read_ledger(ledger.path)["jobs"]["0"]["tries"] == 5
+    pool.on_wait = lambda: seen.append(read_ledger(ledger.path)["jobs"])
+    run_scheduler(ledger, FakeJobSource(ledger.path, 2), pool)
+    assert [[job["state"] for job in jobs.values()] for jobs in seen] == [["running", "running"], ["done", "running"]]
+    assert not {"code", "error", "seconds"} & seen[0]["0"].keys()
 
 
 def test_the_pool_is_told_where_a_killed_command_had_started_the_same_job(ledger: Ledger) -> None:

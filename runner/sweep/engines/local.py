@@ -121,7 +121,7 @@ class LocalPool(Pool):
         process = context.Process(target=_run_command, args=arguments, name=f"job {job.number}")
         process.start()
         self._running[job.number] = _Running(process, job.console, cores, gpus)
-        return f"GPU {','.join(gpus)}" if gpus else f"core {_ranges(cores)}"
+        return f"GPU {','.join(gpus)}" if gpus else f"{num_cores} core{'s' * (num_cores > 1)}"
 
     def _free_gpus(self, count: int) -> list[str] | None:
         """Return `count` GPUs that neither this sweep nor another user uses; None if there are not enough."""
@@ -183,17 +183,6 @@ class LocalPool(Pool):
         for job in self._running.values():
             job.process.join()
         self._running.clear()
-
-
-def _ranges(cores: list[int]) -> str:
-    """Return sorted core numbers as text with ranges, for example `0-3,6`."""
-    parts: list[list[int]] = []
-    for core in cores:
-        if parts and core == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], core]
-        else:
-            parts.append([core])
-    return ",".join("-".join(map(str, part)) for part in parts)
 
 
 def _run_command(
