@@ -101,8 +101,8 @@ def test_the_tables_have_the_best_jobs_and_the_failures(grid: Path) -> None:
     write_summary(grid)
     lines = told(grid).splitlines()
     assert lines[0] == "4 jobs: 3 done, 1 crashed"
-    assert lines[2].startswith("| schedule | optimizer.lr | runs | best eval/accuracy |")
-    assert lines[4].startswith("| cosine | 0.1 | 1 | 0.9 |")
+    assert lines[2].startswith("| optimizer.lr | schedule | runs | best eval/accuracy |")
+    assert lines[4].startswith("| 0.1 | cosine | 1 | 0.9 |")
     assert "| 003-job | crashed | 7 |  |" in lines
     assert not any("epochs" in line for line in lines)
 

@@ -177,7 +177,7 @@ def test_each_job_has_gpus_of_its_own(machine: dict[str, list]) -> None:
     machine["gpus"] = ["0", "1", "3"]
     pool = LocalPool("auto", "auto", 20)
     demands = Demand(gpus=2), Demand(gpus=2), Demand(gpus=1), Demand(gpus=1), Demand()
-    assert submitted(pool, *demands) == ["GPU 0,1", None, "GPU 3", None, "2 cores"]
+    assert submitted(pool, *demands) == ["GPU 0,1", None, "GPU 3", None, "1 core"]
     assert [args[4]["CUDA_VISIBLE_DEVICES"] for args in machine["started"]] == ["0,1", "3", ""]
     assert pool.wait(0) == [Ended(0, 0)]
     assert submitted(pool, Demand(gpus=1)) == ["GPU 0"]
