@@ -76,7 +76,7 @@ def log_curve(directory: Path, values: dict[int, float], first_step: int = 1, ta
 
 def lines(axes: Any) -> list[list[tuple[float, float]]]:
     """The points of each line that has any."""
-    return [[tuple(map(float, xy)) for xy in line.get_xydata()] for line in axes.lines if len(line.get_xydata())]
+    return [[(float(xy[0]), float(xy[1])) for xy in line.get_xydata()] for line in axes.lines if len(line.get_xydata())]
 
 
 def rows(path: Path) -> list[dict[str, str]]:
