@@ -1,10 +1,10 @@
-"""The base class for the options of a network. The layers of networks are defined in `models/`."""
+"""The base class for the options of a network: initial weights and frozen parameters. `models/` has the layers."""
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from runner.config.errors import check
-from runner.model.freezing import freeze
+from runner.config.name_patterns import matching, names_to_match
 from runner.model.weights import SAVE_WEIGHTS, load_weights
 
 
@@ -64,6 +64,32 @@ class Model(ABC):
         A network that can be split into stages has a method `blocks()`, which returns a list of (name, module) in the
         order of the forward pass. The last module is the head.
         """
+
+
+def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable[str]) -> None:
+    """Set `requires_grad=False` for the parameters of `model` that match one of `patterns` and none of `exceptions`.
+
+    A batch normalization layer whose weight and bias are frozen normalizes with its running statistics, which no longer
+    change (see `models.frozen_batch_norm`). Dropout in frozen layers works as before.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    from models.frozen_batch_norm import FrozenBatchNorm
+
+    names = names_to_match(model)
+    frozen = {name: names[name] for pattern in patterns for name in matching("freeze", pattern, names)}
+    others = {name: parameters for name, parameters in names.items() if name not in frozen}
+    why_not = "model.freeze matches none of its parameters"
+    trained = {name for pattern in exceptions for name in matching("unfreeze", pattern, frozen, others, why_not)}
+    left = names.keys() - (frozen.keys() - trained)
+    check(bool(left), "freeze", list(patterns), "nothing is left to train", "for example model.unfreeze=[head]")
+    for name in frozen.keys() - trained:
+        model.get_parameter(name).requires_grad_(False)
+    for module in model.modules():
+        parameters = list(module.parameters(recurse=False))
+        fixed = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+        if fixed and isinstance(module, _BatchNorm) and module.track_running_stats:
+            module.__class__ = FrozenBatchNorm  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def without_memory(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:

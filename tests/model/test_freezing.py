@@ -1,4 +1,4 @@
-"""Tests of `runner.model.freezing`: frozen parameters, and batch normalization with frozen parameters."""
+"""Tests of `freeze`: frozen parameters, and batch normalization with frozen parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from models.frozen_batch_norm import FrozenBatchNorm
 from models.resnet import ResNet
 from runner.config.errors import ConfigError
-from runner.model.freezing import freeze
+from runner.model.base import freeze
 from runner.parallel import batch_norm
 from runner.parallel.batch_norm import convert_sync_batch_norm
 

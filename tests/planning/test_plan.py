@@ -21,10 +21,9 @@ from runner.commands import plan
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.pipelining.schedules import SCHEDULES
-from runner.planning.bubbles import bubbles
 from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank, with_cuts
 from runner.planning.planned_session import prepared
-from runner.planning.report import report_of
+from runner.planning.report import bubbles, report_of
 from runner.planning.report_tables import tables
 from runner.planning.step_tracker import KINDS
 from runner.system.fake_tensors import fake_process_group
