@@ -234,20 +234,24 @@ def scaled_by_hand(
     return weights, scaler
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("steps", [(), (0,), (1, 2, 4)])
 def test_16_equals_torchs_recipe_for_mixed_precision(
-    steps: tuple[int, ...], max_norm: float | None, fused: bool
+    steps: tuple[int, ...], max_norm: float | None, fused: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    precision, model = scaled(), network()
-    weights = train(precision, model, SGD(lr=0.1, fused=fused).build(model), max_norm, overflow_at(*steps))
-    expected, scaler = scaled_by_hand(overflow_at(*steps), max_norm)
-    torch.testing.assert_close(weights, expected, rtol=1e-5 if fused else 0, atol=1e-6 if fused else 0)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    where, exact = torch.device(device), device == "cpu" and not fused
+    precision, model = scaled(device=where), network(where)
+    weights = train(precision, model, SGD(lr=0.1, fused=fused).build(model), max_norm, overflow_at(*steps), where)
+    expected, scaler = scaled_by_hand(overflow_at(*steps), max_norm, where)
+    torch.testing.assert_close(weights, expected, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-6)
     assert precision.num_skipped() == len(steps)
     assert precision.scalars() == {
-        "train/loss_scale": scaler.get_scale(), "train/skipped_steps": float(len(steps))
-    }  # fmt: skip
+        "train/loss_scale": scaler.get_scale(),
+        "train/skipped_steps": float(len(steps)),
+    }
 
 
 def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
@@ -344,22 +348,6 @@ def test_values_out_of_range_are_refused(key: str, value: Any) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # On CUDA
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_16_equals_torchs_recipe_for_mixed_precision_on_cuda(max_norm: float | None, fused: bool) -> None:
-    device = torch.device("cuda")
-    torch.backends.cudnn.deterministic = True
-    precision, model = scaled(device=device), network(device)
-    weights = train(precision, model, SGD(lr=0.1, fused=fused).build(model), max_norm, overflow_at(0, 2, 3), device)
-    expected, scaler = scaled_by_hand(overflow_at(0, 2, 3), max_norm, device)
-    torch.backends.cudnn.deterministic = False
-    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
-    assert torch.equal(weights[3], weights[1])
-    assert precision.num_skipped() == 3
-    assert precision.scalars()["train/loss_scale"] == scaler.get_scale()
 
 
 @pytest.mark.gpu

@@ -14,8 +14,7 @@ import pytest
 import torch
 from helpers.command import run_command
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
-from helpers.options import changed_options, options_of, train_and_check_options, train_and_log
-from helpers.ranks import PersistentRanks
+from helpers.options import changed_options, options_of, train_and_check_options
 
 from runner.config.errors import ConfigError
 from runner.run import build_run, check_used, config_hash, describe_model
@@ -311,18 +310,6 @@ def test_the_first_lines_say_what_is_trained(tmp_path: Path) -> None:
     before_training = log.partition("step 3:")[0]
     assert "optimizer:\n" in before_training, "the config follows in the log"
     assert "optimizer:\n" not in console
-
-
-def test_the_first_lines_count_processes_and_their_shards(
-    ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
-    config = compose_config(*TINY_CPU, "parallel=ddp", "steps=1", "batch_size=48", "accumulation=2")
-    ranks(2).call_on_all(train_and_log, config, tmp_path / "logged")
-    lines = first_lines((tmp_path / "logged" / "log.txt").read_text())
-    assert lines.keys() == first_lines((tmp_path / "logged" / "log_rank_1.txt").read_text()).keys()
-    assert "DistributedDataParallel" in lines["parallel"]
-    assert "2 processes" in lines["parallel"]
-    assert re.findall(r"\d+", lines["batch"]) == ["48", "2", "2", "12"]
 
 
 def test_a_model_is_described_by_its_trainable_parameters_and_its_memory() -> None:

@@ -10,7 +10,7 @@ import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -206,21 +206,3 @@ def test_a_directory_that_becomes_read_only_ends_the_run_with_an_error(
         for path in made:
             path.chmod(0o700) if os.geteuid() else subprocess.run(["chattr", "-i", path], check=False)
     assert_resumes_to_the_same_end(tmp_path, undisturbed)
-
-
-@pytest.fixture
-def read_only_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(place)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a disk is for root, where the machine lets it")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_read_only_disk_is_refused(read_only_disk: Path, tmp_path: Path) -> None:
-    code, console = run_in_this_process([*OPTIONS, f"output_root={read_only_disk}/outputs"], tmp_path)
-    assert code == 2, console
-    assert console.startswith("output_root: got ")
-    assert "Read-only file system" in console
