@@ -56,9 +56,8 @@ class Simple(Profiler):
         try:
             yield
         finally:
-            seconds, calls = timer.seconds(), dict(timer.calls)
+            table = _table(timer.seconds(), timer.calls, self._num_steps)
             timer.synchronize = None
-            table = section_table(seconds, calls, self._num_steps)
             with _failures_logged():
                 path = _folder(directory) / "simple.txt"
                 path.write_text(table, encoding="utf-8")
@@ -68,14 +67,8 @@ class Simple(Profiler):
         self._num_steps += 1
 
 
-def section_table(seconds: dict[str, float], calls: dict[str, int], num_steps: int) -> str:
-    """Return a table with one line per section, in decreasing order of time, and a last line with the total.
-
-    Args:
-        seconds: seconds by section; `other` is the time outside all sections.
-        calls: number of times that each section was entered.
-        num_steps: number of optimizer steps in the total time.
-    """
+def _table(seconds: dict[str, float], calls: dict[str, int], num_steps: int) -> str:
+    """Return a line for each section, in decreasing order of time, and one for the total; `other` is outside of all."""
     total = sum(seconds.values())
     lines = [f"{'section':<12}{'calls':>9}{'seconds':>12}{'share':>9}{'ms/call':>12}"]
     rows = [(name, spent, calls.get(name, 0)) for name, spent in sorted(seconds.items(), key=lambda item: -item[1])]
