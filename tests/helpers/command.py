@@ -54,7 +54,10 @@ def run_in_new_interpreter(
 def command_server(kind: str) -> tuple[Any, Any]:
     """Return the input and output of the server of a kind, which is started when it is first asked for."""
     if kind == "ranks":
-        return fork_server(child_environment())
+        commands, answers = fork_server(child_environment())
+        for pipe in (commands, answers):
+            atexit.register(pipe.close)  # the server ends
+        return commands, answers
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     server = subprocess.Popen(
         [sys.executable, "-m", "helpers.command_server"], env=child_environment(), cwd="/", **pipes
