@@ -545,7 +545,7 @@ def test_a_file_size_limit_raises_a_storage_error(tmp_path: Path) -> None:
 
 
 def test_the_best_checkpoint_of_a_run_is_kept(trained: Callable[..., TrainedRun]) -> None:
-    run = trained("steps=24", "eval_every=2", "save_every=2", "keep=1", "optimizer.lr=0.3")
+    run = trained("steps=12", "eval_every=2", "save_every=2", "keep=1", "optimizer.lr=0.3")
     steps = saved_steps(run.directory / "checkpoints")
-    assert steps == sorted({24, run.result.best["step"]})
+    assert steps == sorted({12, run.result.best["step"]})
     assert build_composed_run(*TINY_CPU).keep == 2, "the default keeps a second one, should the newest be damaged"

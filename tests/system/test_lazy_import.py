@@ -9,7 +9,7 @@ import pytest
 from helpers.command import child_environment
 from helpers.lazy_uses import FIRST_USES
 
-FAST = ("attribute", "submodule_of_the_other_package")  # three seconds each
+FAST = ("submodule_of_the_other_package",)  # three seconds each
 
 
 @pytest.mark.parametrize(
