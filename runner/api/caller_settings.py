@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +21,7 @@ def settings_kept() -> Iterator[None]:
     """A context in which a run may change global settings. They are restored at the end of the context.
 
     These are the environment variables, logging, random states, the current CUDA device, torch's threads and defaults,
-    the fork server, the deferred import of the compiler, the handler of SIGCHLD and what garbage collection excludes.
+    the fork server, the deferred import of the compiler and what garbage collection excludes.
     Inside the context, torch has its original default dtype and device, gradients are enabled, and autocast is
     disabled, so that the caller's choices do not affect the run.
     """
@@ -33,7 +31,7 @@ def settings_kept() -> Iterator[None]:
         logger = logging.getLogger("runner")
         later(logger.setLevel, logger.level)
         later(setattr, logger, "propagate", logger.propagate)
-        later(_restore_interpreter, warnings.showwarning, signal.getsignal(signal.SIGCHLD), gc.get_freeze_count())
+        later(_restore_interpreter, warnings.showwarning, gc.get_freeze_count())
         restored.enter_context(server_stopped())
 
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
@@ -67,12 +65,9 @@ def _restore_environment(before: dict[str, str]) -> None:
     os.environ.update(before)
 
 
-def _restore_interpreter(show_warning: Any, handler: Any, num_frozen: int) -> None:
+def _restore_interpreter(show_warning: Any, num_frozen: int) -> None:
     if warnings.showwarning is not show_warning and show_warning.__module__ == "logging":  # the run ended the capture
         logging.captureWarnings(True)
     undo_defer("torch._dynamo")
-    # DataLoader replaces the handler. Without its own, it still notices within 5 s that a worker has died.
-    if signal.getsignal(signal.SIGCHLD) is not handler and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, handler)
     if num_frozen == 0:
         gc.unfreeze()
