@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run
-from helpers.runs import write_images
 from torchvision.transforms import v2
 
-from runner.batching import Plan
 from runner.data.augment import NO_AUGMENT, POLICIES, Augment, borrowed_generator
 from runner.seeds import sample_seeds
 
@@ -63,30 +60,6 @@ def test_seeds_differ_by_seed_epoch_and_sample() -> None:
     assert len({value for each in seeds for value in each}) == 400
     assert sample_seeds(0, torch.zeros(1, dtype=torch.int64), torch.tensor([42])) == [seeds[0][42]]
     assert all(0 <= value < 1 << 63 for each in seeds for value in each)
-
-
-@pytest.mark.parametrize("kind", ["tensors", "files"])
-def test_a_batch_does_not_depend_on_how_it_is_divided(kind: str, tmp_path: Path) -> None:
-    data = ["data.size=8", "data.crop=1"]
-    if kind != "tensors":
-        write_images(tmp_path)
-        data = ["data=imagefolder", f"data.root={tmp_path}", "data.size=16", "data.workers=0"]
-    policies = ("data.auto_augment=trivialaugment", "data.random_erase=0.5")
-    samples = workload(*data, *policies).train
-
-    def batch(*plans: Plan) -> torch.Tensor:
-        streams = [(plan, samples.batches(plan.stream(2), 5, CPU)) for plan in plans]
-        parts = [next(stream).inputs for plan, stream in streams for _ in range(plan.accumulation)]
-        for _, stream in streams:
-            stream.close()
-        return torch.cat(parts)
-
-    whole = batch(Plan(8, seed=5))
-    assert batch(Plan(8, 4, seed=5)).equal(whole)
-    assert batch(*[Plan(8, 1, (rank, 2), seed=5) for rank in (0, 1)]).equal(whole)
-    plain = workload(*data).train.batches(Plan(8, seed=5).stream(2), 5, CPU)
-    assert not next(plain).inputs.equal(whole)
-    plain.close()
 
 
 def test_held_out_images_are_not_augmented() -> None:

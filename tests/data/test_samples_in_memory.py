@@ -10,6 +10,7 @@ from sklearn.datasets import load_digits
 
 from runner.batching import Plan, SampleOrder
 from runner.config.errors import ConfigError
+from runner.data.augment import Augment
 from runner.data.digits import Digits
 from runner.data.memory import TensorSamples
 from runner.data.synthetic import Synthetic
@@ -70,12 +71,14 @@ def test_floats_and_bytes_give_the_same_batches():
 
 @pytest.mark.parametrize(("accumulation", "world_size"), [(3, 1), (1, 4), (2, 3)])
 def test_batches_do_not_depend_on_how_they_are_divided(accumulation, world_size):
-    samples = pool(crop=2, flip=True)
-    whole = take(samples, Plan(12), 0, 4)
-    for step, (inputs, targets) in enumerate(whole):
+    samples = pool(height=16, width=16, crop=2, flip=True, augment=Augment("trivialaugment", 0.5, MEAN))
+    for step, (inputs, targets) in enumerate(take(samples, Plan(12), 0, 4)):
         parts = [take(samples, Plan(12, accumulation, (r, world_size)), step, accumulation) for r in range(world_size)]
         assert torch.equal(torch.cat([part[0] for rank in parts for part in rank]), inputs)
         assert torch.equal(torch.cat([part[1] for rank in parts for part in rank]), targets)
+        plain = pool(height=16, width=16, crop=2, flip=True)
+        plain.inputs = samples.inputs
+        assert not torch.equal(take(plain, Plan(12), step, 1)[0][0], inputs)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

@@ -139,12 +139,6 @@ def test_the_weighted_loss_of_a_batch_is_the_mean_of_its_parts() -> None:
     torch.testing.assert_close(torch.stack(parts).mean(), workload.criterion(outputs, targets))
 
 
-def test_the_loss_without_options_is_torchs_cross_entropy() -> None:
-    outputs, targets = torch.randn(12, 10), torch.arange(12) % 10
-    wanted = torch.nn.functional.cross_entropy(outputs, targets)
-    assert classifier().criterion(outputs, targets).equal(wanted)
-
-
 @pytest.mark.parametrize("option", ["mixup=0.4", "cutmix=1"])
 def test_a_mixed_batch_does_not_depend_on_how_it_is_divided(option: str) -> None:
     """The samples are also augmented; the random numbers for a sample do not depend on the other samples."""
@@ -165,13 +159,6 @@ def test_a_mixed_batch_does_not_depend_on_how_it_is_divided(option: str) -> None
     assert (whole[1] > 0).sum() > 16, "most samples have two classes"
     other = next(workload.batches(model, Plan(16), 4, CPU))
     assert not other.targets.max(1).values.unique().equal(whole[1].max(1).values.unique()), "drawn for each batch"
-
-
-def test_the_batch_that_diverged_is_mixed_too() -> None:
-    workload, plan = classifier("workload.mixup=1"), Plan(16, 2)
-    stream = workload.batches(workload.build_model(), plan, 4, CPU)
-    wanted = torch.cat([next(stream).inputs for _ in range(2)])
-    assert workload.diverged_batch(plan, 5, CPU)["inputs"].equal(wanted)
 
 
 def test_the_accuracy_of_mixed_samples_counts_the_class_with_more_weight() -> None:
