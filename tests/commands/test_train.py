@@ -103,7 +103,7 @@ REFUSED = {
     "-m  seed=range(0,0)": ["seed: got 'range(0,0)'", "it has no values"],
     "-m  seed=0,1,0": ["seed: got '0,1,0'", "0 is in it twice"],
     "-m  seed=0,1  sweep.trials=3": ["sweep.trials: got 3", "add sweep.search=tpe"],
-    "-m  seed=0,1  p=zip()": ["p: got 'zip()'", "is no KEY with a list of values"],
+    "-m  seed=0,1  p=zip()": ["p: got 'zip()'", "pairs=zip(optimizer="],
     # Run directory
     "seed=1  --run-directory=": ["--run-directory: it has no value", "--run-directory=DIR"],
     "-m  seed=0,1  --run-directory=x": ["--run-directory: got 'x'", "a sweep chooses"],
