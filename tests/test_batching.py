@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from runner.batching import Accumulation, Plan, SampleOrder
+from runner.batching import Plan, SampleOrder
 from runner.config.errors import ConfigError
 from runner.seeds import derive
 
@@ -76,12 +76,6 @@ def test_a_batch_that_does_not_divide_is_refused(batch_size, accumulation, world
         Plan(batch_size, accumulation, data_shard=(0, world_size))
     assert (refused.value.key, refused.value.got) == ("batch_size", batch_size)
     assert refused.value.remedy.endswith(f": {remedy}")
-
-
-def test_accumulation_takes_at_least_one_step():
-    with pytest.raises(ConfigError, match="≥ 1") as refused:
-        Accumulation(0)
-    assert refused.value.key == "steps"
 
 
 def stream(num_samples: int, seed: int, epochs: int) -> list[int]:

@@ -10,14 +10,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from helpers.compose import option_content
 
 from runner.config.errors import ConfigError
-from runner.config.schema import build, option_fields
 from runner.optimizer import SGD
 from runner.precision import TF32, BFloat16, Double, Float16, Precision
 
@@ -322,28 +319,6 @@ def test_the_flag_is_not_read_before_it_is_copied() -> None:
     precision = scaled()
     precision._pending = flag, Event()  # type: ignore[assignment]
     assert precision.num_skipped() == 1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Options
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("32", Precision), ("tf32", TF32), ("64", Double), ("bf16", BFloat16), ("16", Float16)]
-)
-def test_the_option_lists_all_fields_with_their_defaults(name: str, kind: type) -> None:
-    node = option_content("precision", name)
-    precision = build(node, Precision, "precision")
-    assert type(precision) is kind
-    assert set(node) == {"_target_", *option_fields(kind)}
-    assert precision == kind()
-
-
-@pytest.mark.parametrize(("key", "value"), [("init_scale", 0.0), ("init_scale", math.inf), ("growth_interval", 0)])
-def test_values_out_of_range_are_refused(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError) as refused:
-        Float16(**{key: value})
-    assert refused.value.key == key
 
 
 # ---------------------------------------------------------------------------------------------------------------------

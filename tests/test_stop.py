@@ -90,25 +90,6 @@ def test_an_invalid_state_is_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"patience": 3}, "patience"),
-        ({"target": 0.5}, "target"),
-        ({"metric": "eval/loss"}, "metric"),
-        ({"metric": "eval/loss", "patience": 0}, "patience"),
-        ({"metric": "eval/loss", "target": float("nan")}, "target"),
-        ({"metric": "eval/loss", "target": 0.5, "min_delta": 0.1}, "min_delta"),
-        ({"metric": "eval/loss", "patience": 1, "min_delta": -0.1}, "min_delta"),
-        ({"max_time": 0}, "max_time"),
-    ],
-)
-def test_rules_that_cannot_be_applied_are_refused(options: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        Stop(**options)
-    assert refusal.value.key == key
-
-
-@pytest.mark.parametrize(
     "overrides",
     [("stop.metric=eval/f1",), ("stop.metric=train/loss",), (LOSS, "eval_every=0"), ("stop.metric=eval/return",)],
 )
