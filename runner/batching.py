@@ -23,8 +23,8 @@ from runner.seeds import derive
 class Accumulation:
     """Gradient accumulation: each process computes its share of a batch as `steps` micro-batches, one after another.
 
-    The accumulated gradient equals the gradient of the undivided share up to rounding, except with batch normalization,
-    which uses the statistics of each micro-batch. A number replaces `auto` before the run begins.
+    The gradient is that of the undivided share up to rounding, except with batch normalization. A number replaces
+    `auto` before the run begins.
     """
 
     steps: int | str = 1
@@ -42,9 +42,8 @@ class Accumulation:
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one forward and backward pass: positions [start, stop) of the sample stream.
+    """One forward and backward pass: positions [start, stop) of the sample stream, the fraction `weight` of the batch.
 
-    The mean loss of the micro-batch is multiplied by `weight`, the fraction of the global batch that is in it.
     `is_last` is true for the last micro-batch of this process before the optimizer step.
     """
 
@@ -55,10 +54,9 @@ class MicroBatch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One iteration of the training loop.
+    """One iteration of the training loop: an optimizer step, whose batch the processes divide among themselves.
 
-    Usually, it is one optimizer step, whose batch the processes divide among themselves. If each process computes whole
-    steps by itself (see `Plan.step_shard`), it is a round: several optimizer steps, one per process.
+    If each process computes whole steps by itself (see `Plan.step_shard`), it is a round: several steps, one per process.
 
     Args:
         number: the number of the optimizer step, counted from 1; for a round, that of its last step.
@@ -80,13 +78,10 @@ class Plan:
     Args:
         batch_size: number of samples in one optimizer step, over all processes and micro-batches.
         accumulation: number of micro-batches per step and process.
-        data_shard: (index, count): every global batch is divided into `count` shards, and this process trains on the
-            shard with this index, counted from 0.
-        step_shard: (index, count): this process trains on every `count`-th global batch, starting with the batch that
-            has this index, counted from 0.
+        data_shard: (index, count): this process trains on the part `index`, counted from 0, of every global batch.
+        step_shard: (index, count): this process trains on every `count`-th global batch, beginning with batch `index`.
         seed: the seed of the weights and of the order of the samples: the seed of the run, except in an ensemble.
-        eval_shard: (index, count): the held-out data is divided into `count` shards, of which this process evaluates
-            the one with this index.
+        eval_shard: (index, count): this process evaluates the part `index` of the held-out data.
         chunks: number of chunks into which the parallel mode splits each micro-batch.
         rng_stream: index of the random number stream that the process uses once the weights are initialized.
         reads_batches: whether the process needs the samples of the batches; a stage inside a pipeline does not.
@@ -135,12 +130,10 @@ class Plan:
 
     @property
     def steps_per_round(self) -> int:
-        """The number of optimizer steps in one iteration of the training loop: 1, or one for each process."""
         return self.step_shard[1]
 
     @property
     def samples_per_round(self) -> int:
-        """The number of samples of all processes in one iteration of the training loop."""
         return self.batch_size * self.steps_per_round
 
     @property
@@ -149,7 +142,6 @@ class Plan:
 
     @property
     def chunk_size(self) -> int:
-        """The number of samples in a chunk, which pass through the network together."""
         return self.micro_size // self.chunks
 
     def describe(self) -> str:

@@ -54,11 +54,9 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
             writes the config to the directory of a run that is resumed.
 
     Raises:
-        ConfigError: if the model or the optimizer cannot be built, the checkpoint to resume from cannot be loaded,
-            torch rejects the config in a step, or when a pipeline measures the blocks of the model; or the workload
-            does not measure the metrics that it names.
-        CrashedError: if the training loop raises any other error; the exception holds the result up to the last
-            completed step.
+        ConfigError: if the model, the optimizer or the data do not fit the config or the checkpoint to resume from, or
+            torch cannot train the config.
+        CrashedError: if the training loop raises any other error; it holds the result up to the last completed step.
     """
     writes = session.rank == 0
     with run.settings(session.device):
