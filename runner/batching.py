@@ -56,7 +56,7 @@ class MicroBatch(NamedTuple):
 class Step(NamedTuple):
     """One iteration of the training loop: an optimizer step, whose batch the processes divide among themselves.
 
-    If each process computes whole steps by itself (see `Plan.step_shard`), it is a round: several steps, one per process.
+    If each process computes whole steps by itself (see `Plan.step_shard`), it is a round of several steps.
 
     Args:
         number: the number of the optimizer step, counted from 1; for a round, that of its last step.
