@@ -33,7 +33,7 @@ from runner.training import prepare, torch_refusals, train_step
 from runner.workloads.base import Workload
 
 _TRACED = 3
-"""The maximum number of micro-batches per step that are traced."""
+"""The maximum number of micro-batches per step that are traced: the first, the last, and one between them."""
 
 
 class RankPlan(NamedTuple):
@@ -68,37 +68,23 @@ def trace(run: Run, session: Session) -> list[RankPlan]:
     """Return the memory, operations and messages of a step of each rank.
 
     If every rank has different samples or a different seed, all do the same work, and only rank 0 is traced. As tracing
-    hundreds of micro-batches would take minutes, steps of two and of three of them are traced instead of longer ones:
-    the memory is that of three, and each further micro-batch is assumed to add the same costs as the third.
+    hundreds of micro-batches would take minutes, a step of three is traced instead: the memory is assumed to be the
+    same, and each further micro-batch to have the costs of the second.
 
     Raises:
         ConfigError: if the step fails because torch cannot train with this config.
     """
-    run, count = with_cuts(run, session), session.plan.accumulation  # the same stages for all ranks
-    if count <= _TRACED:
-        return _trace_ranks(run, session)
-    more, less = (_trace_ranks(*_with_micro_batches(run, session, each)) for each in (_TRACED, _TRACED - 1))
-    return [
-        longer._replace(costs=longer.costs.repeated(shorter.costs, count - _TRACED))
-        for longer, shorter in zip(more, less, strict=True)
-    ]
-
-
-def _with_micro_batches(run: Run, session: Session, count: int) -> tuple[Run, Session]:
-    """Return `run` and `session` with `count` micro-batches per step, each as large as before."""
-    plan = session.plan
-    size = plan.batch_size // plan.accumulation * count
-    run = dataclasses.replace(run, batch_size=size, accumulation=Accumulation(count))
-    return run, dataclasses.replace(session, plan=run.session(session.collectives).plan)
-
-
-def _trace_ranks(run: Run, session: Session) -> list[RankPlan]:
+    run, plan = with_cuts(run, session), session.plan  # the same stages for all ranks
+    if (further := max(0, plan.accumulation - _TRACED)) > 0:
+        size = plan.batch_size // plan.accumulation * _TRACED
+        run = dataclasses.replace(run, batch_size=size, accumulation=Accumulation(_TRACED))
+        session = dataclasses.replace(session, plan=run.session(session.collectives).plan)
     world_size = session.world_size
     plans = [plan_of(run, session, rank) for rank in range(world_size)]
     if len({(plan.data_shard, plan.step_shard, plan.seed) for plan in plans}) == world_size:
-        first = trace_rank(run, session, 0)
+        first = trace_rank(run, session, 0, further)
         return [first._replace(rank=rank) for rank in range(world_size)]
-    return [trace_rank(run, session, rank) for rank in range(world_size)]
+    return [trace_rank(run, session, rank, further) for rank in range(world_size)]
 
 
 def block_flops(run: Run, session: Session) -> dict[str, int]:
@@ -136,13 +122,14 @@ def with_cuts(run: Run, session: Session) -> Run:
     return dataclasses.replace(run, parallel=dataclasses.replace(parallel, cuts=cuts, stages=None))
 
 
-def trace_rank(run: Run, session: Session, rank: int) -> RankPlan:
+def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankPlan:
     """Execute a step of `rank` with fake tensors, and return the memory, operations and messages of the step.
 
     The optimizer state is created before the step. The tensors are on the CPU; on other devices, they have the same
     sizes. The model is not compiled; a compiled model keeps fewer activations.
 
-    `run` names the blocks at which stages begin (see `with_cuts`); `session` is that of any process.
+    `run` names the blocks at which stages begin (see `with_cuts`); `session` is that of any process. The costs of
+    `further` micro-batches are added, each assumed to be those of the second.
 
     Raises:
         ConfigError: if the step fails because torch cannot train with this config.
@@ -157,7 +144,7 @@ def trace_rank(run: Run, session: Session, rank: int) -> RankPlan:
         run = dataclasses.replace(run, workload=_planned(run.workload, tracker))
         part = dataclasses.replace(run.session(process), compile=False, num_steps=session.num_steps)
         with torch_refusals(run):
-            return _trace(run, part, Path(scratch), tracker)
+            return _trace(run, part, Path(scratch), tracker, further)
 
 
 def _planned(workload: Workload, tracker: StepTracker) -> Workload:
@@ -189,7 +176,7 @@ def _planned_samples(samples: Samples) -> Samples:
     return copied
 
 
-def _trace(run: Run, session: Session, directory: Path, tracker: StepTracker) -> RankPlan:
+def _trace(run: Run, session: Session, directory: Path, tracker: StepTracker, further: int) -> RankPlan:
     with tracker, torch.random.fork_rng(devices=[]):
         state = prepare(run, session, directory)
         _classify(tracker, state)
@@ -197,7 +184,7 @@ def _trace(run: Run, session: Session, directory: Path, tracker: StepTracker) ->
         for parameter in state.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracker.set_kind("gradients", (p.grad,)))
-        batches = session.batches(state.model, 0)
+        batches = tracker.separating(session.batches(state.model, 0))
         state.model.train()
         placed = sum(tracker.peak.values())
         _create_optimizer_state(state)
@@ -209,12 +196,15 @@ def _trace(run: Run, session: Session, directory: Path, tracker: StepTracker) ->
             if not tracker.current["gradients"]:
                 break
             # DDP keeps the memory of the gradients, but only the next step can tell it from other memory.
+        costs = Costs()
+        for number, part in enumerate(tracker.parts):  # before the first micro-batch, and then of each
+            costs = costs.plus(part, 1 + further if number == 2 else 1)
         return RankPlan(
             session.rank,
             tracker.peak,
             dict(tracker.current),
             placed,
-            tracker.costs,
+            costs,
             _saved(state),
             [name for name, block in blocks_of(state.model) if any(True for _ in block.parameters())],
             any(isinstance(module, _BatchNorm) for module in state.model.modules()),

@@ -51,17 +51,14 @@ class Costs:
     backward_flops: int = 0
     messages: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def repeated(self, shorter: Costs, times: int) -> Costs:
-        """Return these costs plus `times * (these costs - shorter)`, to extrapolate to more micro-batches."""
-
-        def more(longer: int, less: int) -> int:
-            return longer + times * (longer - less)
-
-        messages = {}
-        for name, (calls, size) in self.messages.items():
-            fewer, smaller = shorter.messages.get(name, (0, 0))
-            messages[name] = more(calls, fewer), more(size, smaller)
-        return Costs(more(self.flops, shorter.flops), more(self.backward_flops, shorter.backward_flops), messages)
+    def plus(self, other: Costs, times: int) -> Costs:
+        """Return the sum of these costs and `times` the costs `other`."""
+        messages = dict(self.messages)
+        for name, (calls, size) in other.messages.items():
+            before = messages.get(name, (0, 0))
+            messages[name] = before[0] + times * calls, before[1] + times * size
+        flops, backward_flops = self.flops + times * other.flops, self.backward_flops + times * other.backward_flops
+        return Costs(flops, backward_flops, messages)
 
     def sent_bytes(self, world_size: int) -> float:
         """Return how many bytes the process sends, assuming ring collectives over `world_size` processes.
@@ -93,7 +90,13 @@ class StepTracker(TorchDispatchMode):
 
     def begin(self) -> None:
         """Begin a new measurement of the peak and the costs."""
-        self.costs, self.peak = Costs(), dict(self.current)
+        self.parts, self.peak = [Costs()], dict(self.current)
+
+    def separating(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield `batches`, and begin a new part of the costs before each of them."""
+        while True:
+            self.parts.append(Costs())
+            yield next(batches)
 
     def __enter__(self) -> StepTracker:
         resize = torch.UntypedStorage.resize_
@@ -127,12 +130,12 @@ class StepTracker(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-            self.costs.flops += flops
-            self.costs.backward_flops += flops if _in_backward() else 0
+            self.parts[-1].flops += flops
+            self.parts[-1].backward_flops += flops if _in_backward() else 0
         elif func.namespace == "c10d" and (name := _COLLECTIVES.get(packet.__name__)) is not None:
-            calls, total = self.costs.messages.get(name, (0, 0))
+            calls, total = self.parts[-1].messages.get(name, (0, 0))
             # The whole tensor is the output or the input, whichever is larger.
-            self.costs.messages[name] = (calls + 1, total + max(_num_bytes(args[0]), _num_bytes(args[1])))
+            self.parts[-1].messages[name] = (calls + 1, total + max(_num_bytes(args[0]), _num_bytes(args[1])))
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
