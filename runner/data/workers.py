@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Processes that load batches. They start when the first batches are read, and end in `close`.
+    """Processes that load batches, for several iterations at once. They start in the first one, and end in `close`.
 
     Args:
         count: number of processes; with none, the process that reads loads the batches.
@@ -121,7 +121,8 @@ class Workers:
 
 
 def _processes(pool: Any) -> list[Any]:
-    return [*pool._processes.values()]  # from Python 3.14 on, `pool.kill_workers()` ends them
+    """Return the processes of `pool`; from Python 3.14 on, its method `kill_workers` ends them."""
+    return [] if pool is None else [*pool._processes.values()]
 
 
 def start_worker_server() -> None:
