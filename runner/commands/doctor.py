@@ -139,11 +139,7 @@ def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict
 def meaning(precision: str, kind: str, capability: str | None, features: Iterable[str]) -> str:
     """Return what an option of `precision=` does on a kind of device (`cpu`, `cuda` or `mps`); see runner/precision.py.
 
-    Args:
-        precision: the option.
-        kind: the kind of device.
-        capability: the compute capability of a CUDA device, for example `8.0`; None for other devices.
-        features: the instruction sets of the CPU.
+    It depends on the compute capability of a CUDA device, such as `8.0`, and on the instruction sets of a CPU.
     """
     ampere = kind == "cuda" and _as_numbers(capability or "0.0") >= (8, 0)
     native = ampere or kind == "mps" or (kind == "cpu" and {"avx512_bf16", "amx_bf16", "bf16"} & set(features))
