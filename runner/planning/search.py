@@ -80,9 +80,8 @@ class Row:
         """
         if len(self.ratios) < _FEW_ROUNDS:
             return _UNKNOWN if self.ratios else 0.0
-        deviation = 1.4826 * statistics.median(
-            abs(each - self.ratio) for each in self.ratios
-        )  # of a normal distribution
+        spread = statistics.median(abs(each - self.ratio) for each in self.ratios)
+        deviation = 1.4826 * spread  # of a normal distribution
         return 2 * 1.2533 * deviation / len(self.ratios) ** 0.5
 
     def is_faster_than(self, other: Row) -> bool:
