@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.measure import write
 from runner.api.composing import compose
-from runner.planning.candidates import ALLOWED, PERMISSIONS, Candidate, Candidates, Overrides
+from runner.planning.candidates import ALLOWED, Candidate, Candidates, Overrides
 from runner.planning.trial import BURST_SECONDS, Trial, TrialError
 from runner.run import Run, build_run
 
@@ -53,7 +53,7 @@ def combinations(overrides: Sequence[str], allowed: str) -> Iterator[Candidate]:
         return build_run(dict(compose([*overrides, *more])))
 
     candidates, known = Candidates(build, overrides), []
-    kinds = {*ALLOWED, *(PERMISSIONS[name] for name in allowed.split(",") if name)}
+    kinds = {*ALLOWED, *allowed.split(",")}
     options: list[list[Overrides]] = [[(), *group.options(candidates.base)] for group in candidates.groups()]
     for words in itertools.product(*options):
         judged = candidates.judged(tuple(itertools.chain.from_iterable(words)))

@@ -77,10 +77,9 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
         raise ConfigError("--budget", options.budget, "it is not from 1 to 86,400 seconds", "--budget 60")
     from runner.planning.candidates import PERMISSIONS
 
-    names = [name.strip() for name in options.allow.split(",") if name.strip()]
-    for name in names:
+    options.allow = [name.strip() for name in options.allow.split(",") if name.strip()]
+    for name in options.allow:
         check(name in PERMISSIONS, "--allow", name, "it is not a kind of results", ", ".join(PERMISSIONS))
-    options.allow = [PERMISSIONS[name] for name in names]
     return options, options.overrides
 
 

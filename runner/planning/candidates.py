@@ -27,7 +27,7 @@ from runner.session import Session
 from runner.system.cpu import usable_core_numbers
 
 BITWISE, LAST_BITS, ROUNDING = "bitwise", "last bits", "rounding"
-SIXTEEN_BITS, STATISTICS, ASYNCHRONOUS, OTHER = "16 bits", "statistics", "asynchronous", "other"
+SIXTEEN_BITS, STATISTICS, ASYNCHRONOUS, OTHER = "16bit", "statistics", "asynchronous", "other"
 
 RESULTS = {
     BITWISE: "the same numbers",
@@ -43,8 +43,8 @@ RESULTS = {
 ALLOWED = (BITWISE, LAST_BITS)
 """The kinds of effect in `RESULTS` that need no permission from the user."""
 
-PERMISSIONS = {"rounding": ROUNDING, "16bit": SIXTEEN_BITS, "statistics": STATISTICS, "asynchronous": ASYNCHRONOUS}
-"""The kinds of effect that a user may allow in addition to `ALLOWED`, by the name to type."""
+PERMISSIONS = (ROUNDING, SIXTEEN_BITS, STATISTICS, ASYNCHRONOUS)
+"""The kinds of effect in `RESULTS` that a user may allow in addition."""
 
 Compose = Callable[[Sequence[str]], Run]
 Overrides = tuple[str, ...]

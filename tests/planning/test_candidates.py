@@ -106,7 +106,7 @@ def test_a_pipeline_is_tried_with_other_schedules_and_split_sizes() -> None:
         (CONVNET, "parallel=pipeline parallel.split_size=8", "last bits"),
         (CONVNET, "accumulation=4", "last bits"),
         (CONVNET, "precision=tf32", "rounding"),
-        (CONVNET, "precision=bf16", "16 bits"),
+        (CONVNET, "precision=bf16", "16bit"),
         (CONVNET, "parallel=hogwild", "asynchronous"),
         (CONVNET, "parallel=ensemble", "other"),
         (RESNET, "channels_last=false", "last bits"),
