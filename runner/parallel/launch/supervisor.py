@@ -271,20 +271,17 @@ class Supervisor:
     def _first(self, silent: list[int], reports: dict[int, Report]) -> tuple[int, str, str]:
         """Return (rank, what, trace) for the rank that seems to have failed first."""
         dead = {rank: self._exit_reason(rank) for rank in self._dead()}
-        for rank, (what, may_have_waited) in dead.items():
-            if not may_have_waited:
-                return rank, what, ""
-        ordered = sorted(reports, key=lambda rank: (reports[rank].by_others, reports[rank].time))
-        if ordered and not reports[ordered[0]].by_others:
-            return ordered[0], reports[ordered[0]].what, reports[ordered[0]].trace
         late = [rank for rank, report in enumerate(self.reports) if report is None and rank not in dead]
         late.sort(key=lambda rank: self.progress[rank])
-        for rank in (*silent, *late):
-            what = "did not reach the collective that the others waited in: it is stopped, or hangs"
-            return rank, f"{what} (parallel.timeout={self.timeout:g})", ""
-        for rank, (what, _) in dead.items():
-            return rank, what, ""
-        return ordered[0], reports[ordered[0]].what, reports[ordered[0]].trace
+        hangs = "did not reach the collective that the others waited in: it is stopped, or hangs "
+        hangs += f"(parallel.timeout={self.timeout:g})"
+        # Those that may only have waited for another rank come last, and among failures, the later ones.
+        found = [(3 if waited else 0, 0.0, rank, what, "") for rank, (what, waited) in dead.items()]
+        found += [
+            (4 if each.by_others else 1, each.time, rank, each.what, each.trace) for rank, each in reports.items()
+        ]
+        found += [(2, place, rank, hangs, "") for place, rank in enumerate((*silent, *late))]
+        return min(found)[2:]
 
     def _exit_reason(self, rank: int) -> tuple[str, bool]:
         """Return how the process of `rank` ended without a report, and whether another rank may be the cause."""
