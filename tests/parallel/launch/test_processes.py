@@ -270,19 +270,19 @@ def test_a_signal_to_one_process_stops_all(rank: int, tmp_path: Path) -> None:
 # Processes that torchrun starts
 
 
-def torchrun(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start `torchrun ARGUMENTS` in the background."""
+def in_background(cwd: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    program = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    return subprocess.Popen(program, cwd=cwd, env=child_environment() | {"PYTHONWARNINGS": ""}, **pipes)
+    return subprocess.Popen(words, cwd=cwd, env=child_environment(**variables), **pipes)
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_processes_of_torchrun(nodes: int, tmp_path: Path, launched: Path) -> None:
     """Started by one command, or by two commands, as on two machines."""
-    options = [f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", "--master-addr=127.0.0.1"]
-    command = [f"--master-port={free_port()}", "-m", "runner", *TINY_CPU, "parallel=ddp", *SHORT]
-    begun = [torchrun(tmp_path, *options, f"--node-rank={rank}", *command) for rank in range(nodes)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}"]
+    torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    command = ["-m", "runner", *TINY_CPU, "parallel=ddp", *SHORT]
+    words = [[*torchrun, f"--node-rank={rank}", *command] for rank in range(nodes)]
+    begun = [in_background(tmp_path, *each, PYTHONWARNINGS="") for each in words]
     consoles = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in begun]
     assert [process.returncode for process in begun] == [0] * nodes, consoles
     assert consoles[0].count("done after step 40/40") == 1, "rank 1 is silent"
@@ -325,9 +325,8 @@ def on_both(link: list[str], cwd: Path, *overrides: str) -> list[subprocess.Pope
     port, begun = free_port(), []
     for rank, name in enumerate(link):
         own = torchrun_variables(rank, port) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": HOSTS[0]}
-        program = ["ip", "netns", "exec", name, sys.executable, "-m", "runner", *TINY_CPU, "parallel=ddp", *overrides]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        begun.append(subprocess.Popen(program, cwd=cwd, env=child_environment() | own, **pipes))
+        words = ["ip", "netns", "exec", name, sys.executable, "-m", "runner", *TINY_CPU, "parallel=ddp", *overrides]
+        begun.append(in_background(cwd, *words, **own))
     return begun
 
 
