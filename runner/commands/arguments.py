@@ -1,17 +1,21 @@
-"""The command lines of the command and its subcommands, which are all parsed in one way."""
+"""The command lines of the command and its subcommands, which are all parsed, and refused, in one way."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, wrapped
 from runner.config.options import root_keys
 from runner.config.other_names import type_instead
 from runner.config.overrides import checked_override, override_value
+from runner.system.exit_codes import CRASHED, REFUSED
+from runner.system.secrets import redacted
+from runner.system.utf8 import printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,3 +101,27 @@ def check_not_resumed(overrides: Sequence[str], instead: str = "leave it out, an
     value = override_value(overrides, "resume")
     why = "this subcommand composes a config, and does not resume a run"
     check(value in (None, "auto", "never"), "resume", value, why, instead)
+
+
+def report_error(error: Exception) -> int:
+    """Print `error` to standard error, and return the exit code: 2 for an error of the config, and 1 for any other.
+
+    An error that is not about the config or a file of the data is printed with its traceback.
+    """
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from runner.config.hydra_errors import explain
+    from runner.data.base import DataError
+
+    if isinstance(error, DataError):
+        print(wrapped(str(error)), file=sys.stderr)
+        return CRASHED
+    if isinstance(error, HydraException | OmegaConfBaseException | ConfigError):
+        print(wrapped(explain(error)), file=sys.stderr)
+        return REFUSED
+    from runner.parallel.launch.supervisor import RankError
+
+    trace = [f"{error.trace}{error}\n"] if isinstance(error, RankError) else traceback.format_exception(error)
+    print(printable(redacted("".join(trace))), end="", file=sys.stderr)
+    return CRASHED

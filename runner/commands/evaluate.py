@@ -14,8 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from runner.commands.arguments import Parser
-from runner.commands.messages import report_error
+from runner.commands.arguments import Parser, report_error
 from runner.system.exit_codes import DONE
 from runner.tracking.log_file import LogFile
 

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.commands.arguments import Parser, check_not_resumed
-from runner.commands.messages import report_error
+from runner.commands.arguments import Parser, check_not_resumed, report_error
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import replaced
 

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from runner.analysis.output import check_writable, write_or_refuse
-from runner.commands.arguments import Parser
-from runner.commands.messages import report_error
+from runner.commands.arguments import Parser, report_error
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.seeds import derive
 from runner.system.exit_codes import DONE, INTERRUPTED

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.analysis.output import check_writable, csv_row, one_line, write_or_refuse
-from runner.commands.arguments import Parser
-from runner.commands.messages import report_error
+from runner.commands.arguments import Parser, report_error
 from runner.config.errors import ConfigError, check
 from runner.storage.files import write_json, write_text
 from runner.system.exit_codes import DONE

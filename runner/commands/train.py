@@ -15,9 +15,8 @@ from runner.system.lazy_import import import_lazily
 import_lazily("torch", "torchvision")
 
 from runner.commands import COMMANDS  # noqa: E402
-from runner.commands.arguments import Parser  # noqa: E402
+from runner.commands.arguments import Parser, report_error  # noqa: E402
 from runner.commands.help import help_text  # noqa: E402
-from runner.commands.messages import report_error  # noqa: E402
 from runner.config.errors import ABSENT, check, did_you_mean  # noqa: E402
 from runner.config.options import groups  # noqa: E402
 from runner.config.overrides import checked_path, quoted, resumed  # noqa: E402

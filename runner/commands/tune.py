@@ -28,8 +28,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from runner.commands.arguments import Parser, check_not_resumed
-from runner.commands.messages import report_error
+from runner.commands.arguments import Parser, check_not_resumed, report_error
 from runner.config.errors import ConfigError, check
 from runner.system.exit_codes import CRASHED, DONE, REFUSED
 

@@ -28,8 +28,7 @@ import sys
 from collections.abc import Sequence
 
 from runner.api.composing import compose
-from runner.commands.arguments import Parser, check_not_resumed
-from runner.commands.messages import report_error
+from runner.commands.arguments import Parser, check_not_resumed, report_error
 from runner.config.errors import check
 from runner.config.overrides import replaced
 from runner.precision import Double

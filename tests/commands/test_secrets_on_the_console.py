@@ -8,7 +8,7 @@ import pytest
 from helpers.command import run_command
 from helpers.compose import TINY_CPU
 
-from runner.commands.messages import report_error
+from runner.commands.arguments import report_error
 from runner.config.errors import ConfigError
 
 
