@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from functools import partial
@@ -55,14 +56,31 @@ def train_in(
     change: Callable[[Run, Session], Any] = lambda run, session: None,
     train_rank: Callable[[dict[str, Any], Path, Collectives], Result] = train_rank,
 ) -> TrainedRun:
-    """Train `run` in this process or in the processes of its mode, as the command does."""
+    """Train `run` in this process or in the processes of its mode, as the command does; no option may change.
+
+    The options of a run are what the user asks for: what is determined at run time must not overwrite them.
+    """
     directory.mkdir(exist_ok=True)
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process:
         session = run.prepare(process)
         change(run, session)
+        before = options_of(run)
         here, there = partial(train, run, session, directory), partial(train_rank, run.config, directory)
-        return TrainedRun(run, directory, launcher.launch(here, there, session, directory))
+        result = launcher.launch(here, there, session, directory)
+        assert options_of(run) == before, "an option of the run has changed"
+        return TrainedRun(run, directory, result)
+
+
+def options_of(component: Any, path: str = "") -> dict[str, Any]:
+    """Return deep copies of the fields of `component`, by dotted name."""
+    options: dict[str, Any] = {}
+    for field in dataclasses.fields(component):
+        value, name = getattr(component, field.name), f"{path}{field.name}"
+        is_component = dataclasses.is_dataclass(value)
+        options[name] = type(value).__qualname__ if is_component else copy.deepcopy(value)
+        options |= options_of(value, f"{name}.") if is_component else {}
+    return options
 
 
 def option_content(group: str, option: str) -> dict[str, Any]:
