@@ -164,7 +164,7 @@ MODES = {
 CHAINS = [
     ("adamw", "pipeline", "ddp", "single", "pipeline", "interleaved"),
     ("sgd", "ddp", "interleaved", "streams", "fsdp", "pipeline"),
-    ("adamw", "fsdp", "streams", "pipeline", "fsdp"),
+    pytest.param(("adamw", "fsdp", "streams", "pipeline", "fsdp"), marks=pytest.mark.slow),
 ]
 
 
