@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 _MAX_ENVS = 4096  # a larger number is most likely a typing error
 _MAX_PROCESSES = 128  # thousands of processes would overload a machine before any limit of the system is reached
-_EXTRAS = {"box2d": "box2d", "classic_control": "classic-control"}
-"""The pip extra of gymnasium for each family of environments."""
 
 
 @dataclass
@@ -57,10 +55,16 @@ class Env:
         `frames_per_second`, and `shared_rng` (whether environments that are stepped together share a random number
         generator). Raises `ConfigError` if it cannot be created, or has spaces that are not supported.
         """
+        import gymnasium
+
         from runner.env.vector import shape_and_actions
 
         spec = self._spec()
-        single = self._make_one(spec)
+        try:
+            single = gymnasium.make(spec, **self._options())
+        except Exception as error:  # an environment may be anybody's, and says itself what is missing
+            why = f"it cannot be created: {type(error).__name__}: {error}"
+            raise ConfigError("id", self.id, why, "install what is missing, or choose another environment") from None
         self._render_modes = tuple(single.metadata.get("render_modes", ()))
         self.frames_per_second = float(single.metadata.get("render_fps") or 25)
         self._is_builtin = type(single.unwrapped).__module__.startswith("gymnasium.")
@@ -128,20 +132,6 @@ class Env:
             known = did_you_mean(name, [each for each in gymnasium.registry if ("/" in each) == ("/" in name)])
             remedy = known if known.startswith("did") else "use env=cartpole, acrobot, mountaincar or lunarlander"
             raise ConfigError("id", self.id, "gymnasium has no such environment", remedy) from None
-
-    def _make_one(self, spec: EnvSpec) -> Any:
-        import gymnasium
-
-        try:
-            return gymnasium.make(spec, **self._options())
-        except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
-            sentence = str(error).splitlines()[0]
-            extra = next((name for family, name in _EXTRAS.items() if family in str(spec.entry_point)), "")
-            remedy = f"pip install 'gymnasium[{extra}]'" if extra else "install the missing package"
-            raise ConfigError("id", self.id, f"it cannot be created here: {sentence}", remedy) from None
-        except Exception as error:  # third-party environments may raise anything
-            why = f"it cannot be created: {type(error).__name__}: {error}"
-            raise ConfigError("id", self.id, why, "choose another environment") from None
 
 
 def envs_per_process(num_envs: int, count: int) -> int:
