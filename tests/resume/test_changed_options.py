@@ -14,18 +14,10 @@ from runner.resume.changed_options import check_resumable, differences
 @pytest.mark.parametrize(
     "changes",
     [
-        (
-            "log_every=7",
-            "eval_every=3",
-            "save_every=0",
-            "keep=9",
-            "stop.max_time=60",
-            "device.threads=2",
-            "tracking=csv",
-        ),
+        ("log_every=7", "eval_every=3", "save_every=0", "keep=9", "device.threads=2", "tracking=csv"),
         ("parallel=ddp", "accumulation=4", "channels_last=false", "profiler=simple", "deterministic=true"),
         ("parallel=fsdp", "optimizer.fused=false", "model.checkpoint_activations=true", "name=b", "resume=auto"),
-        ("workload.eval_batch_size=7", "compile=true"),
+        ("workload.eval_batch_size=7", "compile=true", "stop.max_time=60"),
     ],
 )
 def test_how_a_run_is_computed_does_not_make_it_another_run(changes: tuple[str, ...]) -> None:

@@ -191,12 +191,11 @@ def copied(checkpoints: Checkpoints, to: Path) -> Checkpoints:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "rank_0.pt", "manifest.json"])
-def test_every_flipped_bit_is_found(two: Checkpoints, tmp_path: Path, name: str) -> None:
+def test_a_flipped_bit_is_found(two: Checkpoints, tmp_path: Path, name: str) -> None:
     path = two.root / "step_00000002" / name
     data = path.read_bytes()
     choose = random.Random(name)
-    every = len(data) * 8
-    for bit in range(every) if name == "manifest.json" else choose.sample(range(every), 100):
+    for bit in choose.sample(range(len(data) * 8), 1000 if name == "manifest.json" else 100):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
