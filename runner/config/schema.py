@@ -13,10 +13,12 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from enum import EnumMeta
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -187,11 +189,11 @@ def _converted(value: Any, hint: Any) -> Any:
     Raises:
         ValueError: if it is not clearly meant as one: 016 is no number, and 1.10 no text, as it may have been 1.1.
     """
-    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if type(value) in kinds:
         return value
     for kind in kinds:
-        items, origin = get_args(kind), get_origin(kind)
+        items, origin = get_args(kind) or (Any,), get_origin(kind) or kind
         if kind is Any or (origin is dict and isinstance(value, dict)):
             return copy.deepcopy(value)
         if origin in (list, tuple) and isinstance(value, list | tuple):
@@ -200,6 +202,10 @@ def _converted(value: Any, hint: Any) -> Any:
             return origin(_converted(item, items[0]) for item in value)
         if kind is bool and (word := str(value).lower()) in (*_TRUE, *_FALSE):
             return word in _TRUE
+        if kind is Path and isinstance(value, str):
+            return Path(value)
+        if isinstance(kind, EnumMeta) and value in kind.__members__:
+            return kind[value]
         if kind is str and type(value) is int:
             return str(value)
         if kind is int and isinstance(value, str) and _INTEGER.fullmatch(value):

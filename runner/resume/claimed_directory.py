@@ -84,16 +84,17 @@ def claimed_directory(
     existing = run_directory.nearest_existing(parent / (name or "")).resolve()
     claim = _to_resume(run, session, parent, name) or _new_directory(parent, name, overrides, existing)
     claim.begin = cache(partial(_begin, claim, run, overrides))
+    begun = False
     with claim.lock:
         try:
             if claim.has_run:
                 _check_checkpoint(claim, run, session)
             else:
                 claim.begin()
+            begun = True
             yield claim
         except BaseException as error:
-            has_begun = (claim.path / run_directory.CONFIG).exists()
-            if not claim.has_run and (isinstance(error, ConfigError) or not has_begun):
+            if not claim.has_run and (isinstance(error, ConfigError) or not begun):
                 for entry in claim.path.iterdir():
                     entry.unlink() if entry.is_symlink() or not entry.is_dir() else shutil.rmtree(entry)
                 run_directory.remove_empty(claim.path, existing)
