@@ -1,9 +1,11 @@
-"""Tests of `data=imagefolder`: options, batches, and runs of the command."""
+"""Tests of `data=imagefolder`: which images belong to which class, options, batches, and runs of the command."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
+import os
 from pathlib import Path
 
 import numpy
@@ -19,6 +21,8 @@ from runner.config.errors import ConfigError
 from runner.config.options import CONF
 from runner.config.schema import build
 from runner.data.base import Data
+from runner.data.decode import FORMATS
+from runner.data.imagefolder import EXTENSIONS, Files, training_and_held_out
 
 CPU = torch.device("cpu")
 
@@ -32,19 +36,19 @@ def component(root: Path, **options) -> Data:
 def paint(root: Path, classes: dict[str, tuple[int, int, int]], count: int, size: int = 12) -> Path:
     """Write `count` noisy images for each class, in the color of the class, and return `root`."""
     generator = numpy.random.default_rng(0)
-    for name, colour in classes.items():
+    for name, color in classes.items():
         (root / name).mkdir(parents=True, exist_ok=True)
         for number in range(count):
-            pixels = numpy.clip(numpy.array(colour) + generator.integers(-30, 31, (size, size, 3)), 0, 255)
+            pixels = numpy.clip(numpy.array(color) + generator.integers(-30, 31, (size, size, 3)), 0, 255)
             Image.fromarray(pixels.astype(numpy.uint8)).save(root / name / f"{number:03}.png")
     return root
 
 
-COLOURS = {"blue": (40, 40, 200), "green": (40, 200, 40), "red": (200, 40, 40)}
+COLORS = {"blue": (40, 40, 200), "green": (40, 200, 40), "red": (200, 40, 40)}
 
 
 def test_classes_come_from_the_folder_and_sizes_from_the_options(tmp_path):
-    train, held_out = component(paint(tmp_path, COLOURS, 10), size=8, holdout=0.3).load()
+    train, held_out = component(paint(tmp_path, COLORS, 10), size=8, holdout=0.3).load()
     assert (len(train), len(held_out)) == (21, 9)
     assert train.class_names == held_out.class_names == ["blue", "green", "red"]
     assert train.num_classes == 3
@@ -57,8 +61,8 @@ def test_classes_come_from_the_folder_and_sizes_from_the_options(tmp_path):
 
 @pytest.mark.parametrize("augment", ["none", "flip", "crop"])
 def test_only_training_images_are_augmented(tmp_path, augment):
-    paint(tmp_path / "train", COLOURS, 1, size=32)
-    paint(tmp_path / "val", COLOURS, 1, size=32)
+    paint(tmp_path / "train", COLORS, 1, size=32)
+    paint(tmp_path / "val", COLORS, 1, size=32)
     train, held_out = component(tmp_path, size=16, augment=augment).load()
     (plain,) = held_out.in_order(3, (0, 1), CPU)
     shown = list(itertools.islice(train.batches(Plan(1).stream(0), 0, CPU), 60))
@@ -89,7 +93,7 @@ QUICK = ("data=imagefolder", "data.size=8", "model=tiny", "device=cpu", "device.
 
 
 def damaged(root: Path) -> Path:
-    paint(root, COLOURS, 20)
+    paint(root, COLORS, 20)
     bad = root / "green" / "003.png"
     bad.write_bytes(bad.read_bytes()[:200])
     return bad
@@ -97,9 +101,9 @@ def damaged(root: Path) -> Path:
 
 @pytest.mark.parametrize("mode", ["ddp", "ensemble"])
 def test_every_mode_says_what_it_leaves_out_and_counts_it_once(tmp_path, mode):
-    root = tmp_path / "colours"
+    root = tmp_path / "colors"
     for part, count in (("train", 12), ("val", 8)):
-        paint(root / part, COLOURS, count)
+        paint(root / part, COLORS, count)
         (root / part / "blue" / ".hidden.png").touch()
         (root / part / "red" / "notes.txt").touch()
     bad = ["train/blue/004.png", "val/blue/000.png", "val/green/003.png", "val/green/004.png", "val/red/007.png"]
@@ -119,9 +123,145 @@ def test_every_mode_says_what_it_leaves_out_and_counts_it_once(tmp_path, mode):
 
 
 def test_the_command_ends_at_a_damaged_file_without_a_traceback(tmp_path):
-    bad = damaged(tmp_path / "colours")
-    code, output = run_command(*QUICK, f"data.root={tmp_path / 'colours'}", "data.workers=1", cwd=tmp_path)
+    bad = damaged(tmp_path / "colors")
+    code, output = run_command(*QUICK, f"data.root={tmp_path / 'colors'}", "data.workers=1", cwd=tmp_path)
     assert code == 1
     assert f"{bad}: it cannot be read" in output
     assert "data.on_error=skip" in output
     assert "Traceback" not in output
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The images of each class
+
+
+def make(root: Path, *names: str) -> Path:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return root
+
+
+def many(name: str, count: int) -> list[str]:
+    return [f"{name}/{number:03}.jpg" for number in range(count)]
+
+
+def below(root: Path, files: Files) -> dict[str, list[str]]:
+    return {name: [os.path.relpath(path, root) for path in paths] for name, paths in files.items()}
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "test"])
+def test_a_validation_or_test_folder_has_the_held_out_images(tmp_path, name, caplog):
+    caplog.set_level(logging.INFO)
+    make(tmp_path, "train/b/1.png", "train/a/2.JPG", "train/a/1.jpeg", f"{name}/a/3.webp", f"{name}/b/deep/er/4.png")
+    make(tmp_path, "test/b/9.png", "test/a/9.png") if name != "test" else None
+    train, held_out = training_and_held_out(tmp_path, 0.5)
+    assert below(tmp_path, train) == {"a": ["train/a/1.jpeg", "train/a/2.JPG"], "b": ["train/b/1.png"]}
+    assert below(tmp_path, held_out) == {"a": [f"{name}/a/3.webp"], "b": [f"{name}/b/deep/er/4.png"]}
+    assert list(train) == list(held_out) == ["a", "b"]
+    assert f"evaluating on {name}/" in caplog.text
+    assert ("test/ is left for evaluate --split test" in caplog.text) == (name != "test")
+
+
+def test_the_split_of_each_class_does_not_depend_on_the_path_of_the_folder(tmp_path):
+    splits = []
+    for place in ("here", "there"):
+        root = make(tmp_path / place, *many("cat", 100), *many("dog", 10), *many("eel", 2))
+        train, held_out = (below(root, files) for files in training_and_held_out(root, 0.2))
+        splits.append((train, held_out))
+        assert {name: len(paths) for name, paths in held_out.items()} == {"cat": 20, "dog": 2, "eel": 1}
+        for name in train:
+            both = train[name] + held_out[name]
+            assert len(both) == len(set(both)) == {"cat": 100, "dog": 10, "eel": 2}[name]
+    assert splits[0] == splits[1]
+    held_out_cats = splits[0][1]["cat"]
+    assert held_out_cats[0] < "cat/020.jpg" < "cat/080.jpg" < held_out_cats[-1]  # spread over all file names
+    larger = below(tmp_path / "here", training_and_held_out(tmp_path / "here", 0.5)[1])
+    assert set(held_out_cats) < set(larger["cat"])
+
+
+def test_files_that_are_no_images_of_a_class_are_left_out_and_counted(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    hidden = ["b/.DS_Store", "b/._1.jpg", "b/.thumbs/1.jpg", ".git/1.jpg", "__MACOSX/._b"]
+    make(tmp_path, *many("a", 2), *many("b", 2), *hidden)
+    make(tmp_path, "a/notes.txt", "a/more.txt", "a/README", "labels.csv", "1.png")
+    train, held_out = training_and_held_out(tmp_path, 0.5)
+    assert sum(len(paths) for files in (train, held_out) for paths in files.values()) == 4
+    kinds = "5 hidden, 2 .txt, 1 .csv, 1 .png in no class directory, 1 without extension"
+    assert {*caplog.messages[0].partition("(")[2].removesuffix(")").split(", ")} == {*kinds.split(", ")}
+    assert "ignored 10 files and folders" in caplog.text
+
+
+def test_all_extensions_of_the_formats_that_are_read_are_found():
+    """A JPEG may be named x.jfif or x.jpe, for example."""
+    Image.init()
+    known = {extension for extension, kind in Image.registered_extensions().items() if kind in FORMATS}
+    assert {*EXTENSIONS} == known - {".pfm"}  # whose pixels are floating-point numbers
+
+
+def test_links_to_classes_are_followed_and_those_to_other_directories_counted(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    make(tmp_path / "elsewhere", *many("cats", 2))
+    root = make(tmp_path / "root", *many("dog", 2))
+    (root / "cat").symlink_to(tmp_path / "elsewhere" / "cats")
+    for name, target in {"back": root / "dog", "up": "..", "further": tmp_path}.items():
+        (root / "dog" / name).symlink_to(target)
+    (root / "dog" / "loop.jpg").symlink_to("loop.jpg")  # counts as an image, although it cannot be read
+    train, held_out = training_and_held_out(root, 0.5)
+    assert [len(train["cat"] + held_out["cat"]), len(train["dog"] + held_out["dog"])] == [2, 3]
+    assert "ignored 3 files and folders (3 linked folders)" in caplog.text
+
+
+def test_names_that_are_not_utf_8_are_found_and_split(tmp_path):
+    for name in (b"a\xff", b"b"):
+        for image in (b"1\xfe.jpg", b"2.jpg", b"3\n.jpg"):
+            path = tmp_path / os.fsdecode(name) / os.fsdecode(image)
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+    train, held_out = training_and_held_out(tmp_path, 0.3)
+    assert {os.fsencode(name) for name in train} == {b"a\xff", b"b"}
+    assert [len(paths) for files in (train, held_out) for paths in files.values()] == [2, 2, 1, 1]
+
+
+def test_train_may_be_the_name_of_a_class(tmp_path):
+    make(tmp_path, *many("bus", 2), *many("train", 2))
+    assert list(training_and_held_out(tmp_path, 0.5)[0]) == ["bus", "train"]
+
+
+BOTH = [f"root/{part}/1.jpg" for part in ("train/a", "train/b", "val/a", "val/b")]
+REFUSED: dict[str, tuple[list[str], str, list[str]]] = {  # files, data.root, texts in the reason
+    "absent": ([], "nowhere", ["there is no"]),
+    "a file": (["file"], "file", ["it is a file"]),
+    "no class": (["root/1.jpg"], "root", [" 0 class"]),
+    "one class": (many("root/only", 3), "root", [" 1 class"]),
+    "a class without images": ([*many("root/a", 2), *many("root/b", 2), "root/empty/x.txt"], "root", ["empty"]),
+    "train alone": ([*many("root/train/a", 2), *many("root/train/b", 2)], "root", ["train/", "not both"]),
+    "val alone": ([*many("root/val/a", 2), *many("root/val/b", 2)], "root", ["val/", "not both"]),
+    "no image in val": ([*BOTH[:2], "root/val/a/x.txt"], "root", ["val", "no class directory"]),
+    "a class in val alone": ([*BOTH, "root/val/c/1.jpg"], "root", ["train/", "val/", ": c"]),
+    "a class of one image": ([*many("root/a", 2), *many("root/b", 1)], "root", ["one", ": b"]),
+}
+
+
+@pytest.mark.parametrize("files", [[], ["val/b/x.txt"]])
+def test_held_out_images_may_lack_a_class_of_the_training_images(tmp_path, caplog, files):
+    make(tmp_path, *many("train/a", 2), *many("train/b", 2), *many("train/c", 2), "val/a/1.jpg", "val/c/1.jpg", *files)
+    with caplog.at_level("INFO"):
+        held_out = training_and_held_out(tmp_path, 0.2)[1]
+    assert {name: len(paths) for name, paths in held_out.items()} == {"a": 1, "b": 0, "c": 1}
+    assert list(held_out) == ["a", "b", "c"]  # the index of c is that of the training images
+    assert "val/ has no images of b" in caplog.text
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_unusable_directory_is_refused_by_key(tmp_path, case):
+    names, root, words = REFUSED[case]
+    make(tmp_path, *names)
+    with pytest.raises(ConfigError) as refused:
+        training_and_held_out(tmp_path / root, 0.2)
+    assert refused.value.key == "root"
+    for word in words:
+        assert word in refused.value.why
+    assert str(tmp_path / root) in f"{refused.value.got} {refused.value.why}"
+    assert refused.value.remedy
