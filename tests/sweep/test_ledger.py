@@ -5,15 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import Command, wait_until
-from helpers.compose import TINY_CPU
 from helpers.disk_faults import DiskFault, inject_disk_fault
 from helpers.permissions import enforced_permissions
 
@@ -176,22 +174,21 @@ def test_a_sweep_that_another_process_runs_is_refused_and_not_changed(open_ledge
     assert open_ledger(["seed=1,2"]).path == first.path, "it is free again"
 
 
-def test_only_one_of_two_simultaneous_commands_runs_the_sweep(tmp_path: Path) -> None:
-    typed = (*TINY_CPU, "steps=100000", "save_every=20", "eval_every=0", "-m", "seed=1,2,3", "resume=auto")
-    commands = [Command(tmp_path / name, *typed, f"output_root={tmp_path}") for name in ("a", "b")]
-    wait_until(lambda: any(command.command_exit_code is not None for command in commands))
-    ended, running = sorted(commands, key=lambda command: command.command_exit_code is None)
-    assert ended.wait()[0] == 2, ended.console
-    assert f"another process (pid {running.pid}) runs this sweep" in ended.console
-    wait_until(
-        lambda: (
-            running.command_exit_code is not None or list(tmp_path.glob("sweeps/*/*/000-*/checkpoints/step_????????"))
-        )
-    )
-    running.signal_processes(signal.SIGTERM)
-    assert running.wait()[0] == 75, running.console
-    [sweep] = tmp_path.glob("sweeps/*/*")
-    assert {entry["code"] for entry in read_ledger(sweep)["jobs"].values()} == {75}
+def test_only_one_of_several_simultaneous_commands_runs_the_sweep(tmp_path: Path) -> None:
+    def opened(root: Path) -> Ledger | str:
+        try:
+            return Ledger(["seed=1,2"], root, "auto")
+        except ConfigError as refusal:
+            return refusal.why
+
+    with ThreadPoolExecutor(4) as threads:
+        for attempt in range(20):
+            root = tmp_path / str(attempt)
+            found = list(threads.map(opened, [root] * 4))
+            [path] = root.iterdir()
+            [ledger] = [each for each in found if isinstance(each, Ledger)]
+            assert found.count(f"another process (pid {os.getpid()}) runs this sweep, {path}") == 3
+            ledger.__exit__()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
