@@ -35,9 +35,9 @@ from benchmarks.measure import write
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import read_result
 from runner.sweep.display import Display
-from runner.sweep.engines.base import Ended, Job, JobCommand, Pool
+from runner.sweep.engines.base import Ended, Job, Pool
 from runner.sweep.engines.local import Local
-from runner.sweep.ledger import Ledger
+from runner.sweep.ledger import Ledger, console_file
 from runner.sweep.scheduler import JobSource, Scheduler
 from runner.system.exit_codes import DIVERGED, DONE
 from runner.system.signals import StopRequest
@@ -116,10 +116,13 @@ class _Many(JobSource):
     def __len__(self) -> int:
         return self._count
 
-    def next(self) -> JobCommand | None:
+    def next(self) -> Job | None:
         number, self._next = self._next, self._next + 1
         words = [f"seed={number}", "optimizer.lr=0.1", "model=resnet18"]
-        return JobCommand(number, words, words, self._path / f"{number:03d}", "hash") if number < self._count else None
+        if number >= self._count:
+            return None
+        directory = self._path / f"{number:03d}"
+        return Job(number, words, console_file(self._path, number), overrides=words, directory=directory)
 
 
 def overhead() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from runner.config.errors import ConfigError, check
 from runner.storage.files import check_readable
 from runner.storage.ledger_file import LEDGER, num_jobs, read_ledger
 from runner.sweep.display import last_line
-from runner.sweep.ledger import CONSOLE
+from runner.sweep.ledger import console_file
 from runner.system.utf8 import printable
 
 _FAILED = ("crashed", "refused", "diverged")
@@ -62,8 +62,7 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
     for number, entry in sorted(jobs.items(), key=lambda item: int(item[0])):
         name = one_line(entry.get("directory") or number)
         if entry.get("state") == "running":
-            console = path / CONSOLE / f"{int(number):03d}.txt"
-            shown.append(f"  {name} ({entry.get('slot', '')}): {last_line(console)}")
+            shown.append(f"  {name} ({entry.get('slot', '')}): {last_line(console_file(path, int(number)))}")
         elif entry.get("state") in _FAILED:
             error = str(entry.get("error", "")).strip().partition("\n")[0]
             shown.append(f"  {name}: {entry['state']}{f': {error}' if error else ''}")

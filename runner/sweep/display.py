@@ -18,7 +18,7 @@ from rich.text import Text
 from runner.config.errors import WIDTH
 from runner.config.overrides import override_key
 from runner.storage.files import check_no_link, open_regular
-from runner.sweep.engines.base import JobCommand
+from runner.sweep.engines.base import Job
 from runner.system.secrets import redacted_values
 from runner.system.utf8 import printable
 
@@ -46,10 +46,10 @@ class Display:
         self._failures: list[str] = []
         self._live = Live(console=self._console, auto_refresh=False, transient=True, get_renderable=self._table)
 
-    def title(self, job: JobCommand) -> str:
+    def title(self, job: Job) -> str:
         """Return the title of a job: its number and its overrides, of `swept` keys if there are any."""
         overrides = [text for text in job.overrides if override_key(text) in self.swept]
-        words = printable(" ".join(redacted_values(overrides or job.overrides)))
+        words = printable(" ".join(redacted_values(overrides or list(job.overrides))))
         line = f"job {job.number}{': ' * bool(words)}{words}".replace("\n", "\\n")
         return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
 
@@ -62,19 +62,19 @@ class Display:
         """Print `text`."""
         self._console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
-    def started(self, job: JobCommand, slot: str, console: Path) -> None:
-        """Show that a job has been started on `slot`, for example `GPU 0`; it prints to `console`."""
+    def started(self, job: Job, slot: str) -> None:
+        """Show that a job has been started on `slot`, for example `GPU 0`."""
         self._states.pop(job.number, None)  # of a paused job that continues
-        self._rows[job.number] = f"{self.title(job)} ({slot})", console
+        self._rows[job.number] = f"{self.title(job)} ({slot})", job.console
         if not self._console.is_terminal:
             self.line(f"{self.title(job)}: started on {slot}")
 
-    def known(self, job: JobCommand, state: str) -> None:
+    def known(self, job: Job, state: str) -> None:
         """Show that an earlier command has completed a job."""
         self._states[job.number] = state
         self.line(f"{self.title(job)}: already {state}, {os.path.relpath(job.directory)}")
 
-    def ended(self, job: JobCommand, state: str, error: str, result: Mapping[str, Any], console: Path) -> None:
+    def ended(self, job: Job, state: str, error: str, result: Mapping[str, Any]) -> None:
         """Show how a job ended. If several jobs are refused for the same reason, show only the first.
 
         Args:
@@ -82,7 +82,6 @@ class Display:
             state: `done`, `crashed`, `refused`, `diverged`, `stopped` or `pruned`.
             error: the error message, if the job failed.
             result: the result of the job; empty if the job has no result.
-            console: the file with everything that the job printed.
         """
         self._rows.pop(job.number, None)
         self._states[job.number] = state
@@ -99,7 +98,7 @@ class Display:
             parts.append(f"best {best['metric']} {best['value']:.4f}")
         self.line(", ".join(parts))
         if state == "crashed":
-            failure = f"{error}\n  everything it printed: {os.path.relpath(console)}"
+            failure = f"{error}\n  everything it printed: {os.path.relpath(job.console)}"
             self.line(failure)
             self._failures.append(f"{self.title(job)}: crashed\n{failure}")
 

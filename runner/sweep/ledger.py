@@ -42,6 +42,11 @@ SETTLED = (0, 3)
 """Exit codes of jobs that are not run again when a sweep is resumed: 0 (done) and 3 (diverged)."""
 
 
+def console_file(path: Path, number: int) -> Path:
+    """Return the file for what job `number` of the sweep in the directory `path` prints."""
+    return path / CONSOLE / f"{number:03d}.txt"
+
+
 class Ledger:
     """The ledger of a sweep, which is stored in the file `sweep.json`. Credentials are not stored.
 
@@ -132,10 +137,6 @@ class Ledger:
         entry = self.jobs.get(number, {})
         is_settled = entry.get("config_hash") == config_hash and entry.get("code") in SETTLED
         return entry["code"] if is_settled else None
-
-    def console(self, number: int) -> Path:
-        """Return the path of the file that receives the output of job `number`."""
-        return self.path / CONSOLE / f"{number:03d}.txt"
 
     def update(self, number: int, **changes: Any) -> None:
         """Change the entry of job `number`, and write the ledger to its file; the value None removes a key.

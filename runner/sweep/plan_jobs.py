@@ -19,7 +19,8 @@ from runner.config.overrides import override_key, override_value
 from runner.config.schema import load_class
 from runner.run import Run, build_run, config_hash
 from runner.storage.run_directory import job_name
-from runner.sweep.engines.base import Demand, JobCommand
+from runner.sweep.engines.base import Demand, Job
+from runner.sweep.ledger import console_file
 from runner.sweep.scheduler import JobSource
 from runner.sweep.sweep_jobs import SweepJobs
 from runner.workloads.base import Workload
@@ -80,16 +81,17 @@ class Planner:
                 if key in options and override_value([word], key) not in options[key]:
                     self._jobs.compose(0, [word])
 
-    def plan(self, number: int, overrides: list[str]) -> JobCommand:
+    def plan(self, number: int, overrides: list[str]) -> Job:
         """Return the job with this number and these overrides. It has a `refusal` if its config cannot run."""
-        directory = self.path / job_name(number, overrides, self._jobs.swept)
+        directory, console = self.path / job_name(number, overrides, self._jobs.swept), console_file(self.path, number)
         base = self._base(number, overrides)
         if isinstance(base, str):
-            return JobCommand(number, overrides, [], directory, "", refusal=base)
+            return Job(number, [], console, overrides=overrides, directory=directory, refusal=base)
         where = [word for word in self._jobs.common if override_value([word], "resume") is None]
         arguments = [*overrides, *where, "resume=auto", f"--run-directory={directory}", *self._flags]
         known = hashlib.sha256(json.dumps([base.config_hash, overrides]).encode()).hexdigest()[:12]
-        return JobCommand(number, overrides, arguments, directory, known, base.demand)
+        where = {"overrides": overrides, "directory": directory, "config_hash": known}
+        return Job(number, arguments, console, base.demand, **where)
 
     def has_key(self, groups: list[str], key: str) -> bool:
         """Return whether the config composed from overrides of groups has the dotted `key`; True if there is none."""
@@ -163,7 +165,7 @@ class GridJobs(JobSource):
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def next(self) -> JobCommand | None:
+    def next(self) -> Job | None:
         number, overrides = next(self._all, (-1, []))
         return None if number < 0 else self._planner.plan(number, overrides)
 

@@ -13,7 +13,7 @@ from typing import Any
 from runner.config.errors import ConfigError
 from runner.storage.run_directory import StorageError, read_result
 from runner.sweep.display import Display, message
-from runner.sweep.engines.base import Ended, Engine, Job, JobCommand, Pool
+from runner.sweep.engines.base import Ended, Engine, Job, Pool
 from runner.sweep.ledger import Ledger
 from runner.system.exit_codes import CRASHED, DIVERGED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.system.signals import StopRequest
@@ -37,7 +37,7 @@ class JobSource(ABC):
     """The source of a sweep's jobs, such as a grid of all combinations or a search."""
 
     @abstractmethod
-    def next(self) -> JobCommand | None:
+    def next(self) -> Job | None:
         """Return the next job; None if there is none, or if the next one depends on the results of running jobs."""
 
     @abstractmethod
@@ -71,8 +71,8 @@ class Scheduler:
 
     def __init__(self, source: JobSource, pool: Pool, ledger: Ledger, options: Engine, display: Display):
         self.source, self.pool, self.ledger, self.options, self.display = source, pool, ledger, options, display
-        self._waiting: deque[JobCommand] = deque()
-        self._running: dict[int, JobCommand] = {}
+        self._waiting: deque[Job] = deque()
+        self._running: dict[int, Job] = {}
         self._pruned: set[int] = set()
         self._attempts: Counter[int] = Counter()
         self._console_bytes: dict[int, int] = {}
@@ -134,7 +134,7 @@ class Scheduler:
             count += 1
         return count
 
-    def _next(self) -> JobCommand | None:
+    def _next(self) -> Job | None:
         if self._waiting:
             return self._waiting.popleft()
         try:
@@ -143,7 +143,7 @@ class Scheduler:
             self._fail(error)
             return None
 
-    def _start(self, job: JobCommand) -> bool:
+    def _start(self, job: Job) -> bool:
         """Start `job`, unless it is settled or refused; return False if it has to wait until the pool has room."""
         code = self.ledger.settled(job.number, job.config_hash)
         if code is not None:
@@ -154,13 +154,13 @@ class Scheduler:
         if job.refusal:
             self._record(job, REFUSED, error=job.refusal)
             return True
-        entry, console = self.ledger.jobs.get(job.number, {}), self.ledger.console(job.number)
-        console.parent.mkdir(exist_ok=True)
-        self._console_bytes[job.number] = console.stat().st_size if console.exists() else 0
+        entry = self.ledger.jobs.get(job.number, {})
+        job.console.parent.mkdir(exist_ok=True)
+        self._console_bytes[job.number] = job.console.stat().st_size if job.console.exists() else 0
         same = entry.get("state") == "running" and entry.get("config_hash") == job.config_hash
         earlier = entry.get("slot", "") if same else ""
         try:
-            slot = self.pool.submit(Job(job.number, job.arguments, console, job.demand, earlier))
+            slot = self.pool.submit(job._replace(earlier=earlier))
         except ConfigError as error:
             self._record(job, REFUSED, error=str(error))
             return True
@@ -171,7 +171,7 @@ class Scheduler:
         self._pruned.discard(job.number)
         where = {"slot": slot, "tries": entry.get("tries", 0) + 1, "started": time.time()}
         self._update(job, **where, state="running", code=None, error=None, seconds=None)
-        self.display.started(job, slot, console)
+        self.display.started(job, slot)
         return True
 
     def _end(self, ended: Ended) -> None:
@@ -183,7 +183,7 @@ class Scheduler:
         text = "" if code in STATES else how_it_died(ended)
         code = code if code in STATES else CRASHED
         if code == CRASHED and not self._stopping and self._attempts[job.number] <= self.options.retries:
-            why = text or self._reason(job.number, code, read_result(job.directory))
+            why = text or self._reason(job, code, read_result(job.directory))
             self._update(job, state="queued", error=why)
             self.display.line(f"{self.display.title(job)}: {why}\n  it will be started again")
             self._waiting.append(job)
@@ -193,18 +193,18 @@ class Scheduler:
         if code in (CRASHED, REFUSED) and self.options.on_failure == "stop":
             self.stop(f"{self.display.title(job)} failed, and sweep.on_failure=stop")
 
-    def _record(self, job: JobCommand, code: int, error: str, **more: Any) -> None:
+    def _record(self, job: Job, code: int, error: str, **more: Any) -> None:
         result = read_result(job.directory) if code != REFUSED else {}
-        error = error or self._reason(job.number, code, result)
+        error = error or self._reason(job, code, result)
         state = "pruned" if code == STOPPED and job.number in self._pruned else STATES[code]
         self._codes[job.number] = DONE if state == "pruned" else code
         self._update(job, state=state, code=code, error=error, **more)
-        self.display.ended(job, state, error, result, self.ledger.console(job.number))
+        self.display.ended(job, state, error, result)
         self._tell(job.number, code, result)
 
-    def _reason(self, number: int, code: int, result: dict[str, Any]) -> str:
+    def _reason(self, job: Job, code: int, result: dict[str, Any]) -> str:
         """Return the reason why a job ended with `code`, in its own words; empty if it is done or was stopped."""
-        printed = message(self.ledger.console(number), self._console_bytes.get(number, 0))
+        printed = message(job.console, self._console_bytes.get(job.number, 0))
         if code == REFUSED:
             return printed
         said = "\n".join(result.get("error", "").splitlines()[:10])
@@ -216,9 +216,9 @@ class Scheduler:
         except (ConfigError, OSError) as error:
             self._fail(error)
 
-    def _update(self, job: JobCommand, **changes: Any) -> None:
+    def _update(self, job: Job, **changes: Any) -> None:
         """Update the entry of `job` in the ledger. If it cannot be written, stop the sweep, which could not resume."""
-        known = {"overrides": job.overrides, "config_hash": job.config_hash, "directory": job.directory.name}
+        known = {"overrides": list(job.overrides), "config_hash": job.config_hash, "directory": job.directory.name}
         try:
             self.ledger.update(job.number, **known, **changes)
         except StorageError as error:

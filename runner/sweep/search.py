@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from runner.config.errors import ConfigError, check, did_you_mean
 from runner.storage.files import read_regular, write_bytes
 from runner.storage.ledger_file import num_jobs
-from runner.sweep.engines.base import Engine, JobCommand
+from runner.sweep.engines.base import Engine, Job
 from runner.sweep.ledger import STUDY, Ledger
 from runner.sweep.scheduler import JobSource
 from runner.sweep.space import Space
@@ -82,7 +82,7 @@ class Trial:
 
     def __init__(self, trial: optuna.Trial, num_reported: int):
         self.optuna, self.num_reported = trial, num_reported
-        self.jobs: dict[int, JobCommand] = {}
+        self.jobs: dict[int, Job] = {}
         self.events: list[EventReader] = []
         self.codes: dict[int, int] = {}
         self.values: dict[int, float] = {}
@@ -106,12 +106,12 @@ class Search(JobSource):
         options: Engine,
         objective: Objective,
         seed: int | None,
-        plan: Callable[[int, list[str]], JobCommand],
+        plan: Callable[[int, list[str]], Job],
     ):
         self.objective = objective
         self._space, self._options, self._seed, self._plan = space, options, seed, plan
         self._trials: dict[int, Trial] = {}
-        self._jobs: deque[JobCommand] = deque()
+        self._jobs: deque[Job] = deque()
         self._may_promote = True
         """Whether the results have changed since the pruner judged the paused trials."""
         combinations = space.combinations
@@ -156,7 +156,7 @@ class Search(JobSource):
     def is_complete(self, num_settled: int) -> bool:
         return self._num_asked >= self.num_trials and not self._trials
 
-    def next(self) -> JobCommand | None:
+    def next(self) -> Job | None:
         if self._may_promote:
             self._promote()
         if not self._jobs and self._num_asked < self.num_trials:

@@ -11,25 +11,25 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from runner.sweep.display import Display, message
-from runner.sweep.engines.base import JobCommand
+from runner.sweep.engines.base import Job
 
 
-def job(number: int) -> JobCommand:
-    return JobCommand(number, [f"seed={number}"], [], Path("x"), "a hash")
+def job(number: int) -> Job:
+    return Job(number, [], Path("console"), overrides=[f"seed={number}"])
 
 
 def end(display: Display, number: int, state: str) -> None:
-    display.started(job(number), "a slot", Path("console"))
-    display.ended(job(number), state, "", {}, Path("console"))
+    display.started(job(number), "a slot")
+    display.ended(job(number), state, "", {})
 
 
 def test_a_paused_job_is_counted_once_with_its_final_state() -> None:
     display = Display(3, ["seed"])
     end(display, 0, "pruned")
     assert display.counts == {"pruned": 1}
-    display.started(job(0), "a slot", Path("console"))
+    display.started(job(0), "a slot")
     assert display.counts == {}, "it is running again"
-    display.ended(job(0), "done", "", {}, Path("console"))
+    display.ended(job(0), "done", "", {})
     display.known(job(1), "done")
     end(display, 2, "pruned")
     assert display.counts == {"done": 2, "pruned": 1}
@@ -54,7 +54,7 @@ def test_the_table_fits_into_the_terminal(title: str, tmp_path: Path) -> None:
     table = Display(9, ["name"], console)
     (tmp_path / "console").write_text("last line\n")
     for number in range(9):
-        table.started(JobCommand(number, [f"name={title}"], [], Path("x"), "a hash"), "a slot", tmp_path / "console")
+        table.started(Job(number, [], tmp_path / "console", overrides=[f"name={title}"]), "a slot")
     table.refresh()
     status, *rows = [
         line for line in re.sub(r"\x1b\[[?0-9]*[a-zA-Z]", "", output.getvalue()).splitlines() if line.strip()

@@ -18,7 +18,7 @@ from helpers.permissions import enforced_permissions
 from runner.config.errors import ConfigError
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import StorageError
-from runner.sweep.ledger import Ledger
+from runner.sweep.ledger import Ledger, console_file
 
 OpenLedger = Callable[..., Ledger]
 
@@ -52,8 +52,8 @@ def test_a_sweep_in_which_no_job_ran_leaves_no_files(open_ledger: OpenLedger, tm
     assert ledger.path.parent == tmp_path / "sweeps" / "a"
     head = {"typed": ["seed=1,2"], "complete": False, "pid": os.getpid()}
     assert read_ledger(ledger.path) == head | {"num_jobs": 0, "jobs": {}}
-    ledger.console(0).parent.mkdir()
-    ledger.console(0).write_text("seed: got -1\n")
+    console_file(ledger.path, 0).parent.mkdir()
+    console_file(ledger.path, 0).write_text("seed: got -1\n")
     (ledger.path / "slurm").mkdir()
     ledger.update(0, config_hash="a", code=2)
     ledger.end(len(ledger.settled_states) == 2)

@@ -19,9 +19,9 @@ from runner.result import EXIT_CODES
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import StorageError
 from runner.sweep.display import Display
-from runner.sweep.engines.base import Ended, Engine, Job, JobCommand
+from runner.sweep.engines.base import Ended, Engine, Job
 from runner.sweep.engines.local import Local
-from runner.sweep.ledger import Ledger
+from runner.sweep.ledger import Ledger, console_file
 from runner.sweep.scheduler import STATES, JobSource, Scheduler, how_it_died
 from runner.system.signals import StopRequest
 
@@ -42,7 +42,7 @@ class FakeJobSource(JobSource):
     def __len__(self) -> int:
         return self.count
 
-    def next(self) -> JobCommand | None:
+    def next(self) -> Job | None:
         number = self.num_yielded
         if number == self.count:
             return None
@@ -50,9 +50,10 @@ class FakeJobSource(JobSource):
         self.on_next()
         return self.job(number)
 
-    def job(self, number: int) -> JobCommand:
+    def job(self, number: int) -> Job:
         overrides, refusal = [f"seed={number}"], "seed: got it: it is refused" if number in self.refused else ""
-        return JobCommand(number, overrides, overrides, self.path / f"{number:03d}", f"hash {number}", refusal=refusal)
+        about = {"directory": self.path / f"{number:03d}", "config_hash": f"hash {number}", "refusal": refusal}
+        return Job(number, overrides, console_file(self.path, number), overrides=overrides, **about)
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
         self.told.append((number, code))
@@ -239,7 +240,7 @@ def test_unpromising_jobs_are_stopped_and_may_continue_later(ledger: Ledger) -> 
         def unpromising(self, running: Collection[int]) -> list[int]:
             return [1] if self.told == [(0, 0)] and 1 in running else []
 
-        def next(self) -> JobCommand | None:
+        def next(self) -> Job | None:
             if self.told[1:] == [(1, 75)] and not seen:
                 seen.append(states(ledger))
                 return self.job(1)

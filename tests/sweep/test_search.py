@@ -18,9 +18,9 @@ from helpers.fake_pool import FakePool
 
 from runner.config.errors import ConfigError
 from runner.sweep.display import Display
-from runner.sweep.engines.base import Ended, Job, JobCommand
+from runner.sweep.engines.base import Ended, Job
 from runner.sweep.engines.local import Local
-from runner.sweep.ledger import STUDY, Ledger
+from runner.sweep.ledger import STUDY, Ledger, console_file
 from runner.sweep.scheduler import Scheduler
 from runner.sweep.search import Objective, Search
 from runner.sweep.space import Dimension, Interval, Space
@@ -98,9 +98,11 @@ class FakeTrainingPool(FakePool):
 def open_search(root: Path, options: Local, what: Space | None = None, objective: Objective = LOSS) -> Iterator[Search]:
     """Open the search of the unfinished sweep in `root`, or of a new sweep if there is none."""
 
-    def plan(number: int, overrides: list[str]) -> JobCommand:
+    def plan(number: int, overrides: list[str]) -> Job:
         words = [text for text in overrides if text != "epochs=2"]
-        return JobCommand(number, words, words, search._ledger.path / f"{number:03d}", f"{words}")
+        path = search._ledger.path
+        about = {"overrides": words, "directory": path / f"{number:03d}", "config_hash": f"{words}"}
+        return Job(number, words, console_file(path, number), **about)
 
     search = Search(what or space(), options, objective, 7 if options.seeds > 1 else None, plan)
     with Ledger(["lr=…"], root, "auto", has_more=search.has_more) as ledger:

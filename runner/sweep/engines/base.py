@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,33 +20,31 @@ class Demand(NamedTuple):
     threads: int | None = None  # the engine chooses the number
 
 
-class JobCommand(NamedTuple):
-    """The command of a job: its number from 0, its overrides and the arguments with them, and its run directory.
-
-    If the config is already known to be invalid, `refusal` is the error message.
-    """
-
-    number: int
-    overrides: list[str]
-    arguments: list[str]
-    directory: Path
-    config_hash: str
-    demand: Demand = Demand()
-    refusal: str = ""
-
-
 class Job(NamedTuple):
-    """What an engine runs: a job's number, its command-line arguments, the file for what it prints, and what it needs.
+    """A job of a sweep.
 
-    If a command that was killed had started it, `earlier` is the slot that `submit` returned then. It must be checked
-    before use, because anybody may have written the ledger from which it was read.
+    Args:
+        number: its number, from 0.
+        arguments: those of its command, `python -m runner`.
+        console: the file to which the command prints.
+        demand: what it needs.
+        earlier: if a command that was killed had started it, the slot that `submit` returned then. It must be checked
+            before use, because anybody may have written the ledger from which it was read.
+        overrides: its overrides, which are also among the arguments.
+        directory: its run directory.
+        config_hash: a hash of its config.
+        refusal: the error message, if the config is already known to be invalid.
     """
 
     number: int
     arguments: list[str]
     console: Path
-    demand: Demand
+    demand: Demand = Demand()
     earlier: str = ""
+    overrides: Sequence[str] = ()
+    directory: Path = Path()
+    config_hash: str = ""
+    refusal: str = ""
 
 
 class Ended(NamedTuple):
