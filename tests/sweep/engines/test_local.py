@@ -49,10 +49,10 @@ def test_jobs_run_concurrently_as_commands_and_print_to_their_files(pool: Pool, 
     [process] = [each for each in active_children() if each.name == "job 0"]
     os.kill(process.pid or 0, signal.SIGSEGV)
     assert ended(pool, 0) == {0: -signal.SIGSEGV}
-    pool.submit(job(tmp_path, 0, "steps=2"))
-    assert ended(pool, 0) == {0: 0}
-    assert json.loads((tmp_path / "0" / "result.json").read_text())["status"] == "done"
-    assert "done after step 2/2" in (tmp_path / "0.txt").read_text()
+    pool.submit(job(tmp_path, 2, "steps=2"))
+    assert ended(pool, 2) == {2: 0}
+    assert json.loads((tmp_path / "2" / "result.json").read_text())["status"] == "done"
+    assert "done after step 2/2" in (tmp_path / "2.txt").read_text()
     assert (tmp_path / "1.txt").read_text() == "optimizer.lrr: there is no such key;\n  did you mean optimizer.lr?\n"
 
 
