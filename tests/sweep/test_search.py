@@ -292,7 +292,7 @@ def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
         run(source, FakeTrainingPool(source._ledger.path), options)
         wanted = study(source)
     assert [state for state, _, _ in wanted] == ["COMPLETE"] * 12
-    for number in range(2, num_writes(), 7 if seeds == 1 and not finite else 23):
+    for number in range(2, num_writes(), 11 if seeds == 1 and not finite else 23):
         root, done, alive = tmp_path / f"killed at {number}", [], [True]
         kill_at(number)
         while alive:
