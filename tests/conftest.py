@@ -53,7 +53,7 @@ COSTLY = (
     "faults/test_kills.py",
     "docs/test_suggestions.py",
     "sweep/engines/test_slurm.py",
-    "parallel/pipelining/test_parity_pipeline.py",
+    "parallel/test_parity_modes.py",
     "verification/test_verify.py",
     "config/test_options.py",
     "system/test_console.py",
