@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -195,14 +196,8 @@ class DQN(Workload):
         replay_device = device if self.replay_device == "learner" else torch.device("cpu")
         if replay_device.type == "cpu":
             self._check_memory(capacity, 4 * row_width(size))
-        try:
+        with self._memory_errors():
             replay = Replay(capacity, size, replay_device)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            why = f"it does not fit into the memory of {device}: {type(error).__name__} {error}".partition("\n")[0]
-            remedy = "reduce it, or set workload.replay_device=cpu"
-            raise ConfigError("workload.replay_size", self.replay_size, why, remedy) from None
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
         with errors_under("env"):
             vector = self.env.vector(num_envs)
@@ -224,6 +219,18 @@ class DQN(Workload):
         remedy = f"use at most workload.replay_size={int(free_bytes // (count * row_bytes)) * self._count}"
         check(num_bytes <= free_bytes, "workload.replay_size", self.replay_size, why, remedy)
 
+    @contextmanager
+    def _memory_errors(self) -> Iterator[None]:
+        """Refuse the size of the replay buffer if memory runs out inside the context."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            why = f"it does not fit into the memory: {type(error).__name__} {error}".partition("\n")[0]
+            remedy = "reduce it, or set workload.replay_device=cpu"
+            raise ConfigError("workload.replay_size", self.replay_size, why, remedy) from None
+
     def _resume(self, actor: Actor, last_step: int) -> None:
         """Restore the saved state of this process; `last_step` is the last optimizer step that it has done.
 
@@ -231,7 +238,8 @@ class DQN(Workload):
         """
         if self._saved:
             try:
-                actor.load_state_dict(self._saved)
+                with self._memory_errors():
+                    actor.load_state_dict(self._saved)
             except (*CONTENT_ERRORS, EnvironmentBrokenError) as error:
                 why = f"the state of the environments in the checkpoint is not that of {self.env.id}: {error}"
                 raise ConfigError("resume", ABSENT, why, "do not trust it, and resume another checkpoint") from None
