@@ -228,7 +228,7 @@ def test_options_never_change_during_a_run(tmp_path: Path) -> None:
     assert train_in(tmp_path / "unchanged", run).result.status == "done"
 
     def change(run: Run, session: Session) -> None:
-        session.workload.after_step = lambda *_: vars(run).update(seed=9)
+        session.workload.after_step = lambda model, step: vars(run).update(seed=9)
 
     with pytest.raises(AssertionError, match="an option of the run has changed"):
         train_in(tmp_path / "changed", run, change)
