@@ -28,10 +28,10 @@ from runner.model.base import Model
 from runner.optimizer import Optimizer
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
+from runner.parallel.session import Session
 from runner.precision import Precision
 from runner.profiler import Profiler
 from runner.schedule import Schedule
-from runner.session import Session
 from runner.stop import Stop
 from runner.system.secrets import redacted_values
 from runner.tracking.base import Tracker

@@ -14,11 +14,11 @@ import torch
 
 from runner.device import BusyMachine
 from runner.ema import Average
+from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run, config_hash
 from runner.schedule import Schedule
 from runner.seeds import random_state, set_random_state
-from runner.session import Session
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint_writing import Checkpoints
 from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_like

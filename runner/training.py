@@ -24,10 +24,10 @@ from runner.device import oversubscription
 from runner.model.table import table_of
 from runner.optimizer import learning_rates
 from runner.parallel.collectives import Collectives
+from runner.parallel.session import Session
 from runner.result import CrashedError, Result
 from runner.run import Run, build_run, describe_model
 from runner.seeds import derive
-from runner.session import Session
 from runner.state import State
 from runner.storage.files import write_bytes
 from runner.storage.saved_config import config_yaml

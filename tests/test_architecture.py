@@ -29,7 +29,7 @@ LAYERS = [
     ["runner.tracking"],
     ["runner.data", "runner.env", "runner.model"],
     ["runner.workloads"],
-    [("runner.parallel", "runner.session")],
+    ["runner.parallel"],
     ["runner.run"],
     ["runner.state", "runner.resume"],
     ["runner.training", "runner.analysis"],

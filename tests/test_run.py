@@ -24,8 +24,8 @@ from helpers.compose import (
 )
 
 from runner.config.errors import ConfigError
+from runner.parallel.session import Session
 from runner.run import Run, build_run, check_used, config_hash, describe_model
-from runner.session import Session
 from runner.system.cpu import cpu_model
 
 SAMPLES = 1438  # of the 1,797 digits, without the fifth that is held out

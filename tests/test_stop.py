@@ -17,8 +17,8 @@ from helpers.ranks import PersistentRanks, train_on_rank
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome
 
 from runner.config.errors import ConfigError
+from runner.parallel.session import Session
 from runner.run import Run
-from runner.session import Session
 from runner.stop import Stop, Stopping
 from runner.storage.content_checks import UnexpectedContentError
 from runner.tracking.metrics import StepTimer

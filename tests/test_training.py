@@ -23,9 +23,9 @@ from helpers.ranks import PersistentRanks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runner.training
+from runner.parallel.session import Session
 from runner.run import Run
 from runner.seeds import derive
-from runner.session import Session
 from runner.state import State
 from runner.storage.checkpoint_writing import Checkpoints
 from runner.storage.retention import saved_steps

@@ -12,8 +12,8 @@ from runner.api.composing import check_list_of_texts, compose
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import override_key, override_value
 from runner.parallel.collectives import Collectives
+from runner.parallel.session import Session
 from runner.run import Run, build_run, check_used
-from runner.session import Session
 from runner.storage.checkpoint import load
 from runner.storage.manifest import DamagedError, verified_manifest
 from runner.storage.signature import saved_signature

@@ -19,7 +19,7 @@ from runner.parallel.compiling import compile_in_place
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import external_world_size
 from runner.parallel.launch.processes import Launcher
-from runner.session import Session
+from runner.parallel.session import Session
 from runner.system.section_timer import timer
 from runner.tracking.metrics import BatchSums, MetricSums
 

@@ -14,7 +14,7 @@ from runner.config.errors import ConfigError, check_choice, check_range
 from runner.parallel.batch_norm import convert_sync_batch_norm
 from runner.parallel.full_state import TensorDict
 from runner.parallel.multiprocess import MultiProcess, average_buffers
-from runner.session import Session
+from runner.parallel.session import Session
 from runner.system import torch_private
 from runner.tracking.metrics import BatchSums, MetricSums
 

@@ -13,7 +13,7 @@ from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.parallel.base import Parallel, devices_of_one_process
 from runner.parallel.launch.processes import Launcher
-from runner.session import Session
+from runner.parallel.session import Session
 from runner.tracking.metrics import BatchSums
 
 log = logging.getLogger(__name__)

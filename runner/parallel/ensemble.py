@@ -13,7 +13,7 @@ from runner.config.errors import ConfigError
 from runner.parallel import full_state
 from runner.parallel.collectives import ProcessGroup
 from runner.parallel.multiprocess import MultiProcess
-from runner.session import Session
+from runner.parallel.session import Session
 from runner.storage.content_checks import check_count, check_like
 from runner.tracking.metrics import MetricSums
 

@@ -14,7 +14,7 @@ from runner.batching import MicroBatch, Plan
 from runner.parallel.compiling import compile_in_place, modules_of_blocks
 from runner.parallel.full_state import TensorDict
 from runner.parallel.multiprocess import MultiProcess, average_buffers
-from runner.session import Session
+from runner.parallel.session import Session
 from runner.tracking.metrics import BatchSums, MetricSums
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.launch.supervisor import LostError
 from runner.parallel.multiprocess import MultiProcess
-from runner.session import Session
+from runner.parallel.session import Session
 from runner.storage.content_checks import check_like
 from runner.tracking.metrics import BatchSums, MetricSums
 

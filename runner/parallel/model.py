@@ -17,7 +17,7 @@ from runner.parallel.base import Parallel, devices_of_one_process, move
 from runner.parallel.compiling import compile_in_place
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.pipelining.partition import Partition, first_inputs, profile_blocks, supervised
-from runner.session import Session
+from runner.parallel.session import Session
 from runner.system.section_timer import timer
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives, ProcessGroup
 from runner.parallel.launch.cluster import external_rank_info
 from runner.parallel.launch.processes import ExternalProcesses, Launcher, LocalProcesses
-from runner.session import Session
+from runner.parallel.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from runner.parallel.pipelining.schedules import (
 )
 from runner.parallel.pipelining.stages import ActivationSpec, StageModule, keep_only
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble
-from runner.session import Session
+from runner.parallel.session import Session
 from runner.system.section_timer import timer
 from runner.tracking.image_grids import png
 from runner.tracking.metrics import MetricSums

@@ -23,10 +23,10 @@ from runner.parallel.collectives import Collectives
 from runner.parallel.hogwild import Hogwild
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.partition import Partition, balanced, first_inputs
+from runner.parallel.session import Session
 from runner.planning.planned_session import plan_of
 from runner.planning.step_tracker import Costs, StepTracker
 from runner.run import Run
-from runner.session import Session
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
 from runner.training import prepare, torch_refusals, train_step

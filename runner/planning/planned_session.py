@@ -14,8 +14,8 @@ from runner.config.errors import check
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.processes import LocalProcesses
+from runner.parallel.session import Session
 from runner.run import Run
-from runner.session import Session
 from runner.system.memory import host_memory
 
 _PROCESS_BYTES = 0.4e9

@@ -14,10 +14,10 @@ from runner.parallel.dp import DP
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.partition import balanced, positions_of
 from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES, divisors, violation
+from runner.parallel.session import Session
 from runner.planning.fake_step import RankPlan, block_flops, trace
 from runner.planning.planned_session import plan_of, prepared
 from runner.run import Run
-from runner.session import Session
 from runner.system.memory import host_memory
 
 _RECOMPUTED, _GATHERED = "about a third more arithmetic", "parameters are sent twice per micro-batch"

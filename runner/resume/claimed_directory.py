@@ -15,10 +15,10 @@ from typing import IO, Any
 
 from runner.config.errors import ConfigError
 from runner.config.overrides import override_key, text_override
+from runner.parallel.session import Session
 from runner.result import Result
 from runner.resume.changed_options import Difference, check_resumable, differences
 from runner.run import Run
-from runner.session import Session
 from runner.storage import run_directory
 from runner.storage.files import UnsafeFileError, check_readable, is_locked, renamed_together, sync
 from runner.storage.manifest import DamagedError, saved_text, verified_manifest

@@ -23,11 +23,11 @@ from runner.config.schema import component_fields
 from runner.data.base import shard_bounds
 from runner.parallel.collectives import Collectives
 from runner.parallel.full_state import full_tensor
+from runner.parallel.session import Session
 from runner.precision import Double
 from runner.result import Result
 from runner.run import Run, build_run
 from runner.seeds import random_state
-from runner.session import Session
 from runner.state import State
 from runner.tracking.metrics import BatchSums, DivergedError, MetricSums
 from runner.training import prepare, torch_refusals, train_step

@@ -24,9 +24,9 @@ from helpers.runs import assert_bitwise_equal, run_outcome
 
 from runner.api.run_job import run_one
 from runner.config.errors import ConfigError
+from runner.parallel.session import Session
 from runner.resume.claimed_directory import claimed_directory
 from runner.run import Run, build_run, config_hash
-from runner.session import Session
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint_writing import Checkpoints
 from runner.storage.run_directory import read_result

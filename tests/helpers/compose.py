@@ -15,9 +15,9 @@ import yaml
 from runner.config.composition import Composer
 from runner.config.options import CONF
 from runner.parallel.collectives import Collectives
+from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run, build_run
-from runner.session import Session
 from runner.training import train, train_rank
 
 TINY_CPU = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1")

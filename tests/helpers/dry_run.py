@@ -16,9 +16,9 @@ from hydra.core.hydra_config import HydraConfig
 
 from runner.api.run_job import trained, write_result
 from runner.commands.train import run_command
+from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run
-from runner.session import Session
 from runner.state import State
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint_writing import Checkpoints

@@ -16,7 +16,7 @@ from runner.optimizer import trainable
 from runner.parallel.base import Parallel
 from runner.parallel.full_state import TensorDict
 from runner.parallel.multiprocess import MultiProcess, average_buffers
-from runner.session import Session
+from runner.parallel.session import Session
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.classifier import Classifier
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from models.resnet import ResNet
+from runner.parallel.session import Session
 from runner.run import Run
-from runner.session import Session
 
 
 class NarrowResNet(ResNet):

@@ -20,9 +20,9 @@ from runner.parallel.collectives import Collectives
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.processes import init_rank
 from runner.parallel.launch.supervisor import Report, start_heartbeat
+from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run, build_run
-from runner.session import Session
 from runner.system.signals import StopRequest
 from runner.tracking.log_file import LogFile
 from runner.training import train

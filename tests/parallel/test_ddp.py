@@ -22,8 +22,8 @@ from helpers.plain_loop import (
 )
 from helpers.ranks import PersistentRanks, connected_session
 
+from runner.parallel.session import Session
 from runner.run import Run
-from runner.session import Session
 from runner.training import prepare
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from helpers.plain_loop import (
 from helpers.ranks import PersistentRanks
 
 from runner.parallel.launch.processes import Launcher
+from runner.parallel.session import Session
 from runner.run import Run
-from runner.session import Session
 
 HALF, STEPS = 3, 5
 """The steps at which a run is evaluated; a wrong computation already shows in the first steps."""

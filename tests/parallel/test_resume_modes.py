@@ -26,8 +26,8 @@ from helpers.rank_functions import sigterm_at
 from helpers.ranks import PersistentRanks
 from helpers.runs import assert_bitwise_equal, assert_checkpoint_bitwise_equal, checkpoint_tensors
 
+from runner.parallel.session import Session
 from runner.run import Run
-from runner.session import Session
 
 STEPS = 36
 COMMON = ("schedule=constant", f"steps={STEPS}", "batch_size=48", "accumulation=2", "optimizer.lr=0.05")

@@ -10,7 +10,7 @@ import torch
 from runner.batching import MicroBatch, Plan
 from runner.parallel.full_state import TensorDict
 from runner.parallel.multiprocess import MultiProcess, average_buffers
-from runner.session import Session
+from runner.parallel.session import Session
 from runner.tracking.metrics import BatchSums, MetricSums
 
 

@@ -20,7 +20,7 @@ from runner.parallel.collectives import Collectives, ProcessGroup
 from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
-from runner.session import Session
+from runner.parallel.session import Session
 from runner.system.console import open_console
 from runner.system.cpu import cores_per_process
 from runner.system.forkserver import start_server

@@ -19,7 +19,7 @@ from runner.config.errors import ConfigError, check_range, did_you_mean
 from runner.device import synchronize
 from runner.model.base import without_memory
 from runner.parallel.pipelining.stages import named_tensors
-from runner.session import Session
+from runner.parallel.session import Session
 from runner.workloads.base import SupervisedWorkload, Workload
 
 Blocks = list[tuple[str, "torch.nn.Module"]]

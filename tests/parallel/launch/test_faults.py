@@ -33,9 +33,9 @@ from helpers.runs import (
 
 from runner.api import run_job
 from runner.config.errors import ConfigError
+from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run
-from runner.session import Session
 from runner.storage.checkpoint import load
 from runner.training import train_rank
 

@@ -15,8 +15,8 @@ from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights
 from helpers.rank_functions import overflow_at
 from helpers.ranks import PersistentRanks
 
+from runner.parallel.session import Session
 from runner.run import Run, build_run
-from runner.session import Session
 from runner.training import prepare
 
 COMMON = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, "steps=3", "optimizer.lr=0.05")

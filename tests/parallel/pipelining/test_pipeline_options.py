@@ -8,8 +8,8 @@ from helpers.compose import build_composed_run, prepare_session
 
 from runner.config.errors import ConfigError
 from runner.parallel.pipeline import Pipeline
+from runner.parallel.session import Session
 from runner.planning.planned_session import first_process
-from runner.session import Session
 
 TINY = ("model=tiny", "data.size=8")
 

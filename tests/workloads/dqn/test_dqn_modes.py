@@ -20,9 +20,9 @@ from helpers.plain_loop import largest_difference, weights_at
 from helpers.ranks import PersistentRanks
 from torch import nn
 
+from runner.parallel.session import Session
 from runner.run import Run, build_run
 from runner.seeds import derive
-from runner.session import Session
 
 STEPS, BATCH, LR, TAU, DELTA, CLIP = 12, 48, 0.01, 0.1, 0.5, 2.0
 AGENT = (
