@@ -23,7 +23,7 @@ from runner.system.cpu import cores_per_process
 from runner.system.forkserver import METHOD, start_server, without_main_module
 from runner.system.torch_errors import is_out_of_shared_memory
 
-_POLL = 0.5  # seconds
+_POLL, _SECONDS_TO_END = 0.5, 1.0
 _IN_MAIN_PROCESS = "data.workers=0 loads data in the main process"
 _ENLARGE = f"reduce data.workers or data.prefetch, or enlarge it (docker run --shm-size=8g); {_IN_MAIN_PROCESS}"
 _CAUSES = {
@@ -48,6 +48,7 @@ class Workers:
     def __init__(self, count: int, timeout: float = 120, ahead: int = 2):
         self.count, self.timeout, self.ahead = count, timeout, ahead
         self._pool: ProcessPoolExecutor | None = None
+        self._loading: list[Future[Any]] = []
 
     def read(self, load: Callable[[J], T], jobs: Iterable[J]) -> Generator[T]:
         """Yield `load(job)` for every job, in their order; tensors are sent through shared memory.
@@ -69,6 +70,7 @@ class Workers:
         """End the processes; the next `read` starts new ones."""
         if self._pool is not None:
             pool, self._pool = self._pool, None
+            wait(self._loading, _SECONDS_TO_END)  # killed while it sends a batch, a worker may leave it in /dev/shm
             for worker in _processes(pool):  # SIGTERM would not end one that is suspended or blocked in a read
                 worker.kill()
             pool.shutdown()
@@ -80,7 +82,9 @@ class Workers:
                 context = multiprocessing.get_context(METHOD)
                 self._pool = ProcessPoolExecutor(self.count, context, initializer=_begin_worker)
             with without_main_module():  # a worker may be started here
-                return self._pool.submit(load, job)
+                future = self._pool.submit(load, job)
+            self._loading = [*(each for each in self._loading if not each.done()), future]
+            return future
         except BrokenProcessPool as error:
             raise self._death(error) from None
         except OSError as error:  # raised by the semaphores in shared memory
