@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from runner.config.errors import ConfigError
+from runner.config.errors import ABSENT, ConfigError
 from runner.data.base import Batch
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 
@@ -228,3 +228,19 @@ class SupervisedWorkload(Workload):
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, BatchSums]:
         return self.loss_of(model(batch.inputs), batch.targets)
+
+
+def check_listed(workload: Workload) -> None:
+    """Raise `ConfigError` unless `best` and `eval_metrics` of `workload` agree, and say `min` or `max`."""
+    (metric, goal), listed = workload.best, workload.eval_metrics()
+    if listed.get(metric) != goal or not {*listed.values()} <= {"min", "max"}:
+        why = f"best of {type(workload).__name__} is {(metric, goal)}, and its eval_metrics() returns {listed}"
+        raise ConfigError("workload", ABSENT, why, "let both name the same metric, and say min or max of each")
+
+
+def check_measured(workload: Workload, measured: Collection[str]) -> None:
+    """Raise `ConfigError` unless an evaluation has measured every metric that `workload` lists."""
+    if missing := workload.eval_metrics().keys() - measured:
+        name, listed = type(workload).__name__, ", ".join(sorted(missing))
+        why = f"{name} lists {listed}, but its evaluations measure {', '.join(measured)}"
+        raise ConfigError("workload", ABSENT, why, "correct best and eval_metrics(), or what summarize() returns")

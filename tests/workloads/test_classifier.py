@@ -17,6 +17,7 @@ from runner.batching import Plan
 from runner.config.errors import ConfigError
 from runner.data.base import DataError
 from runner.training import train
+from runner.workloads.base import Workload
 from runner.workloads.classifier import Classifier
 
 CPU = torch.device("cpu")
@@ -151,7 +152,7 @@ def test_a_batch_larger_than_an_epoch_is_refused() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Workloads whose sums do not fit their metrics
+# Workloads that do not measure what they name
 
 
 @dataclass
@@ -166,7 +167,14 @@ class WrongSums(Classifier):
         return loss, loss.detach() * len(batch.inputs)
 
 
+@dataclass
+class NotMeasured(Classifier):
+    best = ("recall", "max")
+    eval_metrics = Workload.eval_metrics
+
+
 FAULTS: dict[type[Classifier], str] = {
+    NotMeasured: "NotMeasured lists recall, but its evaluations measure loss, accuracy",
     TooManyMetrics: "its metric sums have the shape [2], but its metrics are loss",
     WrongSums: "its metric sums have the shape [], but its metrics are loss, accuracy",
 }
@@ -176,11 +184,24 @@ FAULTS: dict[type[Classifier], str] = {
 def test_metrics_that_do_not_fit_are_refused_in_words(
     workload: type[Classifier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As soon as they are measured: those of an evaluation, after the first step here."""
     steps: list[int] = []
     monkeypatch.setattr(Classifier, "after_step", lambda workload, model, step: steps.append(step))
-    run = build_composed_run(*TINY_CPU, "steps=4")
+    run = build_composed_run(*TINY_CPU, "steps=4", "eval_every=1")
     run.workload.__class__ = workload
     session = prepare_session(run)
     with pytest.raises(ConfigError) as refusal:
         train(run, session, tmp_path)
-    assert (refusal.value.key, refusal.value.why, steps) == ("workload", FAULTS[workload], [])
+    assert (refusal.value.key, refusal.value.why) == ("workload", FAULTS[workload])
+    assert steps == ([1] if workload is NotMeasured else [])
+
+
+@pytest.mark.parametrize("best", [("accuracy", "maximum"), ("accuracy", "min"), ("recall", "max")])
+def test_a_goal_that_is_not_min_or_max_or_not_listed_is_refused_before_the_run(
+    best: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a misspelled goal, the worst checkpoint would be kept as the best one."""
+    monkeypatch.setattr(Classifier, "best", best)
+    with pytest.raises(ConfigError, match="best of Classifier is") as refusal:
+        prepare_session(build_composed_run(*TINY_CPU))
+    assert refusal.value.key == "workload"
