@@ -157,10 +157,10 @@ class Scheduler:
         entry = self.ledger.jobs.get(job.number, {})
         job.console.parent.mkdir(exist_ok=True)
         self._console_bytes[job.number] = job.console.stat().st_size if job.console.exists() else 0
-        same = entry.get("state") == "running" and entry.get("config_hash") == job.config_hash
-        earlier = entry.get("slot", "") if same else ""
+        earlier = entry.get("slot", "") if entry.get("state") == "running" else ""
+        is_changed = entry.get("config_hash") != job.config_hash
         try:
-            slot = self.pool.submit(job._replace(earlier=earlier))
+            slot = self.pool.submit(job._replace(earlier=earlier, is_changed=is_changed))
         except ConfigError as error:
             self._record(job, REFUSED, error=str(error))
             return True

@@ -16,7 +16,7 @@ class FakePool(Pool):
         slots: number of jobs that can run at once.
 
     Attributes:
-        earlier: `earlier` of each job that was started, in order.
+        earlier: `earlier` and `is_changed` of each job that was started, in order.
     """
 
     def __init__(self, codes: dict[int, list[int | None]], slots: int = 2):
@@ -24,7 +24,7 @@ class FakePool(Pool):
         self.running: list[int] = []
         self.started: list[int] = []
         self.stopped: set[int] = set()
-        self.earlier: list[str] = []
+        self.earlier: list[tuple[str, bool]] = []
         self.on_wait: Callable[[], None] = lambda: None
 
     def submit(self, job: Job) -> str | None:
@@ -35,7 +35,7 @@ class FakePool(Pool):
             console.write(f"it is job {job.number}\nthe last words of job {job.number}\n")
         self.running.append(job.number)
         self.started.append(job.number)
-        self.earlier.append(job.earlier)
+        self.earlier.append((job.earlier, job.is_changed))
         self.stopped.discard(job.number)
         return "a slot"
 

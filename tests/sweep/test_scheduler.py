@@ -204,13 +204,13 @@ def test_the_ledger_records_which_jobs_are_running(ledger: Ledger) -> None:
     assert not {"code", "error", "seconds"} & seen[0]["0"].keys()
 
 
-def test_the_pool_is_told_where_a_killed_command_had_started_the_same_job(ledger: Ledger) -> None:
+def test_the_pool_is_told_where_a_killed_command_had_started_a_job(ledger: Ledger) -> None:
     ledger.update(0, config_hash="hash 0", state="running", slot="here")
     ledger.update(1, config_hash="hash of another config", state="running", slot="there")
     ledger.update(2, config_hash="hash 2", state="stopped", slot="there", code=75)
     pool = FakePool({})
     assert run_scheduler(ledger, FakeJobSource(ledger.path, 3), pool) == [0, 0, 0]
-    assert pool.earlier == ["here", "", ""]
+    assert pool.earlier == [("here", False), ("there", True), ("", False)]
 
 
 def test_the_result_tells_how_a_job_ended_whose_exit_code_is_unknown(ledger: Ledger) -> None:

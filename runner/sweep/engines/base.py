@@ -30,6 +30,7 @@ class Job(NamedTuple):
         demand: what it needs.
         earlier: if a command that was killed had started it, the slot that `submit` returned then. It must be checked
             before use, because anybody may have written the ledger from which it was read.
+        is_changed: whether its config has changed since then.
         overrides: its overrides, which are also among the arguments.
         directory: its run directory.
         config_hash: a hash of its config.
@@ -41,6 +42,7 @@ class Job(NamedTuple):
     console: Path
     demand: Demand = Demand()
     earlier: str = ""
+    is_changed: bool = False
     overrides: Sequence[str] = ()
     directory: Path = Path()
     config_hash: str = ""

@@ -172,13 +172,19 @@ class SlurmPool(Pool):
         return f"slurm {handle}"
 
     def _takes_over(self, job: Job) -> bool:
-        """Take over the job of an earlier command, if there is one that waits, runs or has a result."""
+        """Take over the job of an earlier command, if there is one that waits, runs or has a result.
+
+        If its config has changed, stop it instead: the new job waits for its end, by the lock of the console file.
+        """
         match = _SLOT.fullmatch(job.earlier)
         if match is None or match["handle"] in self._handles.values():
             return False
         handle = match["handle"]
         job_id, state = self._earlier.get(handle, ("", "unknown"))
         is_active = bool(job_id) and state not in FINAL_STATES
+        if job.is_changed:
+            _stop([job_id] if is_active else [])
+            return False
         if not is_active and self._code(handle) not in SETTLED:
             return False
         self._handles[job.number] = handle
@@ -207,9 +213,7 @@ class SlurmPool(Pool):
     def _signal_stopped(self) -> None:
         """Stop the jobs passed to `stop`, again and again: SLURM drops a signal for a job that has no process yet."""
         handles = [self._handles[number] for number in self._stopped & self._handles.keys()]
-        ids = [self._ids[handle] for handle in handles if handle in self._ids]
-        cancel(ids, "--state=PENDING")
-        cancel(ids, f"--signal={STOP.name[3:]}")
+        _stop([self._ids[handle] for handle in handles if handle in self._ids])
 
     def kill(self) -> None:
         for batch in self._batches.copy():
@@ -325,3 +329,9 @@ class SlurmPool(Pool):
                 self._end(number, STOPPED)
             elif self._looks[number] == _MAX_LOOKS:
                 self._end(number, None, f"SLURM says {state}" if state else "SLURM no longer knows the job")
+
+
+def _stop(ids: list[str]) -> None:
+    """Cancel the jobs with these SLURM job IDs that are waiting, and let those that are running save and exit."""
+    cancel(ids, "--state=PENDING")
+    cancel(ids, f"--signal={STOP.name[3:]}")

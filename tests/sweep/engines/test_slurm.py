@@ -55,8 +55,8 @@ def pool(cluster: FakeSlurm) -> Iterator[Pool]:
         yield pool
 
 
-def job(number: int, *words: str, earlier: str = "", **demand: int) -> Job:
-    return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand), earlier)
+def job(number: int, *words: str, earlier: str = "", is_changed: bool = False, **demand: int) -> Job:
+    return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand), earlier, is_changed)
 
 
 def test_jobs_with_the_same_demand_form_one_array_and_get_what_they_request(
@@ -127,19 +127,21 @@ def test_killed_jobs_leave_no_process_and_do_not_save(cluster: FakeSlurm) -> Non
 
 def test_a_later_command_adopts_the_jobs_of_a_killed_scheduler(cluster: FakeSlurm) -> None:
     earlier = SlurmPool(Slurm(), Path.cwd())
-    words = (("exit=3",), ("until=go", "exit=3"), ("exit=75",), ("until=never",))
+    words = (("exit=3",), ("until=go", "exit=3"), ("exit=75",), ("until=never",), ("until=never",))
     slots = [earlier.submit(job(number, *each)) or "" for number, each in enumerate(words)]
-    wait_until_started(earlier, 1, 3)
+    wait_until_started(earlier, 1, 3, 4)
     wait_until(lambda: all(cluster.jobs[f"101_{index}"]["state"] == "COMPLETED" for index in (0, 2)))
-    with Slurm().connect(4, Path.cwd()) as pool:
-        again = [pool.submit(job(number, "exit=2", earlier=each)) for number, each in enumerate(slots)]
-        assert [slot == each for slot, each in zip(again, slots, strict=True)] == [True, True, False, True]
-        assert exit_codes_of(pool, 0, 2) == {0: 3, 2: 2}, "the first one has ended in the meantime"
+    with Slurm().connect(5, Path.cwd()) as pool:
+        again = [pool.submit(job(number, "exit=2", earlier=each)) for number, each in enumerate(slots[:4])]
+        assert [slot == each for slot, each in zip(again, slots, strict=False)] == [True, True, False, True]
+        assert pool.submit(job(4, "exit=3", earlier=slots[4], is_changed=True)) != slots[4]
+        assert exit_codes_of(pool, 0, 2, 4) == {0: 3, 2: 2, 4: 3}, "the first one has ended in the meantime"
+        wait_until(lambda: cluster.jobs["101_4"]["state"] not in ACTIVE_STATES)  # stopped, as its config has changed
         Path("go").touch()
         assert exit_codes_of(pool, 1) == {1: 3}
         pool.stop([3])
         assert exit_codes_of(pool, 3) == {3: 75}
-    assert [each["starts"] for each in cluster.jobs.values()] == [1] * 5, "nothing that has a result is run twice"
+    assert [each["starts"] for each in cluster.jobs.values()] == [1] * 7, "nothing that has a result is run twice"
 
 
 def test_only_handles_of_running_jobs_of_this_sweep_are_taken_over(
