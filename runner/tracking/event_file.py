@@ -153,6 +153,7 @@ class EventReader:
     def _add(self, event: Any) -> None:
         self._left -= 1 + len(event.summary.value)
         if event.session_log.status == event.session_log.START:  # a session that computes the later steps once more
+            self._left -= len(self._curves)  # all of which are examined
             for values in self._curves.values():
                 while values and next(reversed(values)) >= event.step:  # the steps of a session are in order
                     values.popitem()

@@ -157,6 +157,14 @@ def test_curves_beyond_the_limit_are_reported(
     assert caplog.messages == [f"{tmp_path} has more events than are read: its curves end at step 50"]
 
 
+def test_the_start_of_a_session_counts_as_one_point_per_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All curves are examined then: otherwise, the events of a stranger would take any time."""
+    monkeypatch.setattr(event_file, "MAX_POINTS", 500)
+    for starts, steps in ((3, [0, 1]), (5, [0])):
+        write(tmp_path, [*many(range(1), *map(str, range(100))), *[start(9)] * starts, *many(range(1, 2), "0")])
+        assert list(scalars(tmp_path)["0"]) == steps
+
+
 def test_large_events_are_skipped_without_being_read(tmp_path: Path) -> None:
     path = write(tmp_path, [event(1), event(2, count=100_000), event(3)])
     whole = path.read_bytes()
