@@ -20,6 +20,7 @@ def test_every_name_means_one_thing_and_none_is_ours() -> None:
         ("lr", "type optimizer.lr=…"),
         ("Trainer.Max-Epochs", "type epochs=…"),
         ("hydra.run.dir", "type --run-directory=DIR"),
+        ("hydra.job.name", "type name=…"),
         ("hydra.launcher.gpus", ""),
         ("nonsense", ""),
         ("devices.nonsense", ""),
