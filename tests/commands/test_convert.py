@@ -5,6 +5,7 @@ Damaged or mismatched files are refused without writing anything.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import torch
 from helpers.checkpoint_edits import REMOVE_KEY, rewrite_manifest, with_value_changed, write_checkpoint_file
 from helpers.command import run_in_new_interpreter
 from helpers.compose import TINY_CPU
+from helpers.disk_faults import DiskFault, inject_disk_fault
 from helpers.permissions import enforced_permissions
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -316,6 +318,18 @@ def test_invalid_sources_destinations_and_flags_are_refused_by_key(
         output = refusal(capsys, *words)
         assert output.startswith(start), output
         assert why in output, output
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
+def test_a_full_disk_leaves_the_existing_file_unchanged(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "in.safetensors", tmp_path / name
+    save_file({"a": torch.zeros(3)}, source)
+    out.write_text("precious")
+    with inject_disk_fault(DiskFault("fsync", name, errno.ENOSPC)) as failed:
+        assert "it cannot be written: [Errno 28] No space left" in refusal(capsys, source, out, "--force")
+    assert (failed(), out.read_text()) == (True, "precious")
 
 
 def test_paths_without_permission_are_refused_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
