@@ -232,14 +232,19 @@ def test_resume_with_changed_options_stays_within_tolerance(
 
 
 def test_a_longer_resume_says_that_the_schedule_is_stretched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for schedule in ("cosine", "constant"):
+    for schedule in ("cosine", "onecycle", "constant"):
         train(tmp_path / schedule, "steps=6", f"schedule={schedule}")
         with caplog.at_level(logging.INFO, logger="runner"):
             train(tmp_path / schedule, "steps=14", f"schedule={schedule}")
     said = [text for text in caplog.messages if "instead of" in text]
-    factor = (1 + math.cos(math.pi * 6 / 14)) / 2
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    onecycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=14)
+    for _ in range(6):
+        optimizer.step()
+        onecycle.step()
+    factors = (1 + math.cos(math.pi * 6 / 14)) / 2, onecycle.get_last_lr()[0]
     wanted = "the run has 14 steps instead of 6: the learning rate schedule is stretched to them, and goes on at "
-    assert said == [f"{wanted}{factor:.3g} × optimizer.lr"]
+    assert said == [f"{wanted}{factor:.3g} × optimizer.lr" for factor in factors]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,7 +307,7 @@ def test_a_finished_run_without_checkpoints_cannot_continue_or_become_shorter(tm
     assert files(tmp_path / "run") == before
 
 
-@pytest.mark.parametrize(("change", "mode"), [("removed", "single"), ("replaced", "ddp")])
+@pytest.mark.parametrize(("change", "mode"), [("removed", "single"), ("renamed", "single"), ("replaced", "ddp")])
 def test_a_run_whose_directory_is_removed_or_renamed_stops(change: str, mode: str, tmp_path: Path) -> None:
     """It writes nothing where it was: another run may be in its place."""
     command = Command(tmp_path, *TINY_CPU, "steps=1000000", "save_every=4", "log_every=2", f"parallel={mode}")
