@@ -10,10 +10,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import runner.precision
 from runner.config.errors import ConfigError
 from runner.optimizer import SGD
 from runner.precision import TF32, BFloat16, Double, Float16, Precision
@@ -319,6 +321,16 @@ def test_the_flag_is_not_read_before_it_is_copied() -> None:
     precision = scaled()
     precision._pending = flag, Event()  # type: ignore[assignment]
     assert precision.num_skipped() == 1
+
+
+def test_the_event_after_the_flag_is_recorded_on_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On that of the current device, a skipped step on another one could be missed, and the averages advance."""
+    recorded: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=recorded.append))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    assert runner.precision._record_event(torch.device("cuda:1")) is not None
+    assert recorded == ["stream of cuda:1"]
+    assert runner.precision._record_event(CPU) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

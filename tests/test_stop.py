@@ -19,6 +19,7 @@ from helpers.runs import assert_bitwise_equal, only_run, run_outcome
 from runner.config.errors import ConfigError
 from runner.parallel.session import Session
 from runner.run import Run
+from runner.state import State
 from runner.stop import Stop, Stopping
 from runner.storage.content_checks import UnexpectedContentError
 from runner.tracking.metrics import StepTimer
@@ -206,6 +207,17 @@ def test_max_time_stops_each_invocation_and_the_resumed_run_is_bitwise_exact(
     assert [(result.status, result.steps) for result in results] == [("stopped", 5), ("stopped", 10), ("done", 12)]
     assert [result.stopped_by for result in results] == ["stop.max_time: 5 s have passed"] * 2 + [""]
     assert_bitwise_equal(run_outcome(tmp_path / "parts"), run_outcome(wanted))
+
+
+def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, save = [0.0], State.save
+    monkeypatch.setattr(StepTimer, "elapsed", lambda timer: clock[0])
+    monkeypatch.setattr(State, "save", lambda state: (save(state), clock.__setitem__(0, 9.0)))
+    run = build_composed_run(*TINY_CPU, *STEPS, "stop.max_time=5")
+    result = train_in(tmp_path, run, partial(sigterm_at, 1, 0)).result
+    assert (result.status, result.steps, result.stopped_by) == ("stopped", 1, "")
 
 
 @pytest.mark.parametrize(("ranks_without_time", "ended"), [((0, 1), "stopped"), ((1,), "done")])
