@@ -282,6 +282,9 @@ def read_arrays(path: Path) -> Table:
         why = f"inputs are {inputs.dtype} {list(inputs.shape)}, targets {targets.dtype} {list(targets.shape)}"
         remedy = "inputs are [n, features], or have more dimensions; targets are [n] or [n, targets]; all are real"
         raise ConfigError("file", str(path), why, remedy)
+    if (num_bytes := 4 * (inputs.numel() + targets.numel())) > _MAX_BYTES:
+        why = f"its numbers take {num_bytes:,} bytes in float32, more than {_MAX_BYTES:,}"
+        raise ConfigError("file", str(path), why, "leave samples out")
     if not all(bool(tensor.to(torch.float32).isfinite().all()) for tensor in (inputs, targets)):
         raise ConfigError("file", str(path), "not all values are finite in float32", "leave such samples out")
     return Table(inputs, targets, [f"target_{i}" for i in range(targets.shape[1])])

@@ -15,6 +15,7 @@ import torch
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
+from runner.data import tabular
 from runner.data.memory import ArraySamples
 from runner.data.tabular import TableSamples, Tabular, friedman
 
@@ -278,3 +279,6 @@ def test_a_decompression_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, m
         assert refusal(file=str(tmp_path / "other.npz")).why.startswith("it is compressed by another method")
     numpy.savez(tmp_path / "zeros.npz", inputs=zeros, targets=targets)
     assert len(loaded(file=str(tmp_path / "zeros.npz"))[0]) == 800
+    monkeypatch.setattr(tabular, "_MAX_BYTES", 2_000_000)
+    why = "its numbers take 4,004,000 bytes in float32, more than 2,000,000"
+    assert refusal(file=str(tmp_path / "zeros.npz")).why == why
