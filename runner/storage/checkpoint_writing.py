@@ -16,8 +16,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -70,8 +68,7 @@ class Checkpoints:
         self.keep, self.rank, self.world_size, self.barrier, self.timeout = keep, rank, world_size, barrier, timeout
         self.config_hash = config_hash
         self.texts: dict[str, Callable[[], str]] = {CONFIG: lambda: config, SIGNATURE: signature}
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing: Writing | None = None
         self._failed = threading.Event()
         self._identity = identity(directory)
 
@@ -96,7 +93,7 @@ class Checkpoints:
                 part.mkdir()
                 sync(self.root.parent)
         self.barrier()
-        self._writing = self._thread.submit(self._write, checkpoint, part, best_step)
+        self._writing = Writing(partial(self._write, checkpoint, part, best_step))
 
     def check_directory(self) -> None:
         """On rank 0, raise a `MovedError` if the run directory has been removed or renamed, or another is there."""
@@ -105,7 +102,7 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raise the error of the last `save`, as `wait` does, if its thread has already failed."""
-        if self._writing is not None and self._writing.done():
+        if self._writing is not None and not self._writing.is_alive():
             self.wait()
 
     def wait(self) -> None:
@@ -122,7 +119,7 @@ class Checkpoints:
         """After the training has failed, wait for the thread, but not for files of ranks that may have failed, too."""
         self._failed.set()
         if self._writing is not None:
-            futures.wait([self._writing])
+            self._writing.join()
 
     def _write(self, checkpoint: Checkpoint, part: Path, best_step: int | None) -> None:
         since, state_file = time.perf_counter(), part / rank_file(self.rank)
@@ -237,3 +234,27 @@ def _write_synced(path: Path, write: Callable[[Path], object]) -> None:
     except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
         raise OSError(errno.EIO, str(error.__context__ or error).splitlines()[0]) from error
     sync(path)
+
+
+class Writing(threading.Thread):
+    """A thread that writes a checkpoint. A second Ctrl-C ends the process at once, also if the disk hangs.
+
+    Otherwise, callers wait for the end of the thread, which frees the tensors: at the exit of the interpreter, it would
+    be stopped in the middle of torch's C++ code, which aborts the process.
+    """
+
+    def __init__(self, write: Callable[[], None]):
+        super().__init__(target=write, name="checkpoint", daemon=True)
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            super().run()  # it frees the target, and with it the tensors
+        except BaseException as error:
+            self.error = error
+
+    def result(self) -> None:
+        self.join()
+        if self.error is not None:
+            raise self.error

@@ -56,10 +56,7 @@ def fork_server(environment: dict[str, str]) -> tuple[TextIO, TextIO]:
         os.dup2(theirs, 0)
         os.dup2(write_answers, 1)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        sys.stdin, sys.stdout, sys.stderr = (
-            os.fdopen(number, mode, 1, errors=errors, closefd=False)
-            for number, (mode, errors) in enumerate((("r", None), ("w", None), ("w", "backslashreplace")))
-        )
+        open_streams()
         sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
         warnings.simplefilter("error", ResourceWarning)
         os.environ.clear()
@@ -70,6 +67,14 @@ def fork_server(environment: dict[str, str]) -> tuple[TextIO, TextIO]:
         serve(share_fork_server)
     finally:
         os._exit(0)
+
+
+def open_streams() -> None:
+    """Replace the streams of a fork: those of pytest have numbers that files of the fork get, once they are closed."""
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(number, mode, 1, errors=errors, closefd=False)
+        for number, (mode, errors) in enumerate((("r", None), ("w", None), ("w", "backslashreplace")))
+    )
 
 
 def serve(before: Callable[[], None] = lambda: None) -> None:
@@ -125,6 +130,7 @@ def fork_instead_of_spawn(original_spawn: Any, path: bytes, words: list[str], de
         kept = sorted({0, 1, 2, *descriptors})
         for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(before + 1, after)
+        open_streams()
         exec(words[-1])  # words are: python … -c PROGRAM
     finally:
         os._exit(0)

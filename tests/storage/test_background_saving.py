@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.command import TIMEOUT_SECONDS, child_environment
 from helpers.compose import TINY_CPU, TrainedRun, compose_config
 from helpers.handmade_runs import save_and_wait
 from helpers.ranks import PersistentRanks
@@ -22,7 +24,7 @@ from helpers.runs import assert_bitwise_equal
 import runner.storage.checkpoint_writing
 from runner.result import CrashedError
 from runner.storage.checkpoint import Checkpoint, load
-from runner.storage.checkpoint_writing import Checkpoints
+from runner.storage.checkpoint_writing import Checkpoints, Writing
 from runner.storage.retention import saved_steps
 from runner.storage.run_directory import StorageError
 
@@ -42,21 +44,17 @@ RUNS = {
 
 
 class DeferredWriting:
-    """Stands for the thread that writes checkpoints, and for the future of one: it writes when `result` is called."""
+    """Stands for the thread that writes a checkpoint: it writes when `result` is called."""
 
-    def __init__(self, *_: Any) -> None:
-        self.result: Callable[[], None]
+    def __init__(self, write: Callable[[], None]) -> None:
+        self.result = write
 
-    def submit(self, write: Callable[..., None], *arguments: Any) -> DeferredWriting:
-        self.result = lambda: write(*arguments)
-        return self
-
-    def done(self) -> bool:
-        return False
+    def is_alive(self) -> bool:
+        return True
 
 
 def write_by(kind: Any, *_: Any) -> None:
-    runner.storage.checkpoint_writing.ThreadPoolExecutor = kind
+    runner.storage.checkpoint_writing.Writing = kind
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -65,9 +63,9 @@ def test_the_content_of_a_checkpoint_does_not_depend_on_when_it_is_written(
 ) -> None:
     """The content of a checkpoint is a copy, which shares no memory with tensors that the training changes."""
     processes, overrides = RUNS[name]
-    for directory, kind in (("at_once", ThreadPoolExecutor), ("late", DeferredWriting)):
+    for directory, kind in (("at_once", Writing), ("late", DeferredWriting)):
         ranks(processes).train(compose_config(*overrides), tmp_path / directory, partial(write_by, kind))
-    ranks(processes).call_on_all(write_by, ThreadPoolExecutor)
+    ranks(processes).call_on_all(write_by, Writing)
     checkpoints = [sorted((tmp_path / name / "checkpoints").glob("step_*")) for name in ("late", "at_once")]
     assert len(checkpoints[0]) >= 3
     for late, at_once in zip(*checkpoints, strict=True):
@@ -296,3 +294,35 @@ def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path: Path, monke
     with pytest.raises(StorageError, match="rank 1"):
         ranks[0].wait()
     assert not list(tmp_path.rglob("tmp.*"))
+
+
+INTERRUPTED_WHILE_A_DISK_HANGS = """
+import signal, threading
+from pathlib import Path
+import runner.storage.checkpoint_writing as writing
+from runner.storage.checkpoint import Checkpoint
+from runner.system.signals import run_main
+
+def main():
+    writing._save = lambda value, path: threading.Event().wait()
+    writing.Checkpoints(Path(), keep=1).save(Checkpoint(1, {}, {}, {}))
+    signal.raise_signal(signal.SIGINT)
+
+raise SystemExit(run_main(main))
+"""
+
+
+def test_an_interrupted_process_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", INTERRUPTED_WHILE_A_DISK_HANGS]
+    ended = subprocess.run(words, cwd=tmp_path, env=child_environment(), timeout=TIMEOUT_SECONDS, check=False)
+    assert ended.returncode == 130
+
+
+def test_wait_returns_after_the_thread_has_ended(tmp_path: Path) -> None:
+    """The thread frees tensors after writing them; a process that exits meanwhile would be aborted."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for wait in (checkpoints.wait, checkpoints.finish_after_error):
+        checkpoints.save(content(1))
+        assert "checkpoint" in {thread.name for thread in threading.enumerate()}
+        wait()
+        assert "checkpoint" not in {thread.name for thread in threading.enumerate()}
