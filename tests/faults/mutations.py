@@ -58,8 +58,8 @@ MUTATIONS = [
         ("small files are not synced before they are renamed", "                os.fsync(file.fileno())\n", ""),
         (
             "a run directory is not synced into its parents",
-            "            sync(folder)\n        if folder == existing",
-            "            pass\n        if folder == existing",
+            "                sync(folder)\n            if folder == existing",
+            "                pass\n            if folder == existing",
         ),
         (
             "a superseded checkpoint is not synced before the new config is there",
