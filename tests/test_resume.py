@@ -300,6 +300,8 @@ def test_a_run_that_was_killed_before_it_wrote_its_config_leaves_nothing(tmp_pat
 def test_a_finished_run_without_checkpoints_cannot_continue_or_become_shorter(tmp_path: Path) -> None:
     assert run_command(*TINY_CPU, "steps=4", "keep=0", "--run-directory=run", cwd=tmp_path)[0] == 0
     before = files(tmp_path / "run")
+    code, output = run_command("resume=run", cwd=tmp_path)
+    assert (code, "nothing is left to do" in output) == (0, True), output
     code, output = run_command("resume=run", "steps=3", cwd=tmp_path)
     assert (code, output.startswith("steps: got 3: 4 are done already")) == (2, True), output
     code, output = run_command("resume=run", "steps=9", cwd=tmp_path)

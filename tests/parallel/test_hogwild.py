@@ -135,7 +135,8 @@ def test_each_worker_resumes_with_its_own_optimizer_state_and_counts(tmp_path: P
     assert_bitwise_equal(own[0], shared)
     assert not torch.equal(*(moments["head.fc.weight"]["momentum_buffer"] for moments in own))
     for processes in (2, 3):  # an additional worker begins with the state of the first one
-        launched(tmp_path, "steps=8", f"parallel.processes={processes}", work=state_after_a_resume)
+        seen = launched(tmp_path, "steps=8", f"parallel.processes={processes}", work=state_after_a_resume)
+        assert seen == [[processes]] * processes, "all workers see the weights that the last one has written"
         got = [torch.load(tmp_path / f"optimizer_{rank}.pt", weights_only=True) for rank in range(processes)]
         assert_bitwise_equal(got, [*own, shared][:processes])
     launched(tmp_path, "steps=16", "log_every=6")
@@ -143,15 +144,23 @@ def test_each_worker_resumes_with_its_own_optimizer_state_and_counts(tmp_path: P
     assert scalar_curves(tmp_path)["hogwild/updates"] == updates, "counts between two logs go on, too"
 
 
-def state_after_a_resume(config: dict[str, Any], directory: Path, process: Collectives) -> None:
-    """In a worker: save the optimizer state after a resume to a file."""
+def state_after_a_resume(config: dict[str, Any], directory: Path, process: Collectives) -> list[list[float]]:
+    """In a worker: save the optimizer state after a resume to a file. Then each worker in turn sets all weights.
+
+    Returns:
+        For each worker, the values of the weights that it sees at the end.
+    """
     run = build_run(config)
     state = prepare(run, run.prepare(process), directory)
     assert state.step == 8
     names = {parameter: name for name, parameter in state.model.named_parameters()}
     states = {names[parameter]: own for parameter, own in state.optimizer.state.items()}
     torch.save(states, directory / f"optimizer_{process.rank}.pt")
-    process.barrier()
+    for rank in range(process.world_size):
+        for parameter in state.model.parameters() if rank == process.rank else ():
+            parameter.detach().fill_(rank + 1)
+        process.barrier()
+    return process.all_gather(sorted({float(edge) for p in state.model.parameters() for edge in (p.min(), p.max())}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

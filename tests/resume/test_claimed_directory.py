@@ -234,10 +234,12 @@ def test_a_run_begins_in_a_directory_in_which_no_run_has_begun(names: tuple[str,
 
 STRANGERS: dict[str, tuple[str, ...]] = {
     "a file called *.part": ("movie.mkv.part",),
+    "a folder called *.part": ("book.part/chapter.txt",),
     "overrides of a run, and another file": (".lock", "overrides.yaml", "thesis.tex"),
     "a config and overrides of Hydra": ("config.yaml", "hydra.yaml", "overrides.yaml"),
     "checkpoints of another program": ("checkpoints/epoch=1.ckpt",),
     "checkpoints of another program in folders": ("checkpoints/step_100/weights.pt", "config.yaml"),
+    "a result": ("result.json", ".lock"),
 }
 
 

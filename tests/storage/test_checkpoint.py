@@ -238,6 +238,13 @@ def test_an_invalid_manifest_is_damage(two: Checkpoints, text: str) -> None:
     assert (two.root / "step_00000002.corrupt").is_dir()
 
 
+def test_damaged_checkpoints_that_were_set_aside_are_kept(two: Checkpoints) -> None:
+    for name in ("step_00000003.corrupt", "step_00000003.corrupt2"):
+        (save_and_wait(two, checkpoint(3)) / "state.pt").write_bytes(b"")
+        assert equals_checkpoint(two.latest(), 2)
+        assert (two.root / name).is_dir()
+
+
 def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> None:
     for step in (1, 2):
         (two.root / f"step_{step:08d}" / "state.pt").write_bytes(b"")
@@ -383,6 +390,9 @@ def test_a_checkpoint_contains_the_config_of_its_run(tmp_path: Path) -> None:
     (path / "state.pt").unlink()
     assert saved_text(path, CONFIG) == text, "the other files do not matter"
     (path / "config.yaml").write_text(text.replace("0.1", "0.2"))
+    with pytest.raises(runner.storage.manifest.DamagedError, match=r"config\.yaml"):
+        saved_text(path, CONFIG)
+    (path / "config.yaml").unlink()
     with pytest.raises(runner.storage.manifest.DamagedError, match=r"config\.yaml"):
         saved_text(path, CONFIG)
     large = save_and_wait(Checkpoints(tmp_path, keep=1, config=config_text({"name": "x" * 1_000_000})), checkpoint(2))

@@ -12,6 +12,7 @@ from helpers.command import TIMEOUT_SECONDS, child_environment, names_left_in
 from helpers.compose import TINY_CPU
 from helpers.handmade_runs import write_run_directory
 
+from runner.commands import COMMANDS
 from runner.storage import run_directory
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -25,7 +26,7 @@ def run_in_shell(command: str, cwd: Path, **variables: str) -> subprocess.Comple
 
 
 @FULL
-@pytest.mark.parametrize("redirected", [">/dev/full", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("redirected", [">/dev/full", "2>/dev/full", "<&- >&- 2>&-"])
 def test_a_run_is_trained_whatever_its_console_is(redirected: str, tmp_path: Path) -> None:
     ended = run_in_shell(f" {' '.join(TINY_CPU)} steps=1 {redirected}", tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -40,9 +41,12 @@ def test_a_run_is_trained_whatever_its_console_is(redirected: str, tmp_path: Pat
 
 
 @FULL
-def test_all_jobs_of_a_sweep_run_whatever_its_console_is_and_it_fails_if_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("redirected", ["2>/dev/full | true", "2>&-"])
+def test_all_jobs_of_a_sweep_run_whatever_its_console_is_and_it_fails_if_one_does(
+    redirected: str, tmp_path: Path
+) -> None:
     words = "steps=1 optimizer.lr=0.1,-1,0.2 sweep.slots=1"
-    ended = run_in_shell(f" -m {' '.join(TINY_CPU)} {words} 2>/dev/full | true", tmp_path)
+    ended = run_in_shell(f" -m {' '.join(TINY_CPU)} {words} {redirected}", tmp_path)
     assert ended.returncode == 2, ended.stderr
     [ledger] = tmp_path.glob("outputs/sweeps/classifier/*/sweep.json")
     states = [job["state"] for job in json.loads(ledger.read_text())["jobs"].values()]
@@ -85,6 +89,29 @@ def test_characters_that_a_console_lacks_are_escaped(command: str, variables: di
     assert ended.stdout.isascii()
     assert ("name: \\xfc\n" in ended.stdout) == ("name" in command)
     assert names_left_in(tmp_path) == set()
+
+
+PRINT_THE_HELP_OF_EACH_COMMAND = """
+import sys
+from runner.commands import COMMANDS
+from runner.commands.start import main
+
+for name in COMMANDS:
+    sys.argv[1:] = [name, "--help"]
+    try:
+        assert main() == 0
+    except SystemExit as ended:
+        assert not ended.code
+"""
+
+
+def test_the_help_of_each_command_is_printed_on_a_console_with_ascii_only(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", PRINT_THE_HELP_OF_EACH_COMMAND]
+    variables = child_environment(PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    ended = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.isascii()
+    assert all(f"runner {name}" in ended.stdout for name in COMMANDS)
 
 
 def test_runs_and_evaluations_go_on_if_what_they_print_is_escaped(tmp_path: Path) -> None:

@@ -242,6 +242,7 @@ def outcomes_with_a_dead_fork_server() -> list[Any]:
 
 
 OWN, OTHERS, DONE = report_of(ValueError("x")), report_of(CONNECTION_CLOSED), Report(value=1)
+LATER = report_of(TypeError("y"))
 
 
 @pytest.mark.parametrize(
@@ -257,6 +258,7 @@ OWN, OTHERS, DONE = report_of(ValueError("x")), report_of(CONNECTION_CLOSED), Re
         ([-6, 1], [None, OTHERS], [], "rank 0 was killed by SIGABRT"),
         # raised
         ([1, 1], [OTHERS, OWN], [], "rank 1 failed: ValueError: x"),
+        ([1, 1], [LATER, OWN], [], "rank 1 failed: ValueError: x"),
         ([1, None], [OWN, None], [1], "rank 0 failed: ValueError: x"),
         # stopped
         ([None, None], [None, None], [1], "rank 1 did not reach"),
