@@ -66,8 +66,12 @@ class EventFile:
         self._path = directory / f"events.out.tfevents.{number:010d}"
         with storage_errors(self._path):
             self._file = self._path.open("xb")
-            self._write(file_version="brain.Event:2")
-            self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+            try:
+                self._write(file_version="brain.Event:2")
+                self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+            except OSError:
+                self.close()
+                raise
 
     def add(self, summary: Summary, step: int = 0) -> None:
         """Write `summary` for the optimizer step `step`. Once written, it is not lost if the process is killed."""

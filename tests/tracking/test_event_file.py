@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import math
 import os
@@ -67,6 +68,16 @@ def test_a_disk_that_fails_raises_a_storage_error_with_the_file(
     assert caught.value.why == "Input/output error"
     assert caught.value.path.name.startswith("events.out.tfevents.")
     file.close()
+
+
+def test_a_file_whose_first_event_cannot_be_written_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(EventFile, "_write", fail)
+    with pytest.raises(StorageError):
+        EventFile(tmp_path, 1)
+    gc.collect()  # pytest makes the warning about an unclosed file an error
 
 
 def test_an_animation_that_cannot_be_written_raises_a_storage_error(tmp_path: Path) -> None:
