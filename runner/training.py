@@ -90,12 +90,14 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
         return result
 
 
-def train_rank(config: dict[str, Any], directory: Path, collectives: Collectives) -> Result:
+def train_rank(
+    config: dict[str, Any], directory: Path, collectives: Collectives, begin: Callable[[], None] = lambda: None
+) -> Result:
     """Train the run of `config` in this process, which a launcher has started; otherwise, like `train`."""
     run = build_run(config)
     session = run.prepare(collectives)
     with LogFile(directory, session.rank):
-        return train(run, session, directory)
+        return train(run, session, directory, begin)
 
 
 def prepare(run: Run, session: Session, directory: Path, with_table: bool = False) -> State:

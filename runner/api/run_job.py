@@ -90,7 +90,7 @@ def trained(run: Run, session: Session, launcher: Launcher, directory: Path, beg
     """
     known, trace = config_hash(run.config), ""
     try:
-        rank_main = partial(train_rank, run.config, directory)
+        rank_main = partial(train_rank, run.config, directory, begin=begin)
         return launcher.launch(partial(train, run, session, directory, begin), rank_main, session, directory)
     except ConfigError:
         raise

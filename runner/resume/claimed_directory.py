@@ -6,10 +6,11 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from functools import cache, partial
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +21,7 @@ from runner.result import Result
 from runner.resume.changed_options import Difference, check_resumable, differences
 from runner.run import Run
 from runner.storage import run_directory
-from runner.storage.files import UnsafeFileError, check_readable, is_locked, renamed_together, sync
+from runner.storage.files import UnsafeFileError, check_readable, is_locked, read_regular, renamed_together, sync
 from runner.storage.manifest import DamagedError, saved_text, verified_manifest
 from runner.storage.saved_config import UnreadableConfigError, parse_config
 from runner.storage.saved_run import (
@@ -51,7 +52,7 @@ class Claim:
     Args:
         has_run: whether there is a run in it; otherwise, it is empty, or a run was killed before it wrote its config.
         result: the values of the `Result` of the run if it has no steps left to do; otherwise None.
-        begin: writes, once, what says that a session with steps to do has begun.
+        begin: writes, once, what says that a session with steps to do has begun; it may be called in any process.
     """
 
     path: Path
@@ -83,13 +84,14 @@ def claimed_directory(
     """
     existing = run_directory.nearest_existing(parent / (name or "")).resolve()
     claim = _to_resume(run, session, parent, name) or _new_directory(parent, name, overrides, existing)
-    claim.begin = cache(partial(_begin, claim, run, overrides))
     begun = False
     with claim.lock:
         try:
             if claim.has_run:
                 _check_checkpoint(claim, run, session)
-            else:
+            if claim.result is None:
+                claim.begin = _beginning(claim, run, overrides)
+            if not claim.has_run:
                 claim.begin()
             begun = True
             yield claim
@@ -121,25 +123,36 @@ def _unwritable(key: str, path: Path, error: OSError) -> ConfigError:
     return ConfigError(key, str(path), f"{error.filename or path} cannot be written ({error.strerror})", remedy)
 
 
-def _begin(claim: Claim, run: Run, overrides: list[str]) -> None:
-    """Write config, overrides and environment, and rename the earlier result and later checkpoints; all, or nothing."""
-    if claim.result is not None:
-        return
-    path = claim.path
+def _beginning(claim: Claim, run: Run, overrides: list[str]) -> Callable[[], None]:
+    """Return `Claim.begin`, which can be pickled, for a session that has steps to do."""
+    about = {"began": datetime.now(UTC).isoformat(), **environment()}
+    text = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
     typed = set(map(override_key, overrides))
-    earlier = [text for text in saved_overrides(path) if override_key(text) not in typed]
-    about = json.dumps(environment(), indent=2, ensure_ascii=False) + "\n"
-    contents = run_directory.config_files(path, run.config, redacted_values([*earlier, *overrides]))
-    superseded = _later_checkpoints(named_checkpoint(run.resume))
-    superseded += [path / run_directory.RESULT] if (path / run_directory.RESULT).exists() else []
+    earlier = [text for text in saved_overrides(claim.path) if override_key(text) not in typed]
+    files = {claim.path / run_directory.ENVIRONMENT: text.encode()}
+    files |= run_directory.config_files(claim.path, run.config, redacted_values([*earlier, *overrides]))
+    key = "resume" if claim.has_run else "output_root"
+    return partial(_begin, claim.path, files, named_checkpoint(run.resume), key)
+
+
+def _begin(path: Path, files: Mapping[Path, bytes], named: Path | None, key: str) -> None:
+    """Write `files`, and rename the earlier result and the checkpoints after `named`; all, or nothing.
+
+    If the files are there, which hold the time of the session, one of its processes has begun it.
+    """
     try:
-        with renamed_together({path / run_directory.ENVIRONMENT: about.encode()} | contents):
+        with suppress(OSError):
+            if all(read_regular(file, len(content)) == content for file, content in files.items()):
+                return
+        superseded = _later_checkpoints(named)
+        superseded += [path / run_directory.RESULT] if (path / run_directory.RESULT).exists() else []
+        with renamed_together(files):
             for current in superseded:
                 os.replace(current, run_directory.free_name(current, "superseded"))
             for folder in {current.parent for current in superseded}:
                 sync(folder)  # a power loss must not leave the new config beside later checkpoints
     except OSError as error:
-        raise _unwritable("resume" if claim.has_run else "output_root", path, error) from None
+        raise _unwritable(key, path, error) from None
 
 
 def _later_checkpoints(checkpoint: Path | None) -> list[Path]:

@@ -135,11 +135,11 @@ def install() -> None:
     TensorSamples.in_order = _with_point_per_item(TensorSamples.in_order, "in evaluation")
 
 
-def _train_rank(*arguments: Any) -> Any:
+def _train_rank(*arguments: Any, **options: Any) -> Any:
     import runner.training
 
     install()
-    return runner.training.train_rank(*arguments)
+    return runner.training.train_rank(*arguments, **options)
 
 
 def _with_points(function: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:

@@ -91,7 +91,7 @@ def limit_file_size(rank: int, num_bytes: int, run: Run, session: Session) -> No
 
 
 def train_with_change(
-    change: Callable[[Run, Session], Any], config: dict[str, Any], directory: Path, process: Collectives
+    change: Callable[[Run, Session], Any], config: dict[str, Any], directory: Path, process: Collectives, **_: Any
 ) -> Result:
     run = build_run(config)
     session = run.prepare(process)
@@ -100,7 +100,7 @@ def train_with_change(
         return train(run, session, directory)
 
 
-def record_attempt_and_fail(config: dict[str, Any], directory: Path, process: Collectives) -> None:
+def record_attempt_and_fail(config: dict[str, Any], directory: Path, process: Collectives, **_: Any) -> None:
     if process.rank == 1:
         with (directory / "attempts").open("a") as file:
             print(os.getpid(), file=file)
@@ -108,7 +108,7 @@ def record_attempt_and_fail(config: dict[str, Any], directory: Path, process: Co
     build_run(config).prepare(process).collectives.barrier()
 
 
-def signal_after_training(config: dict[str, Any], directory: Path, process: Collectives) -> int:
+def signal_after_training(config: dict[str, Any], directory: Path, process: Collectives, **_: Any) -> int:
     """Send SIGUSR1 to this process after training, and return the rank of this process."""
     process.barrier()  # as in training: gloo fails on a rank that still connects when another one exits
     done = threading.Event()
@@ -121,7 +121,7 @@ def signal_after_training(config: dict[str, Any], directory: Path, process: Coll
     return process.rank
 
 
-def rank_infos(config: dict[str, Any], directory: Path, process: Collectives) -> list[dict[str, Any]]:
+def rank_infos(config: dict[str, Any], directory: Path, process: Collectives, **_: Any) -> list[dict[str, Any]]:
     """Return the environment variables, process group and cores that each rank gets."""
     names = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
     own: dict[str, Any] = {name: os.environ.get(name) for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ from helpers.runs import (
     write_images,
 )
 
+from runner.storage.run_directory import read_result
+from runner.storage.saved_run import saved_config
+
 LONG = (*TWO_RANK_DDP, "steps=100000", "save_every=10", "log_every=20", "eval_every=60", "model.dropout=0.1")
 
 
@@ -36,6 +40,19 @@ def test_a_killed_parent_leaves_nothing_behind(moment: str, tmp_path: Path) -> N
     command.signal_processes(signal.SIGKILL)
     assert command.wait_for_all_processes()[0] == -signal.SIGKILL
     wait_until(lambda: not sockets & listening_inodes(), what="left behind")  # the kernel closes them at the very end
+
+
+def test_a_done_run_that_is_resumed_and_killed_is_no_longer_done(tmp_path: Path) -> None:
+    done = Command(tmp_path, *LONG, "steps=10")
+    assert done.wait_for_all_processes()[0] == 0
+    directory = done.single_run_directory
+    command = Command(tmp_path, f"resume={directory}", "steps=100000")
+    wait_until(lambda: (directory / "checkpoints/step_00000020").exists())
+    command.signal_processes(signal.SIGKILL)
+    command.wait_for_all_processes()
+    assert read_result(directory) == {}
+    assert json.loads((directory / "result.json.superseded").read_text())["steps"] == 10
+    assert saved_config(directory).values["steps"] == 100_000
 
 
 @pytest.fixture
