@@ -24,7 +24,7 @@ from helpers.events import scalar_curves
 from helpers.plain_loop import weights_at
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome
 
-import runner.resume.claimed_directory
+import runner.resume.starting_point
 import runner.training
 from runner.parallel.collectives import ProcessGroup
 from runner.result import CrashedError

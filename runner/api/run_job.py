@@ -16,7 +16,7 @@ from runner.parallel.launch.processes import Launcher
 from runner.parallel.launch.supervisor import RankError, report_of
 from runner.parallel.session import Session
 from runner.result import CrashedError, Result
-from runner.resume.claimed_directory import Claim, claimed_directory
+from runner.resume.starting_point import Claim, claimed_directory
 from runner.run import Run, check_same_config, check_used, config_hash
 from runner.storage import run_directory
 from runner.storage.files import write_json

@@ -25,7 +25,7 @@ from helpers.runs import assert_bitwise_equal, run_outcome
 from runner.api.run_job import run_one
 from runner.config.errors import ConfigError
 from runner.parallel.session import Session
-from runner.resume.claimed_directory import claimed_directory
+from runner.resume.starting_point import claimed_directory
 from runner.run import Run, build_run, config_hash
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint_writing import Checkpoints

@@ -1,4 +1,4 @@
-"""Tests of `runner.resume.claimed_directory`: which directory a run uses, and what a refused run leaves in it."""
+"""Tests of `runner.resume.starting_point`: which directory a run uses, and what a refused run leaves in it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepar
 from helpers.handmade_runs import write_config
 from helpers.permissions import enforced_permissions
 
-import runner.resume.claimed_directory
+import runner.resume.starting_point
 import runner.training
 from runner.config.errors import ConfigError
 from runner.config.overrides import resumed, text_override
 from runner.result import Result
-from runner.resume.claimed_directory import claimed_directory
+from runner.resume.starting_point import claimed_directory
 from runner.run import config_hash
 from runner.storage import run_directory
 from runner.storage.files import write_json
@@ -191,7 +191,7 @@ def test_a_stop_while_the_first_files_are_written_undoes_all_changes(
     def stopped() -> None:
         raise SystemExit(75)  # as the handler of a signal does
 
-    monkeypatch.setattr(runner.resume.claimed_directory, "environment", stopped)
+    monkeypatch.setattr(runner.resume.starting_point, "environment", stopped)
     with pytest.raises(SystemExit):
         claim(tmp_path, "optimizer.lr=0.3", f"resume={source}")
     assert content_of(tmp_path) == before

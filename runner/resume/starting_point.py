@@ -1,4 +1,4 @@
-"""Where a run continues: a new run directory, or that of the run to resume, checked and locked."""
+"""Where a run starts: in a new run directory, or in that of the run to resume, checked and locked."""
 
 from __future__ import annotations
 
