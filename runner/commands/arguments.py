@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
             ConfigError: for an unknown flag, a flag with an invalid value, or a word that is not a valid override.
         """
         if self._takes_overrides:
-            self.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="KEY=VALUE or GROUP=OPTION")
+            self.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE or GROUP=OPTION")
         words = sys.argv[1:] if arguments is None else list(arguments)
         for word in words:  # before argparse misses another argument
             flag = word.partition("=")[0]

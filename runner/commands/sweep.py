@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.analysis.output import one_line
-from runner.analysis.saved_runs import is_locked
+from runner.analysis.saved_runs import MeasuredRun, is_locked
 from runner.commands.arguments import Parser
 from runner.config.errors import ConfigError, check
 from runner.storage.files import check_readable
@@ -49,21 +49,25 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
         ledger: the content of the sweep's ledger. Somebody else may have written it; therefore, control characters are
             escaped in the returned lines.
     """
-    jobs = ledger.get("jobs", {})
-    counts = Counter(str(entry.get("state", "")) for entry in jobs.values())
+    jobs, is_running = ledger.get("jobs", {}), is_locked(path)
+    states = {number: str(entry.get("state", "")) for number, entry in jobs.items()}
+    if not is_running:  # if it was killed, its jobs went on
+        began = {number: Path(jobs[number].get("directory", "")).name for number in jobs if states[number] == "running"}
+        states |= {number: MeasuredRun(path / name).state for number, name in began.items()}
+    counts = Counter(states.values())
     parts = [f"{count:,} {state}" for state, count in sorted(counts.items()) if state]
     waiting = num_jobs(ledger) - len(jobs)
     what = ", ".join([*parts, *([f"{waiting:,} not begun"] if waiting else [])]) or "no job has begun"
-    if is_locked(path):
+    if is_running:
         state = f"running, process {ledger.get('pid', 0)}"
     else:
         state = "complete" if ledger.get("complete") else "stopped; its command with resume=auto goes on"
     shown = [f"{path}: {state}", what]
     for number, entry in sorted(jobs.items(), key=lambda item: int(item[0])):
         name = one_line(entry.get("directory") or number)
-        if entry.get("state") == "running":
+        if states[number] in ("running", "killed"):
             shown.append(f"  {name} ({entry.get('slot', '')}): {last_line(console_file(path, int(number)))}")
-        elif entry.get("state") in _FAILED:
+        elif states[number] in _FAILED:
             error = str(entry.get("error", "")).strip().partition("\n")[0]
-            shown.append(f"  {name}: {entry['state']}{f': {error}' if error else ''}")
+            shown.append(f"  {name}: {states[number]}{f': {error}' if error else ''}")
     return [printable(line) for line in shown]

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -209,12 +210,18 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
     try:
         # Of text alone, without blank lines left out, so that errors can name the line and show the cell.
         options = {"dtype": str, "na_filter": False, "skipinitialspace": True, "skip_blank_lines": False}
-        frame = pandas.read_csv(io.BytesIO(_content(path)), sep=delimiter, encoding="utf-8-sig", **options)
+        options |= {"sep": delimiter, "encoding": "utf-8-sig"}
+        content = _content(path)
+        first = pandas.read_csv(io.BytesIO(content), header=None, nrows=1, **options)
+        frame = pandas.read_csv(io.BytesIO(content), **options)
     except (ValueError, pandas.errors.ParserError) as error:  # ValueError: no text, or no columns
         why = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
         raise refuse(f"it is not a CSV file: {why}") from None
     if not isinstance(frame.index, pandas.RangeIndex):
         raise refuse("its rows have more cells than its first line has names")
+    counts = Counter(str(name).strip() for name in first.iloc[0])
+    if twice := next((name for name, count in counts.items() if name and count > 1), ""):
+        raise refuse(f"its first line has the name {twice!r} more than once", "give each column its own name")
     frame.columns = names = [str(name).strip() for name in frame.columns]
     frame = frame[(frame != "").any(axis=1)]  # the index stays that of the lines
     named = [name for name in names if not _NAMELESS.fullmatch(name)]

@@ -16,7 +16,7 @@ from runner.storage.ledger_file import read_ledger
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """The directory of a sweep that was stopped: a job is done, one has crashed, one was running."""
+    """The directory of a sweep that was killed: a job is done, one has crashed, one was running."""
     path = tmp_path / "outputs" / "sweeps" / "a" / "now"
     (path / "console").mkdir(parents=True)
     (path / "console" / "002.txt").write_text("step 5\nstep 6 \x1b[31m\n")
@@ -37,10 +37,13 @@ def write(path: Path, **changes: Any) -> None:
 def test_the_state_of_the_sweep_and_of_its_jobs_is_shown(sweep: Path) -> None:
     assert lines(sweep, read_ledger(sweep)) == [
         f"{sweep}: stopped; its command with resume=auto goes on",
-        "1 crashed, 1 done, 1 running",
+        "1 crashed, 1 done, 1 killed",
         "  001-seed=1: crashed: why",
         "  002-seed=2 (core 1): step 6 \\x1b[31m",
     ]
+    (sweep / "002-seed=2").mkdir()
+    (sweep / "002-seed=2" / "result.json").write_text('{"status": "done", "steps": 6}')
+    assert lines(sweep, read_ledger(sweep))[1:] == ["1 crashed, 2 done", "  001-seed=1: crashed: why"]
     write(sweep, complete=True, jobs={})
     assert lines(sweep, read_ledger(sweep)) == [f"{sweep}: complete", "no job has begun"]
     with (sweep / ".lock").open("w") as lock:

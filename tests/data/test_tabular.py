@@ -171,6 +171,7 @@ def test_batches_of_any_tensors_are_rows_in_the_order_of_the_stream(kind: torch.
         ("x,y\n1,2,3\n4,5,6\n", "its rows have more cells than its first line has names"),
         ('x,y\n"1,2\n', "it is not a CSV file: EOF inside string"),
         ("x\n1\n", "its first line has the columns ['x']"),
+        ("x, x,y\n1,2,3\n", "its first line has the name 'x' more than once"),
         ("", "it is not a CSV file: No columns to parse from file"),
         ("x,y\n", "it has no line but the first"),
         ("x,y\n1,2\n", "1 of 1 samples would be held out"),
