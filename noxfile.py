@@ -48,6 +48,6 @@ def integrations(session: nox.Session) -> None:
         "integrations",
         "tracking/test_trackers.py",
         "sweep/engines/test_ray.py",
-        "commands/test_export_program.py",
+        "commands/test_convert.py",
     ]
     session.run("pytest", *(f"tests/{each}" for each in tests), env={"RUNNER_INTEGRATIONS": "1"})

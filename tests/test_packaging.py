@@ -41,3 +41,9 @@ def test_the_constraints_pin_what_is_tested_here():
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE))
     for name in ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "safetensors", "pytest"):
         assert Version(Version(version(name)).public) == Version(pins[name]), name
+
+
+def test_the_integration_tests_are_where_nox_looks_for_them() -> None:
+    names = re.findall(r'"([a-z_/]+\.py)"', (ROOT / "noxfile.py").read_text(encoding="utf-8"))
+    assert names
+    assert [name for name in names if not (ROOT / "tests" / name).exists()] == []
