@@ -121,9 +121,8 @@ class Hogwild(MultiProcess):
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         assert isinstance(session.collectives, SharedMemoryCollectives)
         self._updates = session.collectives.updates
-        self._step_start: tuple[int, list[torch.Tensor]] | None = (
-            None  # updates by all workers, and some copies of weights
-        )
+        # at the start of a step: updates by all workers, and copies of the weights if the distance is measured
+        self._step_start: tuple[int, list[torch.Tensor]] | None = None
         self._staleness = [0.0] * 4  # updates by others, steps; sum and number of distances
         model = super()._place(model, session)
         start = 0

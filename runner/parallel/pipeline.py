@@ -160,10 +160,8 @@ class Pipeline(Partition, MultiProcess):
                 why = f"process {session.rank} has nothing to train"
                 raise ConfigError("parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
         move(model, session.device, session.channels_last)
-        sent, autocast = (
-            [None, *(passed if self.in_processes else [None] * len(passed)), None],
-            session.precision.autocast,
-        )
+        sent = [None, *(passed if self.in_processes else [None] * len(passed)), None]
+        autocast = session.precision.autocast
         placed = {i: StageModule(stages[i], sent[i], sent[i + 1], autocast) for i in numbers}
         if 0 in placed:
             session.precision.convert(placed[0])  # the inputs are passed to the first stage, not to the whole network

@@ -126,10 +126,10 @@ def _unwritable(key: str, path: Path, error: OSError) -> ConfigError:
 def _beginning(claim: Claim, run: Run, overrides: list[str]) -> Callable[[], None]:
     """Return `Claim.begin`, which can be pickled, for a session that has steps to do."""
     about = {"began": datetime.now(UTC).isoformat(), **environment()}
-    text = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
+    content = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
     typed = set(map(override_key, overrides))
     earlier = [text for text in saved_overrides(claim.path) if override_key(text) not in typed]
-    files = {claim.path / run_directory.ENVIRONMENT: text.encode()}
+    files = {claim.path / run_directory.ENVIRONMENT: content.encode()}
     files |= run_directory.config_files(claim.path, run.config, redacted_values([*earlier, *overrides]))
     key = "resume" if claim.has_run else "output_root"
     return partial(_begin, claim.path, files, named_checkpoint(run.resume), key)

@@ -125,9 +125,8 @@ def test_a_ctrl_c_in_a_terminal_stops_the_run_once(cold: Callable[..., Any], tmp
 
 def test_a_second_ctrl_c_ends_the_run_without_saving(tmp_path: Path) -> None:
     command = Command(tmp_path, *LONG).wait_for_checkpoint()
-    command.signal_processes(
-        signal.SIGSTOP, command.wait_for_rank_pids()[1]
-    )  # so that the ranks cannot finish their step
+    stopped = command.wait_for_rank_pids()[1]  # so that the ranks cannot finish their step
+    command.signal_processes(signal.SIGSTOP, stopped)
     command.signal_processes(signal.SIGINT)
     wait_until(lambda: "SIGINT: finishing the step" in command.console)
     command.signal_processes(signal.SIGINT)
