@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 import traceback
@@ -13,7 +14,7 @@ from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, wrapp
 from runner.config.options import root_keys
 from runner.config.other_names import type_instead
 from runner.config.overrides import checked_override, override_value
-from runner.system.exit_codes import CRASHED, REFUSED
+from runner.system.exit_codes import CRASHED, INTERRUPTED, REFUSED
 from runner.system.secrets import redacted
 from runner.system.utf8 import printable
 
@@ -101,6 +102,26 @@ def check_not_resumed(overrides: Sequence[str], instead: str = "leave it out, an
     value = override_value(overrides, "resume")
     why = "this subcommand composes a config, and does not resume a run"
     check(value in (None, "auto", "never"), "resume", value, why, instead)
+
+
+Main = Callable[[Sequence[str] | None], int]
+"""The function of a subcommand: it takes the words of its command line, and returns the exit code."""
+
+
+def command(main: Main) -> Callable[..., int]:
+    """Decorate the function of a subcommand so that it prints its errors, and returns their exit code."""
+
+    @functools.wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        try:
+            return main(arguments)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except Exception as error:
+            return report_error(error)
+
+    return run
 
 
 def report_error(error: Exception) -> int:

@@ -16,19 +16,16 @@ from rich.console import Console
 
 from runner.analysis.comparison import Comparison
 from runner.analysis.tables import as_csv, as_json, markdown, terminal
-from runner.commands.arguments import Parser
-from runner.config.errors import ConfigError, check
+from runner.commands.arguments import Parser, command
+from runner.config.errors import check
 from runner.storage.files import check_readable
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
-    try:
-        options = _parser().parsed(arguments)
-        comparison = Comparison(existing(options.paths), options.metric, options.sort)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Print a table of runs."""
+    options = _parser().parsed(arguments)
+    comparison = Comparison(existing(options.paths), options.metric, options.sort)
     if options.format is None:
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(terminal(comparison, console.width))

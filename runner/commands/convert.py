@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from safetensors.torch import save as safetensors_bytes
 
 from runner.analysis.output import check_writable
 from runner.api.saved import load
-from runner.commands.arguments import Parser
+from runner.commands.arguments import Parser, command
 from runner.commands.export_program import PROGRAMS, export_program
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import text_override
@@ -30,13 +29,14 @@ from runner.model.weights import read_weights
 from runner.storage.files import check_readable, write_bytes
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.manifest import SIGNATURE
-from runner.system.exit_codes import DONE, REFUSED
+from runner.system.exit_codes import DONE
 
 _WEIGHTS = (".safetensors", ".pt", ".pth")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Write the file that the command line names, and print what it has."""
     parser = Parser("convert", __doc__)
     parser.add_argument("source", metavar="SOURCE", help="a run directory, or a file of weights")
     formats = "weights: a .safetensors file, or a state dict as .pt or .pth; the model as a program: .pt2 or .onnx"
@@ -45,13 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prefix_help = "prefix names with module., as DataParallel does"
     parser.add_argument("--module-prefix", action="store_true", help=prefix_help)
     parser.add_argument("--force", action="store_true", help="replace DESTINATION if it exists")
-    try:
-        options = parser.parsed(arguments)
-        said = _convert(options.source, options.destination, options.checkpoint, options.module_prefix, options.force)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    print(said)
+    options = parser.parsed(arguments)
+    print(_convert(options.source, options.destination, options.checkpoint, options.module_prefix, options.force))
     return DONE
 
 

@@ -6,7 +6,6 @@ Which parallel mode is the fastest here depends on the config: `python -m runner
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,11 +14,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from runner.analysis.output import print_report
-from runner.commands.arguments import Parser
-from runner.config.errors import ConfigError
+from runner.commands.arguments import Parser, command
 from runner.config.options import description, option_files
 from runner.system.cpu import usable_cores
-from runner.system.exit_codes import DONE, REFUSED
+from runner.system.exit_codes import DONE
 from runner.system.gpu import lacks_kernels
 from runner.system.provenance import collect_findings, environment
 from runner.system.tables import pairs, table
@@ -27,21 +25,14 @@ from runner.system.tables import pairs, table
 PRECISIONS = ("32", "tf32", "64", "bf16", "16")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a report on this machine as tables, or with `--json` as one JSON object; return the exit code."""
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Print a report on this machine as tables, or with `--json` as one JSON object."""
     parser = Parser("doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    try:
-        options = parser.parsed(arguments)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
+    options = parser.parsed(arguments)
     print_report(gather(), options.json, render)
     return DONE
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
 
 
 def gather() -> dict[str, Any]:

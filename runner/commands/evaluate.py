@@ -14,28 +14,26 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from runner.commands.arguments import Parser, report_error
+from runner.commands.arguments import Parser, command
 from runner.system.exit_codes import DONE
 from runner.tracking.log_file import LogFile
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluate the checkpoint that the command line names, print its metrics, and return the exit code."""
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Evaluate the checkpoint that the command line names, and print its metrics."""
     parser = Parser("evaluate", __doc__, overrides=True, config_dir=False)
     parser.add_run()
     splits = "val: the held-out samples; test: those in test/ (default: val, and all of other data)"
     parser.add_argument("--split", metavar="train|val|test|all", help=splits)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    try:
-        options = parser.parsed(arguments)
-        from runner.api.evaluation import evaluate_checkpoint
-        from runner.api.saved import load
+    options = parser.parsed(arguments)
+    from runner.api.evaluation import evaluate_checkpoint
+    from runner.api.saved import load
 
-        checkpoint = load(options.run).checkpoint(options.checkpoint)
-        with LogFile(None):  # on the console: which files are ignored, for example
-            evaluation = evaluate_checkpoint(checkpoint, options.overrides, options.split)
-    except Exception as error:
-        return report_error(error)
+    checkpoint = load(options.run).checkpoint(options.checkpoint)
+    with LogFile(None):  # on the console: which files are ignored, for example
+        evaluation = evaluate_checkpoint(checkpoint, options.overrides, options.split)
     if options.json:
         step = int(checkpoint.name.removeprefix("step_"))
         print(json.dumps({"checkpoint": str(checkpoint), "step": step, **evaluation._asdict()}, indent=2))

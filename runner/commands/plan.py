@@ -15,42 +15,25 @@ Exit codes: 0: planned. 1: the plan crashed. 2: the config is refused. 3: planne
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.commands.arguments import Parser, check_not_resumed, report_error
+from runner.commands.arguments import Parser, check_not_resumed, command
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import replaced
+from runner.system.exit_codes import DONE
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*((?:[KMGT]I?)?)B?", re.IGNORECASE)
 DOES_NOT_FIT = 3
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan of the config that the arguments compose, and return the exit code."""
-    try:
-        options = parsed(arguments)
-        report = plan(options.overrides, options.config_dir, options.devices, options.memory, options.run)
-    except Exception as error:
-        return report_error(error)
-    from runner.analysis.output import print_report
-    from runner.planning.report_tables import render
-
-    print_report(report, options.json, render)
-    return 0 if report["fits"] is not False else DOES_NOT_FIT
-
-
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the flags and the overrides; `memory` is a number of bytes, and `run` is the path RUN or None.
-
-    Raises:
-        ConfigError: for an unknown flag, a word that is not a valid override, or a value that is out of range.
-    """
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Print the plan of the config that the arguments compose."""
     parser = Parser("plan", __doc__, overrides=True)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--devices", type=int, help="number of devices of the machine (default: those of this machine)")
@@ -58,17 +41,21 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parsed(arguments, _is_path)
     for word in options.paths[1:]:
         raise ConfigError("RUN", word, "only one run is planned", "leave it out")
-    options.run = Path(options.paths[0]) if options.paths else None
     check_not_resumed(options.overrides, "name the run directory itself: python -m runner plan RUN")
     known = options.devices is None or 1 <= options.devices <= 4096
     check(known, "--devices", options.devices, "it is not from 1 to 4096", "--devices 8")
+    memory = None
     if options.memory is not None:
         match = _SIZE.fullmatch(options.memory.strip())
-        value = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+        memory = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
         why = "it is not a number of bytes from a million, with or without a unit"
-        check(1e6 <= value < 1e30, "--memory", options.memory, why, "--memory 80GB or 80e9")
-        options.memory = value
-    return options
+        check(1e6 <= memory < 1e30, "--memory", options.memory, why, "--memory 80GB or 80e9")
+    report = plan(options.overrides, options.config_dir, options.devices, memory, *map(Path, options.paths))
+    from runner.analysis.output import print_report
+    from runner.planning.report_tables import render
+
+    print_report(report, options.json, render)
+    return DOES_NOT_FIT if report["fits"] is False else DONE
 
 
 def _is_path(word: str) -> bool:

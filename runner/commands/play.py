@@ -16,15 +16,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from runner.analysis.output import check_writable, write_or_refuse
-from runner.commands.arguments import Parser, report_error
+from runner.commands.arguments import Parser, command
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.seeds import derive
-from runner.system.exit_codes import DONE, INTERRUPTED
+from runner.system.exit_codes import DONE
 
 if TYPE_CHECKING:
     import torch
 
-    from runner.api.saved import SavedRun
     from runner.env.base import Env
     from runner.env.vector import Vector
 
@@ -35,40 +34,29 @@ _FRAMES_PER_SECOND = 25
 """The approximate frame rate of a film. Frames are left out if the environment renders more of them per second."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Play as the command line says, and return the exit code."""
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Play as the command line says."""
     parser = Parser("play", __doc__, overrides=True, config_dir=False)
     parser.add_run("the run directory of an agent")
     parser.add_argument("--episodes", metavar="N", type=int, default=1, help="number of episodes (default: 1)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the initial states (default: 0)")
     parser.add_argument("--film", metavar="FILE.gif", help="write a film instead of showing a window")
-    try:
-        options = parser.parsed(arguments)
-        check(options.episodes >= 1, "--episodes", options.episodes, "nothing would be played", "use --episodes 1")
-        check_writable("--film", options.film, ".gif")
-        from runner.api.saved import load
-
-        run = load(options.run)
-        env = _environment(run, options.checkpoint, options.overrides)
-        model = run.model(options.checkpoint, options.overrides)
-        _play(env, model, options.seed, options.episodes, options.film)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except Exception as error:
-        return report_error(error)
-    return DONE
-
-
-def _environment(run: SavedRun, checkpoint: str, overrides: Sequence[str]) -> Env:
-    """Return the environment of the agent of `run`, with `Env.prepare` already called."""
+    options = parser.parsed(arguments)
+    check(options.episodes >= 1, "--episodes", options.episodes, "nothing would be played", "use --episodes 1")
+    check_writable("--film", options.film, ".gif")
+    from runner.api.saved import load
     from runner.workloads.dqn.workload import DQN
 
-    workload = run.on_one_device(checkpoint, overrides).workload
+    run = load(options.run)
+    workload = run.on_one_device(options.checkpoint, options.overrides).workload
     if not isinstance(workload, DQN):
         why = f"it is a run of workload={type(workload).__name__.lower()}, and only agents play"
         raise ConfigError("directory", str(run.directory), why, "name a run of workload=dqn")
     workload.prepare()
-    return workload.env
+    model = run.model(options.checkpoint, options.overrides)
+    _play(workload.env, model, options.seed, options.episodes, options.film)
+    return DONE
 
 
 def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: str | None) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from runner.analysis.comparison import MEASURES, Comparison
 from runner.analysis.saved_runs import REPEATS
 from runner.analysis.tables import PLOTTED, as_csv, csv_text, terminal
-from runner.commands.arguments import Parser
+from runner.commands.arguments import Parser, command
 from runner.commands.compare import existing, parser_of_runs
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import as_typed, typed_path
@@ -30,16 +30,13 @@ _MARK = ".runner-plot"
 """A file that marks a directory that this command has written."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
-    try:
-        options = _parser().parsed(arguments)
-        paths = existing(options.paths)
-        common = paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
-        plot(paths, Path(os.path.expanduser(options.out)) if options.out else common / "plots", options.metric)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Draw the figures of a sweep."""
+    options = _parser().parsed(arguments)
+    paths = existing(options.paths)
+    common = paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
+    plot(paths, Path(os.path.expanduser(options.out)) if options.out else common / "plots", options.metric)
     return 0
 
 

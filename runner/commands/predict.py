@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.analysis.output import check_writable, csv_row, one_line, write_or_refuse
-from runner.commands.arguments import Parser, report_error
+from runner.commands.arguments import Parser, command
 from runner.config.errors import ConfigError, check
-from runner.storage.files import write_json, write_text
+from runner.storage.files import write_text
 from runner.system.exit_codes import DONE
 from runner.system.utf8 import printable
 
@@ -28,47 +29,34 @@ _MAX_IMAGES = 36
 """The maximum number of images in a grid."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, 2 after a config error, or 1 after any other error."""
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Print the predictions for the images that the command line names."""
     parser = Parser("predict", __doc__)
     parser.add_run()
     parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, or directories of images")
     parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
-    parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     parser.add_argument("--grid", metavar="FILE.png", help=f"also draw the first {_MAX_IMAGES} images")
-    try:
-        options = parser.parsed(arguments)
-        for flag, suffix in (("csv", ""), ("json", ""), ("grid", ".png")):
-            check_writable(f"--{flag}", getattr(options, flag), suffix)
-        from runner.api.saved import load
+    options = parser.parsed(arguments)
+    check_writable("--csv", options.csv)
+    check_writable("--grid", options.grid, ".png")
+    from runner.api.saved import load
 
-        run = load(options.run)
-        predictions = run.predict(options.files, options.checkpoint)
-        rows = [_row(each) for each in predictions]
-        writers: dict[str, Callable[[Path], None]] = {
-            "csv": lambda path: write_text(path, _as_csv(rows)),
-            "json": lambda path: write_json(path, rows),
-            "grid": lambda path: _write_grid(path, run, options.checkpoint, predictions),
-        }
-        inputs = {os.path.realpath(each.file) for each in predictions}
-        for flag, write in writers.items():
-            path = getattr(options, flag)
-            if path and os.path.realpath(os.path.expanduser(path)) in inputs:
-                raise ConfigError(f"--{flag}", path, "it is one of the files to predict", "name another file")
-            write_or_refuse(f"--{flag}", path, write)
-    except Exception as error:
-        return report_error(error)
-    print(_as_table(predictions))
+    run = load(options.run)
+    predictions = run.predict(options.files, options.checkpoint)
+    rows = [
+        {"file": printable(each.file), "class": each.label, "probability": each.probability, "error": each.error}
+        for each in predictions
+    ]
+    inputs = {os.path.realpath(each.file) for each in predictions}
+    for flag, path in (("--csv", options.csv), ("--grid", options.grid)):
+        if path and os.path.realpath(os.path.expanduser(path)) in inputs:
+            raise ConfigError(flag, path, "it is one of the files to predict", "name another file")
+    write_or_refuse("--csv", options.csv, lambda path: write_text(path, _as_csv(rows)))
+    write_or_refuse("--grid", options.grid, lambda path: _write_grid(path, run, options.checkpoint, predictions))
+    print(json.dumps(rows, indent=2) if options.json else _as_table(predictions))
     return DONE
-
-
-def _row(prediction: Prediction) -> dict[str, Any]:
-    return {
-        "file": printable(prediction.file),
-        "class": prediction.label,
-        "probability": prediction.probability,
-        "error": prediction.error,
-    }
 
 
 def _as_csv(rows: list[dict[str, Any]]) -> str:

@@ -22,95 +22,69 @@ be saved. 2: the config is refused, or the budget is too small.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from runner.commands.arguments import Parser, check_not_resumed, report_error
+from runner.commands.arguments import Parser, check_not_resumed, command
 from runner.config.errors import ConfigError, check
 from runner.system.exit_codes import CRASHED, DONE, REFUSED
+
+if TYPE_CHECKING:
+    from runner.run import Run
 
 _SAVING_SECONDS = 5.0
 """The part of the budget that is kept for ending the last trials, writing the files, and exiting."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Tune the config of the command line, print the result, and return the exit code."""
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Tune the config of the command line, write the result to a new directory, and print it."""
     began = time.perf_counter()
-    try:
-        options, overrides = parsed(arguments)
-        from runner.planning.trial import TooLateError, TrialError
-
-        try:
-            report = tuned(overrides, options, began)
-        except TooLateError as error:
-            why = f"{error.why}: that is too little time to measure the config itself"
-            raise ConfigError("--budget", options.budget, why, "type a larger one, or a smaller batch_size") from None
-        except TrialError as error:
-            print(f"{'' if error.refused else 'the config cannot be trained: '}{error.why}", file=sys.stderr)
-            return REFUSED if error.refused else CRASHED
-    except Exception as error:
-        return report_error(error)
-    from runner.analysis.output import print_report
-    from runner.planning.tune import render
-
-    print_report(report, options.json, render)
-    return DONE if report["directory"] else CRASHED
-
-
-def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags and the overrides; in the flags, `allow` is a list of keys of `candidates.RESULTS`.
-
-    Raises:
-        ConfigError: for an unknown flag, a word that is not a valid override, or a value that is out of range.
-    """
     parser = Parser("tune", __doc__, overrides=True)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds that the command may take (default: 60)")
     parser.add_argument("--allow", default="", help="rounding, 16bit, statistics, asynchronous; several with commas")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parsed(arguments)
-    check_not_resumed(options.overrides)
+    overrides, config_dir = options.overrides, options.config_dir
+    check_not_resumed(overrides)
     if not 1 <= options.budget <= 86_400:
         raise ConfigError("--budget", options.budget, "it is not from 1 to 86,400 seconds", "--budget 60")
-    from runner.planning.candidates import PERMISSIONS
-
-    options.allow = [name.strip() for name in options.allow.split(",") if name.strip()]
-    for name in options.allow:
-        check(name in PERMISSIONS, "--allow", name, "it is not a kind of results", ", ".join(PERMISSIONS))
-    return options, options.overrides
-
-
-def tuned(overrides: Sequence[str], options: argparse.Namespace, began: float) -> dict[str, Any]:
-    """Find the fastest way to train a config, write the result to a new directory, and return it as plain values.
-
-    The budget counts from `began`, a value of `time.perf_counter()`. `directory` is None, after a message on standard
-    error, if the result cannot be saved.
-
-    Raises:
-        ConfigError: if the config is refused.
-        TrialError: if the config cannot be trained, or its first steps take longer than the budget.
-    """
+    from runner.analysis.output import print_report
     from runner.api.composing import compose
-    from runner.planning.tune import tune, write
+    from runner.planning.candidates import PERMISSIONS
+    from runner.planning.trial import TooLateError, TrialError
+    from runner.planning.tune import render, tune, write
     from runner.run import build_run, check_used
+
+    allowed = [name.strip() for name in options.allow.split(",") if name.strip()]
+    for name in allowed:
+        check(name in PERMISSIONS, "--allow", name, "it is not a kind of results", ", ".join(PERMISSIONS))
 
     def said(line: str) -> None:
         if not options.json:
             print(line, file=sys.stderr, flush=True)
 
-    def build(more: Sequence[str]) -> Any:
-        return build_run(dict(compose([*overrides, *more], config_dir=options.config_dir)))
+    def build(more: Sequence[str]) -> Run:
+        return build_run(dict(compose([*overrides, *more], config_dir=config_dir)))
 
     run = build(())
     check_used(run, overrides)
     seconds = options.budget - _SAVING_SECONDS - (time.perf_counter() - began)
-    flags = {"config_dir": options.config_dir, "budget": options.budget, "allowed": options.allow}
-    found = tune(build, overrides, seconds, options.allow, said, options.config_dir)
-    report = {"typed": list(overrides)} | flags | found
     try:
-        return report | {"directory": str(write(report, run.output_root))}
+        found = tune(build, overrides, seconds, allowed, said, config_dir)
+    except TooLateError as error:
+        why = f"{error.why}: that is too little time to measure the config itself"
+        raise ConfigError("--budget", options.budget, why, "type a larger one, or a smaller batch_size") from None
+    except TrialError as error:
+        print(f"{'' if error.refused else 'the config cannot be trained: '}{error.why}", file=sys.stderr)
+        return REFUSED if error.refused else CRASHED
+    flags = {"config_dir": config_dir, "budget": options.budget, "allowed": allowed}
+    report, directory = {"typed": list(overrides)} | flags | found, None
+    try:
+        directory = str(write(report, run.output_root))
     except (OSError, ConfigError) as error:  # what has taken a minute to measure is printed all the same
         print(f"the result cannot be saved: {error}", file=sys.stderr)
-        return report | {"directory": None}
+    print_report(report | {"directory": directory}, options.json, render)
+    return DONE if directory else CRASHED

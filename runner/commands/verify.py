@@ -50,8 +50,13 @@ _HEADLINES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare the config of the command line with its reference, print the result, and return the exit code."""
+    parser = Parser("verify", __doc__, overrides=True)
+    parser.add_argument("--steps", type=int, default=3, help="number of optimizer steps (default: 3)")
     try:
-        outcome = verify(*parsed(arguments))
+        options = parser.parsed(arguments)
+        check(options.steps > 0, "--steps", options.steps, "there is nothing to compare", "--steps 3")
+        check_not_resumed(options.overrides)
+        outcome = verify(options.overrides, options.steps, options.config_dir)
     except Exception as error:
         if report_error(error) == REFUSED:
             return REFUSED
@@ -62,16 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     headline, reason = _HEADLINES[outcome.verdict], outcome.reason
     print(f"{headline}: {reason}" if outcome.verdict is UNJUDGED else "\n".join(filter(None, (headline, reason))))
     return outcome.verdict
-
-
-def parsed(arguments: Sequence[str] | None) -> tuple[list[str], int, str | None]:
-    """Return the overrides, the number of steps, and the directory in `--config-dir` (None without this flag)."""
-    parser = Parser("verify", __doc__, overrides=True)
-    parser.add_argument("--steps", type=int, default=3, help="number of optimizer steps (default: 3)")
-    options = parser.parsed(arguments)
-    check(options.steps > 0, "--steps", options.steps, "there is nothing to compare", "--steps 3")
-    check_not_resumed(options.overrides)
-    return options.overrides, options.steps, options.config_dir
 
 
 def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = None) -> Outcome:

@@ -127,7 +127,7 @@ def write(report: dict[str, Any], output_root: str) -> Path:
 
 
 def render(report: dict[str, Any]) -> Group:
-    """Render `report`, the result of `runner.commands.tune.tuned`, as tables."""
+    """Render `report`, what `runner tune --json` prints, as tables."""
     rows, others = [], defaultdict(list)
     for row in report["rows"]:
         name = " ".join(row["overrides"]) or "the baseline"

@@ -1,4 +1,4 @@
-"""Tests of `runner runs`: the lists of runs and sweeps."""
+"""Tests of `runner runs`: the list of runs."""
 
 from __future__ import annotations
 
@@ -93,16 +93,6 @@ def test_a_run_that_holds_its_lock_is_running(outputs: Path, capsys: pytest.Capt
     assert names(capsys, "--status", "running") == []
 
 
-def test_sweeps_are_listed_instead_of_runs(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (entry,) = listed(capsys, "--sweeps")
-    assert (entry["directory"], entry["status"]) == ("outputs/sweeps/s/2026", "unfinished")
-    assert (entry["jobs_done"], entry["jobs"], entry["metric"], entry["best"]) == (1, 3, "eval/accuracy", 0.8)
-    held = lock(outputs / "sweeps" / "s" / "2026")
-    assert held is not None
-    assert listed(capsys, "--sweeps", "--status", "running")[0]["directory"] == entry["directory"]
-    held.close()
-
-
 def test_config_directories_and_symbolic_links_are_not_listed_as_runs(
     outputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +117,6 @@ def test_config_directories_and_symbolic_links_are_not_listed_as_runs(
     [
         (["absent"], "PATH: got 'absent': there is no such directory\n"),
         (["--status", "done,crahsed"], "--status: got 'crahsed': there is no such status\n  did you mean crashed?"),
-        (["--sweeps", "--status", "killed"], "--status: got 'killed': there is no such status\n"),
         (["--older", "soon"], "--older: got 'soon': it is not a duration\n  a number and s, m, h, d or w"),
         (["--older=-1d"], "--older: got '-1d'"),
         (["x" * 300], "PATH: got 'xxx"),

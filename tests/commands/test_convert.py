@@ -238,7 +238,7 @@ def test_a_symbolic_link_instead_of_the_checkpoints_directory_is_refused(
     for choice in ("best", "last", "3"):
         output = refusal(capsys, run, "out.pt", f"--checkpoint={choice}")
         assert output.startswith("checkpoint: got '")
-        assert "it is a symbolic link, which is not followed\n" in output
+        assert "it is a symbolic link" in output
 
 
 def test_weights_that_the_manifest_does_not_list_are_not_opened(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

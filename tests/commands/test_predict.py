@@ -40,15 +40,15 @@ def run(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runn
 
 
 def test_the_files_and_the_table_have_every_prediction(run: runner.SavedRun, capsys: Told) -> None:
-    flags = ["--csv", "p.csv", "--json", "p.json", "--grid", "p.png"]
-    assert predict.main([str(run.directory), "photos/val", *flags]) == 0
+    assert predict.main([str(run.directory), "photos/val", "--csv", "p.csv", "--grid", "p.png"]) == 0
+    broken, *lines = capsys.readouterr().out.splitlines()
+    assert predict.main([str(run.directory), "photos/val", "--json"]) == 0
     wanted = run.predict("photos/val")
-    rows = json.loads(Path("p.json").read_text())
+    rows = json.loads(capsys.readouterr().out)
     assert [tuple(row.values()) for row in rows] == [(e.file, e.label, e.probability, e.error) for e in wanted]
     with Path("p.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [{**row, "probability": float(row["probability"])} for row in table] == rows
-    broken, *lines = capsys.readouterr().out.splitlines()
     assert broken.split(None, 1)[1].startswith("photos/val/broken.png: ValueError: it is not an image")
     assert [line.split() for line in lines] == [[e.label, f"{e.probability:.1%}", e.file] for e in wanted[1:]]
     with Image.open("p.png") as picture:
@@ -60,7 +60,7 @@ def test_class_names_are_escaped_in_the_terminal_and_in_csv(run: runner.SavedRun
     signature = json.loads((path / "model.json").read_text())
     (path / "model.json").write_text(json.dumps(signature | {"classes": ["=1\x1b[31ma\nb\ud800", "=2" + "x" * 90_000]}))
     rewrite_manifest(path)
-    assert predict.main([str(run.directory), "photos/val", "--csv", "p.csv", "--json", "p.json"]) == 0
+    assert predict.main([str(run.directory), "photos/val", "--csv", "p.csv"]) == 0
     shown = capsys.readouterr().out
     with Path("p.csv").open(newline="") as file:
         assert {row["class"][:2] for row in csv.DictReader(file) if row["class"]} == {"'="}, "no formula either"
@@ -77,11 +77,11 @@ def test_mistakes_are_refused_with_the_key(run: runner.SavedRun, capsys: Told) -
         ("nowhere.png",): "FILES",
         ("photos/val", "--checkpoint", "3"): "checkpoint",
         ("photos/val", "--csv", "empty"): "--csv",
-        ("photos/val", "--json", "nowhere/p.json"): "--json",
+        ("photos/val", "--csv", "nowhere/p.csv"): "--csv",
         ("photos/val", "--grid", "p.gif"): "--grid",
         ("photos/val", "--csv", "/dev/stdout"): "--csv",
         ("photos/val", "--csv", "link.csv"): "--csv",
-        ("photos/val", "--json", "photos/val/broken.png"): "--json",
+        ("photos/val", "--grid", "photos/val/cat/0.png"): "--grid",
         ("photos/val/broken.png", "--grid", "p.png"): "--grid",
     }.items():
         assert predict.main([str(run.directory), *words]) == 2
