@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,7 +29,6 @@ class MultiProcess(Parallel, ABC):
     processes: int | str = "auto"
     timeout: float = 300.0
     max_restarts: int = 0
-    port: int | None = None
 
     collectives_class: ClassVar[type[ProcessGroup]] = ProcessGroup
 
@@ -40,7 +40,6 @@ class MultiProcess(Parallel, ABC):
             raise ConfigError("processes", self.processes, why, "parallel.processes=2")
         check_range(self, "timeout", least=1, most=86_400)
         check_range(self, "max_restarts", least=0, most=1000)
-        check_range(self, "port", least=1, most=65_535)
 
     @property
     def in_processes(self) -> bool:
@@ -65,8 +64,9 @@ class MultiProcess(Parallel, ABC):
         try:
             device = self._device_of_rank(choice, rank_info.local_rank)
         except ConfigError as error:  # only here, perhaps: `connect` tells the other ranks
-            refusal = error
-        return ExternalProcesses(rank_info, device, self.timeout, self.collectives_class, refusal)
+            why = f"rank {rank_info.rank}, on {socket.gethostname()}: {error.why}"
+            refusal = ConfigError(error.key, error.got, why, error.remedy)
+        return ExternalProcesses(rank_info, device, self, refusal)
 
     def _device_of_rank(self, choice: Device, local_rank: int) -> torch.device:
         gpus = self._gpus(choice)

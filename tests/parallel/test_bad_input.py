@@ -39,9 +39,8 @@ TABLE = [
     Bad("parallel=ddp parallel.processes=4 batch_size=2", "batch_size", "2", ["batch_size=4"]),
     Bad("parallel=fsdp parallel.processes=3 batch_size=64", "batch_size", "64", ["batch_size=63 or batch_size=66"]),
     Bad("parallel=ddp batch_size=9", "batch_size", "9", ["batch_size=8 or batch_size=10"]),
-    # timeouts, restarts and ports
+    # timeouts
     Bad("parallel=ddp parallel.timeout=inf", "parallel.timeout", "inf", ["≤ 86400"]),
-    Bad("parallel=ddp parallel.port=70000", "parallel.port", "70000", ["≤ 65535"]),
     # devices
     Bad("parallel=hogwild device=cuda", "device.kind", "cuda", ["parallel=ddp"], gpus=2),
     Bad("parallel=hogwild device=mps", "device.kind", "mps", ["device=cpu"]),

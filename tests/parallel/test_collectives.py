@@ -17,9 +17,9 @@ from helpers.ranks import PersistentRanks
 from helpers.runs import assert_bitwise_equal
 
 from runner.config.errors import ABSENT, ConfigError
+from runner.device import Device
 from runner.parallel.collectives import Collectives, decode, encode, refusal_as_plain, refusal_from_plain
-from runner.parallel.launch.cluster import external_rank_info
-from runner.parallel.launch.processes import ExternalProcesses
+from runner.parallel.ddp import DDP
 from runner.parallel.launch.supervisor import LostError
 
 Work = Callable[[Collectives], Any]
@@ -28,9 +28,7 @@ Work = Callable[[Collectives], Any]
 @contextmanager
 def joined() -> Iterator[Collectives]:
     """In a rank: a context that yields the collectives of all ranks."""
-    rank_info = external_rank_info()
-    assert rank_info is not None
-    with ExternalProcesses(rank_info, torch.device("cpu"), 300).connect() as process:
+    with DDP().launcher(Device(kind="cpu")).connect() as process:
         yield process
 
 

@@ -114,12 +114,10 @@ def shard_and_gather() -> list[Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from runner.parallel.launch.cluster import external_rank_info
-    from runner.parallel.launch.processes import ExternalProcesses
+    from runner.device import Device
+    from runner.parallel.ddp import DDP
 
-    rank_info = external_rank_info()
-    assert rank_info is not None
-    with ExternalProcesses(rank_info, torch.device("cpu"), 300).connect():
+    with DDP().launcher(Device(kind="cpu")).connect():
         whole = torch.arange(21.0).view(7, 3)
         sharded = distribute_tensor(whole, init_device_mesh("cpu", (3,)), [Shard(0)])
         again: Any = full_state.shard_like(sharded, whole + 1)

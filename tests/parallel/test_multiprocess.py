@@ -71,7 +71,7 @@ def test_an_externally_launched_process_uses_the_gpu_of_its_local_rank(
     rank_info = started_externally(monkeypatch, 1)
     launcher = DDP(processes=2, timeout=7).launcher(Device(kind="cuda" if visible else "cpu", indices=indices))
     assert isinstance(launcher, ExternalProcesses)
-    assert (launcher.rank_info, launcher.devices, launcher.timeout) == (rank_info, [device], 7)
+    assert (launcher.rank_info, launcher.devices, launcher.mode.timeout) == (rank_info, [device], 7)
     assert (launcher.refusal and (launcher.refusal.key, launcher.refusal.got)) == refused
 
 

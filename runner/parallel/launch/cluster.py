@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import struct
-import sys
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -48,11 +46,11 @@ def external_world_size() -> int:
 
 
 def _torchrun() -> RankInfo | None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if any(name not in os.environ for name in names):
+    values = [os.environ.get(name) for name in RankInfo().variables()]
+    if None in values:
         return None
-    rank, world_size, local_rank, local_world_size, host, port = (os.environ[name] for name in names)
-    return RankInfo(int(rank), int(world_size), int(local_rank), int(local_world_size), host, int(port))
+    *numbers, host, port = values
+    return RankInfo(*map(int, numbers), host, int(port))
 
 
 def _slurm() -> RankInfo | None:
@@ -60,8 +58,10 @@ def _slurm() -> RankInfo | None:
     world_size, rank = int(read("SLURM_STEP_NUM_TASKS", "1")), read("SLURM_PROCID")
     if world_size == 1 or rank is None:
         return None
-    per_node = read("SLURM_STEP_TASKS_PER_NODE", str(world_size))
-    counts = _expanded_counts(per_node)
+    counts = []  # the number of tasks on each node, of which `4(x2),3` is SLURM's notation for 4, 4 and 3
+    for part in read("SLURM_STEP_TASKS_PER_NODE", str(world_size)).split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
     return RankInfo(
         rank=int(rank),
         world_size=world_size,
@@ -73,15 +73,6 @@ def _slurm() -> RankInfo | None:
     )
 
 
-def _expanded_counts(text: str) -> list[int]:
-    """Return the number of tasks on each node, given SLURM's notation: `4(x2),3` → [4, 4, 3]."""
-    counts = []
-    for part in text.split(","):
-        count, _, times = part.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or 1)
-    return counts
-
-
 def first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list: `gpu[07-09,12],login` → `gpu07`."""
     first = re.match(r"([^,\[]|\[[^\]]*\])+", nodes)
@@ -89,23 +80,17 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
 
 
-_SIOCGIFADDR = 0x8915  # netdevice(7): get the address of an interface
-
-
 def interface_to(host: str) -> str | None:
     """Return the network interface through which this machine reaches `host` over IPv4; None if it is unknown.
 
-    Gloo would use the interface to which the hostname resolves, which is often the loopback interface. Linux only.
+    Gloo would use the interface to which the hostname resolves, which is often the loopback interface.
     """
-    if sys.platform != "linux":
-        return None
-    import fcntl
+    import psutil
 
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # UDP: nothing is sent
-        address = socket.inet_aton(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # the interface has no IPv4 address
-                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == address:
-                    return name
+        reached_from = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(each.address == reached_from for each in addresses):
+                return name
     return None

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runner.config.errors import ConfigError
-from runner.parallel.collectives import decode, encode, refusal_as_plain, refusal_from_plain
 from runner.parallel.launch.cluster import RankInfo, interface_to
 from runner.system import torch_private
 
@@ -26,29 +24,22 @@ _LONG = timedelta(days=30)
 """The timeout of gloo if the supervisor decides when a collective has timed out."""
 
 
-def create_store(port: int | None) -> TCPStore:
-    """Create the store through which the ranks on this machine find each other, on `port`, or on any free one.
-
-    Raises:
-        ConfigError: if nothing can listen on `port`.
-    """
+def create_store() -> TCPStore:
+    """Create the store through which the ranks on this machine find each other."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    try:
-        listener = socket.create_server((HOST, port or 0))
-    except OSError as error:
-        why = f"nothing can listen there ({error.strerror})"
-        raise ConfigError("parallel.port", port, why, "choose another, or null for any free one") from None
-    listened = listener.getsockname()[1]
+    listener = socket.create_server((HOST, 0))
     # By itself, the store would listen on all interfaces, and anyone who connects can write to it.
-    return TCPStore(HOST, listened, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float, external: bool) -> None:
+def init_process_group(rank_info: RankInfo, kind: str, timeout: float, external: bool) -> None:
     """Initialize the default process group: tensors on a GPU are sent over NCCL, those in host memory over gloo.
 
     Args:
-        rank_info, device: those of this process.
+        rank_info: that of this process.
+        kind: the type of its device.
         timeout: seconds that a collective waits for the other ranks. On the CPU, the supervisor of ranks that we have
             started enforces it, and not gloo, which counts time during which all processes are suspended.
         external: whether torchrun or SLURM has started the ranks.
@@ -57,7 +48,7 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         RuntimeError: if the store cannot be reached, or the other ranks do not join in time.
     """
     global _progress
-    _progress = int(device.type == "cpu")
+    _progress = int(kind == "cpu")
     limit = timedelta(seconds=timeout)
     if external:
         if interface := interface_to(rank_info.host):
@@ -72,12 +63,12 @@ def init_process_group(rank_info: RankInfo, device: torch.device, timeout: float
         store = TCPStore(rank_info.host, rank_info.port, timeout=limit)
     before = _open_sockets()
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        # Without `device_id`, NCCL connects in the first collective: when all ranks have agreed on their devices.
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
         store=store,
         rank=rank_info.rank,
         world_size=rank_info.world_size,
-        timeout=limit if external or device.type != "cpu" else _LONG,
-        device_id=device if device.type != "cpu" else None,  # connects now, and not in the first collective
+        timeout=limit if external or kind != "cpu" else _LONG,
     )
     _gloo_sockets[:] = _open_sockets() - before
 
@@ -136,46 +127,6 @@ def _open_sockets() -> set[int]:
                 if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                     found.add(int(name))
     return found
-
-
-def check_devices(rank_info: RankInfo, device: torch.device, refusal: ConfigError | None, timeout: float) -> None:
-    """Check that the ranks of torchrun or SLURM have devices of one type, and each a GPU of its own.
-
-    Called on every rank, before the process group is initialized: with the same GPU twice, NCCL would fail. `refusal`
-    says why this process has no device.
-
-    Raises:
-        ConfigError: on every rank, if a rank was refused, the devices do not fit together, or the other ranks do not
-            reach the store within `timeout` seconds.
-    """
-    cuda = device.type == "cuda" and refusal is None
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
-    try:
-        store = _external_store(rank_info, timedelta(seconds=timeout))
-        answer = (refusal_as_plain(refusal), device.type, uuid, socket.gethostname())
-        store.set(f"device {rank_info.rank}", encode(answer).hex())
-        texts = [store.get(f"device {rank}").decode() for rank in range(rank_info.world_size)]
-        answers = [decode(bytes.fromhex(text)) for text in texts]
-        if store.add("readers", 1) == rank_info.world_size:
-            store.set("all have read", "")
-        if rank_info.rank == 0:  # the store may end with this process
-            store.wait(["all have read"])
-    except torch.distributed.DistError as error:
-        why = f"of {rank_info.world_size} processes, not all have come: {str(error).splitlines()[0]}"
-        raise ConfigError("parallel.timeout", timeout, why, "see what the others print, or wait longer") from None
-
-    first_with: dict[str, int] = {}
-    for rank, (refused, kind, uuid, host) in enumerate(answers):
-        if refused is not None:
-            error = refusal_from_plain(refused)
-            raise ConfigError(error.key, error.got, f"rank {rank}, on {host}: {error.why}", error.remedy)
-        if uuid and (first := first_with.setdefault(uuid, rank)) != rank:
-            why = f"ranks {first} and {rank} have the same GPU (UUID {uuid}, on {host})"
-            remedy = "start one process per GPU; srun --gpus-per-task=1 gives each its own"
-            raise ConfigError("parallel.processes", rank_info.world_size, why, remedy)
-        if kind != answers[0][1]:
-            why = f"it is {answers[0][1]} on rank 0, and {kind} on rank {rank}, on {host}"
-            raise ConfigError("device.kind", kind, why, "device=cpu, or start no process there")
 
 
 def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:

@@ -95,7 +95,7 @@ class LocalProcesses(Launcher):
         work = partial(_run_rank, train_rank, mode.collectives_class, mode.timeout, directory)
         with StopRequest() as stop:
             while True:
-                shared_state, store = mode.allocate_shared_state(session), process_group.create_store(mode.port)
+                shared_state, store = mode.allocate_shared_state(session), process_group.create_store()
                 rank_infos = [RankInfo(rank, count, rank, count, store.host, store.port) for rank in range(count)]
                 arguments = zip(rank_infos, self.devices, [shared_state] * count, strict=True)
                 try:
@@ -107,39 +107,53 @@ class LocalProcesses(Launcher):
                     restarts += 1
                     which = f"restart {restarts} of {mode.max_restarts}"
                     log.warning("%s\n%sall ranks restart from the last checkpoint (%s)", error, error.trace, which)
-                    del store  # its port is free again
 
 
 class ExternalProcesses(Launcher):
     """A launcher that joins the other ranks, which torchrun or SLURM has started together with this process.
 
-    `refusal` says why this process has no device; `connect` raises it on all ranks.
+    `mode` is the `MultiProcess`, whose options it takes; `refusal` says why this process has no device.
     """
 
-    def __init__(
-        self,
-        rank_info: RankInfo,
-        device: torch.device,
-        timeout: float,
-        collectives: type[ProcessGroup] = ProcessGroup,
-        refusal: ConfigError | None = None,
-    ):
+    def __init__(self, rank_info: RankInfo, device: torch.device, mode: Any, refusal: ConfigError | None = None):
         super().__init__([device])
-        self.rank_info, self.timeout, self.collectives, self.refusal = rank_info, timeout, collectives, refusal
+        self.rank_info, self.mode, self.refusal = rank_info, mode, refusal
 
     @contextmanager
     def connect(self) -> Iterator[Collectives]:
+        """Join the process group, and yield the collectives of this process.
+
+        Raises:
+            ConfigError: on every rank, if a rank has no device, the devices do not fit together, or not all ranks join.
+        """
+        timeout, count = self.mode.timeout, self.rank_info.world_size
         with StopRequest():  # from here on, the ranks stop only together, after a step that all of them reach
-            if torch.distributed.is_initialized():  # the runs of a process share one process group
-                if self.refusal is not None:
-                    raise self.refusal
-            else:
-                process_group.check_devices(self.rank_info, self.devices[0], self.refusal, self.timeout)
-                init_rank(self.rank_info, self.devices[0], self.timeout, external=True)
+            if not torch.distributed.is_initialized():  # the runs of a process share one process group
+                try:
+                    init_rank(self.rank_info, self.devices[0], timeout, external=True)
+                except torch.distributed.DistError as error:
+                    why = f"of {count} processes, not all have come: {str(error).splitlines()[0]}"
+                    remedy = "see what the others print, or wait longer"
+                    raise ConfigError("parallel.timeout", timeout, why, remedy) from None
                 atexit.register(process_group.destroy_process_group)
-            collectives = self.collectives(self.devices, self.timeout)
+            collectives = self.mode.collectives_class(self.devices, timeout)
+            devices = collectives.all_gather(collectives.on_all_ranks(self._device))
+            if len({kind for kind, _ in devices}) > 1:
+                kinds = ", ".join(kind for kind, _ in devices)
+                raise ConfigError("device.kind", kinds, "the ranks have devices of several kinds", "device=cpu")
+            if "cuda" in devices[0] and len(set(devices)) < count:  # with which NCCL would fail
+                why = "several processes have the same GPU"
+                remedy = "start one process per GPU; srun --gpus-per-task=1 gives each its own"
+                raise ConfigError("parallel.processes", count, why, remedy)
             yield collectives
             collectives.finish()
+
+    def _device(self) -> tuple[str, str]:
+        """Return the type and, of a GPU, the UUID of the device."""
+        if self.refusal is not None:
+            raise self.refusal
+        device = self.devices[0]
+        return device.type, str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
     def launch(
         self, train: Callable[[], Any], train_rank: Callable[[Collectives], Any], session: Session, directory: Path
@@ -164,7 +178,7 @@ def init_rank(rank_info: RankInfo, device: torch.device, timeout: float, externa
     os.environ["LOCAL_WORLD_SIZE"] = str(rank_info.local_world_size)  # for data workers: the ranks share the cores
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_process())
-    process_group.init_process_group(rank_info, device, timeout, external)
+    process_group.init_process_group(rank_info, device.type, timeout, external)
 
 
 def _run_rank(

@@ -26,7 +26,6 @@ from helpers.runs import (
     TWO_RANK_DDP,
     assert_checkpoint_bitwise_equal,
     checkpoint_tensors,
-    free_port,
     listening_addresses,
     newest_checkpoint,
 )
@@ -169,8 +168,7 @@ def test_a_killed_rank_ends_the_run(options: tuple[str, ...], rank: int, tmp_pat
 
 
 def test_all_ranks_restart_from_the_last_checkpoint(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
-    """The restarted ranks use the same `parallel.port`, which must be free again by then."""
-    command = Command(tmp_path, *LONG, "parallel.max_restarts=2", f"parallel.port={free_port()}")
+    command = Command(tmp_path, *LONG, "parallel.max_restarts=2")
     command.wait_for_checkpoint().signal_processes(signal.SIGKILL, command.wait_for_rank_pids()[1])
     again = command.wait_for_rank_pids(2)
     wait_until(lambda: "resumed after step" in command.log)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.command import TIMEOUT_SECONDS
 from helpers.ranks import PersistentRanks
-from helpers.runs import free_port, listening_addresses
+from helpers.runs import listening_addresses
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from runner.config.errors import ConfigError
+from runner.parallel.ddp import DDP
 from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.process_group import create_store
-from runner.parallel.launch.processes import PRELOADED
+from runner.parallel.launch.processes import PRELOADED, ExternalProcesses
 from runner.parallel.launch.supervisor import Report, Supervisor, start_heartbeat
 from runner.system.forkserver import start_server
 from runner.system.signals import StopRequest
@@ -27,16 +27,13 @@ from runner.system.signals import StopRequest
 
 def test_a_store_listens_only_on_the_loopback_interface(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # other tests, at the same time, may use the same port number for another IP version
-    store = create_store(port := free_port())
-    assert store.port == port
-    assert create_store(None).port not in (0, port)
+    store = create_store()
     addresses = {address for address, port in listening_addresses(tmp_path) if port == store.port}
     assert addresses == {"0100007F"}
     TCPStore("127.0.0.1", store.port).set("key", "value")
     assert store.get("key") == b"value"
 
 
-CPU = torch.device("cpu")
 retained: list[Any] = []
 
 
@@ -47,7 +44,7 @@ def two_rank_info(rank: int, port: int) -> RankInfo:
 def init_and_destroy_group(pipe: Connection, rank: int, port: int) -> None:
     """Initialize and destroy a process group; report the sum over both ranks, and whether a group is left."""
     report = start_heartbeat(pipe)
-    process_group.init_process_group(two_rank_info(rank, port), CPU, 300, external=False)
+    process_group.init_process_group(two_rank_info(rank, port), "cpu", 300, external=False)
     tensor = torch.tensor(float(rank + 1))
     torch.distributed.all_reduce(tensor)
     process_group.destroy_process_group()
@@ -58,7 +55,7 @@ def init_and_destroy_group(pipe: Connection, rank: int, port: int) -> None:
 def abort_during_collective(pipe: Connection, rank: int, port: int) -> None:
     """Rank 0 aborts the process group while rank 1 waits in a collective whose timeout is an hour."""
     report = start_heartbeat(pipe)
-    process_group.init_process_group(two_rank_info(rank, port), CPU, 3600, external=False)
+    process_group.init_process_group(two_rank_info(rank, port), "cpu", 3600, external=False)
     torch.distributed.barrier()
     if rank == 0:
         retained.append(torch.distributed.group.WORLD)
@@ -82,7 +79,7 @@ def abort_during_collective(pipe: Connection, rank: int, port: int) -> None:
 )
 def test_a_process_group_is_left(work: Callable[..., None], returned: list[Any]) -> None:
     start_server(*PRELOADED)
-    store = create_store(None)
+    store = create_store()
     with Supervisor(work, [(rank, store.port) for rank in range(2)], TIMEOUT_SECONDS) as ranks:
         assert ranks.wait(StopRequest()) == returned
 
@@ -125,7 +122,7 @@ def init_three_groups() -> list[float]:
     rank_info, received = external_rank_info(), []
     assert rank_info is not None
     for _ in range(3):
-        process_group.init_process_group(rank_info, CPU, 300, external=True)
+        process_group.init_process_group(rank_info, "cpu", 300, external=True)
         tensor = torch.tensor(1.0 - rank_info.rank)
         torch.distributed.broadcast(tensor, 0)
         received.append(float(tensor))
@@ -134,38 +131,36 @@ def init_three_groups() -> list[float]:
     return received
 
 
-REFUSAL = ConfigError("device.kind", "cuda", "there is none", "device=cpu")
+CPU, ONE, TWO = ("cpu", ""), ("cuda", "GPU-1"), ("cuda", "GPU-2")
 
 
 @pytest.mark.parametrize(
-    ("devices", "refusals", "wanted"),
+    ("devices", "key", "got"),
     [
-        (["cuda GPU-1", "cuda GPU-2"], [None, None], ""),
-        (["cpu", "cpu"], [None, None], ""),
-        (["cuda GPU-1", "cuda GPU-1"], [None, None], "parallel.processes: got 2: ranks 0 and 1 have the same GPU"),
-        (["cuda GPU-1", "cpu"], [None, None], "device.kind: got 'cpu': it is cuda on rank 0, and cpu on rank 1"),
-        (["cuda GPU-1", "cpu"], [None, REFUSAL], "device.kind: got 'cuda': rank 1, on "),
-        (["cpu", "cpu"], [REFUSAL, REFUSAL], "device.kind: got 'cuda': rank 0, on "),
+        ([ONE, TWO], "", None),
+        ([ONE, ONE], "parallel.processes", 2),
+        ([ONE, CPU], "device.kind", "cuda, cpu"),
+        ([ONE, None], "device.kind", "gpu"),
+        ([None, None], "device.kind", "gpu"),
     ],
+    ids=["two GPUs", "the same GPU", "a GPU and a CPU", "none on rank 1", "none"],
 )
 def test_devices_that_do_not_fit_together_are_refused_on_all_ranks(
-    devices: list[str], refusals: list[ConfigError | None], wanted: str, ranks: Callable[[int], PersistentRanks]
+    devices: list[tuple[str, str] | None], key: str, got: object, ranks: Callable[[int], PersistentRanks]
 ) -> None:
-    texts = ranks(2).call_on_all(check_devices_of_ranks, devices, refusals)
-    assert [text[: len(wanted)] for text in texts] == [wanted] * 2
-    assert bool(texts[0]) == bool(wanted)
-    assert texts[0] == texts[1]
+    assert ranks(2).call_on_all(refusal_of_devices, devices) == [(key, got)] * 2
 
 
-def check_devices_of_ranks(devices: list[str], refusals: list[ConfigError | None]) -> str:
-    """In a rank: return the error of `check_devices` as text; `devices` has a device type and a UUID of each rank."""
+def refusal_of_devices(devices: list[tuple[str, str] | None]) -> tuple[str, object]:
+    """In a rank: return the refusal of `devices`, a type and a UUID for each rank, or None for a rank without one."""
     rank_info = external_rank_info()
     assert rank_info is not None
-    kind, _, uuid = devices[rank_info.rank].partition(" ")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
-        try:
-            process_group.check_devices(rank_info, torch.device(kind), refusals[rank_info.rank], 60)
-        except ConfigError as error:
-            return str(error)
-    return ""
+    device, refusal = devices[rank_info.rank], ConfigError("device.kind", "gpu", "there is none", "device=cpu")
+    launcher: Any = ExternalProcesses(rank_info, torch.device("cpu"), DDP(), None if device else refusal)
+    if device:
+        launcher._device = lambda: device
+    try:
+        with launcher.connect():
+            return "", None
+    except ConfigError as error:
+        return error.key, error.got

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -107,7 +106,7 @@ def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -
     ids=["an equal share of the cores", "device.threads", "OMP_NUM_THREADS", "device.threads wins"],
 )
 def test_the_number_of_threads_of_each_rank(asked: str | None, overrides: list[str], wanted: int) -> None:
-    config, store = compose_config(*TWO_RANK_DDP, *SHORT, *overrides), create_store(None)
+    config, store = compose_config(*TWO_RANK_DDP, *SHORT, *overrides), create_store()
     infos = [RankInfo(rank, 2, rank, 2, "127.0.0.1", store.port) for rank in (0, 1)]
     with Supervisor(
         rank_functions.report_num_threads, [(asked, config, info) for info in infos], TIMEOUT_SECONDS
@@ -121,24 +120,6 @@ def test_two_runs_at_the_same_time_do_not_interfere(tmp_path: Path, launched: Pa
         code, console = command.wait_for_all_processes()
         assert code == 0, console
         assert_checkpoint_bitwise_equal(command.single_run_directory, checkpoint_tensors(launched))
-
-
-@pytest.fixture
-def busy() -> Iterator[int]:
-    """A port that is in use."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
-
-
-def test_a_busy_port_is_refused_before_any_process_starts(busy: int, tmp_path: Path) -> None:
-    code, console = Command(tmp_path, *TWO_RANK_DDP, *SHORT, f"parallel.port={busy}").wait_for_all_processes()
-    assert code == 2, console
-    assert console.startswith(f"parallel.port: got {busy}:")
-    assert "null" in console
-    assert len(console.splitlines()) <= 10
-    assert not (tmp_path / "outputs").exists(), "nothing is left"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
