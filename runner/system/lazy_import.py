@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from runner.system.signals import exceptions_postponed
+from runner.system.signals import signals_postponed
 
 
 class _Lazy(ModuleType):
@@ -41,7 +41,7 @@ def _load(package: _Lazy) -> None:
     was_enabled = gc.isenabled()
     gc.disable()  # the collector would examine a million new objects repeatedly, a fifth of the time of importing torch
     try:
-        with exceptions_postponed():
+        with signals_postponed():
             spec.loader.exec_module(package)
     finally:
         gc.freeze()  # full collections take 0.1 s less, and forked children keep sharing the memory of these objects

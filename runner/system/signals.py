@@ -45,7 +45,6 @@ class StopRequest:
             self._outer = _installed()
             self._install()
             if self._outer is not None:
-                signal.setitimer(signal.ITIMER_REAL, 0)  # see `_raise_again_if_unraisable`
                 self._outer.before_training = False
                 self.received = self.received or self._outer.received
             self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -92,10 +91,7 @@ class StopRequest:
         if self._interrupted:  # Ctrl-C again, while the interrupt is handled: this would end in a traceback
             os._exit(INTERRUPTED)
         self._interrupted = True
-        self._raise(KeyboardInterrupt())
-
-    def _raise(self, error: BaseException) -> None:
-        raise error
+        raise KeyboardInterrupt
 
 
 class CommandSignals(StopRequest):
@@ -108,24 +104,18 @@ class CommandSignals(StopRequest):
     before_training = True
     exit_code: int | None = None
     """The exit code of the command if a signal has ended it before training; otherwise None."""
-    is_postponing = False
-    postponed: BaseException | None = None
-    """The exception to raise at the end of `exceptions_postponed`."""
 
     def __enter__(self) -> CommandSignals:
         if threading.current_thread() is threading.main_thread() and _installed() is None:
             self._install()
-            self._hook, sys.unraisablehook = sys.unraisablehook, _raise_again_if_unraisable
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._before:
-            return
-        sys.unraisablehook = self._hook
-        is_pending = signal.setitimer(signal.ITIMER_REAL, 0)[0] > 0
-        self._restore()
-        if is_pending:  # see `_raise_again_if_unraisable`
-            raise KeyboardInterrupt if self.exit_code == INTERRUPTED else SystemExit(STOPPED)
+        if self._before:
+            self.before_training = False
+            sys.unraisablehook = self._hook
+            self._restore()
 
     def _first(self, number: int) -> None:
         if not self.before_training:
@@ -133,35 +123,44 @@ class CommandSignals(StopRequest):
         self.exit_code = INTERRUPTED if number == signal.SIGINT else STOPPED
         if number == signal.SIGINT:
             self._interrupt()
-        else:
-            _say(f"{self.received}: stopped before the first step")
-            self._raise(SystemExit(STOPPED))
+        _say(f"{self.received}: stopped before the first step")
+        raise SystemExit(STOPPED)
 
-    def _raise(self, error: BaseException) -> None:
-        if self.is_postponing:
-            self.postponed = error
+    def _unraisable(self, lost: Any) -> None:
+        """Raise the exception of a stop signal again, a moment later, if it could not reach the caller.
+
+        From a destructor or a callback of a weak reference, of which imports call many, Python only passes it here.
+        """
+        if isinstance(lost.exc_value, KeyboardInterrupt | SystemExit):
+            signal.signal(signal.SIGALRM, self._raise_again)
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
         else:
-            raise error
+            sys.__unraisablehook__(lost)
+
+    def _raise_again(self, *_: object) -> None:
+        if self.before_training:
+            raise KeyboardInterrupt if self.exit_code == INTERRUPTED else SystemExit(STOPPED)
 
 
 @contextmanager
-def exceptions_postponed() -> Iterator[None]:
-    """Within this context, a stop signal raises its exception only at the end of the (outermost) context.
+def signals_postponed() -> Iterator[None]:
+    """Within this context, stop signals are not handled: those that arrive are handled at its end.
 
-    It is for C++ code that calls Python, such as the import of torch: there, such an exception can abort the process.
+    It is for C++ code that calls Python, such as the import of torch: the exception of a handler can abort the process.
     """
-    command = _installed()
-    if not isinstance(command, CommandSignals) or threading.current_thread() is not threading.main_thread():
-        yield
+    owner, arrived = _installed(), []
+    if owner is None or threading.current_thread() is not threading.main_thread():
+        yield  # or another such context is active
         return
-    is_nested, command.is_postponing = command.is_postponing, True
+    for number in owner._before:
+        signal.signal(number, lambda number, _: arrived.append(number))
     try:
         yield
     finally:
-        command.is_postponing = is_nested
-        if command.postponed is not None and not is_nested:
-            error, command.postponed = command.postponed, None
-            raise error
+        for number in owner._before:
+            signal.signal(number, owner._handle)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 def run_main(main: Callable[[], int]) -> int:
@@ -181,7 +180,7 @@ def run_main(main: Callable[[], int]) -> int:
         # After Ctrl-C inside an `exec`, which makes dataclasses, Python would end the process by SIGINT. Another `exec`
         # makes it forget this: run_eval_code_obj in https://github.com/python/cpython/blob/3.13/Python/pythonrun.c
         exec("")
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        command.before_training = False
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -224,20 +223,3 @@ def _forget_closed_terminal() -> None:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream)
                 os.close(nowhere)
-
-
-def _raise_again_if_unraisable(lost: Any) -> None:
-    """Raise the exception of a stop signal again if it could not reach the caller; used as `sys.unraisablehook`.
-
-    From a destructor or a callback of a weak reference, of which imports call many, Python only passes an exception to
-    this hook. A timer raises it again a moment later, when Python is probably running other code.
-    """
-    if not isinstance(lost.exc_value, KeyboardInterrupt | SystemExit):
-        sys.__unraisablehook__(lost)
-        return
-
-    def raise_again(*_: object) -> None:
-        raise type(lost.exc_value)(*lost.exc_value.args)
-
-    signal.signal(signal.SIGALRM, raise_again)
-    signal.setitimer(signal.ITIMER_REAL, 0.01)

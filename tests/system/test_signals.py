@@ -35,7 +35,7 @@ from helpers.compose import TINY_CPU
 
 from runner.storage.checkpoint import load
 from runner.system.lazy_import import import_lazily
-from runner.system.signals import STOP_SIGNALS, CommandSignals, StopRequest, before_training, exceptions_postponed
+from runner.system.signals import STOP_SIGNALS, CommandSignals, StopRequest, before_training
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT]
 
@@ -114,65 +114,24 @@ def test_the_third_ctrl_c_exits_without_a_traceback() -> None:
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_signal_while_exceptions_are_postponed_raises_at_the_end(
-    number: signal.Signals, error: type[BaseException]
-) -> None:
-    """Exceptions are postponed during the import of torch: its C++ code calls Python code.
-
-    If this Python code raised an exception, the C++ code would abort the process.
-    """
-    ended = []
-
-    def send() -> None:
-        with exceptions_postponed():
-            os.kill(os.getpid(), number)
-            ended.append(command.exit_code)
-
-    with CommandSignals() as command:
-        with pytest.raises(error):
-            send()
-        with exceptions_postponed():  # the exception was raised above, and is not raised again
-            pass
-    assert ended == [75 if number == signal.SIGTERM else 130]
-
-
-def test_a_signal_in_a_nested_context_raises_at_the_end_of_the_outermost() -> None:
-    """The contexts are nested during the import of torchvision, because torchvision imports torch."""
-    reached = []
-
-    def load() -> None:
-        with exceptions_postponed():
-            with exceptions_postponed():
-                os.kill(os.getpid(), signal.SIGTERM)
-            reached.append("outer")
-
-    with CommandSignals(), pytest.raises(SystemExit):
-        load()
-    assert reached == ["outer"]
-
-
-def test_a_postponed_exception_is_raised_once_even_if_the_context_fails() -> None:
-    def fail() -> None:
-        with exceptions_postponed():
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise ImportError
-
-    with CommandSignals() as command:
-        with pytest.raises(SystemExit):
-            fail()
-        assert (command.is_postponing, command.postponed) == (False, None)
-
-
 def test_a_signal_during_a_lazy_import_ends_the_command_after_the_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "large.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nlast = 1\n")
+    """If a signal raised an exception in Python code that C++ code calls, as torch's does, it would abort the process.
+
+    The contexts are nested, as those of torch are in that of torchvision.
+    """
+    (tmp_path / "large.py").write_text(
+        "import os, signal\nfrom runner.system.signals import signals_postponed\n"
+        f"with signals_postponed():\n    os.kill(os.getpid(), {number})\nlast = 1\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     import_lazily("large")
-    with CommandSignals(), pytest.raises(SystemExit):
+    with CommandSignals() as command, pytest.raises(error):
         _ = sys.modules["large"].last
     assert sys.modules.pop("large").last == 1
+    assert command.exit_code == (75 if number == signal.SIGTERM else 130)
 
 
 @pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGINT])
