@@ -13,8 +13,7 @@ import torch
 
 from runner.config.errors import ConfigError, check, check_choice, check_range
 from runner.system.cpu import cores_per_process, cpu_model, local_world_size, seconds_without_core, usable_core_numbers
-from runner.system.freed_memory import freed_memory_kept
-from runner.system.gpu import lacks_kernels
+from runner.system.memory import freed_memory_kept
 
 
 @dataclass
@@ -78,19 +77,14 @@ class Device:
         key, chosen = ("index", [self.index]) if self.index is not None else ("indices", self.indices or range(count))
         why = f"{count} CUDA devices are visible{of_visible}"
         check(all(index < count for index in chosen), key, getattr(self, key), why, f"choose from 0 to {count - 1}")
-        devices = [torch.device("cuda", index) for index in chosen[: 1 if only_first else None]]
-        for device in devices:
-            if why := lacks_kernels(device.index):
-                remedy = "install a torch for this GPU, or choose device=cpu or another GPU"
-                raise ConfigError("kind", str(device), why, remedy)
-        return devices
+        return [torch.device("cuda", index) for index in chosen[: 1 if only_first else None]]
 
     @contextmanager
     def settings(self, device: torch.device, deterministic: bool, num_data_workers: int = 0) -> Iterator[None]:
         """Set torch's global flags for one run, the current CUDA device among them, and restore them afterwards.
 
         The environment variable CUBLAS_WORKSPACE_CONFIG is set, and stays set. On a CPU, freed memory is kept in the
-        process during the run (see `runner.system.freed_memory`).
+        process during the run (see `runner.system.memory`).
         """
         before = torch.get_num_threads(), torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
         if deterministic:

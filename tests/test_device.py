@@ -70,36 +70,6 @@ def test_the_first_of_the_named_devices_is_used_by_a_mode_with_one(machine) -> N
     assert refusal(Device(indices=[4])).key == "indices"
 
 
-@pytest.mark.parametrize(
-    ("built", "capability", "runs"),
-    [
-        (["sm_75", "sm_80", "sm_90"], (7, 5), True),
-        (["sm_75", "sm_80", "sm_90"], (8, 9), True),  # binary code runs within a major version
-        (["sm_75", "sm_80", "sm_90"], (7, 0), False),
-        (["sm_75", "sm_80", "sm_90"], (12, 0), False),
-        (["sm_75", "sm_90", "compute_90"], (12, 0), True),  # compiled by the driver
-        (["sm_80", "sm_90a"], (9, 0), False),
-        (["sm_100", "sm_120", "compute_120"], (9, 0), False),
-        ([], (3, 5), True),  # a build that does not say
-        (["gfx942"], (9, 4), True),  # of AMD
-    ],
-)
-def test_a_gpu_for_which_torch_has_no_kernels_is_refused(
-    machine, built: list[str], capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(2)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability if index == 1 else (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
-    device = Device(kind="cuda", index=1)
-    if runs:
-        assert device.resolve() == torch.device("cuda:1")
-        return
-    refused = refusal(device)
-    assert (refused.key, refused.got) == ("kind", "cuda:1")
-    assert f"GPU 1 has compute capability {capability[0]}.{capability[1]}" in refused.why
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Synchronization, and torch's global settings
 

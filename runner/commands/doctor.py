@@ -16,9 +16,8 @@ from rich.text import Text
 from runner.analysis.output import print_report
 from runner.commands.arguments import Parser, command
 from runner.config.options import description, option_files
-from runner.system.cpu import usable_cores
+from runner.system.cpu import usable_core_numbers
 from runner.system.exit_codes import DONE
-from runner.system.gpu import lacks_kernels
 from runner.system.provenance import collect_findings, environment
 from runner.system.tables import pairs, table
 
@@ -63,7 +62,7 @@ def gather() -> dict[str, Any]:
     modes = option_files()["parallel"].items()
     report["parallel"] = [{"name": name, "what": description(path)} for name, path in modes]
 
-    visible, cores = os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, int(usable_cores(report["cpu"])))
+    visible, cores = os.environ.get("CUDA_VISIBLE_DEVICES"), len(usable_core_numbers())
     if not devices and visible is not None:
         findings.append(f"CUDA_VISIBLE_DEVICES={visible!r} leaves no CUDA device visible")
     if (threads := report["cpu"]["threads"]) > cores:
@@ -78,8 +77,6 @@ def _add_cuda_details(device: dict[str, Any], index: int, count: int, findings: 
     device |= {"uuid": str(torch.cuda.get_device_properties(index).uuid), "free_bytes": None, "computes": False}
     device |= {"current": False, "peers": []}
     with collect_findings(findings, f"cuda:{index}"):
-        if why := lacks_kernels(index):
-            findings.append(f"cuda:{index}: {why}")
         device["current"] = torch.cuda.current_device() == index
         others = (other for other in range(count) if other != index)
         device["peers"] = [f"cuda:{other}" for other in others if torch.cuda.can_device_access_peer(index, other)]

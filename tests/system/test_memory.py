@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import resource
+import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from helpers.command import child_environment
 from helpers.programs import map_new_pages
 
 from runner.system import cpu, memory
@@ -95,31 +98,58 @@ def test_host_memory_is_in_bytes_and_a_limit_above_the_total_is_none(groups: Pat
     assert memory.host_memory()["limit_bytes"] is None
 
 
-STAT = "anon 300\nfile 900\n{}inactive_file 200\n{}active_file 100\nslab 50\n"
-
-
 @pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize("version", [1, 2])
-def test_what_the_control_group_uses_is_not_available(version: int, groups: Path) -> None:
+def test_what_the_control_group_uses_is_not_available(groups: Path) -> None:
     """The group has 5,000 bytes, of which it uses 1,300; 300 of these are cached files. Its parent has 4,500 left."""
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    if version == 1:
-        (groups.parent / "proc" / "self" / "cgroup").write_text("4:memory:/outer/inner\n0::/\n")
-        (groups / "memory" / "outer" / "inner").mkdir(parents=True)
-        groups /= "memory"
     inner, outer = groups / "outer" / "inner", groups / "outer"
-    inner.joinpath(names[0]).write_text("5000\n")
-    inner.joinpath(names[1]).write_text("1300\n")
-    inner.joinpath("memory.stat").write_text(STAT.format(*["total_" if version == 1 else ""] * 2))
-    outer.joinpath(names[0]).write_text("20000\n")
-    outer.joinpath(names[1]).write_text("15500\n")
-    outer.joinpath("memory.stat").write_text("anon 15500\n")
-    groups.joinpath("memory.stat").write_text("anon 99\n")  # of the root, which has no limit
+    (inner / "memory.max").write_text("5000\n")
+    (inner / "memory.current").write_text("1300\n")
+    (inner / "memory.stat").write_text("anon 300\nfile 900\ninactive_file 200\nactive_file 100\nslab 50\n")
+    (outer / "memory.max").write_text("20000\n")
+    (outer / "memory.current").write_text("15500\n")
+    (outer / "memory.stat").write_text("anon 15500\n")
+    (groups / "memory.stat").write_text("anon 99\n")  # of the root, which has no limit
     assert memory.host_memory() == {"total_bytes": 1_024_000, "available_bytes": 4000, "limit_bytes": 5000}
-    outer.joinpath(names[1]).write_text("17500\n")
+    (outer / "memory.current").write_text("17500\n")
     assert memory.host_memory()["available_bytes"] == 2500
-    outer.joinpath(names[1]).write_text("21000\n")
+    (outer / "memory.current").write_text("21000\n")
     assert memory.host_memory()["available_bytes"] == 0
+
+
+_PROGRAM = """
+import json, resource
+import psutil
+from runner.system.memory import freed_memory_kept
+
+def fill(count):
+    blocks = [bytearray(b"x") * 2**24 for _ in range(8)]  # 16 MiB each
+    for _ in range(count - 1):
+        blocks = []
+        blocks = [bytearray(b"x") * 2**24 for _ in range(8)]
+
+def faults(count):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    fill(count)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+with freed_memory_kept():
+    fill(1)
+    inside = faults(4)
+    kept = psutil.Process().memory_info().rss
+returned = psutil.Process().memory_info().rss
+print(json.dumps({"inside": inside, "kept": kept, "returned": returned}))
+"""
+
+
+@pytest.mark.skipif(memory._glibc() is None, reason="the C library is not glibc")
+def test_freed_blocks_are_used_again_and_returned_at_the_end() -> None:
+    # 128 MiB are 32,768 pages, which four rounds would take four times.
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True, env=child_environment()
+    )
+    found = json.loads(done.stdout)
+    assert found["inside"] < 5_000
+    assert found["kept"] - found["returned"] > 100 * 2**20
 
 
 @pytest.mark.gpu

@@ -34,7 +34,6 @@ from runner.parallel.launch.process_group import create_store
 from runner.parallel.launch.processes import init_rank
 from runner.parallel.launch.supervisor import Supervisor
 from runner.system import cpu
-from runner.system.cpu import allowed_cores
 from runner.system.signals import StopRequest
 
 SHORT = ("steps=40", "save_every=20", "log_every=20", "eval_every=20")
@@ -98,7 +97,7 @@ def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("asked", "overrides", "wanted"),
     [
-        (None, ["device.threads=null"], max(1, allowed_cores() // 2)),
+        (None, ["device.threads=null"], max(1, len(cpu._affinity()) // 2)),
         (None, ["device.threads=3"], 3),
         ("5", ["device.threads=null"], 5),
         ("5", ["device.threads=3"], 3),
