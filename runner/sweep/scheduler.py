@@ -101,8 +101,8 @@ class Scheduler:
         while not self._stopping or self._running:
             if stop.received:
                 self.stop(stop.received, "; press Ctrl-C to stop without saving")
-            started = self._start_jobs()
-            if not self._running and not started and not self._waiting:
+            started = self._start_jobs(stop)
+            if not (self._running or started or self._waiting or stop.received):
                 break
             for ended in self.pool.wait(_POLL_SECONDS):
                 self._end(ended)
@@ -124,10 +124,10 @@ class Scheduler:
         self.display.line(f"{reason}: {what}{hint}")
         self.pool.stop(list(self._running))
 
-    def _start_jobs(self) -> int:
+    def _start_jobs(self, stop: StopRequest) -> int:
         """Start jobs while the pool has room; return the number of jobs that were started or needed no start."""
         count = 0
-        while not self._stopping and self.pool.has_room() and (job := self._next()) is not None:
+        while not (self._stopping or stop.received) and self.pool.has_room() and (job := self._next()) is not None:
             if not self._start(job):
                 self._waiting.appendleft(job)
                 break

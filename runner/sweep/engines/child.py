@@ -165,19 +165,19 @@ class SlurmTask:
     - SIGHUP: the scheduler of the sweep stops the job. The job saves a checkpoint, and ends.
     - SIGINT: the scheduler of the sweep kills the job.
 
-    When the job has ended for good, its exit code is written to the file `end`.
+    When the job has ended for good, its exit code is written to the folder `ends`, in a file named after its SLURM ID.
     """
 
-    def __init__(self, task: Task, end: str):
-        self.task, self.end = task, end
+    def __init__(self, task: Task, ends: str):
+        self.task, self.ends = task, ends
 
     def __call__(self) -> int:
         self._child, self._stopping, self._terminated = Child(self.task), False, False
         signal.signal(STOP, self._stop)
         signal.signal(KILL, self._kill)
         signal.signal(signal.SIGTERM, self._terminate)
-        name = "_".join(filter(None, map(os.environ.get, ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"))))
-        line = f"SLURM job {name or os.environ.get('SLURM_JOB_ID', '?')} on {socket.gethostname()}\n"
+        job_id = os.environ["SLURM_JOB_ID"]
+        line = f"SLURM job {job_id} on {socket.gethostname()}\n"
         try:
             has_gpus = any(map(os.environ.get, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")))
             self._child.run({} if has_gpus else {"CUDA_VISIBLE_DEVICES": ""}, line)  # else it would see the node's GPUs
@@ -190,9 +190,9 @@ class SlurmTask:
             if self._was_saved():
                 self._child.say(f"SLURM has not requeued the job, which can be resumed: {error}")
         code = self._child.wait()
-        part = Path(f"{self.end}.part")
+        part = Path(self.ends, f"{job_id}.part")
         part.write_text(f"{code}\n", encoding="utf-8")
-        part.replace(self.end)
+        part.replace(part.with_suffix(""))
         return code
 
     def checkpoint(self) -> DelayedSubmission | None:
@@ -201,7 +201,7 @@ class SlurmTask:
 
         self._child.stop()
         self._child.wait()
-        return DelayedSubmission(SlurmTask(self.task, self.end)) if self._was_saved() else None
+        return DelayedSubmission(SlurmTask(self.task, self.ends)) if self._was_saved() else None
 
     def _was_saved(self) -> bool:
         return self._child.code == STOPPED and not self._stopping

@@ -24,23 +24,21 @@ class SlurmError(Exception):
     """Raised when a SLURM program such as sbatch or squeue fails, or when its output cannot be parsed."""
 
 
-def queue(name: str) -> dict[str, tuple[str, str]]:
-    """Return the SLURM job ID and the state of all jobs of the arrays called NAME-TOKEN, by handle.
-
-    The handle of a job is the token of its array and its index in the array, as in `3f2a9c1b_5`.
+def queue(name: str) -> dict[str, tuple[int, str]]:
+    """Return the number and the state of all jobs called NAME-NUMBER, by SLURM job ID.
 
     Raises:
         SlurmError: if squeue fails, or its output cannot be parsed.
     """
-    form = "--format=%i|%j|%T"
     found = {}
-    for line in answer("squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", form).splitlines():
+    flags = ("--noheader", "--states=all", f"--user={os.getuid()}", "--format=%i|%j|%T")
+    for line in answer("squeue", *flags).splitlines():
         match = _LISTED.fullmatch(line.strip())
         if match is None:
             raise SlurmError(f"squeue gave an answer that cannot be understood: {line[:80]!r}")
-        array, _, token = match["name"].rpartition("-")
-        if array == name:
-            found[f"{token}_{match['id'].partition('_')[2] or 0}"] = match["id"], match["state"]
+        sweep, _, number = match["name"].rpartition("-")
+        if sweep == name and number.isdecimal():
+            found[match["id"]] = int(number), match["state"]
     return found
 
 
