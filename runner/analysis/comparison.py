@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.analysis.output import one_line
-from runner.analysis.saved_runs import REPEATS, MeasuredRun, find_runs, find_sweeps, is_locked, is_number, swept_keys
+from runner.analysis.saved_runs import REPEATS, MeasuredRun, find_runs, find_sweeps, is_locked, swept_keys
 from runner.config.errors import ConfigError, did_you_mean
 from runner.config.overrides import override_key
 from runner.config.schema import load_class
@@ -106,8 +106,6 @@ class Comparison:
         paths: run directories, directories of sweeps, or directories that contain such directories at any depth.
         metric: the TensorBoard tag of the metric to compare, with or without `eval/`; None for the metric by which most
             runs choose the best checkpoint, or else any.
-        sort: the column to sort by: `best`, `last`, `steps`, `seconds`, `samples/s`, `runs` or a config key; None for
-            `best` or, if no run has a best value of the metric, `last`.
 
     Attributes:
         runs: all runs, whether they are done or not.
@@ -115,15 +113,15 @@ class Comparison:
         metric: the tag of the metric; empty if no run that is done has any metric.
         direction: `max` if larger values of the metric are better, otherwise `min`.
         measures: the measures that at least one row has, in the order of their columns.
-        rows: the rows of the runs that are done, sorted.
+        rows: the rows of the runs that are done, sorted by `quality`: the best or the fastest first.
         failures: all other runs, and the jobs that have no run directory, sorted by name.
         ledgers: the ledgers of the sweeps, by directory.
 
     Raises:
-        ConfigError: if there are no runs, no run that is done has `metric`, or there is no column `sort`.
+        ConfigError: if there are no runs, or no run that is done has `metric`.
     """
 
-    def __init__(self, paths: list[Path], metric: str | None = None, sort: str | None = None):
+    def __init__(self, paths: list[Path], metric: str | None = None):
         self.runs = runs = list(find_runs(paths))
         self.ledgers = {path: ledger for path in find_sweeps(paths) if (ledger := read_ledger(path))}
         parents = {*(run.directory.absolute().parent for run in runs), *(path.absolute() for path in self.ledgers)}
@@ -143,7 +141,9 @@ class Comparison:
             groups.setdefault(repr([run.labels.get(key) for key in self.keys]), []).append(run)
         rows = [self._row(group) for group in groups.values()]
         self.measures = [name for name in MEASURES if any(name in row.measures for row in rows)]
-        self.rows = self._sorted(rows, sort)
+        sign = -1 if self.quality != STEP_SECONDS and self.direction == "max" else 1
+        worst = Spread(sign * math.inf, math.nan)
+        self.rows = sorted(rows, key=lambda row: sign * row.measures.get(self.quality, worst).mean)
         self._single: dict[str, list[Row]] = {}
         for row in rows:
             if row.runs[0].mode == "single":
@@ -186,26 +186,6 @@ class Comparison:
     def _values(self, labels: dict[str, Any]) -> dict[str, Any]:
         return {key: labels[key] for key in self.keys if key in labels}
 
-    def _sorted(self, rows: list[Row], sort: str | None) -> list[Row]:
-        """Return the rows sorted by a column: the best and the fastest first, all other columns ascending.
-
-        Rows that have no value in the column come last.
-        """
-        titles = {name: "samples/s" if name == RATE else name for name in self.measures if name != STEP_SECONDS}
-        known = [*titles.values(), "runs", *self.keys]
-        if sort is not None and sort not in known:
-            raise ConfigError("--sort", sort, "there is no such column", did_you_mean(sort, known))
-        if sort in self.keys:
-            return sorted(rows, key=lambda row: _ordered(row.values.get(sort)))
-        by = self.quality if sort is None else RATE if sort == "samples/s" else sort
-        sign = -1 if by in (RATE, "runs") or (by in (BEST, LAST) and self.direction == "max") else 1
-
-        def place(row: Row) -> tuple[bool, float]:
-            number = len(row.runs) if by == "runs" else row.measures[by].mean if by in row.measures else None
-            return number is None, sign * (number or 0.0)
-
-        return sorted(rows, key=place)
-
     def _failure(self, run: MeasuredRun) -> Failure:
         reason: str = _REASONS.get(run.state) or run.result.get("error", "")
         if not run.labels:
@@ -232,22 +212,19 @@ class Comparison:
 def direction(metric: str, runs: Iterable[MeasuredRun]) -> str:
     """Return `max` if larger values of the metric with this TensorBoard tag are better, otherwise `min`.
 
-    The runs that select their best checkpoint by `metric` tell it: by a best value that differs from the last one, or
-    by the class of their workload. Otherwise, the name of the metric does: `min` for losses, errors, times and memory.
+    A run that selects its best checkpoint by `metric` tells it: by a best value that differs from the last one, or by
+    the class of its workload. Otherwise, the name of the metric does: `min` for losses, errors, times and memory.
     """
-    selected = [run for run in runs if run.best and run.best[0] == metric]
-    for run in selected:
-        assert run.best
-        last = run.result["metrics"].get(metric)
-        if last is not None and run.best[1] != last:
-            return "max" if run.best[1] > last else "min"
-    for run in selected[:1]:
-        with suppress(Exception):  # the package of the workload may raise anything
-            from runner.workloads.base import Workload
+    selected = [(run, run.best[1]) for run in runs if run.best and run.best[0] == metric]
+    for run, best in selected:
+        if (last := run.result["metrics"].get(metric, best)) != best:
+            return "max" if best > last else "min"
+    with suppress(Exception):  # the package of the workload may raise anything
+        from runner.workloads.base import Workload
 
-            name, best_is = load_class(run.config["workload"]["_target_"], Workload).best
-            if metric == f"eval/{name}":
-                return best_is
+        name, best_is = load_class(selected[0][0].config["workload"]["_target_"], Workload).best
+        if metric == f"eval/{name}":
+            return best_is
     return "min" if _LOWER_IS_BETTER.search(metric.rpartition("/")[2]) else "max"
 
 
@@ -266,12 +243,6 @@ def _chosen_metric(runs: list[MeasuredRun], name: str | None) -> str:
 def _typed(entry: dict[str, Any]) -> dict[str, str]:
     texts = [text for text in entry.get("overrides", []) if isinstance(text, str)]
     return {override_key(text): text.partition("=")[2].strip("'\"") for text in texts}
-
-
-def _ordered(value: Any) -> tuple[bool, bool, float, str]:
-    """Return a sort key that puts numbers first, in ascending order, then text, and None last."""
-    number = is_number(value)
-    return value is None, not number, float(value) if number else 0.0, "" if number else str(value)
 
 
 def _shown(reason: str) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -14,12 +12,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from runner.analysis.output import one_line
 from runner.config.options import option_files
-from runner.storage.files import UnsafeFileError, check_no_link, read_regular, walk
+from runner.storage.files import UnsafeFileError, check_no_link, walk
 from runner.storage.files import is_locked as is_file_locked
 from runner.storage.ledger_file import LEDGER
-from runner.storage.run_directory import CONFIG, ENVIRONMENT, MAX_BYTES, RESULT, newest_step, read_result
+from runner.storage.run_directory import CONFIG, ENVIRONMENT, RESULT, newest_step, read_result
 from runner.storage.saved_config import UnreadableConfigError
 from runner.storage.saved_run import is_of_a_run, saved_config, saved_overrides
 
@@ -126,19 +123,6 @@ class MeasuredRun:
             "samples_per_second": self.result.get("samples_per_second") or rate,
         }
         return {name: float(number) for name, number in numbers.items() if number > 0}  # 0: it was not measured
-
-    @property
-    def machine(self) -> str:
-        """A short description of the machine on which the run was trained."""
-        try:
-            environment = json.loads(read_regular(self.directory / ENVIRONMENT, MAX_BYTES))
-            cpu, devices = environment["cpu"], Counter(str(device["name"]) for device in environment["devices"])
-            names = [f"{count} × {name}" if count > 1 else name for name, count in devices.items()]
-            cores = cpu["allowed_cores"]
-            hardware = ", ".join(names) or f"{cpu['model']}, {cores} core{'s' * (cores != 1)}"
-            return one_line(f"{hardware}, torch {str(environment['versions']['torch']).partition('+')[0]}")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return "an unknown machine"
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from runner.analysis.comparison import Comparison
 from runner.analysis.saved_runs import MeasuredRun
-from runner.analysis.tables import COMPARED, format_value, text_tables
+from runner.analysis.tables import format_value, text_tables
 from runner.config.errors import ConfigError
 from runner.system.utf8 import printable
 
@@ -102,5 +102,5 @@ def _tables(compared: Comparison, path: Path) -> str:
     jobs = compared.ledgers[path]["jobs"].values() if path in compared.ledgers else []
     states = Counter(str(entry.get("state", "unknown")) for entry in jobs)
     counts = f"{len(jobs)} jobs: {', '.join(f'{count} {state}' for state, count in states.most_common())}"
-    tables = (table._replace(rows=table.rows[:_MAX_ROWS]).markdown() for table in text_tables(compared, COMPARED))
+    tables = (table._replace(rows=table.rows[:_MAX_ROWS]).markdown() for table in text_tables(compared))
     return printable("\n\n".join([counts, *tables]))

@@ -6,14 +6,13 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Group
 from rich.table import Table
 
-from runner.analysis.comparison import BEST, LAST, RATE, SECONDS, STEP_SECONDS, STEPS, Comparison, Failure, Row
+from runner.analysis.comparison import BEST, LAST, RATE, SECONDS, STEPS, Comparison, Failure, Row
 from runner.analysis.output import csv_row
 from runner.config.overrides import as_typed
 from runner.system.tables import table
@@ -21,9 +20,6 @@ from runner.system.utf8 import printable
 
 COMPARED = (BEST, LAST, STEPS, SECONDS, RATE)
 """The measures that `runner compare` shows."""
-
-PLOTTED = (BEST, LAST, STEP_SECONDS, RATE)
-"""The measures that `runner plot` shows. If the parallel mode differs, it also shows the speed-up over one device."""
 
 
 class TextTable(NamedTuple):
@@ -50,18 +46,13 @@ class TextTable(NamedTuple):
         return sum(min(word, 40) + 3 for word in words)  # 3: the space between two columns
 
 
-def terminal(comparison: Comparison, width: int, measures: Sequence[str] = COMPARED) -> Group:
+def terminal(comparison: Comparison, width: int) -> Group:
     """Return, for a terminal, a table of the runs that are done and a table of the runs that are not done.
 
-    A table without rows is left out. If the terminal is too narrow for a column per config key, a single column
-    `options` lists the keys and values of a row below one another.
-
-    Args:
-        comparison: the comparison.
-        width: the number of characters that a line of the terminal has.
-        measures: the measures to show, as far as any run has them.
+    A table without rows is left out. If the terminal, of `width` characters, is too narrow for a column per config key,
+    a single column `options` lists the keys and values of a row below one another.
     """
-    tables, count = text_tables(comparison, measures), len(comparison.keys)
+    tables, count = text_tables(comparison), len(comparison.keys)
     if comparison.rows and count and tables[0].readable_width() > width:
         titles, rows, caption = tables[0]
         pairs = [zip(titles[:count], row, strict=False) for row in rows]
@@ -73,19 +64,16 @@ def terminal(comparison: Comparison, width: int, measures: Sequence[str] = COMPA
 
 def markdown(comparison: Comparison) -> str:
     """Return the tables of `terminal` as Markdown, always with one column per config key."""
-    return "\n\n".join(table.markdown() for table in text_tables(comparison, COMPARED)) + "\n"
+    return "\n\n".join(table.markdown() for table in text_tables(comparison)) + "\n"
 
 
-def text_tables(comparison: Comparison, measures: Sequence[str]) -> list[TextTable]:
+def text_tables(comparison: Comparison) -> list[TextTable]:
     """Return a table of the rows and a table of the failures, each only if it is not empty."""
-    measures = [name for name in measures if name in comparison.measures]
-    speeds = STEP_SECONDS in measures and "parallel" in comparison.keys
-    titles = [*map(format_value, comparison.keys), "runs", *map(comparison.title, measures), *["× single"] * speeds]
-    rows = []
-    for row in comparison.rows:
-        speed = comparison.speed_up(row) if speeds else None
-        cells = [_cell(row, name) for name in measures] + [f"{speed:.2f}" if speed else ""] * speeds
-        rows.append([*_values(comparison, row), _count(row), *cells])
+    measures = [name for name in COMPARED if name in comparison.measures]
+    titles = [*map(format_value, comparison.keys), "runs", *map(comparison.title, measures)]
+    rows = [
+        [*_values(comparison, row), _count(row), *(_cell(row, name) for name in measures)] for row in comparison.rows
+    ]
     failed = [[f.run, f.state, "" if f.step is None else str(f.step), f.reason] for f in comparison.failures]
     caption = f"{len(failed)} {'run is' if len(failed) == 1 else 'runs are'} not done"
     tables = TextTable(titles, rows), TextTable(["run", "state", "step", "reason"], failed, caption)
@@ -118,12 +106,12 @@ def _cell(row: Row, measure: str) -> str:
 # For programs
 
 
-def as_csv(comparison: Comparison, measures: Sequence[str] = COMPARED) -> str:
+def as_csv(comparison: Comparison) -> str:
     """Return one CSV table, which has a line for each row of the comparison and a line for each failure.
 
     The standard deviation of each measure has its own column, with the suffix `_std`.
     """
-    measures = [name for name in measures if name in comparison.measures]
+    measures = [name for name in COMPARED if name in comparison.measures]
     titles = [comparison.title(name) if name in (BEST, LAST) else name for name in measures]
     pairs = [title + end for title in titles for end in ("", "_std")]
     lines: list[list[Any]] = [[*map(format_value, comparison.keys), "runs", *pairs, "run", "state", "step", "reason"]]

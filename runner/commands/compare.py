@@ -25,7 +25,7 @@ from runner.storage.files import check_readable
 def main(arguments: Sequence[str] | None) -> int:
     """Print a table of runs."""
     options = _parser().parsed(arguments)
-    comparison = Comparison(existing(options.paths), options.metric, options.sort)
+    comparison = Comparison(existing(options.paths), options.metric)
     if options.format is None:
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(terminal(comparison, console.width))
@@ -56,11 +56,6 @@ def parser_of_runs(name: str, description: str) -> Parser:
 
 def _parser() -> Parser:
     parser = parser_of_runs("compare", "Compare runs: the options that differ, and what came of them.")
-    parser.add_argument(
-        "--sort",
-        metavar="KEY",
-        help="a column: best, last, steps, seconds, samples/s, runs, or a key such as optimizer.lr (default: best)",
-    )
     formats = parser.add_mutually_exclusive_group()
     for name, write in (("CSV", as_csv), ("Markdown", markdown), ("JSON", as_json)):
         formats.add_argument(

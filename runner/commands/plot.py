@@ -1,4 +1,4 @@
-"""`python -m runner plot PATH…` draws the runs of a sweep, and writes the numbers as CSV files.
+"""`python -m runner plot PATH…` draws the runs of a sweep, and writes their numbers as a CSV file.
 
 It reads the runs below each PATH as `runner compare` does. Runs that differ only in their seed are repeats of one
 measurement; error bars show the standard deviation over the repeats.
@@ -7,27 +7,21 @@ measurement; error bars show the standard deviation over the repeats.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from runner.analysis.comparison import MEASURES, Comparison
 from runner.analysis.saved_runs import REPEATS
-from runner.analysis.tables import PLOTTED, as_csv, csv_text, terminal
+from runner.analysis.tables import csv_text
 from runner.commands.arguments import Parser, command
 from runner.commands.compare import existing, parser_of_runs
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.config.overrides import as_typed, typed_path
+from runner.config.overrides import as_typed
 from runner.storage.files import check_no_link, write_text
 from runner.storage.run_directory import StorageError
 from runner.system.import_path import is_installed
 from runner.system.utf8 import printable
-
-_MARK = ".runner-plot"
-"""A file that marks a directory that this command has written."""
 
 
 @command
@@ -41,7 +35,7 @@ def main(arguments: Sequence[str] | None) -> int:
 
 
 def _parser() -> Parser:
-    parser = parser_of_runs("plot", "Figures and tables of a sweep.")
+    parser = parser_of_runs("plot", "Figures and numbers of a sweep.")
     parser.add_argument(
         "--out", metavar="DIR", help="output directory (default: `plots` in the common parent of all PATHs)"
     )
@@ -49,9 +43,7 @@ def _parser() -> Parser:
 
 
 def plot(paths: list[Path], out: Path, metric: str | None = None) -> None:
-    """Write figures, CSV files and TensorBoard events to `out`, and print a table.
-
-    What an earlier call has written there is removed first.
+    """Write figures, and a CSV file with all runs, to `out`. Figures of an earlier call are removed first.
 
     Args:
         paths: directories that contain runs at any depth.
@@ -59,15 +51,12 @@ def plot(paths: list[Path], out: Path, metric: str | None = None) -> None:
         metric: as in `Comparison`.
 
     Raises:
-        ConfigError: if there is nothing to plot, seaborn is not installed, or `out` cannot be written to or contains
-            files of the same names that this command has not written.
+        ConfigError: if there is nothing to plot, seaborn is not installed, or `out` cannot be written to.
     """
     check(
         is_installed("seaborn"), "seaborn", ABSENT, "it is not installed, and draws the figures", "pip install seaborn"
     )
     compared = Comparison(paths, metric)
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(terminal(compared, console.width, PLOTTED))
     remedy = "see the log.txt of each run"
     check(bool(compared.rows), "PATH", " ".join(map(str, paths)), "none of its runs is done", remedy)
     try:
@@ -76,34 +65,20 @@ def plot(paths: list[Path], out: Path, metric: str | None = None) -> None:
         why = error.why if isinstance(error, StorageError) else error.strerror
         raise ConfigError("--out", str(out), f"nothing can be written there ({why})", "--out=DIR") from None
     print("\n".join(printable(str(path)) for path in written))
-    print(f"look: tensorboard --logdir {printable(typed_path(out.parent))}")
 
 
 def _write(compared: Comparison, out: Path) -> list[Path]:
-    from runner.analysis.figures import NAMES, pictures, png
-    from runner.tracking.event_file import EventFile, picture
+    from runner.analysis.figures import NAMES, pictures
 
     check_no_link(out)
     out.mkdir(parents=True, exist_ok=True)
-    names = ["runs.csv", "points.csv", *(f"{name}.png" for name in NAMES)]
-    old = [out / name for name in names if os.path.lexists(out / name)]
-    mine = (out / _MARK).is_file()
-    why = f"{', '.join(path.name for path in old)} in it would be replaced, and this command did not write it"
-    check(mine or not old, "--out", str(out), why, "name another directory: --out=DIR")
-    for path in [*old, *(out.glob("events.out.tfevents.*") if mine else [])]:
-        path.unlink()  # if it is a link, the link itself
-    (out / _MARK).touch()
+    for name in NAMES:
+        (out / f"{name}.png").unlink(missing_ok=True)  # if it is a link, the link itself
     write_text(out / "runs.csv", csv_text(_runs(compared)))
-    write_text(out / "points.csv", as_csv(compared, PLOTTED))
-    figures = {name: png(figure) for name, figure in pictures(compared).items()}
-    for name, (content, *_) in figures.items():
-        (out / f"{name}.png").write_bytes(content)
-    if figures:
-        events = EventFile(out, first_step=0)
-        for name, image in figures.items():
-            events.add(picture(f"study/{name}", *image))
-        events.close()
-    return [out / name for name in names if (out / name).exists()]
+    figures = {out / f"{name}.png": figure for name, figure in pictures(compared).items()}
+    for path, figure in figures.items():
+        figure.savefig(path)
+    return [out / "runs.csv", *figures]
 
 
 def _runs(compared: Comparison) -> list[list[Any]]:

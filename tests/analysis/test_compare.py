@@ -8,7 +8,6 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.compose import compose_config
@@ -136,22 +135,6 @@ def test_csv_cells_that_look_like_formulas_are_escaped(tmp_path: Path, capsys: p
     assert (rows[0]["best =loss"], rows[0]["last =loss"]) == ("-0.5", "-1e-05")
 
 
-def test_rows_are_sorted_by_any_column(sweep: Path) -> None:
-    write_run_directory(
-        sweep / "008-slow", "optimizer.lr=0.05", **evaluation_entries(0.5, 0.1, seconds=99.0, samples_per_second=1.0)
-    )
-
-    def order(sort: str | None) -> list[Any]:
-        return [row.values["optimizer.lr"] for row in Comparison([sweep], sort=sort).rows]
-
-    assert order(None) == [0.2, 0.1, 0.05]
-    assert order("optimizer.lr") == [0.05, 0.1, 0.2]
-    assert order("seconds") == [0.1, 0.2, 0.05]
-    assert order("samples/s")[-1] == 0.05
-    assert order("last") == [0.2, 0.1, 0.05]
-    assert order("runs")[-1] == 0.05
-
-
 def test_rows_are_sorted_by_ascending_loss(tmp_path: Path) -> None:
     for lr, loss in ((1, 0.5), (2, 0.3), (3, 0.4)):
         write_run_directory(
@@ -227,10 +210,6 @@ def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(
         (
             ["sweep", "--metric", "accuracies"],
             "--metric: got 'accuracies': no run that is done has this metric;\n  did",
-        ),
-        (
-            ["sweep", "--sort", "optimiser.lr"],
-            "--sort: got 'optimiser.lr': there is no such column\n  did you mean opt",
         ),
         (["sweep", "--best"], "--best: there is no such flag;"),
     ],
