@@ -7,8 +7,9 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from runner.config.errors import ConfigError, check, check_range, did_you_mean
+from runner.config.errors import ConfigError, check, check_choice, check_range, did_you_mean
 from runner.config.overrides import text_override
+from runner.env import EnvironmentBrokenError
 from runner.system.import_path import is_installed
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from runner.env.vector import Vector
 
 _MAX_ENVS = 4096  # a larger number is most likely a typing error
+_MAX_PROCESSES = 128  # thousands of processes would overload a machine before any limit of the system is reached
 
 
 @dataclass
@@ -28,12 +30,14 @@ class Env:
 
     id: str = "CartPole-v1"
     num_envs: int = 8
+    vectorization: str = "auto"
     max_episode_steps: int | None = None
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         check_range(self, "num_envs", least=1, most=_MAX_ENVS)
+        check_choice(self, "vectorization", ("auto", "sync", "async"))
         check_range(self, "max_episode_steps", least=1)
 
     @classmethod
@@ -66,22 +70,37 @@ class Env:
         self._is_builtin = type(single.unwrapped).__module__.startswith("gymnasium.")
         self.shape, self.num_actions = shape_and_actions(self.id, single)
         self.longest = self.max_episode_steps or spec.max_episode_steps
-        with self.vector(1) as vector:
+        with self.vector(1, in_process=True) as vector:
             self.shared_rng = vector.shared_rng
+        if self.vectorization == "async":
+            why = f"each runs in a process, and at most {_MAX_PROCESSES} are allowed"
+            few = self.num_envs <= _MAX_PROCESSES
+            check(few, "num_envs", self.num_envs, why, "reduce it, or env.vectorization=sync")
+            with self.vector(self.num_envs) as vector:  # start all processes once, so that failures end the run early
+                try:
+                    vector.reset(0)
+                except EnvironmentBrokenError as error:
+                    raise ConfigError("id", self.id, str(error), "choose another environment") from None
 
-    def vector(self, num_envs: int, render_mode: str | None = None) -> Vector:
+    def vector(self, num_envs: int, in_process: bool = False, render_mode: str | None = None) -> Vector:
         """Create environments that are stepped together: a context manager that closes them.
 
-        With the `render_mode` `rgb_array`, `Vector.render` returns pictures; `human` shows a window.
+        Args:
+            num_envs: number of environments to create.
+            in_process: run the environments in this process even if `vectorization` is `async`.
+            render_mode: `rgb_array` enables `Vector.render`, and `human` shows a window; None renders nothing.
         """
         from runner.env.vector import Vector, make
 
         spec = self._spec()
+        # gymnasium's vectorized implementations have no window
+        sync = (in_process and self.vectorization == "async") or render_mode == "human"
+        vectorization = "sync" if sync else self.vectorization
         try:
-            return Vector(make(spec, num_envs, self._options(render_mode)), self.id)
+            return Vector(make(spec, num_envs, vectorization, self._options(render_mode)), self.id)
         except Exception as error:  # of any type: an environment may be anybody's
             why = f"they cannot be started: {type(error).__name__}: {error}"
-            raise ConfigError("num_envs", num_envs, why, "reduce it, or choose another environment") from None
+            raise ConfigError("num_envs", num_envs, why, "reduce it, or env.vectorization=sync") from None
 
     def cannot_be_drawn(self, render_mode: str, otherwise: str) -> tuple[str, str] | None:
         """Return (reason, remedy) if this environment cannot be rendered in `render_mode`, else None; see `prepare`."""

@@ -1,28 +1,34 @@
 """Vectorized environments. The result of a step shows which environments were reset in this step.
 
 The state of gymnasium's classic control and toy text environments can be saved, for an exact resume, but not that of
-others, such as physics engines.
+others (physics engines, environments in other processes).
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation
 
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, check
 from runner.env import EnvironmentBrokenError
 from runner.storage.content_checks import check_like
+from runner.system.forkserver import METHOD, start_server, without_main_module
+from runner.system.signals import STOP_SIGNALS
 
 _UNBOUNDED = 1e6
 """Bounds with at least this absolute value count as infinite: some environments give the largest float instead."""
 
+_PRELOADED = ("gymnasium", "runner.env.vector")
 _WITH_STATE = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")
 _PLAIN_TYPES = (bool, int, float, str, type(None), np.ndarray, np.number, np.bool_)
 
@@ -49,9 +55,8 @@ def shape_and_actions(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], i
     if not isinstance(actions, gymnasium.spaces.Discrete):
         why = f"its action space is {actions}, and deep Q-learning needs discrete actions"
         raise ConfigError("id", name, why, "choose another environment, such as env=cartpole")
-    if not observations.is_np_flattenable:
-        why = f"its observation space is {observations}, which cannot be flattened to a vector"
-        raise ConfigError("id", name, why, "choose another environment, such as env=cartpole")
+    why = f"its observation space is {observations}, which cannot be flattened to a vector"
+    check(observations.is_np_flattenable, "id", name, why, "choose another environment, such as env=cartpole")
     flattened = _needs_flattening(observations)
     shape = (gymnasium.spaces.flatdim(observations),) if flattened else tuple(observations.shape or ())
     return shape, int(actions.n)
@@ -62,22 +67,42 @@ def _needs_flattening(space: gymnasium.Space) -> bool:
     return not isinstance(space, gymnasium.spaces.Box)
 
 
-def make(spec: EnvSpec, num_envs: int, options: dict[str, Any]) -> VectorEnv:
+def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, Any]) -> VectorEnv:
     """Create vectorized environments, each of which is reset in the step after its episode ends.
 
-    They are stepped by the vectorized implementation that is registered, if it resets in that step, returns arrays, and
-    does not have to open a window; otherwise, one after another. `options` are those of the environment.
+    `vectorization` is `sync` (one after another), `async` (one process each) or `auto`: the registered implementation
+    if it resets in that step and returns arrays; otherwise, `sync`. `options` are those of the environment.
     """
-    if spec.vector_entry_point is not None and options.get("render_mode") != "human":
+    if vectorization == "auto" and spec.vector_entry_point is not None:
         envs = gymnasium.make_vec(spec, num_envs, "vector_entry_point", **options)
         resets_in_next_step = envs.metadata.get("autoreset_mode") == AutoresetMode.NEXT_STEP
         if resets_in_next_step and not _needs_flattening(envs.single_observation_space):
             return envs
         envs.close()
+    mode = "sync" if vectorization == "auto" else vectorization
     single = gymnasium.make(spec, **options)
-    wrappers = [FlattenObservation] if _needs_flattening(single.observation_space) else []
+    wrappers: list[Any] = [FlattenObservation] if _needs_flattening(single.observation_space) else []
     single.close()
-    return gymnasium.make_vec(spec, num_envs, "sync", wrappers=wrappers, **options)
+    if mode != "async":
+        return gymnasium.make_vec(spec, num_envs, mode, wrappers=wrappers, **options)
+    # Not forked from this process, which may have begun to use CUDA, and has threads.
+    start_server(*_PRELOADED)
+    wrappers.append(partial(_with_default_signals, parent=os.getpid()))
+    with without_main_module():
+        return gymnasium.make_vec(spec, num_envs, mode, {"context": METHOD}, wrappers=wrappers, **options)
+
+
+def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
+    """Make the process of an environment exit on SIGTERM and ignore Ctrl-C; return `env` unchanged.
+
+    A child of the fork server begins with stop signals blocked. gymnasium calls this in the process `parent`, too.
+    """
+    if os.getpid() != parent:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Ctrl-C is sent to all processes, and the run closes its environments.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    return env
 
 
 class Vector:
@@ -93,8 +118,14 @@ class Vector:
     def __enter__(self) -> Vector:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.envs.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if isinstance(self.envs, AsyncVectorEnv) and kind not in (None, GeneratorExit):
+            for process in self.envs.processes:  # `close` waits for an answer of each, and a dead one never answers
+                process.kill()
+                process.join()
+            self.envs.closed = True
+        else:
+            self.envs.close()
 
     def reset(self, seed: int | Sequence[int]) -> None:
         """Reset all environments, with one seed each, or one from which gymnasium derives `seed + i`."""

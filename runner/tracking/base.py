@@ -34,7 +34,13 @@ class Tracker:
         """Log the scalars in `values` by tag. `step` is the number of completed optimizer steps."""
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        """Log RGB images, uint8 [3, height, width] on any device, by tag."""
+        """Log images and animations.
+
+        Args:
+            images: RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag, on
+                any device.
+            step: the number of completed optimizer steps.
+        """
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         """Log preformatted texts by tag, for the optimizer step `step`."""

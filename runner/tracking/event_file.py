@@ -111,7 +111,7 @@ def points(values: dict[str, float]) -> Summary:
 
 
 def picture(tag: str, encoded: bytes, height: int, width: int) -> Summary:
-    """Return a summary with an RGB image: the content of a PNG file, and its size in pixels."""
+    """Return a summary with an RGB image or an animation: the content of a PNG or GIF file, and its size in pixels."""
     shown = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encoded)
     return Summary(value=[Summary.Value(tag=tag, image=shown)])
 

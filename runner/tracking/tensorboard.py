@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runner.storage.run_directory import storage_errors
 from runner.tracking.base import Tracker
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 class TensorBoard(Tracker):
     """A tracker that logs scalars, images and texts to TensorBoard. The HPARAMS tab shows what the user overrode.
 
+    Animations are also written as GIF files to the run directory.
+
     https://www.tensorflow.org/tensorboard/get_started
     """
 
@@ -26,7 +29,7 @@ class TensorBoard(Tracker):
     def open(self, directory: Path, first_step: int) -> None:
         from runner.tracking.event_file import EventFile
 
-        self._file = EventFile(directory, first_step)
+        self._directory, self._file = directory, EventFile(directory, first_step)
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         from runner.tracking.event_file import points
@@ -35,10 +38,15 @@ class TensorBoard(Tracker):
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
         from runner.tracking.event_file import picture
-        from runner.tracking.image_grids import png
+        from runner.tracking.image_grids import gif, png
 
         for tag, pixels in images.items():
-            self._file.add(picture(tag, png(pixels), *pixels.shape[-2:]), step)
+            encoded = png(pixels) if pixels.ndim == 3 else gif(pixels)
+            if pixels.ndim == 4:
+                path = self._directory / f"{tag.rpartition('/')[2]}.gif"
+                with storage_errors(path):
+                    path.write_bytes(encoded)
+            self._file.add(picture(tag, encoded, *pixels.shape[-2:]), step)
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         from torch.utils.tensorboard.summary import text

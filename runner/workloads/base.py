@@ -126,9 +126,9 @@ class Workload(ABC):
         return outputs.mean(0)
 
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
-        """Return RGB images of the last evaluation, uint8 [3, height, width], by tag; called on rank 0.
+        """Return images and videos of the last evaluation by TensorBoard tag, given the sums over all ranks; on rank 0.
 
-        `sums` are those over all ranks.
+        Images are RGB, uint8 [3, height, width]; videos are uint8 [frames, 3, height, width].
         """
         return {}
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
+import psutil
 import pytest
 import torch
 from gymnasium.envs.registration import EnvSpec
-from helpers.scripted_env import ONE_BY_ONE
+from gymnasium.vector import AsyncVectorEnv
+from helpers.command import TIMEOUT_SECONDS
 
 from runner.config.errors import ConfigError
 from runner.env import EnvironmentBrokenError
@@ -43,9 +47,9 @@ def test_the_spaces_of_an_environment_are_known_after_prepare(
         assert vector.observations.dtype == np.float32
 
 
-def test_vector_environments_step_and_reset_like_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gymnasium.registry, ONE_BY_ONE.id, ONE_BY_ONE)
-    env = prepared(ONE_BY_ONE.id, num_envs=2, max_episode_steps=30)
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_vector_environments_step_and_reset_like_single_ones(vectorization: str) -> None:
+    env = prepared("CartPole-v1", num_envs=2, vectorization=vectorization, max_episode_steps=30)
     singles = [gymnasium.make("CartPole-v1", max_episode_steps=30) for _ in range(2)]
     wanted = [single.reset(seed=7 + i)[0] for i, single in enumerate(singles)]
     random, ended = np.random.default_rng(0), [False, False]
@@ -69,12 +73,10 @@ def test_vector_environments_step_and_reset_like_single_ones(monkeypatch: pytest
     assert min(resets, ends, cuts) > 0
 
 
-@pytest.mark.parametrize(
-    "id", ["CartPole-v1", ONE_BY_ONE.id, "Acrobot-v1", "MountainCar-v0", "FrozenLake-v1", "Taxi-v4"]
-)
-def test_a_restored_state_continues_bitwise(id: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gymnasium.registry, ONE_BY_ONE.id, ONE_BY_ONE)
-    env = prepared(id, max_episode_steps=25)
+@pytest.mark.parametrize("id", ["CartPole-v1", "Acrobot-v1", "MountainCar-v0", "FrozenLake-v1", "Taxi-v4"])
+@pytest.mark.parametrize("vectorization", ["auto", "sync"])
+def test_a_restored_state_continues_bitwise(id: str, vectorization: str, tmp_path: Any) -> None:
+    env = prepared(id, vectorization=vectorization, max_episode_steps=25)
     random = np.random.default_rng(1)
     with env.vector(3) as vector, env.vector(3) as other:
         vector.reset(5)
@@ -88,6 +90,24 @@ def test_a_restored_state_continues_bitwise(id: str, tmp_path: Any, monkeypatch:
             actions = random.integers(env.num_actions, size=3)
             for mine, others in zip(vector.step(actions), other.step(actions), strict=True):
                 assert np.array_equal(mine, others)
+
+
+def test_environment_processes_are_not_forked_from_the_run_and_do_not_keep_its_signal_handlers() -> None:
+    """The run may have begun to use CUDA, which does not survive a fork."""
+    env = prepared("CartPole-v1", num_envs=2, vectorization="async")
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with env.vector(2) as vector:
+            assert isinstance(vector.envs, AsyncVectorEnv)
+            vector.reset(0)
+            for process in vector.envs.processes:
+                assert psutil.Process(process.pid).ppid() != os.getpid()
+                process.terminate()
+                process.join(TIMEOUT_SECONDS)
+                assert process.exitcode == -signal.SIGTERM
+            vector.envs.close(terminate=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,7 +130,9 @@ class Broken(gymnasium.Env):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
-        self.episode, self.now = (0 if seed is not None else self.episode + 1), 0
+        if self.wrong == "cannot reset":
+            raise OSError("no license")
+        self.episode, self.now, self.seed = (0 if seed is not None else self.episode + 1), 0, seed
         return np.zeros(2), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
@@ -118,8 +140,37 @@ class Broken(gymnasium.Env):
         here = (self.episode, self.now) == (2, 3)
         if here and self.wrong == "raises":
             raise ZeroDivisionError("no gravity")
+        if self.wrong == "dies" and self.seed and self.seed % 2 and self.now == 2:
+            os._exit(1)
         seen = np.full(2, {"sees": np.nan, "sees too much": -1e39}.get(self.wrong, 0) if here else 0)
         return seen, float("inf") if here and self.wrong == "pays" else 1.0, self.now == 5, False, {}
+
+
+class Dying(Broken):
+    wrong = "dies"
+
+
+class FailsOnReset(Broken):
+    wrong = "cannot reset"
+
+
+@pytest.mark.parametrize("first_seed", [0, 1])
+def test_all_environment_processes_end_if_one_of_them_dies(first_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gymnasium's `close` would wait for a result from every process, perhaps forever."""
+    env = prepared(registered(monkeypatch, Dying), num_envs=3, vectorization="async")
+    processes = []
+
+    def run_it() -> None:
+        with env.vector(3) as vector:
+            processes.extend(vector.envs.processes)  # pyright: ignore[reportAttributeAccessIssue]
+            vector.reset(first_seed)
+            for _ in range(2):
+                vector.step(np.zeros(3, np.int64))
+
+    with pytest.raises(EnvironmentBrokenError, match="Dying-v0 raised"):
+        run_it()
+    assert len(processes) == 3
+    assert not any(process.is_alive() for process in processes)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # finite in float64, but not in float32
@@ -134,6 +185,14 @@ def test_a_broken_environment_is_reported(wrong: str, monkeypatch: pytest.Monkey
             vector.step(np.zeros(2, np.int64))
     what = ": environment 0 returned a value that is not finite"
     assert str(caught.value) == f"Broken-v0{' raised ZeroDivisionError: no gravity' if wrong == 'raises' else what}"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # gymnasium logs what happened as warnings
+def test_an_environment_whose_process_cannot_reset_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        prepared(registered(monkeypatch, FailsOnReset), num_envs=2, vectorization="async")
+    assert (refusal.value.key, refusal.value.got) == ("id", "FailsOnReset-v0")
+    assert "raised OSError: no license" in refusal.value.why
 
 
 @pytest.mark.parametrize(

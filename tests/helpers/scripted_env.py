@@ -13,9 +13,6 @@ from runner.env.base import Env
 from runner.workloads.dqn.actor import Actor, Repeats
 from runner.workloads.dqn.replay import NStepBuffer, Replay, unpack
 
-ONE_BY_ONE = EnvSpec("OneByOne-v0", "gymnasium.envs.classic_control.cartpole:CartPoleEnv", max_episode_steps=500)
-"""CartPole without its vectorized implementation; to be registered by a test."""
-
 
 class ScriptedEnv(gymnasium.Env):
     """Episodes of 1, 2, …, 9 steps in rotation, which are terminated, truncated, or both."""

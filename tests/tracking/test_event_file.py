@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.events import scalar_curves
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -21,6 +22,7 @@ from torch.utils.tensorboard.summary import scalar
 from runner.storage.run_directory import StorageError
 from runner.tracking import event_file
 from runner.tracking.event_file import EventFile, EventReader, points, record, scalars
+from runner.tracking.tensorboard import TensorBoard
 
 
 def test_sessions_are_read_in_order_even_if_the_clock_is_set_back(
@@ -76,6 +78,16 @@ def test_a_file_whose_first_event_cannot_be_written_is_closed(tmp_path: Path, mo
     with pytest.raises(StorageError):
         EventFile(tmp_path, 1)
     gc.collect()  # pytest makes the warning about an unclosed file an error
+
+
+def test_an_animation_that_cannot_be_written_raises_a_storage_error(tmp_path: Path) -> None:
+    tracker = TensorBoard()
+    tracker.open(tmp_path, 1)
+    (tmp_path / "episode.gif").mkdir()
+    with pytest.raises(StorageError) as caught:
+        tracker.images({"eval/episode": torch.zeros(2, 3, 4, 4, dtype=torch.uint8)}, 2)
+    assert (caught.value.path, caught.value.why) == (tmp_path / "episode.gif", "Is a directory")
+    tracker.close(done=False)
 
 
 @pytest.mark.parametrize("digits", ["9" * 235, "9" * 19, "٣" * 10])

@@ -212,6 +212,7 @@ def check_saved(state: dict[str, Any], size: int, n_step: int, longest_repeat: i
         "lengths": [int],
         "ended": [(float, int)],
         "rewards": (float, float),
+        "best": float,
     }
     repeats = {"repeats": {"actions": [int], "left": [int]}} if longest_repeat > 1 else {}
     check_like(state, like | repeats, "the agent")

@@ -36,7 +36,7 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
         num_episodes = max(last - first, 1)
     seeds = [derive(0, "evaluation", first + episode) for episode in range(num_episodes)]
     policy, in_lockstep = greedy_policy(infer, device), shard[1] > 1 and not env.shared_rng
-    with env.vector(num_episodes) as vector:
+    with env.vector(num_episodes, in_process=True) as vector:
         vector.reset(derive(0, "evaluation") if env.shared_rng else seeds)
         returns, lengths, running = np.zeros(num_episodes), np.zeros(num_episodes), np.ones(num_episodes, bool)
         for _ in range(env.longest or _MAX_STEPS):
@@ -51,20 +51,32 @@ def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], devi
     return {name: torch.tensor(float(total), dtype=sum_dtype(device), device=device) for name, total in totals.items()}
 
 
+def record_video(env: Env, infer: Infer, device: torch.device) -> torch.Tensor:
+    """Play an episode; return every second frame at half resolution, uint8 [frames, 3, height, width] on the CPU."""
+    frames: list[torch.Tensor] = []
+
+    def keep(vector: Vector, step: int) -> None:
+        if step % 2 == 0:
+            frames.append(frame(vector)[:, ::2, ::2].contiguous())
+
+    play_one(env, infer, device, derive(0, "film"), "rgb_array", keep)
+    return torch.stack(frames)
+
+
 def play_one(
     env: Env,
     infer: Infer,
     device: torch.device,
     seed: int,
     render_mode: str,
-    before_step: Callable[[Vector, int], None],
+    before_step: Callable[[Vector, int], None] = lambda vector, step: None,
 ) -> tuple[float, int]:
     """Play an episode in a rendered environment, and return the sum of the rewards and the number of steps.
 
     `before_step` is called with the environment and the number of the step, counted from 0.
     """
     policy, total, length = greedy_policy(infer, device), 0.0, 0
-    with env.vector(1, render_mode) as vector:
+    with env.vector(1, in_process=True, render_mode=render_mode) as vector:
         vector.reset(seed)
         for length in range(1, (env.longest or _MAX_STEPS) + 1):
             before_step(vector, length - 1)
@@ -85,7 +97,7 @@ def observation_scaling(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.T
     To [-1, 1] if the observation space has bounds; otherwise, to a mean of 0 and a standard deviation of 1 over
     `num_steps` steps of a random policy, which in many environments visits only a few of the states.
     """
-    with env.vector(env.num_envs) as vector:
+    with env.vector(env.num_envs, in_process=True) as vector:
         if bounds := vector.bounds():
             low, high = (torch.from_numpy(bound.reshape(-1)).double() for bound in bounds)
             return ((low + high) / 2).float(), (2 / (high - low)).float()

@@ -64,7 +64,8 @@ class Replay:
         self._length = min(self._length + len(rows), self.capacity)
 
     def at(self, indices: np.ndarray) -> torch.Tensor:
-        return self.rows.index_select(0, torch.from_numpy(indices).to(self.rows.device, non_blocking=True))
+        rows = torch.from_numpy(indices)
+        return self.rows.index_select(0, rows.to(self.rows.device, non_blocking=True))
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows[: self._length].to("cpu", copy=True), "cursor": self._cursor}

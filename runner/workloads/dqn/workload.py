@@ -20,6 +20,8 @@ from runner.env.base import Env, envs_per_process
 from runner.model.base import Model
 from runner.seeds import derive
 from runner.storage.content_checks import CONTENT_ERRORS
+from runner.system.cpu import local_world_size
+from runner.system.memory import host_memory
 from runner.system.section_timer import timer
 from runner.system.torch_errors import is_out_of_memory
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
@@ -50,6 +52,7 @@ class DQN(Workload):
     warm_up: int = 1_000
     replay_ratio: float = 0.2
     replay_size: int = 50_000
+    replay_device: str = "learner"
     discount: float = 0.99
     n_step: int = 5
     double: bool = True
@@ -65,11 +68,12 @@ class DQN(Workload):
     epsilon_repeat_exponent: float = 2.0
     normalize: bool = False
     eval_episodes: int = 100
+    record_video: bool = False
 
     metrics: ClassVar[tuple[str, ...]] = ("td_loss", "q_mean")
     best: ClassVar[tuple[str, str]] = ("return", "max")
     outputs_are_scores: ClassVar[bool] = True
-    may_change_on_resume: ClassVar[tuple[str, ...]] = ("env_steps", "eval_episodes")
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ("env_steps", "replay_device", "eval_episodes", "record_video")
 
     def __post_init__(self) -> None:
         for key in ("env_steps", "replay_size", "n_step", "target_every", "eval_episodes"):
@@ -82,6 +86,7 @@ class DQN(Workload):
         check_range(self, "huber_delta", above=0, most=1e6)
         for key in ("epsilon_start", "epsilon_final", "epsilon_fraction"):
             check_range(self, key, least=0, most=1)
+        check_choice(self, "replay_device", ("learner", "cpu"))
         check_choice(self, "td_loss", ("huber", "mse"))
         min_warm_up = self.n_step * self.env.num_envs
         why = f"the first transitions are complete after n_step · env.num_envs = {min_warm_up} steps"
@@ -93,6 +98,7 @@ class DQN(Workload):
         check(self.env_steps >= min_env_steps, "env_steps", self.env_steps, why, remedy)
         self._actor: Actor | None = None
         self._saved: dict[str, Any] = {}
+        self._best = -math.inf
 
     def prepare(self) -> None:
         with errors_under("env"):
@@ -104,6 +110,9 @@ class DQN(Workload):
         check(num_dims is None or len(shape) == num_dims, "model", name, why, "use model=qnet")
         why = f"{observed}, and only vectors are supported"
         check(len(shape) < 3, "env.id", self.env.id, why, "choose another environment")
+        missing = self.record_video and self.env.cannot_be_drawn("rgb_array", "set workload.record_video=false")
+        if missing:
+            raise ConfigError("workload.record_video", True, *missing)
 
     def describe(self) -> dict[str, str]:
         env, shape = self.env, "×".join(map(str, self.env.shape))
@@ -142,9 +151,11 @@ class DQN(Workload):
         self._actor = self._new_actor(plan, device)
         if after_step:
             self._resume(self._actor, after_step + 1 + plan.step_shard[0] - plan.step_shard[1])
-        return self._stream(self._actor, greedy_policy(model, device), plan, after_step)
+        return self._stream(self._actor, greedy_policy(model, device), plan, after_step, device)
 
-    def _stream(self, actor: Actor, policy: Policy, plan: Plan, after_step: int) -> Iterator[Transitions]:
+    def _stream(
+        self, actor: Actor, policy: Policy, plan: Plan, after_step: int, device: torch.device
+    ) -> Iterator[Transitions]:
         sizes = [micro.stop - micro.start for micro in plan.micro_batches(1)]
         index, count = plan.step_shard
         with actor.vector:  # closed with this generator
@@ -155,16 +166,17 @@ class DQN(Workload):
                 possible_returns = actor.possible_returns() if self.clip_targets else (-math.inf, math.inf)
                 # Sampled once per step, so that the transitions do not depend on the number of micro-batches.
                 for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
-                    yield unpack(rows, possible_returns)
+                    yield unpack(rows.to(device, non_blocking=True), possible_returns)
 
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Transitions]:
         capacity = math.ceil(self.replay_size / plan.num_data_ranks)
-        replay = torch.zeros(capacity, row_width(math.prod(self.env.shape)), device=device)
+        replay_device = device if self.replay_device == "learner" else "cpu"
+        replay = torch.zeros(capacity, row_width(math.prod(self.env.shape)), device=replay_device)
         sizes = [micro.stop - micro.start for micro in plan.micro_batches(1)]
         while True:
-            indices = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+            indices = torch.zeros(sum(sizes), dtype=torch.int64, device=replay_device)
             for rows in replay.index_select(0, indices).split_with_sizes(sizes):
-                yield unpack(rows)
+                yield unpack(rows.to(device))
 
     def _due(self, step: int) -> float:
         """Return the number of environment steps of each process before optimizer step `step`; it may be fractional.
@@ -181,8 +193,11 @@ class DQN(Workload):
     def _new_actor(self, plan: Plan, device: torch.device) -> Actor:
         num_envs, size = envs_per_process(self.env.num_envs, plan.num_data_ranks), math.prod(self.env.shape)
         capacity = math.ceil(self.replay_size / self._count)
+        replay_device = device if self.replay_device == "learner" else torch.device("cpu")
+        if replay_device.type == "cpu":
+            self._check_memory(capacity, 4 * row_width(size))
         with self._memory_errors():
-            replay = Replay(capacity, size, device)
+            replay = Replay(capacity, size, replay_device)
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
         with errors_under("env"):
             vector = self.env.vector(num_envs)
@@ -190,6 +205,19 @@ class DQN(Workload):
         repeats = Repeats(num_envs, longest, self.epsilon_repeat_exponent) if longest > 1 else None
         seed = derive(plan.seed, "agent", plan.data_rank)
         return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, repeats)
+
+    def _check_memory(self, capacity: int, row_bytes: int) -> None:
+        """Check that the replay buffers of the processes on this machine fit into its free memory.
+
+        The operating system allocates memory only as a buffer is filled, and kills the run when none is left.
+        """
+        free_bytes, count = host_memory()["available_bytes"] or 0, local_world_size()
+        num_bytes = count * capacity * row_bytes
+        why = (
+            f"the replay buffer takes {num_bytes / 1e9:.1f} GB on this machine, and {free_bytes / 1e9:.1f} GB are free"
+        )
+        remedy = f"use at most workload.replay_size={int(free_bytes // (count * row_bytes)) * self._count}"
+        check(num_bytes <= free_bytes, "workload.replay_size", self.replay_size, why, remedy)
 
     @contextmanager
     def _memory_errors(self) -> Iterator[None]:
@@ -200,7 +228,8 @@ class DQN(Workload):
             if not is_out_of_memory(error):
                 raise
             why = f"it does not fit into the memory: {type(error).__name__} {error}".partition("\n")[0]
-            raise ConfigError("workload.replay_size", self.replay_size, why, "reduce it") from None
+            remedy = "reduce it, or set workload.replay_device=cpu"
+            raise ConfigError("workload.replay_size", self.replay_size, why, remedy) from None
 
     def _resume(self, actor: Actor, last_step: int) -> None:
         """Restore the saved state of this process; `last_step` is the last optimizer step that it has done.
@@ -252,10 +281,17 @@ class DQN(Workload):
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:
+        # On every rank, though rank 0 alone logs the video: in an ensemble, `infer` is a collective.
+        self._video = evaluation.record_video(self.env, infer, device) if self.record_video else None
         return evaluation.play(self.env, infer, self.eval_episodes, shard, device)
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
         return {name: float(sums[name] / sums["count"]) for name in ("return", "length")}
+
+    def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
+        mean = self.summarize(sums)["return"]
+        is_best, self._best = mean > self._best, max(mean, self._best)
+        return {"eval/best_policy": self._video} if is_best and self._video is not None else {}
 
     def scalars(self) -> dict[str, float]:
         assert self._actor is not None
@@ -275,13 +311,15 @@ class DQN(Workload):
         return {"env_steps": steps, "episodes": episodes}
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._actor is None else self._actor.state_dict()
+        return {} if self._actor is None else self._actor.state_dict() | {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check `state`, and keep it until `batches` creates the environments and buffers."""
         if state:
-            check_saved(state, math.prod(self.env.shape), self.n_step, self.epsilon_repeat)
+            size, repeat = math.prod(self.env.shape), self.epsilon_repeat
+            check_saved(state, size, self.n_step, repeat)
         self._saved = state
+        self._best = state.get("best", -math.inf)
 
 
 def _training_time() -> float:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 from gymnasium.envs.registration import EnvSpec
 from helpers.compose import TrainedRun, build_composed_run, prepare_session, train_in
-from helpers.events import scalar_curves
-from helpers.scripted_env import ONE_BY_ONE
+from helpers.events import load_events, scalar_curves
+from PIL import Image
 from torch import nn
 
 from models.qnet import QNet, WithTarget
@@ -289,10 +289,9 @@ def plain_returns(model: nn.Module, seeds: list[int], id: str, longest: int) -> 
     return returns
 
 
-@pytest.mark.parametrize("id", [ONE_BY_ONE.id, "CartPole-v1"])
-def test_evaluation_plays_each_episode_once_in_any_number_of_shards(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gymnasium.registry, ONE_BY_ONE.id, ONE_BY_ONE)
-    workload = prepared(f"env.id={id}", "workload.eval_episodes=7")
+@pytest.mark.parametrize("vectorization", ["sync", "auto"])
+def test_evaluation_plays_each_episode_once_in_any_number_of_shards(vectorization: str) -> None:
+    workload = prepared(f"env.vectorization={vectorization}", "workload.eval_episodes=7")
     model = workload.build_model()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
@@ -310,7 +309,7 @@ def test_evaluation_plays_each_episode_once_in_any_number_of_shards(id: str, mon
             sums.append(workload.evaluate(infer, (index, count), CPU))
             first, last = 7 * index // count, 7 * (index + 1) // count
             assert sums[-1]["count"] == last - first
-            if id == ONE_BY_ONE.id:
+            if vectorization == "sync":
                 seeds = [derive(0, "evaluation", i) for i in range(first, last)]
                 assert float(sums[-1]["return"]) == sum(plain_returns(model, seeds, "CartPole-v1", 60))
         for name, total in whole.items():
@@ -342,12 +341,16 @@ def test_observations_without_bounds_are_normalized_by_fixed_statistics() -> Non
     assert {"shift", "scale"} <= model.state_dict().keys()
 
 
-class Counting(gymnasium.Env):
-    """Episodes of six steps, whose state cannot be saved; the observation is the number of the step."""
+class Drawn(gymnasium.Env):
+    """Episodes of six steps; the observation is the number of the step, which the color of the picture encodes."""
 
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
     observation_space = gymnasium.spaces.Box(-99, 99, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
     length = 6
+
+    def __init__(self, render_mode: str | None = None):
+        self.render_mode = render_mode
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
@@ -359,11 +362,31 @@ class Counting(gymnasium.Env):
         seen = np.full(1, np.nan if self.now == 25 else self.now, np.float32)
         return seen, 1.0, self.now == self.length, False, {}
 
+    def render(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return np.full((10, 20, 3), 40 * self.now, np.uint8)
 
-class Poisoned(Counting):
+
+class Poisoned(Drawn):
     """Its observation at step 25 is not a number."""
 
     length = 100
+
+
+def test_the_best_policy_is_recorded_as_an_animation(
+    agent: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(gymnasium.registry, "Drawn-v0", EnvSpec("Drawn-v0", Drawn, disable_env_checker=True))
+    run = agent("env.id=Drawn-v0", "steps=4", "eval_every=2", "workload.record_video=true")
+    with Image.open(run.directory / "best_policy.gif") as film:
+        assert (film.size, film.n_frames) == ((10, 5), 3)  # pyright: ignore
+        shades = []
+        for frame in range(3):
+            film.seek(frame)
+            shades.append(film.convert("RGB").getpixel((2, 2)))
+    assert shades == [(shade,) * 3 for shade in (0, 80, 160)], "every other picture"
+    [picture] = load_events(run.directory).Images("eval/best_policy")
+    assert picture.encoded_image_string == (run.directory / "best_policy.gif").read_bytes()
+    assert (picture.step, picture.width, picture.height) == (2, 10, 5), "the second was no better"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -374,6 +397,7 @@ REFUSED: dict[str, tuple[str, object, str]] = {
     "env.id=Pendulum-v1": ("env.id", "Pendulum-v1", "env=cartpole"),
     "model=convnet": ("model", "ConvNet", "model=qnet"),
     "env.num_envs=0": ("env.num_envs", 0, "conf/env/"),
+    "workload.warm_up=1000 env.num_envs=200 env.vectorization=async": ("env.num_envs", 200, "env.vectorization=sync"),
     "workload.replay_size=32": ("workload.replay_size", 32, "workload.replay_size=128"),
     "workload.warm_up=79 env.num_envs=16": ("workload.warm_up", 79, "workload.warm_up=80"),
     "workload.env_steps=1001": ("workload.env_steps", 1001, "workload.env_steps=1005"),
@@ -414,6 +438,25 @@ def test_a_replay_that_does_not_fit_into_the_device_is_refused(
     assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 300)
 
 
+def test_a_replay_larger_than_the_memory_of_its_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = {"available_bytes": 10**6, "limit_bytes": None, "total_bytes": 10**9}
+    monkeypatch.setattr("runner.workloads.dqn.workload.host_memory", lambda: memory)
+    workload = prepared("workload.replay_size=40000")  # transitions of 44 bytes each
+    model = workload.build_model()
+
+    def begin(num_processes: int, on_this_machine: int, device: str = "cpu") -> None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_machine))
+        workload.batches(model, Plan(64, 1, (0, num_processes)), 0, torch.device(device))
+
+    for count, largest in ((1, 10**6 // 44), (2, 2 * (10**6 // 88))):
+        with pytest.raises(ConfigError) as refusal:
+            begin(count, count)
+        assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 40000)
+        assert refusal.value.remedy == f"use at most workload.replay_size={largest}"
+    begin(2, 1)
+    begin(1, 1, device="meta")  # the replay buffer is in the memory of another device
+
+
 def test_environments_that_cannot_be_divided_evenly_are_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
         prepared().check_plan(Plan(63, 1, (0, 3)))
@@ -431,12 +474,12 @@ def test_environments_that_cannot_be_divided_evenly_are_refused() -> None:
 def test_environments_that_cannot_be_saved_start_new_episodes_with_a_warning(
     agent: Callable[..., TrainedRun], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(gymnasium.registry, "Counting-v0", EnvSpec("Counting-v0", Counting, disable_env_checker=True))
-    common = ("env.id=Counting-v0", "eval_every=0", "save_every=4")
+    monkeypatch.setitem(gymnasium.registry, "Drawn-v0", EnvSpec("Drawn-v0", Drawn, disable_env_checker=True))
+    common = ("env.id=Drawn-v0", "eval_every=0", "save_every=4")
     agent(*common, "steps=4")
     with caplog.at_level("WARNING", "runner"):
         run = agent(*common, "steps=8")
-    assert "Counting-v0 environments start new episodes" in caplog.text
+    assert "Drawn-v0 environments start new episodes" in caplog.text
     assert run.result.notes["env_steps"] == 80 + 8 * 2  # pyright: ignore
 
 
