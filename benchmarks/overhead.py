@@ -169,13 +169,12 @@ def run(options: list[str], warmup: int = 0, start: Callable[[list[str]], int] =
         start: trains the run that the overrides describe, in this process, and returns 0 if it is done.
     """
     from runner import training
-    from runner.tracking.metrics import Measured
 
     times: list[float] = []
     step_done = training.Progress.step  # called at the end of every step, after its logs and checkpoints
 
-    def timed(self: training.Progress, step: int, measured: Measured) -> None:
-        step_done(self, step, measured)
+    def timed(self: training.Progress, step: int) -> None:
+        step_done(self, step)
         times.append(time.perf_counter())
 
     training.Progress.step = timed

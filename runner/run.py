@@ -146,7 +146,8 @@ class Run:
         if self.ema.decay is not None and session.plan.steps_per_round > 1:
             why = "the processes of this mode do not wait for each other: there is no sequence of weights to average"
             raise ConfigError("ema.decay", self.ema.decay, why, "ema.decay=null, or another parallel mode")
-        self.tracking.check()
+        for tracker in self.tracking.backends():
+            tracker.check()
         self.workload.check_plan(session.plan)
         self.precision.check_device(session.device)
         load()

@@ -66,7 +66,7 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
         session.collectives.from_rank_0(begin)
         with (
             Recorder(run.tracking, directory, state.step, visible=writes) as recorder,
-            progress_for(session.num_steps, run.batch_size, state.step, visible=writes) as progress,
+            progress_for(session.num_steps, state.step, visible=writes) as progress,
             run.profiler.profile(directory, *session.devices),
             StopRequest() as stop,
         ):
@@ -146,14 +146,14 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
     run, session, model = state.run, state.session, state.model
     batches = session.batches(model, state.step)
     model.train()
-    state.step_timer.start(state.step, math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
+    state.step_timer.start(math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
 
     for step in session.plan.steps(state.step, state.last_step):
         log_due = session.is_due(run.log_every, step.number)
         norm = train_step(state, batches, step, log_due)
         evaluation_due = session.is_due(session.eval_every, step.number)
         save_due = session.is_due(session.save_every, step.number)
-        state.step_timer.lap(step.number, pausing=log_due or evaluation_due or save_due)
+        state.step_timer.lap(pausing=log_due or evaluation_due or save_due)
 
         # All ranks take part in what is due, because it may involve collectives; rank 0 writes.
         is_best = False
@@ -168,15 +168,13 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
             state.out_of_time = state.stopping.out_of_time(state.step_timer.elapsed())
         stopping = session.collectives.any_rank(bool(stop.received or state.out_of_time))
         if save_due or is_best or stopping or state.stopping.reason:
-            state.step_timer.end_window(step.number)  # after a stop, which is not foreseen
+            state.step_timer.end_window()  # after a stop, which is not foreseen
             with timer.section("checkpoint"):
-                # The previous checkpoint must be complete: `flush` drops the points before it, and its copy of the
-                # state takes memory.
-                state.checkpoints.wait()
+                state.checkpoints.wait()  # for the previous one, whose copy of the state takes memory
                 recorder.flush()  # a run resumed from this checkpoint does not log earlier steps again
                 state.save()
         state.checkpoints.check()  # they are written in the background
-        progress.step(step.number, state.step_timer.measured)
+        progress.step(step.number)
         run.profiler.after_step(step.number)
         if state.stopping.reason:
             break
@@ -222,13 +220,14 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     run, step = state.run, state.step
     means = state.flush_metrics()
     state.metrics |= means
-    progress.metrics(means)
+    rates = state.step_timer.rates(state.session.plan.samples_per_round)
+    progress.metrics(means | rates)
     log.debug("step %d: %s", step, in_words(means))
-    points = means | {"train/gradient_norm": norm} | learning_rates(state.optimizer)
+    points = means | rates | {"train/gradient_norm": norm} | learning_rates(state.optimizer)
     points |= run.precision.scalars() | run.workload.scalars() | run.parallel.scalars()
     if state.session.steps_per_epoch:
         points["epoch"] = step / state.session.steps_per_epoch
-    points |= state.step_timer.rates(state.session.plan.samples_per_round) | memory.usage(state.session.device)
+    points |= memory.usage(state.session.device)
     if state.session.rank == 0 and (why := state.busy_machine.warning()):
         log.warning("%s", why)
     recorder.scalars(points, step)  # at once, as each call is a record on the disk, and a request to a remote tracker

@@ -29,7 +29,6 @@ from runner.seeds import derive
 from runner.state import State
 from runner.storage.checkpoint_writing import Checkpoints
 from runner.storage.retention import saved_steps
-from runner.tracking.recorder import Recorder
 from runner.workloads.classifier import Classifier
 
 DIVERGING = ("data.crop=0", "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40")
@@ -245,31 +244,6 @@ def test_large_finite_values_are_saved_although_their_sum_overflows(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # result.json
-
-
-def test_points_are_dropped_only_if_the_checkpoint_after_them_is_complete(
-    trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The previous checkpoint must be complete when `Recorder.flush` is called.
-
-    In `flush`, a tracker drops its record of the points that were logged up to the previous checkpoint. If the previous
-    checkpoint were incomplete, the run could be resumed from an even earlier checkpoint, and would log the points after
-    the earlier checkpoint a second time.
-    """
-    write, flush, complete = Checkpoints._write, Recorder.flush, []
-
-    def slow(self: Checkpoints, *arguments: Any) -> None:
-        time.sleep(0.1)  # longer than a step
-        write(self, *arguments)
-
-    def spied(self: Recorder) -> None:
-        complete.append(sorted(path.name for path in self._directory.glob("checkpoints/step_*")))
-        flush(self)
-
-    monkeypatch.setattr(Checkpoints, "_write", slow)
-    monkeypatch.setattr(Recorder, "flush", spied)
-    trained("steps=3", "save_every=1", "keep=9")
-    assert complete[:3] == [[], ["step_00000001"], ["step_00000001", "step_00000002"]]
 
 
 def test_the_result_agrees_with_the_curves(trained: Callable[..., TrainedRun]) -> None:

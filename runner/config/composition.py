@@ -43,7 +43,7 @@ _GLOBAL_GROUPS = ("debug", "experiment", "local")
 _LENGTHS = {"epochs", "workload.env_steps"}
 """Keys that say how long a run is if `steps` is null."""
 _TRACKERS = re.compile(r"tracking=(\[.*\])")
-_SEVERAL = "runner.tracking.multi_tracker.MultiTracker"
+_SEVERAL = "runner.tracking.base.MultiTracker"
 _SAVED = "saved"
 
 

@@ -123,7 +123,8 @@ def _search(jobs: SweepJobs, planner: Planner) -> Search:
     tracker = build(planner.config["tracking"], Tracker, "tracking")
     why = "it needs the event files of TensorBoard, which the jobs do not write"
     remedy = "tracking=tensorboard, or several: tracking=[tensorboard,csv]"
-    check(options.prune is None or tracker.writes_event_files(), "sweep.prune", options.prune, why, remedy)
+    has_curves = any(backend.writes_event_files() for backend in tracker.backends())
+    check(options.prune is None or has_curves, "sweep.prune", options.prune, why, remedy)
     objective = Objective(tag, options.goal or goal, best=options.metric is None)
     space = Space(jobs.dimensions, planner.has_key, groups_in_defaults())
     seed = int(planner.config["seed"]) if options.seeds > 1 else None

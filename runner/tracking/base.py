@@ -1,10 +1,13 @@
-"""The base class of tracking backends, to which the curves and images of a run are logged."""
+"""The base class of tracking backends, to which the curves and images of a run are logged, and several at once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from runner.config.errors import ConfigError, did_you_mean
+from runner.config.schema import build
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +22,10 @@ class Tracker:
     calls `open` again, and then logs all steps from `first_step` on, including steps that an earlier session has
     already logged. A method may raise `StorageError` if the disk is full or fails; the run then ends.
     """
+
+    def backends(self) -> list[Tracker]:
+        """Return the trackers to which everything is logged: only this one, except by `MultiTracker`."""
+        return [self]
 
     def check(self) -> None:
         """Raise a `ConfigError` if the backend cannot be used; called on every rank before the run begins."""
@@ -53,3 +60,34 @@ class Tracker:
 
     def close(self, done: bool) -> None:
         """End the session; `done` is whether the run has reached its last step."""
+
+
+@dataclass
+class MultiTracker(Tracker):
+    """Several trackers at once (`tracking=several`).
+
+    Args:
+        names: the options of the config group `tracking` to combine, each with its defaults.
+        trackers: the content of each of these options, by name; composed from `names`.
+    """
+
+    names: list[str] = field(default_factory=lambda: ["tensorboard", "csv"])
+    trackers: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ConfigError("names", self.names, "it is empty", "tracking=none tracks nothing")
+        if len(set(self.names)) < len(self.names):
+            raise ConfigError("names", self.names, "a name is there twice", "leave one out")
+        for name in self.names:
+            if name not in self.trackers:
+                raise ConfigError("names", name, "there is no such tracker;", did_you_mean(name, self.trackers))
+        self._backends = [build(self.trackers[name], Tracker, f"trackers.{name}") for name in self.names]
+
+    @classmethod
+    def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the replacement of the trackers of a saved config: they are composed from their names again."""
+        return {"trackers": {}}
+
+    def backends(self) -> list[Tracker]:
+        return self._backends

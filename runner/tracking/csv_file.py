@@ -38,7 +38,7 @@ class CsvFile(Tracker):
         with storage_errors(self._path):
             with part.open("wb") as out:
                 out.write(b"step,tag,value\r\n")
-                out.writelines(line for step, line in lines_by_step(self._path, _MAX_BYTES) if step < first_step)
+                out.writelines(line for step, line in _lines_by_step(self._path) if step < first_step)
             os.replace(part, self._path)
             self._out = self._path.open("a", newline="", encoding="utf-8")
 
@@ -56,19 +56,13 @@ class CsvFile(Tracker):
             self._out.close()
 
 
-def lines_by_step(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the step and the content of each line `step,…` of `path`, which may be absent, or somebody else's.
-
-    Incomplete lines are left out: a crash may have left one.
-
-    Raises:
-        OSError: if the file cannot be read, is a link or a pipe, or has more than `max_bytes`.
-    """
+def _lines_by_step(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the step and the content of each whole line `step,…` of `path`, which may be absent, or somebody else's."""
     if not os.path.lexists(path):
         return
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
-            raise UnsafeFileError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+        if os.fstat(file.fileno()).st_size > _MAX_BYTES:
+            raise UnsafeFileError(errno.EFBIG, f"it has more than {_MAX_BYTES:,} bytes", str(path))
         while line := file.readline(_MAX_LINE_BYTES):
             step = line.partition(b",")[0]
             if line.endswith(b"\n") and step.isdigit() and len(step) < 20:

@@ -7,7 +7,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -123,16 +123,6 @@ class MetricBuffer:
         return values
 
 
-class Measured(NamedTuple):
-    """How long the steps of this session took, up to a step after which the host had waited for the devices."""
-
-    step: int
-    training: float
-    """Seconds without logging, evaluation and saving checkpoints."""
-    elapsed: float
-    """Seconds with all of them."""
-
-
 class StepTimer:
     """A timer of training steps. If the processes divide the steps among themselves, it times rounds (see `Step`).
 
@@ -145,26 +135,22 @@ class StepTimer:
         self._devices = [device for device in devices if device.type != "cpu"]
         self._seconds = array("d")  # of each step or round, the mean of its window
         self._logged = 0
-        self.start(0, 0)
+        self.start(0)
 
-    def start(self, after_step: int, num_rounds: int) -> None:
-        """Start timing after the optimizer step `after_step`.
-
-        A fifth of the `num_rounds` steps or rounds of this session, but at most 10, are the warm-up.
-        """
+    def start(self, num_rounds: int) -> None:
+        """Start timing; a fifth of the `num_rounds` steps or rounds of this session, at most 10, are the warm-up."""
         self._began = self._started = time.perf_counter()
         self._pauses, self._data = timer.paused(), timer.spent("data")
         self._warm_up, self._rounds, self._open = min(10, max(1, num_rounds // 5)), 0, 0
-        self.measured = Measured(after_step, 0.0, 0.0)
 
-    def lap(self, step: int, pausing: bool) -> None:
+    def lap(self, pausing: bool) -> None:
         """Record the end of a step or round; `pausing` is whether a log, an evaluation or a checkpoint follows."""
         self._rounds += 1
         self._open += 1
         if pausing or not self._devices or self._rounds == self._warm_up:
-            self.end_window(step)
+            self.end_window()
 
-    def end_window(self, step: int) -> None:
+    def end_window(self) -> None:
         """Wait for the devices, and record the time of the steps or rounds since the last window, if there are any."""
         if not self._open:
             return
@@ -172,7 +158,6 @@ class StepTimer:
         now, pauses = time.perf_counter(), timer.paused()
         seconds = now - self._started - (pauses - self._pauses)
         self._seconds.extend([seconds / self._open] * self._open)
-        self.measured = Measured(step, self.measured.training + seconds, now - self._began)
         self._started, self._pauses, self._open = now, pauses, 0
 
     def rates(self, samples_per_round: int) -> dict[str, float]:

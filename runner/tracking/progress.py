@@ -7,72 +7,52 @@ import sys
 import time
 from contextlib import suppress
 
-from runner.tracking.metrics import Measured
-
 
 class Progress:
     """A progress display that prints a line to standard error every `interval` seconds: not on a terminal, and in CI.
 
     Args:
         num_steps: total number of optimizer steps of the run.
-        batch_size: number of samples per step, over all ranks.
         first_step: number of steps that were completed before the run was resumed; 0 for a new run.
     """
 
     interval = 5.0
 
-    def __init__(self, num_steps: int, batch_size: int, first_step: int = 0):
-        self.num_steps, self.batch_size = num_steps, batch_size
+    def __init__(self, num_steps: int, first_step: int = 0):
+        self.num_steps, self._first_step = num_steps, first_step
         self._metrics: dict[str, float] = {}
-        self._first_step, self._shown_at = first_step, time.perf_counter()
-        self._measured = Measured(first_step, 0.0, 0.0)
-        self._rate = 0.0
+        self._began = self._shown_at = time.perf_counter()
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Restore the terminal."""
 
     def metrics(self, values: dict[str, float]) -> None:
         """Set the metrics to show, by tag; metrics that are not in `values` keep their last values."""
         self._metrics.update(values)
 
-    def step(self, step: int, measured: Measured) -> None:
-        """Report that `step` is done; `measured` is how long the steps of this session took, up to a recent one."""
+    def step(self, step: int) -> None:
+        """Report that `step` is done."""
         now = time.perf_counter()
-        if now - self._shown_at < self.interval and step < self.num_steps:
-            return
-        training = measured.training - self._measured.training
-        if training > 0:
-            self._rate = (measured.step - self._measured.step) / training
-        self._shown_at, self._measured = now, measured
-        with suppress(OSError):  # a terminal that was closed, or a full disk: the run goes on
-            self.show(step)
+        if now - self._shown_at >= self.interval or step == self.num_steps:
+            self._shown_at = now
+            with suppress(OSError):  # a terminal that was closed, or a full disk: the run goes on
+                self.show(step)
 
     def show(self, step: int) -> None:
         """Display the progress after `step`."""
         print(f"step {step}/{self.num_steps}  {self.summary(step)}", file=sys.stderr, flush=True)
 
     def summary(self, step: int) -> str:
-        """Return the metrics, the throughput and the remaining time after `step`, as text.
-
-        The throughput is that of the steps since the last display, without logs, evaluations and checkpoints; the
-        remaining time is estimated with them.
-        """
-        parts = [
-            f"{name.removeprefix('train/')} {value:.4g}" for name, value in self._metrics.items() if name.count("/") < 2
-        ]
-        if self._rate:
-            per_step = self._measured.elapsed / (self._measured.step - self._first_step)
-            parts += [
-                f"{self._rate * self.batch_size:,.0f} samples/s",
-                f"{_clock((self.num_steps - step) * per_step)} left",
-            ]
-        return "  ".join(parts)
-
-    def close(self) -> None:
-        """Restore the terminal."""
+        """Return the metrics, the throughput at the last log, and the time left, with evaluations and checkpoints."""
+        metrics = {tag: value for tag, value in self._metrics.items() if tag.count("/") < 2}
+        parts = [f"{tag.removeprefix('train/')} {metrics[tag]:.4g}" for tag in metrics if not tag.startswith("time/")]
+        if rate := metrics.get("time/samples_per_second"):
+            parts.append(f"{rate:,.0f} samples/s")
+        per_step = (self._shown_at - self._began) / (step - self._first_step)
+        return "  ".join([*parts, f"{_clock((self.num_steps - step) * per_step)} left"])
 
 
 class Bar(Progress):
@@ -80,8 +60,8 @@ class Bar(Progress):
 
     interval = 0.25
 
-    def __init__(self, num_steps: int, batch_size: int, first_step: int = 0):
-        super().__init__(num_steps, batch_size, first_step)
+    def __init__(self, num_steps: int, first_step: int = 0):
+        super().__init__(num_steps, first_step)
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
@@ -94,7 +74,7 @@ class Bar(Progress):
     def show(self, step: int) -> None:
         self._bar.update(self._task, completed=step, summary=self.summary(step), refresh=True)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):
             self._bar.stop()
 
@@ -102,16 +82,16 @@ class Bar(Progress):
 class Silent(Progress):
     """A progress display that shows nothing, for ranks other than 0."""
 
-    def show(self, step: int) -> None:
+    def step(self, step: int) -> None:
         pass
 
 
-def progress_for(num_steps: int, batch_size: int, first_step: int, visible: bool) -> Progress:
+def progress_for(num_steps: int, first_step: int, visible: bool) -> Progress:
     """Return a bar on a terminal, lines in files, in pipes and in CI, and nothing on ranks that are not `visible`."""
     if not visible:
-        return Silent(num_steps, batch_size, first_step)
+        return Silent(num_steps, first_step)
     terminal = sys.stderr and sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
-    return (Bar if terminal else Progress)(num_steps, batch_size, first_step)
+    return (Bar if terminal else Progress)(num_steps, first_step)
 
 
 def _clock(seconds: float) -> str:

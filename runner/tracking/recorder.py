@@ -1,8 +1,9 @@
-"""The recorder, which passes what the training loop logs to the tracker of the run."""
+"""The recorder, which passes what the training loop logs to each tracker of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from runner.tracking.base import Tracker
 
 
 class Recorder:
-    """A context manager that opens and closes a tracker, and logs to it on rank 0.
+    """A context manager that opens the backends of a tracker, logs to each on rank 0, and closes them.
 
     Args:
         tracker: the tracker of the run.
@@ -26,33 +27,41 @@ class Recorder:
     """
 
     def __init__(self, tracker: Tracker, directory: Path, after_step: int, visible: bool = True):
-        self._tracker = tracker if visible else Tracker()
+        self._backends = tracker.backends() if visible else []
         self._directory, self._first_step, self._done = directory, after_step + 1, False
 
     def __enter__(self) -> Recorder:
-        self._tracker.open(self._directory, self._first_step)
+        with ExitStack() as opened:  # if one cannot be opened, those before it are closed
+            for backend in self._backends:
+                backend.open(self._directory, self._first_step)
+                opened.callback(lambda backend=backend: backend.close(self._done))
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tracker.close(self._done)
+        self._opened.close()  # all of them, even if one raises an error
 
     def scalars(self, values: dict[str, Any], step: int) -> None:
         """Log numbers or scalar tensors by tag. `step` is the number of completed optimizer steps."""
-        self._tracker.scalars({tag: float(value) for tag, value in values.items()}, step)
+        for backend in self._backends:
+            backend.scalars({tag: float(value) for tag, value in values.items()}, step)
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
         """Log RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag."""
-        self._tracker.images(images, step)
+        for backend in self._backends:
+            backend.images(images, step)
 
     def texts(self, texts: dict[str, str]) -> None:
         """Log preformatted texts by tag, with secrets masked; the logged step is the first step of the session."""
-        self._tracker.texts({tag: printable(redacted(text)) for tag, text in texts.items()}, self._first_step)
+        for backend in self._backends:
+            backend.texts({tag: printable(redacted(text)) for tag, text in texts.items()}, self._first_step)
 
     def hyperparameters(self, config: dict[str, Any]) -> None:
         """Log the config of the run with secrets masked, and separately the values that the user overrode."""
         config = redacted_values(config)  # an override may be `${oc.env:TOKEN}`, but the config has the token itself
         typed = typed_values(saved_overrides(self._directory), config)
-        self._tracker.hyperparameters(shown_values(flatten(config)), shown_values(typed))
+        for backend in self._backends:
+            backend.hyperparameters(shown_values(flatten(config)), shown_values(typed))
 
     def finish(self) -> None:
         """Mark the run as done. This must be called after the last step of the run."""
@@ -60,7 +69,8 @@ class Recorder:
 
     def flush(self) -> None:
         """Flush to disk everything that was logged so far."""
-        self._tracker.flush()
+        for backend in self._backends:
+            backend.flush()
 
 
 def typed_values(overrides: Iterable[str], config: dict[str, Any]) -> dict[str, Any]:

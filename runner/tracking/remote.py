@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -18,7 +17,6 @@ from runner.config.overrides import text_override
 from runner.storage.files import read_regular, write_text
 from runner.system.import_path import is_installed
 from runner.tracking.base import Tracker
-from runner.tracking.csv_file import lines_by_step
 
 if TYPE_CHECKING:
     import numpy
@@ -29,10 +27,6 @@ log = logging.getLogger(__name__)
 MAX_IDENTIFIER_BYTES = 1000
 MAX_WAITING = 10_000
 """The maximum number of calls in the queue: enough for the curves of several hours, if the network is down."""
-_MAX_POINTS_BYTES = 100_000_000
-"""The maximum size of the file with the logged points: about three million."""
-_MEASURED = ("time/", "memory/")
-"""Prefixes of the tags of measurements. Their values differ when a step is repeated, so they are not compared."""
 
 
 @dataclass
@@ -43,9 +37,9 @@ class RemoteTracker(Tracker, ABC):
     fails, the queue is full, or `close` has waited for `patience` seconds, a warning is logged, and the run goes on
     without tracking. Animations are not logged.
 
-    Two files in the run directory are for resumed runs: the identifier of the run in the backend, and a line
-    `step,tag,value` for each point that was logged. A resumed run repeats the steps after its checkpoint, with the same
-    results, and points in a remote database cannot be removed: so it does not log these again.
+    A file in the run directory has the identifier of the run in the backend, which a resumed run continues. The points
+    of the steps that it repeats after its checkpoint are logged again, because those in a remote database cannot be
+    removed: they have the same values, except for measurements of time.
     """
 
     package: ClassVar[str]
@@ -103,15 +97,15 @@ class RemoteTracker(Tracker, ABC):
         self._failed, self._started, self._done = False, False, False
         self._thread = threading.Thread(target=self._make_calls, name=f"tracking {self.package}", daemon=True)
         self._thread.start()
-        self._call(lambda: self._start(directory, first_step))
+        self._call(lambda: self._start(directory))
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        self._call(lambda: self._log_new(self.log_scalars, dict(values), step))
+        self._call(lambda: self.log_scalars(values, step))
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
         stills = {tag: pixels.cpu() for tag, pixels in images.items() if pixels.dim() == 3}
         arrays = {tag: pixels.permute(1, 2, 0).contiguous().numpy() for tag, pixels in stills.items()}
-        self._call(lambda: self._log_new(self.log_images, arrays, step))
+        self._call(lambda: self.log_images(arrays, step))
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         self._call(lambda: self.log_texts(texts))
@@ -129,26 +123,12 @@ class RemoteTracker(Tracker, ABC):
         if self._thread.is_alive():
             self._fail(f"it has not answered for {self.patience:g} s")
 
-    def _start(self, directory: Path, first_step: int) -> None:
-        self._points_file = directory / f"{self.package}_points.txt"
-        found = lines_by_step(self._points_file, _MAX_POINTS_BYTES)
-        self._repeated = {line for step, line in found if step >= first_step}
-        self._append(b"\n")  # ends a line that is incomplete because the run was killed
+    def _start(self, directory: Path) -> None:
         file = directory / f"{self.package}_run.txt"
         saved = read_regular(file, MAX_IDENTIFIER_BYTES).decode().strip() if file.exists() else ""
         identifier = self.start(directory, saved)
         self._started = True
         write_text(file, identifier + "\n")
-
-    def _log_new(self, log_values: Callable[[dict[str, Any], int], None], values: dict[str, Any], step: int) -> None:
-        lines = {tag: _line(tag, value, step) for tag, value in values.items()}
-        if new := {tag: value for tag, value in values.items() if lines[tag] not in self._repeated}:
-            log_values(new, step)
-            self._append(b"".join(lines[tag] for tag in new))
-
-    def _append(self, lines: bytes) -> None:
-        with self._points_file.open("ab") as file:  # closed each time: a run can be killed at any time
-            file.write(lines)
 
     def _call(self, call: Callable[[], Any]) -> None:
         try:
@@ -173,8 +153,3 @@ class RemoteTracker(Tracker, ABC):
         if not self._failed:
             self._failed = True
             log.warning("tracking with %s ends here, and the run goes on: %s", self.package, why)
-
-
-def _line(tag: str, value: float | numpy.ndarray, step: int) -> bytes:
-    shown = value if isinstance(value, int | float) else zlib.crc32(value.tobytes())
-    return f"{step},{tag},{'measured' if tag.startswith(_MEASURED) else shown}\n".encode()

@@ -254,7 +254,7 @@ def test_a_run_directory_with_symlinks_or_pipes_is_refused(
 def test_the_trackers_of_a_saved_config_are_those_of_their_names(run: Path) -> None:
     """The saved config of a stranger does not decide where the curves are sent."""
     theirs = {"mlflow": {"_target_": "runner.tracking.remote_backends.MLflow", "uri": "https://example.com"}}
-    several = {"_target_": "runner.tracking.multi_tracker.MultiTracker", "names": ["csv", "mlflow"], "trackers": theirs}
+    several = {"_target_": "runner.tracking.base.MultiTracker", "names": ["csv", "mlflow"], "trackers": theirs}
     change(run, tracking=several)
     shown = show(f"resume={run}")["tracking"]
     assert shown == show("tracking=[csv,mlflow]")["tracking"]

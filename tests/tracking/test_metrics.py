@@ -128,26 +128,24 @@ def test_pauses_are_left_out_of_step_times(clock: FakeClock) -> None:
     spend("log", 50)
     steps = StepTimer([torch.device("cpu")])
     clock.now += 7
-    steps.start(after_step=4, num_rounds=3)
+    steps.start(num_rounds=3)
     spend("data", 1)
     clock.now += 2
-    steps.lap(5, pausing=False)
+    steps.lap(pausing=False)
     spend("data", 0.5)
     clock.now += 0.5
-    steps.lap(6, pausing=True)
+    steps.lap(pausing=True)
     assert steps.rates(8) == {
         "time/samples_per_second": 16 / 4,
         "time/step_seconds": 2,
         "time/data_share": 1.5 / 4,
     }
-    assert steps.measured == (6, 4, 4)
     for name in ("log", "evaluate", "checkpoint"):
         spend(name, 1000)
     clock.now += 5
-    steps.lap(7, pausing=True)
+    steps.lap(pausing=True)
     assert steps.rates(8)["time/samples_per_second"] == 8 / 5
     assert steps.steady() == [1, 5]
-    assert steps.measured == (7, 9, 3009)
     assert steps.elapsed() == 3009
 
 
@@ -172,12 +170,12 @@ def test_steps_of_an_accelerator_are_timed_between_points_where_the_host_has_wai
     device = FakeAccelerator(clock)
     monkeypatch.setattr(runner.tracking.metrics, "synchronize", device.synchronize)
     steps = StepTimer([torch.device("meta")])
-    steps.start(after_step=0, num_rounds=200)
+    steps.start(num_rounds=200)
     rates = []
     for step in range(1, 201):
         clock.now += 0.0006
         device.queue(0.3 if step == 1 else 0.005)
-        steps.lap(step, pausing=step % 50 == 0)
+        steps.lap(pausing=step % 50 == 0)
         if step % 50 == 0:
             with runner.tracking.metrics.timer.section("evaluate"):
                 clock.now += 9
@@ -218,10 +216,10 @@ def test_a_run_reports_the_step_times_of_the_device(
 @pytest.mark.parametrize(("count", "left_out"), [(0, 0), (1, 0), (2, 1), (4, 1), (10, 2), (50, 10), (1000, 10)])
 def test_the_warm_up_is_left_out_of_steady_step_times(clock: FakeClock, count: int, left_out: int) -> None:
     steps = StepTimer([torch.device("cpu")])
-    steps.start(after_step=0, num_rounds=count)
+    steps.start(num_rounds=count)
     for step in range(count):
         clock.now += step
-        steps.lap(step, pausing=False)
+        steps.lap(pausing=False)
     assert steps.steady() == list(map(float, range(left_out, count)))
 
 

@@ -18,10 +18,7 @@ from helpers.command import TIMEOUT_SECONDS, child_environment
 from helpers.compose import TINY_CPU
 
 import runner.tracking.progress
-from runner.tracking.metrics import Measured
 from runner.tracking.progress import Bar, Progress, Silent, progress_for
-
-BATCH = 64
 
 
 class FakeClock:
@@ -46,66 +43,22 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return err.splitlines()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Lines
-
-
-def test_a_line_every_five_seconds_shows_the_metrics(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(num_steps=1000, batch_size=BATCH)
-    progress.metrics({"train/loss": 2.34567, "train/accuracy": 0.5})
-    for step in range(1, 101):  # ten steps per second, for ten seconds
-        clock.now += 0.1
-        progress.step(step, Measured(step, step / 10, step / 10))
-    first, second = lines(capsys)
-    assert re.fullmatch(r"step (49|50|51)/1000  loss 2.346  accuracy 0.5  640 samples/s  1:3[45] left", first)
-    assert re.fullmatch(r"step (99|100|101)/1000  loss 2.346  accuracy 0.5  640 samples/s  1:[23]\d left", second)
-
-
-Step = tuple[float, int, Measured]
-"""Seconds on the clock since the previous step, the number of the step, and how long the steps took so far."""
-
-SHOWN: dict[str, tuple[Progress, list[Step], list[str]]] = {
-    "the rate is recent, and the time left is based on all steps": (
-        Progress(num_steps=10_000, batch_size=BATCH),
-        [(30, step, Measured(step, s, s)) for step, s in ((100, 10), (105, 20), (505, 40))],  # 10, 0.5 and 20 a second
-        [
-            "step 100/10000  640 samples/s  16:30 left",
-            "step 105/10000  32 samples/s  31:25 left",  # 9,895 steps at 20 s per 105
-            "step 505/10000  1,280 samples/s  12:32 left",  # 9,495 steps at 40 s per 505
-        ],
-    ),
-    "evaluations of half a minute count toward the time left but not the rate": (
-        Progress(num_steps=20, batch_size=BATCH),
-        [(31, step, Measured(step, step / 10, 31 * step / 10)) for step in (10, 20)],
-        ["step 10/20  640 samples/s  0:31 left", "step 20/20  640 samples/s  0:00 left"],
-    ),
-    "steps that are only queued on a device do not count": (  # which takes 0.1 s a step
-        Progress(num_steps=1000, batch_size=BATCH),
-        [(5, step, Measured(m, m / 10, m / 10)) for step, m in ((49, 0), (50, 50), (99, 50), (100, 100))],
-        ["step 49/1000  ", *(f"step {n}/1000  640 samples/s  1:{s} left" for n, s in ((50, 35), (99, 30), (100, 30)))],
-    ),
-    "the last step is always shown": (
-        Progress(num_steps=3, batch_size=BATCH),
-        [(0.5, step, Measured(step, step / 2, step / 2)) for step in (1, 2, 3)],
-        ["step 3/3  128 samples/s  0:00 left"],
-    ),
-    "a resumed run counts only its own steps": (
-        Progress(num_steps=1000, batch_size=BATCH, first_step=900),
-        [(10, 950, Measured(950, 10, 10))],
-        ["step 950/1000  320 samples/s  0:10 left"],
-    ),
-}
-
-
-@pytest.mark.parametrize(("progress", "steps", "shown"), SHOWN.values(), ids=SHOWN)
-def test_lines_show_the_rate_and_the_time_left(
-    progress: Progress, steps: list[Step], shown: list[str], clock: FakeClock, capsys: pytest.CaptureFixture[str]
+def test_lines_show_the_metrics_the_last_rate_and_the_time_left_every_five_seconds(
+    clock: FakeClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress._shown_at = clock.now
-    for seconds, step, measured in steps:
-        clock.now += seconds
-        progress.step(step, measured)
-    assert lines(capsys) == shown
+    progress = Progress(num_steps=1000, first_step=900)
+    for step in range(901, 1001):  # 0.15 s each, of which evaluations may be the larger part
+        clock.now += 0.15
+        if step == 950:
+            rates = {"time/samples_per_second": 1280.4, "time/data_share": 0.5}
+            progress.metrics({"train/loss": 2.34567, "eval/member_0/loss": 9.0, "eval/accuracy": 0.5} | rates)
+        progress.step(step)
+    shown = "loss 2.346  eval/accuracy 0.5  1,280 samples/s"
+    assert lines(capsys) == [
+        "step 934/1000  0:10 left",
+        f"step 968/1000  {shown}  0:05 left",
+        f"step 1000/1000  {shown}  0:00 left",
+    ]
 
 
 @pytest.mark.parametrize("display", [Progress, Bar])
@@ -120,31 +73,11 @@ def test_write_errors_of_the_console_are_ignored(
             raise OSError(errno.EIO, "Input/output error")  # as if the terminal was closed
 
     monkeypatch.setattr(sys, "stderr", closed := Closed())
-    with display(num_steps=1000, batch_size=BATCH) as progress:
+    with display(num_steps=1000) as progress:
         for step in range(1, 5):
             clock.now += 10
-            progress.step(step, Measured(step, step, step))
+            progress.step(step)
     assert closed.tried > 0
-
-
-def test_the_last_step_is_always_shown(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(num_steps=3, batch_size=BATCH)
-    for step in (1, 2, 3):
-        clock.now += 0.5
-        progress.step(step, Measured(step, step / 2, step / 2))
-    progress.close()
-    assert lines(capsys) == ["step 3/3  128 samples/s  0:00 left"]
-
-
-def test_a_resumed_run_counts_only_its_own_steps(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(num_steps=1000, batch_size=BATCH, first_step=900)
-    clock.now += 10
-    progress.step(950, Measured(950, 10, 10))
-    assert lines(capsys) == ["step 950/1000  320 samples/s  0:10 left"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Choice of the display
 
 
 def test_the_display_depends_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +85,7 @@ def test_the_display_depends_on_the_terminal(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: terminal, write=len, flush=lambda: None))
         for name in ("CI", "TERM"):
             monkeypatch.setenv(name, variables.get(name, ""))
-        with progress_for(10, BATCH, 0, visible) as progress:
+        with progress_for(10, 0, visible) as progress:
             return type(progress)
 
     assert chosen(terminal=False) is Progress
@@ -161,11 +94,7 @@ def test_the_display_depends_on_the_terminal(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen(terminal=True, TERM="xterm", CI="true") is Progress
     assert chosen(terminal=True, TERM="xterm", visible=False) is Silent
     monkeypatch.setattr(sys, "stderr", None)  # closed by the caller
-    assert type(progress_for(10, BATCH, 0, visible=True)) is Progress
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# On a terminal
+    assert type(progress_for(10, 0, visible=True)) is Progress
 
 
 def on_a_terminal(program: list[str], cwd: Path) -> str:
