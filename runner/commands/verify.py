@@ -4,9 +4,9 @@ The config and its reference (parallel=single, no accumulation, not compiled, no
 weights, three steps by default, in float64 and in the precision of the config. These are compared:
 
 - the samples of each step, over all processes and micro-batches, bit for bit;
-- the loss of each sample, the mean loss of each step, the gradients of the first step, weights and buffers after the
-  last step, and the outputs of an evaluation. In float64 they must agree to 1e-9 (the mean loss, which is summed in
-  float32, to 1e-6); in the precision of the config they must agree to 1e-2 (TF32 to 2.5e-2, 16 bits to 0.2).
+- the mean loss of each step, the gradients of the first step, weights and buffers after the last step, and the outputs
+  of an evaluation. In float64 they must agree to 1e-9 (the mean loss, which is summed in float32, to 1e-6); in the
+  precision of the config they must agree to 1e-2 (TF32 to 2.5e-2, 16 bits to 0.2).
 
 The verdict is `cannot be judged` if rounding errors cannot be told apart from mistakes. There are three such cases:
 

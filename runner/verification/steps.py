@@ -1,7 +1,6 @@
 """Trains the first steps of a run for `runner verify`, and records their samples and tensors.
 
-Workloads and parallel modes contain no code for this: samples are recorded when the workload yields them, and losses
-when the mode calls the workload to compute them.
+Workloads and parallel modes contain no code for this: samples are recorded when the workload yields them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from runner.result import Result
 from runner.run import Run, build_run
 from runner.seeds import random_state
 from runner.state import State
-from runner.tracking.metrics import BatchSums, DivergedError, MetricSums
+from runner.tracking.metrics import DivergedError, MetricSums
 from runner.training import prepare, torch_refusals, train_step
 from runner.workloads.base import SupervisedWorkload
 
@@ -116,105 +115,53 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, collectives:
 
 def record(run: Run, session: Session, directory: Path) -> Steps:
     """Train the first steps of a run, and return their record. On rank 0, the record covers all ranks."""
-    collectives = session.collectives
+    collectives, plan = session.collectives, session.plan
     state = prepare(run, session, directory)
-    recorder = Recorder(state)
-    batches = recorder.watched(run.workload.batches(state.model, session.plan, 0, session.device))
+    samples: list[list[str]] = []
+    gradients: Tensors = {}
+
+    def watched(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            samples[-1] += sample_hashes(batch, plan.micro_size)
+            yield batch
+
+    def keep_first_gradients(*_: Any) -> None:
+        if len(samples) == 1:  # in later steps, the weights of the two runs may differ
+            named = state.model.named_parameters()
+            gradients.update({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
+
+    state.optimizer.register_step_pre_hook(keep_first_gradients)
+    before = random_state(session.devices)
+    batches = watched(run.workload.batches(state.model, plan, 0, session.device))
     state.model.train()
-    for step in session.plan.steps(0, session.num_steps):
-        recorder.begin_step()
+    for step in plan.steps(0, session.num_steps):
+        samples.append([])
         train_step(state, batches, step, log_due=True)
     losses = state.metric_buffer.peek(collectives.all_reduce)[:, 0] / run.batch_size
+    after = random_state(session.devices)
+    draws = any(not torch.equal(before[name], after[name]) for name in before)
 
-    tensors = {"loss per sample": recorder.all_losses(), "loss": _by_step(losses)}
-    gradients = {name: full_tensor(gradient).cpu() for name, gradient in recorder.gradients.items()}
-    tensors["gradients"] = collectives.gather_to_rank0(gradients)
-    evaluation = evaluated(state)
+    tensors = {"loss": {f"step {number}": loss for number, loss in enumerate(losses, start=1)}}
+    whole = {name: full_tensor(gradient).cpu() for name, gradient in gradients.items()}
+    tensors["gradients"] = collectives.gather_to_rank0(whole)
+    tensors["evaluation"] = evaluated(state)
     full, _ = run.parallel.full_state(state.model, state.optimizer)
     trained = set(chain(*collectives.all_gather([name for name, _ in state.model.named_parameters()])))
     tensors["weights"] = {name: tensor for name, tensor in full.items() if name in trained}
     tensors["buffers"] = {name: tensor for name, tensor in full.items() if name not in trained}
-    tensors["evaluation"] = evaluation
 
-    plan = session.plan
     num_passes = plan.accumulation * plan.chunks
     num_passes *= 1 if getattr(run.parallel, "sync_batch_norm", False) else plan.num_data_ranks
     normalizes = any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in state.model.modules())
-    reasons = {_BATCH_NORM: normalizes and num_passes > 1, _RANDOM_NUMBERS: recorder.drew_random_numbers()}
+    reasons = {_BATCH_NORM: normalizes and num_passes > 1, _RANDOM_NUMBERS: draws}
     expected = "\n".join(text for text, holds in reasons.items() if any(collectives.all_gather(holds)))
-    return Steps(recorder.all_samples(), tensors, expected)
 
-
-def _by_step(values: torch.Tensor | list[torch.Tensor]) -> Tensors:
-    return {f"step {number}": value for number, value in enumerate(values, start=1)}
-
-
-class Recorder:
-    """A recorder of the samples and losses of each step, and of the gradients of the first step, in one process.
-
-    The method `loss_of` of a supervised workload is replaced by one that also records the loss of each sample.
-    """
-
-    def __init__(self, state: State):
-        self._model, self._session, workload = state.model, state.session, state.session.workload
-        self._samples: list[list[str]] = []
-        self._losses: list[list[torch.Tensor]] = []
-        self.gradients: Tensors = {}
-        self._random_state = random_state(state.session.devices)
-        state.optimizer.register_step_pre_hook(self._keep_first_gradients)
-        if not isinstance(workload, SupervisedWorkload):
-            return
-        loss_of = workload.loss_of
-
-        def recording_loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
-            with torch.no_grad(), torch.random.fork_rng([outputs.device] if outputs.is_cuda else []):
-                pairs = zip(outputs.detach().split(1), targets.split(1), strict=True)
-                self._losses[-1] += [workload.criterion(*pair).cpu().double() for pair in pairs]
-            return loss_of(outputs, targets)
-
-        workload.loss_of = recording_loss_of
-
-    def begin_step(self) -> None:
-        self._samples.append([])
-        self._losses.append([])
-
-    def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the micro-batches in `batches`, after recording their samples."""
-        for batch in batches:
-            self._samples[-1] += sample_hashes(batch, self._session.plan.micro_size)
-            yield batch
-
-    def _keep_first_gradients(self, *_: Any) -> None:
-        if len(self._samples) == 1:  # in later steps, the weights of the two runs may differ
-            named = self._model.named_parameters()
-            self.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
-
-    def drew_random_numbers(self) -> bool:
-        """Return whether the steps of this process used torch's global random number generators."""
-        now = random_state(self._session.devices)
-        return any(not torch.equal(before, now[name]) for name, before in self._random_state.items())
-
-    def all_losses(self) -> Tensors:
-        """Return the losses of all samples of each step, float64 [batch_size]; empty if none were recorded.
-
-        They are in ascending order, because a mode may process the samples of a batch in any order, and without those
-        of further ranks with the same shard. Called on every rank.
-        """
-        losses = [torch.stack(of_step).tolist() for of_step in self._losses if of_step]
-        shards: dict[Any, list[list[float]]] = {}
-        for shard, of_rank in self._session.collectives.all_gather((self._session.plan.data_shard, losses)):
-            if of_rank:
-                shards.setdefault(shard, of_rank)
-        steps = [sorted(chain.from_iterable(parts)) for parts in zip(*shards.values(), strict=False)]
-        return _by_step([torch.tensor(of_step, dtype=torch.float64) for of_step in steps])
-
-    def all_samples(self) -> list[list[str]]:
-        """Return, for each step, the sorted hashes of the samples of all ranks, once for each shard."""
-        different: list[tuple[Any, list[list[str]]]] = []
-        for found in self._session.collectives.all_gather((self._session.plan.data_shard, self._samples)):
-            if found not in different:
-                different.append(found)
-        return [sorted(chain.from_iterable(parts)) for parts in zip(*(steps for _, steps in different), strict=True)]
+    of_shards: list[tuple[Any, list[list[str]]]] = []  # once for each shard, which several ranks may have
+    for found in collectives.all_gather((plan.data_shard, samples)):
+        if found not in of_shards:
+            of_shards.append(found)
+    of_steps = zip(*(steps for _, steps in of_shards), strict=True)
+    return Steps([sorted(chain.from_iterable(parts)) for parts in of_steps], tensors, expected)
 
 
 def evaluated(state: State) -> Tensors:

@@ -27,7 +27,7 @@ from runner.verification.verdict import Pair, Verdict, compare, first_other_samp
 ROOT = Path(__file__).parent.parent.parent
 RESNET = ("model=resnet18", "data.size=16", "data.holdout=0.02", "batch_size=8")
 SINGLE = option_content("parallel", "single")["_target_"]
-KINDS = ("samples", "loss per sample", "loss", "gradients", "weights", "buffers", "evaluation")
+KINDS = ("samples", "loss", "gradients", "weights", "buffers", "evaluation")
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +172,7 @@ PLANTED_MISTAKES = {
     "other samples": (["parallel=ddp", workload("ShufflesWithOwnSeed")], "samples"),
     "other samples that cannot be read": (["parallel=ddp", workload("OpaqueOwnSeed")], "gradients"),
     "one shard twice": (["parallel=ddp", workload("SameShard")], "samples"),
-    "permuted targets": ([mode("PermutesTargets")], "loss per sample"),
+    "permuted targets": ([mode("PermutesTargets")], "gradients"),
     "mean of means": ([mode("UnequalShards")], "gradients"),
     "no all-reduce": ([mode("NoAllReduce")], "gradients"),
     "all-reduce once": ([mode("ReducesOnce")], "weights"),
@@ -210,7 +210,7 @@ def test_an_expected_difference_is_explained(
 ) -> None:
     assert verify_exit_code(*overrides, "--steps", "1") == verify.DIFFERENT
     out = capfd.readouterr().out
-    assert "loss per sample" in too_large(out)
+    assert "gradients" in too_large(out)
     assert words in out.partition("\ndifferent: ")[2]
 
 
@@ -311,7 +311,7 @@ def test_samples_of_each_step_are_compared_in_any_order() -> None:
 
 
 def steps(gradient: float) -> Steps:
-    kinds = ("loss per sample", "loss", "weights", "buffers", "evaluation")
+    kinds = ("loss", "weights", "buffers", "evaluation")
     tensors = {kind: {} for kind in kinds} | {"gradients": {"w": torch.tensor(gradient, dtype=torch.float64)}}
     return Steps([["a"]], tensors)
 
