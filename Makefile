@@ -16,7 +16,7 @@ test: .venv/ready
 	@$(BIN)/ruff check .
 	@# pyright keeps one core busy for half a minute: it runs beside the tests, and says at their end what it found.
 	@$(BIN)/pyright > .venv/types 2>&1 & types=$$!; trap "kill $$types" INT TERM; \
-		$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
+		$(BIN)/python -m pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
 		wait $$types; types=$$?; cat .venv/types; [ $$tests = 0 ] || exit $$tests; exit $$types
 
 test-all: .venv/ready
@@ -31,7 +31,7 @@ test-integrations: .venv/ready
 
 faults: .venv/ready
 	@echo "faults: all of them, an hour or so on two cores; make test tries a selection"
-	@RUNNER_FAULTS=all $(BIN)/python -m pytest --numprocesses=3 --dist=worksteal $(or $(ARGS),tests/faults)
+	@RUNNER_FAULTS=all $(BIN)/python -m pytest --numprocesses=4 --dist=worksteal $(or $(ARGS),tests/faults)
 
 bench: .venv/bench
 	@$(BIN)/python -m benchmarks.overhead

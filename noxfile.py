@@ -34,7 +34,7 @@ def tests(session: nox.Session, versions: str) -> None:
         constraints = Path(session.create_tmp()) / "constraints.txt"
         constraints.write_text("\n".join(pins), encoding="utf-8")
     session.install("--prefer-binary", "-c", str(constraints), "-e", ".[test]")
-    selected = session.posargs or ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]
+    selected = session.posargs or ["--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
     session.run("pytest", *selected, env={"RUNNER_CONSTRAINTS": str(constraints)})
 
 

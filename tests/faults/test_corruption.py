@@ -16,7 +16,6 @@ from helpers.compose import TINY_CPU, build_composed_run
 from helpers.dry_run import run_up_to_training
 from helpers.events import scalar_curves
 from helpers.faults import RUN_ALL_FAULTS as ALL
-from helpers.faults import FaultCounter
 from helpers.runs import assert_bitwise_equal, run_outcome
 
 from runner.analysis.comparison import Comparison
@@ -123,25 +122,24 @@ def assert_resumed_or_refused(path: Path, cwd: Path, wanted: dict[int, Checkpoin
 
 @pytest.mark.parametrize("file", FILES)
 def test_damage_to_one_file_changes_no_value(
-    file: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path, count_fault: FaultCounter
+    file: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path: Path
 ) -> None:
     every = list(enumerate(DAMAGE, FILES.index(file)))
     few = [*random.Random(file).sample(every, 1), *(each for each in every if each == (28, "ended after a line 1"))]
     for number, kind in every if ALL else few:
-        with count_fault(f"damaged {Path(file).name.replace('_0.', '_*.').replace('_1.', '_*.')}"):
-            cwd = tmp_path / str(number)
-            path = copied(whole, cwd)
-            damaged = file_of(path, file)
-            data = damaged.read_bytes() or b"1\n"  # .lock is empty
-            damaged.write_bytes(DAMAGE[kind](data, random.Random(number)))
-            assert len(Comparison([cwd]).runs) == 1, "runner compare reads damaged runs"
-            ended = assert_resumed_or_refused(path, cwd, wanted, auto=number % 2 == 0)
-            if "step_00000004" in file:
-                assert ended == "from step 2", (kind, ended)
-                assert (path / "checkpoints/step_00000004.corrupt").is_dir()
-            else:
-                assert ended == "from step 4", (kind, ended)
-            shutil.rmtree(cwd)
+        cwd = tmp_path / str(number)
+        path = copied(whole, cwd)
+        damaged = file_of(path, file)
+        data = damaged.read_bytes() or b"1\n"  # .lock is empty
+        damaged.write_bytes(DAMAGE[kind](data, random.Random(number)))
+        assert len(Comparison([cwd]).runs) == 1, "runner compare reads damaged runs"
+        ended = assert_resumed_or_refused(path, cwd, wanted, auto=number % 2 == 0)
+        if "step_00000004" in file:
+            assert ended == "from step 2", (kind, ended)
+            assert (path / "checkpoints/step_00000004.corrupt").is_dir()
+        else:
+            assert ended == "from step 4", (kind, ended)
+        shutil.rmtree(cwd)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGE if ALL or kind in ("bit flip 2", "emptied", "appended text")])
@@ -227,15 +225,14 @@ def test_a_damaged_completed_run_stays_done_or_repeats_its_last_steps(
 
 
 @pytest.mark.parametrize("kind", DAMAGE if ALL else ["bit flip 1", "emptied", "truncated 3"])
-def test_a_damaged_sweep_ledger_is_ignored_or_refused(kind: str, tmp_path: Path, count_fault: FaultCounter) -> None:
+def test_a_damaged_sweep_ledger_is_ignored_or_refused(kind: str, tmp_path: Path) -> None:
     ledger = {"typed": ["seed=0,1"], "complete": False, "jobs": {"0": {"code": 0, "config_hash": "a" * 12}}}
     data = json.dumps(ledger, indent=2).encode()
     for number in range(10):
-        with count_fault("damaged sweep.json"):
-            (tmp_path / "sweep.json").write_bytes(DAMAGE[kind](data, random.Random(f"{kind} {number}")))
-            with contextlib.suppress(ConfigError):
-                found = read_ledger(tmp_path, ["seed=0,1"])
-                assert found == {} or {type(found["typed"]), type(found["jobs"])} == {list, dict}
+        (tmp_path / "sweep.json").write_bytes(DAMAGE[kind](data, random.Random(f"{kind} {number}")))
+        with contextlib.suppress(ConfigError):
+            found = read_ledger(tmp_path, ["seed=0,1"])
+            assert found == {} or {type(found["typed"]), type(found["jobs"])} == {list, dict}
 
 
 @pytest.mark.parametrize("file", FILES if ALL else ["config.yaml", "events", "checkpoints/step_00000004/state.pt"])

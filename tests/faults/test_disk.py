@@ -21,7 +21,6 @@ from helpers.disk_faults import DiskFault, inject_disk_fault
 from helpers.dry_run import run_in_this_process
 from helpers.fault_checks import assert_newest_checkpoint_valid, assert_no_temporary_files, assert_one_value_per_step
 from helpers.faults import RUN_ALL_FAULTS as ALL
-from helpers.faults import FaultCounter
 from helpers.runs import assert_bitwise_equal, run_outcome
 
 import runner.training
@@ -111,44 +110,39 @@ def assert_resumes_to_the_same_end(cwd: Path, undisturbed: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("fault", [*UNMADE, *some(REFUSED)], ids=str)
-def test_a_run_that_cannot_begin_is_refused_and_leaves_nothing(
-    fault: DiskFault, tmp_path: Path, count_fault: FaultCounter
-) -> None:
-    with count_fault("disk: a run does not begin"):
-        code, console = run(tmp_path, fault)
-        assert code == 2, console
-        assert console.startswith("output_root: got "), console
-        assert os.strerror(fault.errno_code) in " ".join(console.split())
-        assert list(tmp_path.iterdir()) == [], "something is left behind"
+def test_a_run_that_cannot_begin_is_refused_and_leaves_nothing(fault: DiskFault, tmp_path: Path) -> None:
+    code, console = run(tmp_path, fault)
+    assert code == 2, console
+    assert console.startswith("output_root: got "), console
+    assert os.strerror(fault.errno_code) in " ".join(console.split())
+    assert list(tmp_path.iterdir()) == [], "something is left behind"
 
 
 @pytest.mark.parametrize("fault", some(CRASHED), ids=str)
 def test_a_run_that_cannot_save_ends_with_what_it_has_saved(
-    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
+    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
-    with count_fault("disk: a run cannot save"):
-        code, console = run(tmp_path, fault)
-        assert code == 1, console
-        assert os.strerror(fault.errno_code) in " ".join(console.split())
-        assert "earlier checkpoints are intact: make room" in console, "what to do is said"
-        [path] = tmp_path.glob("outputs/a/*")
-        assert_newest_checkpoint_valid(path, 0 if fault.file == EVENTS else 3)
-        assert_resumes_to_the_same_end(tmp_path, undisturbed)
+    code, console = run(tmp_path, fault)
+    assert code == 1, console
+    assert os.strerror(fault.errno_code) in " ".join(console.split())
+    assert "earlier checkpoints are intact: make room" in console, "what to do is said"
+    [path] = tmp_path.glob("outputs/a/*")
+    assert_newest_checkpoint_valid(path, 0 if fault.file == EVENTS else 3)
+    assert_resumes_to_the_same_end(tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize("fault", some(UNTOLD + DONE), ids=str)
 def test_disk_errors_outside_of_checkpoints_are_reported_and_lose_no_checkpoint(
-    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
+    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
-    with count_fault("disk: a run goes on"):
-        code, console = run(tmp_path, fault)
-        assert code == (fault in UNTOLD), console
-        assert os.strerror(fault.errno_code) in " ".join(console.split())
-        [path] = tmp_path.glob("outputs/a/*")
-        assert assert_newest_checkpoint_valid(path, 8) == 8
-        code, console = run_in_this_process([*OPTIONS[:-1], f"resume={path}"], tmp_path)
-        assert code == 0, console
-        assert_bitwise_equal({**run_outcome(path), "curves": undisturbed["curves"]}, undisturbed)
+    code, console = run(tmp_path, fault)
+    assert code == (fault in UNTOLD), console
+    assert os.strerror(fault.errno_code) in " ".join(console.split())
+    [path] = tmp_path.glob("outputs/a/*")
+    assert assert_newest_checkpoint_valid(path, 8) == 8
+    code, console = run_in_this_process([*OPTIONS[:-1], f"resume={path}"], tmp_path)
+    assert code == 0, console
+    assert_bitwise_equal({**run_outcome(path), "curves": undisturbed["curves"]}, undisturbed)
 
 
 def disturbed_at(step: int, act: Callable[[Path], None]) -> Any:
@@ -165,13 +159,11 @@ def disturbed_at(step: int, act: Callable[[Path], None]) -> Any:
 
 @pytest.mark.parametrize("what", ["", "checkpoints"])
 @pytest.mark.parametrize("step", [1, 4, 8] if ALL else [4])
-def test_a_directory_removed_during_training_is_recreated_or_reported(
-    what: str, step: int, tmp_path: Path, count_fault: FaultCounter
-) -> None:
+def test_a_directory_removed_during_training_is_recreated_or_reported(what: str, step: int, tmp_path: Path) -> None:
     def remove(path: Path) -> None:
         shutil.rmtree(path / what, ignore_errors=True)
 
-    with count_fault("disk: a directory is removed"), disturbed_at(step, remove):
+    with disturbed_at(step, remove):
         code, console = run_in_this_process(list(OPTIONS), tmp_path)
         assert "Traceback" not in console, console
         if what == "":
@@ -186,7 +178,7 @@ def test_a_directory_removed_during_training_is_recreated_or_reported(
 
 @pytest.mark.parametrize("what", ["", "checkpoints"])
 def test_a_directory_that_becomes_read_only_ends_the_run_with_an_error(
-    what: str, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
+    what: str, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     made: list[Path] = []
 
@@ -198,7 +190,7 @@ def test_a_directory_that_becomes_read_only_ends_the_run_with_an_error(
             pytest.skip("this file system has no immutable directories, and root may write to any other")
 
     try:
-        with count_fault("disk: a directory becomes read-only"), disturbed_at(4, protect):
+        with disturbed_at(4, protect):
             code, console = run_in_this_process(list(OPTIONS), tmp_path)
             assert (code, "Traceback" in console) == (1, False), console
             assert "not permitted" in console or "denied" in console, console

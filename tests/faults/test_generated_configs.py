@@ -11,8 +11,7 @@ import re
 import string
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import chdir, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import chdir, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,7 +20,6 @@ import pytest
 import yaml
 from helpers.dry_run import globals_restored
 from helpers.faults import RUN_ALL_FAULTS as ALL
-from helpers.faults import FaultCounter
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -53,55 +51,34 @@ def generated(count: int) -> settings:
 
 
 class Outcome(NamedTuple):
-    """The exit code of a command, the number of runs that it built, its errors, and the files that it left."""
-
     code: int
-    runs: int
+    num_runs: int
     err: str
-    left: set[str]
+    left: set[Path]
 
 
-TALLY: list[FaultCounter] = []
-"""The fixture `count_fault` of the current test."""
-
-
-@pytest.fixture(autouse=True)
-def counted(count_fault: FaultCounter) -> None:
-    """Count each generated command line in the table of faults, instead of each test."""
-    TALLY[:] = [count_fault]
-
-
-def outcome(words: list[str], files: dict[str, bytes] | None = None) -> Outcome:
-    """Run the command, up to training, in a new directory with `files`; a path that ends in `/` is a directory."""
+def outcome(words: list[str], option_file: bytes = b"") -> Outcome:
+    """Run the command, up to training, in a new directory with the option file `mine/local/default.yaml`."""
     built: list[Any] = []
-    with TALLY[0]("a generated command line or option file"):
-        pass  # if one of a test's command lines fails, none of them counts as passed
 
     def train(run: Any, *rest: Any) -> Result:
         built.append(run)
         return Result("done")
 
     out, err = io.StringIO(), io.StringIO()
-    with in_new_directory() as directory, globals_restored(), redirect_stdout(out), redirect_stderr(err):
-        for name, content in (files or {}).items():
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            (directory / name).mkdir() if name.endswith("/") else (directory / name).write_bytes(content)
-        before = {str(path) for path in directory.rglob("*")}
+    with tempfile.TemporaryDirectory() as directory, chdir(directory), globals_restored():
+        Path("mine/local").mkdir(parents=True)
+        Path("mine/local/default.yaml").write_bytes(option_file)
+        before = set(Path().rglob("*"))
         with (
+            redirect_stdout(out),
+            redirect_stderr(err),
             mock.patch("runner.api.run_job.run_one", train),
             mock.patch("runner.sweep.engines.local.Local.connect", return_value=nullcontext(InThisProcess())),
             mock.patch.object(sys, "argv", ["runner"]),
         ):
             code = run_command(words)
-        left = {str(path) for path in directory.rglob("*")} - before
-    return Outcome(code, len(built), err.getvalue(), left)
-
-
-@contextmanager
-def in_new_directory() -> Iterator[Path]:
-    """Change to an empty directory, which is deleted at the end."""
-    with tempfile.TemporaryDirectory() as directory, chdir(directory):
-        yield Path(directory)
+        return Outcome(code, len(built), err.getvalue(), set(Path().rglob("*")) - before)
 
 
 class InThisProcess(Pool):
@@ -129,8 +106,7 @@ def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
     assert result.left == set(), "something is left behind"
     assert "Traceback" not in result.err, result.err
     assert result.code in (0, 2), result.err
-    messages = result.err.split("\njob ")
-    for message in messages:
+    for message in result.err.split("\njob "):
         lines = message.strip().splitlines()
         assert len(lines) <= 10, message
         assert max(map(len, lines), default=0) <= WIDTH, message
@@ -286,6 +262,5 @@ def option_files(draw: st.DrawFn) -> bytes:
 @generated(FILES)
 @given(option_files())
 def test_an_option_file_builds_a_run_or_is_refused_by_its_key_or_name(content: bytes) -> None:
-    result = outcome(["--config-dir=mine"], {"mine/local/default.yaml": content})
     words = re.findall(r"[\w.]+", content.decode(errors="ignore"))
-    assert_built_or_refused(result, {"local", *words})
+    assert_built_or_refused(outcome(["--config-dir=mine"], content), {"local", *words})

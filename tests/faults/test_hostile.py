@@ -29,7 +29,6 @@ import yaml
 from helpers.checkpoint_edits import read_checkpoint_file, rewrite_manifest, sealed_config, write_checkpoint_file
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 from helpers.dry_run import run_in_this_process, run_up_to_training
-from helpers.faults import FaultCounter
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -310,20 +309,17 @@ HARMLESS += ("result: escape codes", "a step of a thousand digits", "a step of a
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_hostile_run_directory_does_no_harm(
-    kind: str, original: Path, sandbox: Sandbox, cwd: Path, count_fault: FaultCounter
-) -> None:
-    with count_fault("hostile run directory"):
-        shutil.copytree(original, sandbox.path)
-        RUNS[kind](sandbox)
-        here, before = snapshot(cwd), snapshot(sandbox.outside)
-        found = run_up_to_training(f"resume={sandbox.path}", cwd=cwd, train_one_step=True)
-        codes = (STOPPED,) if kind in RESUMED else (0, 2, STOPPED) if kind in HARMLESS else (2,)
-        assert found.code in codes, found.console
-        assert_no_harm(sandbox, before, found.console, sandbox.path, cwd)
-        assert snapshot(cwd) == here
-        if found.code == 2:
-            assert 1 < len(found.console.splitlines()) <= 10, found.console
+def test_a_hostile_run_directory_does_no_harm(kind: str, original: Path, sandbox: Sandbox, cwd: Path) -> None:
+    shutil.copytree(original, sandbox.path)
+    RUNS[kind](sandbox)
+    here, before = snapshot(cwd), snapshot(sandbox.outside)
+    found = run_up_to_training(f"resume={sandbox.path}", cwd=cwd, train_one_step=True)
+    codes = (STOPPED,) if kind in RESUMED else (0, 2, STOPPED) if kind in HARMLESS else (2,)
+    assert found.code in codes, found.console
+    assert_no_harm(sandbox, before, found.console, sandbox.path, cwd)
+    assert snapshot(cwd) == here
+    if found.code == 2:
+        assert 1 < len(found.console.splitlines()) <= 10, found.console
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,17 +354,14 @@ SUFFIXES += [(kind, "safetensors") for kind in ("a call", "a plain pickle", "the
 
 
 @pytest.mark.parametrize(("kind", "suffix"), SUFFIXES)
-def test_a_hostile_file_of_weights_is_refused(
-    kind: str, suffix: str, sandbox: Sandbox, cwd: Path, count_fault: FaultCounter
-) -> None:
-    with count_fault("hostile weights"):
-        path = sandbox.path.with_suffix(f".{suffix}")
-        path.write_bytes(WEIGHTS[kind](sandbox))
-        before = snapshot(sandbox.outside)
-        code, console = run_in_this_process([*TINY_CPU, "steps=1", f"model.weights={path}"], cwd)
-        assert code == 2, console
-        assert console.startswith("model.weights: got "), console
-        assert_no_harm(sandbox, before, console, cwd)
+def test_a_hostile_file_of_weights_is_refused(kind: str, suffix: str, sandbox: Sandbox, cwd: Path) -> None:
+    path = sandbox.path.with_suffix(f".{suffix}")
+    path.write_bytes(WEIGHTS[kind](sandbox))
+    before = snapshot(sandbox.outside)
+    code, console = run_in_this_process([*TINY_CPU, "steps=1", f"model.weights={path}"], cwd)
+    assert code == 2, console
+    assert console.startswith("model.weights: got "), console
+    assert_no_harm(sandbox, before, console, cwd)
 
 
 def test_the_payloads_work(sandbox: Sandbox) -> None:
@@ -429,17 +422,16 @@ def run_with_images(root: Path, cwd: Path, *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("kind", IMAGES)
-def test_a_hostile_image_does_no_harm(kind: str, sandbox: Sandbox, cwd: Path, count_fault: FaultCounter) -> None:
-    with count_fault("hostile image"):
-        folder_of_images(sandbox.path)
-        (sandbox.path / "dog/2.png").unlink()
-        IMAGES[kind](sandbox, sandbox.path / "dog/2.png")
-        before = snapshot(sandbox.outside)
-        code, console = run_with_images(sandbox.path, cwd)
-        assert code in (1, 2) or kind == "a directory", console
-        assert "2.png" in console or kind == "a directory", console
-        assert "Fatal" not in console
-        assert_no_harm(sandbox, before, console.replace("\r", "\n"), cwd)
+def test_a_hostile_image_does_no_harm(kind: str, sandbox: Sandbox, cwd: Path) -> None:
+    folder_of_images(sandbox.path)
+    (sandbox.path / "dog/2.png").unlink()
+    IMAGES[kind](sandbox, sandbox.path / "dog/2.png")
+    before = snapshot(sandbox.outside)
+    code, console = run_with_images(sandbox.path, cwd)
+    assert code in (1, 2) or kind == "a directory", console
+    assert "2.png" in console or kind == "a directory", console
+    assert "Fatal" not in console
+    assert_no_harm(sandbox, before, console.replace("\r", "\n"), cwd)
 
 
 def test_hostile_images_are_skipped_if_asked_for(sandbox: Sandbox, cwd: Path) -> None:
@@ -459,28 +451,27 @@ MNIST: dict[str, Callable[[Sandbox], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", [*MNIST, "gzip of a gigabyte", "cifar: a pickle"])
-def test_a_hostile_data_set_is_refused(kind: str, sandbox: Sandbox, cwd: Path, count_fault: FaultCounter) -> None:
-    with count_fault("hostile data set"):
-        root = sandbox.path
-        if kind.startswith("cifar"):
-            (root / "cifar-10-batches-py").mkdir(parents=True)
-            for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
-                (root / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(touch(sandbox)))
-        else:
-            raw = root / "MNIST/raw"
-            raw.mkdir(parents=True)
-            bomb = gzip.compress(bytes(10**8), 1)
-            for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
-                if kind.startswith("gzip"):
-                    (raw / f"{name}-ubyte.gz").write_bytes(bomb)
-                else:
-                    (raw / f"{name}-ubyte").write_bytes(MNIST[kind](sandbox))
-        before = snapshot(sandbox.outside)
-        data = "cifar10" if kind.startswith("cifar") else "mnist"
-        code, console = run_in_this_process([f"data={data}", f"data.root={root}", "steps=1", "device=cpu"], cwd)
-        assert code == 2, console
-        assert console.startswith("data.root: got "), console
-        assert_no_harm(sandbox, before, console, cwd)
+def test_a_hostile_data_set_is_refused(kind: str, sandbox: Sandbox, cwd: Path) -> None:
+    root = sandbox.path
+    if kind.startswith("cifar"):
+        (root / "cifar-10-batches-py").mkdir(parents=True)
+        for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+            (root / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(touch(sandbox)))
+    else:
+        raw = root / "MNIST/raw"
+        raw.mkdir(parents=True)
+        bomb = gzip.compress(bytes(10**8), 1)
+        for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+            if kind.startswith("gzip"):
+                (raw / f"{name}-ubyte.gz").write_bytes(bomb)
+            else:
+                (raw / f"{name}-ubyte").write_bytes(MNIST[kind](sandbox))
+    before = snapshot(sandbox.outside)
+    data = "cifar10" if kind.startswith("cifar") else "mnist"
+    code, console = run_in_this_process([f"data={data}", f"data.root={root}", "steps=1", "device=cpu"], cwd)
+    assert code == 2, console
+    assert console.startswith("data.root: got "), console
+    assert_no_harm(sandbox, before, console, cwd)
 
 
 def test_valid_weights_at_the_same_path_are_loaded(sandbox: Sandbox, cwd: Path) -> None:

@@ -1,7 +1,7 @@
-"""Tests of runs that are killed, or whose ranks or data workers are: resumed, they have the same results.
+"""Tests of runs of which all processes, one rank or a data worker is killed, stops or fails, and which are resumed.
 
 `make test` tries each kind of fault once per kind of run; `make faults` kills all processes at each named point and at
-random times.
+random times, and lets each rank die or stop at each point.
 """
 
 from __future__ import annotations
@@ -10,42 +10,39 @@ import random
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.command import Command, processes_in, wait_until
-from helpers.fault_checks import (
-    ExternalResources,
-    assert_each_sample_once,
-    assert_newest_checkpoint_valid,
-    assert_no_temporary_files,
-    assert_one_value_per_step,
-    run_results,
-    steps_saved,
-)
+from helpers.fault_checks import ExternalResources, assert_newest_checkpoint_valid, steps_saved
 from helpers.fault_points import plant_fault
-from helpers.faults import (
-    RUN_ALL_FAULTS,
-    RUNS,
-    SAMPLES,
-    SAVE_EVERY,
-    Fault,
-    FaultCounter,
-    FaultTrial,
-    ReferenceRun,
-    only_in_make_faults,
-    run_all_faults,
-)
-from helpers.runs import assert_bitwise_equal, free_port
+from helpers.faults import RUN_ALL_FAULTS, RUNS, Fault, FaultTrial, ReferenceRun, only_in_make_faults, run_all_faults
+from helpers.runs import free_port
 
 STOPPED, INTERRUPTED = 75, 130
+TIMEOUT = 15
+"""`parallel.timeout` in seconds. It also limits the start of a rank, which may be slow on a busy machine."""
+
+SAYS = {
+    "kill": r"was killed by SIGKILL \(the kernel does that where memory runs out\)$",
+    "raise": "failed: InjectedError: planted by a test$",
+    "stop": "did not reach the collective that the others waited in: it is stopped, or hangs "
+    rf"\(parallel\.timeout={TIMEOUT}\)$",
+}
+SAYS["hang"] = SAYS["stop"]
 
 
-def rank(action: str, number: int, at: str, visit_number: int = 1) -> Fault:
-    """A rank that is killed or fails, which ends the command with exit code 1."""
-    says = r"was killed by SIGKILL \(" if action == "kill" else "failed: InjectedError: planted by a test$"
-    role, pattern = f"rank {number}", rf"^rank {number} {says}"
-    return Fault(action, at, visit_number, role, codes=(1,), console_pattern=pattern, traceback=action == "raise")
+def rank(do: str, number: int, at: str, visit_number: int = 1) -> Fault:
+    """A rank that is killed, stops, hangs or fails, which ends the command with exit code 1."""
+    pattern = f"^rank {number} {SAYS[do]}"
+    return Fault(do, at, visit_number, f"rank {number}", codes=(1,), console_pattern=pattern, traceback=do == "raise")
+
+
+def assert_named_once(console: str) -> None:
+    """Fail unless exactly one line names a rank, and the console says after which step the run crashed."""
+    assert len(re.findall(r"^rank \d+ ", console, re.MULTILINE)) == 1, console
+    assert re.search(r"^crashed after step \d+/\d+", console, re.MULTILINE), console
 
 
 SELECTED = {
@@ -75,12 +72,11 @@ SELECTED = {
 
 @pytest.mark.parametrize("run", SELECTED)
 def test_a_run_with_faults_ends_as_one_without(run: str, trial: Callable[..., FaultTrial]) -> None:
-    faulty = trial(run, f"a selected fault of {run}")
+    faulty = trial(run)
     for fault in SELECTED[run]:
         assert faulty.run_with_fault(fault), f"{fault}: the run was done before"
         if fault.codes == (1,):
-            assert len(re.findall(r"^rank \d+ ", faulty.console, re.MULTILINE)) == 1, faulty.console
-            assert re.search(r"^crashed after step \d+/\d+", faulty.console, re.MULTILINE), faulty.console
+            assert_named_once(faulty.console)
     faulty.finish()
 
 
@@ -101,7 +97,7 @@ def test_runs_killed_at_each_point_resume_bitwise(
     for line in dict.fromkeys(points):
         process, _, point = line.partition(": ")
         faults.append(Fault(at_point=point, process=process, visit_number=min(2, points.count(line))))
-    run_all_faults(faults, lambda number: trial(run, "killed at a named point", number=number))
+    run_all_faults(faults, lambda number: trial(run, number=number))
 
 
 @only_in_make_faults
@@ -113,10 +109,71 @@ def test_runs_killed_at_random_moments_resume_bitwise(
     kills, number = NUM_KILLS[run], 0
     while kills > 0:
         number += 1
-        killed = trial(run, "killed at a random moment", number=number)
+        killed = trial(run, number=number)
         while kills > 0 and killed.run_with_fault(Fault(after=rng.uniform(0, reference(run).seconds))):
             kills -= 1
         killed.finish()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One rank
+
+MODES = ("ddp", "fsdp", "pipeline", "hogwild", "ensemble")
+MOMENTS = {
+    "starting": ("before preparation", 1),
+    "training": ("after step", 4),
+    "logging": ("before log", 1),
+    "evaluating": ("in evaluation", 1),
+    "about to save": ("before save", 1),
+    "saving its state": ("before fsync rank_{rank}.pt.part", 1),
+    "saving the weights": ("after fsync model.safetensors", 1),
+    "committing": ("before rename step_N", 1),
+    "having saved": ("after save", 1),
+}
+"""Points at which a fault happens, and at which visit in the session (1 is the first). Some only rank 0 reaches."""
+
+
+def fault(do: str, number: int, moment: str) -> Fault:
+    at, count = MOMENTS[moment]
+    return rank(do, number, at.format(rank=number), count)
+
+
+@only_in_make_faults
+@pytest.mark.parametrize("do", ["kill", "raise"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_resumes_after_ranks_that_died_at_any_point(
+    do: str, mode: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial]
+) -> None:
+    faults = [fault(do, number, moment) for moment in MOMENTS for number in (0, 1)]
+    reached = [each for each in faults if f"{each.process}: {each.at_point}" in reference(mode).points]
+    run_all_faults(reached, lambda number: trial(mode, number=number), assert_named_once)
+
+
+@only_in_make_faults
+@pytest.mark.parametrize("do", ["stop", "hang"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_resumes_after_ranks_that_stopped(do: str, mode: str, trial: Callable[..., FaultTrial]) -> None:
+    run = trial(mode, f"parallel.timeout={TIMEOUT}")
+    for number, moment in ((1, "training"), (0, "training"), (1, "about to save"), (0, "committing")):
+        assert run.run_with_fault(fault(do, number, moment)), "the run was done before"
+        assert_named_once(run.console)
+    run.finish()
+
+
+RESTARTED = [("kill", 1, "training"), ("raise", 0, "evaluating"), ("kill", 0, "committing"), ("raise", 1, "starting")]
+
+
+@only_in_make_faults
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("do", "number", "moment"), RESTARTED)
+def test_all_ranks_restart_from_the_last_checkpoint(
+    do: str, number: int, moment: str, mode: str, trial: Callable[..., FaultTrial]
+) -> None:
+    """The ranks restart within the same command, which has the same results as an undisturbed run."""
+    run, one = trial(mode, "parallel.max_restarts=1"), fault(do, number, moment)
+    says = rf"{one.console_pattern[:-1]}\n(?:.*\n)*all ranks restart from the last checkpoint \(restart 1 of 1\)"
+    assert run.run_with_fault(replace(one, codes=(0,), console_pattern=says))
+    run.assert_done()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,7 +206,7 @@ WORKER = {
 
 @pytest.mark.parametrize("number", [*WORKER] if RUN_ALL_FAULTS else [signal.SIGKILL])
 def test_a_run_resumes_after_its_data_worker_died(number: signal.Signals, trial: Callable[..., FaultTrial]) -> None:
-    run = trial("workers", "a data worker killed or stopped")
+    run = trial("workers")
     for steps in (3, 12, 9) if RUN_ALL_FAULTS else (3,):
         fault = Fault(number.name, codes=(1,), console_pattern=WORKER[number], traceback=True)
         assert run.run_with_fault(fault, strike_a_worker(run.cwd, number, steps)), "the run was done before"
@@ -160,46 +217,24 @@ def test_a_run_resumes_after_its_data_worker_died(number: signal.Signals, trial:
 # Ranks that an external launcher started
 
 
-class Launched:
-    """Two ranks of one run, each of which is a separate command, as `torchrun` starts them."""
-
-    def __init__(self, cwd: Path, count_fault: FaultCounter):
-        cwd.mkdir(exist_ok=True)
-        self.cwd, self.count_fault = cwd, count_fault
-        self.hosts = [cwd / f"host_{rank}" for rank in (0, 1)]
-        for host in self.hosts:
-            host.mkdir()
-        self.external_resources = [ExternalResources(host) for host in self.hosts]
-
-    @property
-    def directory(self) -> Path:
-        [config] = self.cwd.glob("outputs/*/*/config.yaml")
-        return config.parent
-
-    def session(self, *arguments: str) -> list[tuple[int, str]]:
-        """Start or resume the run, and return the exit code and console output of each rank."""
-        begun = list(self.cwd.glob("outputs/*/*/config.yaml"))
-        words = (f"resume={self.directory}",) if begun else (*RUNS["ddp"], f"output_root={self.cwd}/outputs")
-        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        common["MASTER_PORT"] = str(free_port())
-        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
-        commands = [
-            Command(host, *words, *arguments, kind="faults", **common, **variables)
-            for host, variables in zip(self.hosts, own, strict=True)
-        ]
-        ended = [command.wait_for_all_processes() for command in commands]
-        for each in self.external_resources:
-            each.assert_released()
-        return ended
-
-    def strike(self, do: str, rank: int, at: str, count: int) -> list[tuple[int, str]]:
-        with self.count_fault("a rank of torchrun killed or failing"):
-            with plant_fault(self.hosts[rank], at, f"rank {rank}", count, do):
-                ended = self.session()
-            assert (self.hosts[rank] / "fired").exists(), ended
-            for config in self.cwd.glob("outputs/*/*/config.yaml"):
-                assert_newest_checkpoint_valid(config.parent, steps_saved(self.hosts[0]))
-        return ended
+def torchrun(trial: FaultTrial) -> list[tuple[int, str]]:
+    """Start or resume a run as two commands in `host_0` and `host_1`; return the exit code and console of each."""
+    variables = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    words = trial.words() if trial.begun else (*trial.words(), f"output_root={trial.cwd}/outputs")
+    commands = [
+        Command(trial.cwd / f"host_{each}", *words, kind="faults", RANK=each, LOCAL_RANK=each, **variables)
+        for each in ("0", "1")
+    ]
+    resources = [ExternalResources(command.cwd) for command in commands]
+    ended = [command.wait_for_all_processes() for command in commands]
+    for each in resources:
+        each.assert_released()
+    return ended
 
 
 FAULTS = [
@@ -212,23 +247,22 @@ FAULTS = [
 ]
 
 
-def test_a_torchrun_run_resumes_after_its_ranks_died(
-    tmp_path: Path, reference: Callable[[str], ReferenceRun], count_fault: FaultCounter
-) -> None:
+def test_a_torchrun_run_resumes_after_its_ranks_died(trial: Callable[..., FaultTrial]) -> None:
     """If one of the two ranks is killed or fails, the other rank waits for it in vain, and ends with exit code 1."""
-    launched = Launched(tmp_path, count_fault)
-    for do, rank, at, count in FAULTS if RUN_ALL_FAULTS else FAULTS[:1]:
-        ended = launched.strike(do, rank, at, count)
-        assert ended[rank][0] == (-signal.SIGKILL if do == "kill" else 1), ended
-        assert ended[1 - rank][0] == 1, ended
-        if do == "raise" and rank == 0:
+    launched = trial("ddp")
+    hosts = [launched.cwd / f"host_{number}" for number in (0, 1)]
+    for do, number, at, count in FAULTS if RUN_ALL_FAULTS else FAULTS[:1]:
+        hosts[number].mkdir(exist_ok=True)
+        with plant_fault(hosts[number], at, f"rank {number}", count, do):
+            ended = torchrun(launched)
+        assert (hosts[number] / "fired").exists(), ended
+        if launched.begun:
+            assert_newest_checkpoint_valid(launched.directory, steps_saved(hosts[0]))
+        assert ended[number][0] == (-signal.SIGKILL if do == "kill" else 1), ended
+        assert ended[1 - number][0] == 1, ended
+        if do == "raise" and number == 0:
             assert re.search(r"^InjectedError: planted by a test", ended[0][1], re.MULTILINE), ended
-    ended = launched.session()
+    ended = torchrun(launched)
     assert [code for code, _ in ended] == [0, 0], ended
-    run = launched.directory
-    assert_newest_checkpoint_valid(run, steps_saved(launched.hosts[0]))
-    assert_one_value_per_step(run)
-    assert_no_temporary_files(run)
-    (tmp_path / "seen.txt").write_text("".join((host / "seen.txt").read_text() for host in launched.hosts))
-    assert_each_sample_once(tmp_path, "ddp", SAMPLES["ddp"], 2 * SAVE_EVERY)
-    assert_bitwise_equal(run_results(run), reference("ddp").results)
+    (launched.cwd / "seen.txt").write_text("".join((host / "seen.txt").read_text() for host in hosts))
+    launched.assert_done()

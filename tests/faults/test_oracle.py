@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import fault_checks
+from helpers.command import ROOT
 from helpers.fault_checks import (
     ExternalResources,
     assert_each_sample_once,
@@ -106,13 +107,12 @@ def test_leftover_processes_ports_and_temporary_files_are_detected(
 
 def test_every_mutation_can_be_applied() -> None:
     """The mutations are run rarely: without this test, an outdated one would be noticed late."""
-    spec = importlib.util.spec_from_file_location("mutations", Path(__file__).with_name("mutations.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["mutations"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    package = "\f".join(file.read_text() for file in (module.ROOT / "runner").rglob("*.py"))
-    counts = {each.bug: package.count(each.old) for each in module.MUTATIONS}
-    assert counts == dict.fromkeys(counts, 1)
-    names = {name.partition("::")[0] for each in module.MUTATIONS for name in each.tests}
-    assert [name for name in names if not (module.ROOT / name).is_file()] == []
+    mutations = runpy.run_path(str(Path(__file__).with_name("mutations.py")))["read_mutations"]()
+    package = "\f".join(file.read_text() for file in (ROOT / "runner").rglob("*.py"))
+    assert {each.bug: package.count(each.old) for each in mutations} == {each.bug: 1 for each in mutations}
+    tests = {name for each in mutations for name in each.tests}
+    assert len(mutations) >= 40
+    assert all(each.tests and each.old != each.new for each in mutations)
+    for file, _, function in (name.partition("::") for name in tests):
+        assert not function or f"def {function}(" in (ROOT / file).read_text(), file
+        assert (ROOT / file).is_file(), file

@@ -21,7 +21,6 @@ import safetensors.torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 from helpers.dry_run import run_in_this_process
 from helpers.faults import RUN_ALL_FAULTS as ALL
-from helpers.faults import FaultCounter
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome, write_images
 
 import runner.training
@@ -132,36 +131,32 @@ def assert_refused(code: int, console: str, key: str, then: str = ": got ") -> N
 
 @pytest.mark.parametrize("kind", ODD)
 def test_a_run_with_an_unusual_directory_output_root_and_name_resumes_and_is_plotted(
-    kind: str, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
+    kind: str, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
-    with count_fault("odd path"):
-        cwd, name = tmp_path / NAMES[kind], NAMES[kind]
-        cwd.mkdir()
-        named = kind not in (*REFUSED, *INTERPRETED)
-        words = (f"output_root=./{name}/runs", f"name={name}") if named else ()
-        console = crashed(cwd, *words)
-        assert not named or (cwd / name / "runs" / name).is_dir(), list(cwd.iterdir())
-        assert_resumes_as_said(console, cwd, undisturbed, plots=True)
+    cwd, name = tmp_path / NAMES[kind], NAMES[kind]
+    cwd.mkdir()
+    named = kind not in (*REFUSED, *INTERPRETED)
+    words = (f"output_root=./{name}/runs", f"name={name}") if named else ()
+    console = crashed(cwd, *words)
+    assert not named or (cwd / name / "runs" / name).is_dir(), list(cwd.iterdir())
+    assert_resumes_as_said(console, cwd, undisturbed, plots=True)
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, *INTERPRETED])
-def test_an_output_root_or_a_name_that_cannot_be_used_is_refused(
-    kind: str, tmp_path: Path, count_fault: FaultCounter
-) -> None:
-    with count_fault("odd path"):
-        for key in ("output_root", "name"):
-            code, console = run_in_this_process([*OPTIONS, f"{key}={NAMES[kind]}"], tmp_path)
-            if (
-                kind in REFUSED
-                or kind == "a quote first"
-                or (kind, key) in (("backslash", "name"), ("tilde", "output_root"))
-            ):
-                assert_refused(code, console, key, "=" if kind == "a quote first" else ": got ")
-                assert not list(tmp_path.glob("outputs/*/*"))
-            else:  # an interpolation, null, or a home directory
-                assert code in (0, 2), console
-            shutil.rmtree(tmp_path)
-            tmp_path.mkdir()
+def test_an_output_root_or_a_name_that_cannot_be_used_is_refused(kind: str, tmp_path: Path) -> None:
+    for key in ("output_root", "name"):
+        code, console = run_in_this_process([*OPTIONS, f"{key}={NAMES[kind]}"], tmp_path)
+        if (
+            kind in REFUSED
+            or kind == "a quote first"
+            or (kind, key) in (("backslash", "name"), ("tilde", "output_root"))
+        ):
+            assert_refused(code, console, key, "=" if kind == "a quote first" else ": got ")
+            assert not list(tmp_path.glob("outputs/*/*"))
+        else:  # an interpolation, null, or a home directory
+            assert code in (0, 2), console
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
 
 
 def is_used(code: int, console: str, kind: str, key: str) -> bool:
@@ -178,34 +173,30 @@ def is_used(code: int, console: str, kind: str, key: str) -> bool:
 
 @pytest.mark.parametrize("kind", FEW)
 def test_a_run_moved_to_an_unusual_path_is_resumed_or_refused(
-    kind: str, undisturbed: dict[str, Any], tmp_path: Path, count_fault: FaultCounter
+    kind: str, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
-    with count_fault("odd path"):
-        crashed(tmp_path)
-        moved = tmp_path / NAMES[kind]
-        shutil.move(only_run(tmp_path), moved)
-        code, console = run_in_this_process([f"resume={moved}"], tmp_path)
-        if is_used(code, console, kind, "resume"):
-            assert_bitwise_equal(outcome_of(moved), undisturbed)
-            code, console = run_in_this_process([f"resume={moved}/checkpoints/step_00000002"], tmp_path)
-            assert code == 0, console
-            assert_bitwise_equal(outcome_of(moved), undisturbed)
+    crashed(tmp_path)
+    moved = tmp_path / NAMES[kind]
+    shutil.move(only_run(tmp_path), moved)
+    code, console = run_in_this_process([f"resume={moved}"], tmp_path)
+    if is_used(code, console, kind, "resume"):
+        assert_bitwise_equal(outcome_of(moved), undisturbed)
+        code, console = run_in_this_process([f"resume={moved}/checkpoints/step_00000002"], tmp_path)
+        assert code == 0, console
+        assert_bitwise_equal(outcome_of(moved), undisturbed)
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_images_and_weights_at_an_unusual_path_are_loaded_or_refused(
-    kind: str, tmp_path: Path, count_fault: FaultCounter
-) -> None:
-    with count_fault("odd path"):
-        root = tmp_path / NAMES[kind]
-        write_images(root)
-        shutil.move(root / "train/cat/1.png", root / f"train/cat/{NAMES[kind]}.png")
-        data = ("data=imagefolder", f"data.root={root}", "data.size=8", "data.workers=0", "model=tiny", "device=cpu")
-        data += ("batch_size=8",)
-        is_plain = kind not in (*REFUSED, "reference")  # which a composed config would replace
-        model = prepare_session(build_composed_run(*data)).workload.build_model() if is_plain else None
-        if model is not None:
-            safetensors.torch.save_file(model.state_dict(), root / "w.safetensors")
-        words = (f"model.weights={root}/w.safetensors",) if model is not None else ()
-        code, console = run_in_this_process([*data, *words, "steps=2"], tmp_path)
-        is_used(code, console, kind, "data.root")
+def test_images_and_weights_at_an_unusual_path_are_loaded_or_refused(kind: str, tmp_path: Path) -> None:
+    root = tmp_path / NAMES[kind]
+    write_images(root)
+    shutil.move(root / "train/cat/1.png", root / f"train/cat/{NAMES[kind]}.png")
+    data = ("data=imagefolder", f"data.root={root}", "data.size=8", "data.workers=0", "model=tiny", "device=cpu")
+    data += ("batch_size=8",)
+    is_plain = kind not in (*REFUSED, "reference")  # which a composed config would replace
+    model = prepare_session(build_composed_run(*data)).workload.build_model() if is_plain else None
+    if model is not None:
+        safetensors.torch.save_file(model.state_dict(), root / "w.safetensors")
+    words = (f"model.weights={root}/w.safetensors",) if model is not None else ()
+    code, console = run_in_this_process([*data, *words, "steps=2"], tmp_path)
+    is_used(code, console, kind, "data.root")

@@ -19,21 +19,17 @@ from typing import Any
 
 import pytest
 from helpers.command import Command, processes_in, start_in_new_interpreter, wait_until
-from helpers.faults import (
-    Fault,
-    FaultCounter,
-    FaultTrial,
-    ReferenceRun,
-    only_in_make_faults,
-    run_all_faults,
-    training_process,
-)
+from helpers.faults import Fault, FaultTrial, ReferenceRun, only_in_make_faults, run_all_faults
 
 from runner.system.signals import run_main
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
 STOPPED, INTERRUPTED = 75, 130
 SAVED = r"^{name}: finishing the step, then saving; press Ctrl-C to stop at once$"
+
+
+def training_process(run: str) -> str:
+    return "rank 0" if run in ("ddp", "fsdp", "pipeline", "ensemble", "hogwild") else "main"
 
 
 def during_training(name: str, run: str, at: str = "after step", count: int = 3) -> Fault:
@@ -45,11 +41,6 @@ def twice(names: str, run: str) -> Fault:
     first, second = names.split()
     code, says = (INTERRUPTED, "^interrupted$") if second == "SIGINT" else (STOPPED, SAVED.format(name=first))
     return Fault(names, "after step", 3, training_process(run), codes=(code,), console_pattern=says)
-
-
-def before_training(name: str, at: str) -> Fault:
-    code, says = (INTERRUPTED, "interrupted") if name == "SIGINT" else (STOPPED, f"{name}: stopped before the first")
-    return Fault(name, at, 1, "main", codes=(code,), console_pattern=f"^{says}")
 
 
 POINTS = (("after step", 2), ("before save", 1), ("before rename step_N", 1), ("before log", 1), ("in evaluation", 1))
@@ -64,14 +55,16 @@ def test_a_run_resumes_after_any_signal_at_any_point(
     left = [during_training(name, run, *point) for name, point in zip(STOP_SIGNALS, (*POINTS, POINTS[0]), strict=True)]
     left += [twice(names, run) for names in ("SIGINT SIGINT", "SIGTERM SIGINT", "SIGINT SIGTERM", "SIGHUP SIGUSR1")]
     reached = [each for each in left if f"{each.process}: {each.at_point}" in reference(run).points]
-    run_all_faults(reached, lambda number: trial(run, "a signal at a named point", number=number))
+    run_all_faults(reached, lambda number: trial(run, number=number))
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("name", STOP_SIGNALS)
 def test_a_run_resumes_after_signals_before_training(name: str, trial: Callable[..., FaultTrial]) -> None:
+    code, says = (INTERRUPTED, "interrupted") if name == "SIGINT" else (STOPPED, f"{name}: stopped before the first")
     points = ("before rename overrides.yaml", "after rename config.yaml", "after rename environment.json")
-    trial("single", "a signal at the start").run_with_faults(*(before_training(name, at) for at in points))
+    faults = [Fault(name, at, codes=(code,), console_pattern=f"^{says}") for at in points]
+    trial("single").run_with_faults(*faults)
 
 
 @only_in_make_faults
@@ -83,7 +76,7 @@ def test_a_run_resumes_after_signals_at_random_moments(
     signals, number = 15, 0
     while signals > 0:
         number += 1
-        stopped = trial(run, "a signal at a random moment", number=number)
+        stopped = trial(run, number=number)
         while signals > 0 and not stopped.done:
             name, after = rng.choice(STOP_SIGNALS), rng.uniform(0.05, reference(run).seconds)
             stopped.run_with_fault(Fault(name, after=after, codes=(0, STOPPED, INTERRUPTED)))
@@ -113,8 +106,7 @@ def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(
         for pid in processes_in(paused.cwd):
             os.kill(pid, signal.SIGCONT)
 
-    limit = () if run == "workers" else (f"parallel.timeout={TIMEOUT}",)
-    paused = trial(run, "a pause of all processes", *limit)
+    paused = trial(run, *(() if run == "workers" else (f"parallel.timeout={TIMEOUT}",)))
     pause = Fault("stop all", at, 3, training_process(run), codes=(0,), console_pattern="^done after step")
     assert paused.run_with_fault(pause, go_on)
     paused.assert_done()
@@ -122,13 +114,6 @@ def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Signals to commands in a new interpreter, from its start
-
-
-def handles_signals(pid: int, ignored: str = "") -> bool:
-    """Return whether a process has installed its handlers, which it does before any slow import."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    caught = int(re.findall(r"SigCgt:\s+(\w+)", status)[0], 16)
-    return all(caught >> (signal.Signals[name] - 1) & 1 for name in STOP_SIGNALS if name != ignored)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)])
@@ -156,12 +141,21 @@ class Typed:
         self.faulty, faulty.watched = faulty, False
         faulty.external_resources.temporary = temporary
 
-    def start(self, **options: Any) -> subprocess.Popen[str]:
+    def start(self, ignored: str = "", **options: Any) -> subprocess.Popen[str]:
+        """Start a command, and wait until it handles all signals that are not `ignored`, or has ended."""
         with (self.faulty.cwd / "console.txt").open("w") as console:
             streams = dict.fromkeys(("stdout", "stderr"), console)
-            return start_in_new_interpreter(*self.faulty.words(), cwd=self.faulty.cwd, **(streams | options))
+            process = start_in_new_interpreter(*self.faulty.words(), cwd=self.faulty.cwd, **(streams | options))
 
-    def end(self, process: subprocess.Popen[str], codes: tuple[int, ...]) -> None:
+        def is_ready() -> bool:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            caught = int(re.findall(r"SigCgt:\s+(\w+)", status)[0], 16)
+            return all(caught >> (signal.Signals[name] - 1) & 1 for name in STOP_SIGNALS if name != ignored)
+
+        wait_until(lambda: process.poll() is not None or is_ready())
+        return process
+
+    def end(self, process: subprocess.Popen[str], *codes: int) -> None:
         while process.poll() is None:
             self.faulty.external_resources.sample()
             time.sleep(0.2)
@@ -175,62 +169,56 @@ class Typed:
 def typed(tmp_path: Path, trial: Callable[..., FaultTrial], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Typed]:
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
-    return lambda run: Typed(trial(run, ""), tmp_path / "t")
+    return lambda run: Typed(trial(run), tmp_path / "t")
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp"])
 @pytest.mark.parametrize("name", STOP_SIGNALS)
 def test_a_command_can_be_stopped_from_its_first_moment(
-    name: str, run: str, count_fault: FaultCounter, rng: random.Random, typed: Callable[[str], Typed]
+    name: str, run: str, rng: random.Random, typed: Callable[[str], Typed]
 ) -> None:
     command = typed(run)
     for _ in range(2):
-        with count_fault("a signal at the start"):
-            process = command.start()
-            wait_until(lambda process=process: handles_signals(process.pid))
-            time.sleep(rng.uniform(0, 4))
-            process.send_signal(signal.Signals[name])
-            command.end(process, (0, INTERRUPTED if name == "SIGINT" else STOPPED, STOPPED))
+        process = command.start()
+        time.sleep(rng.uniform(0, 4))
+        process.send_signal(signal.Signals[name])
+        command.end(process, 0, STOPPED, *([INTERRUPTED] if name == "SIGINT" else []))
     command.faulty.finish()
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp", "hogwild"])
 def test_a_run_resumes_after_its_terminal_was_closed(
-    run: str, count_fault: FaultCounter, rng: random.Random, typed: Callable[[str], Typed]
+    run: str, rng: random.Random, typed: Callable[[str], Typed]
 ) -> None:
     command = typed(run)
     for _ in range(3):
-        with count_fault("a closed terminal"):
-            ours, terminal = pty.openpty()
-            own = partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0)
-            streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-            process = command.start(**streams, start_new_session=True, preexec_fn=own)
-            os.close(terminal)
-            os.set_blocking(ours, False)
-            wait_until(lambda process=process: process.poll() is not None or handles_signals(process.pid))
-            end = time.monotonic() + rng.uniform(0, 5)
-            while time.monotonic() < end and process.poll() is None:
-                with suppress(OSError):
-                    os.read(ours, 65536)  # or the buffer of the terminal would fill up
-                time.sleep(0.01)
-            os.close(ours)
-            command.end(process, (0, STOPPED))
+        ours, terminal = pty.openpty()
+        take_terminal = partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0)
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+        process = command.start(**streams, start_new_session=True, preexec_fn=take_terminal)
+        os.close(terminal)
+        os.set_blocking(ours, False)
+        end = time.monotonic() + rng.uniform(0, 5)
+        while time.monotonic() < end and process.poll() is None:
+            with suppress(OSError):
+                os.read(ours, 65536)  # or the buffer of the terminal would fill up
+            time.sleep(0.01)
+        os.close(ours)
+        command.end(process, 0, STOPPED)
     command.faulty.finish()
 
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp"])
 def test_nohup_ignores_a_closed_terminal_and_nothing_else(
-    run: str, count_fault: FaultCounter, rng: random.Random, typed: Callable[[str], Typed]
+    run: str, rng: random.Random, typed: Callable[[str], Typed]
 ) -> None:
     command = typed(run)
     for name, codes in (("SIGTERM", (0, STOPPED)), ("SIGHUP", (0,))):
-        with count_fault("nohup"):
-            process = command.start(preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN))
-            wait_until(lambda process=process: handles_signals(process.pid, "SIGHUP"))
-            time.sleep(rng.uniform(0, 4))
-            process.send_signal(signal.Signals[name])
-            command.end(process, codes)
+        process = command.start("SIGHUP", preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN))
+        time.sleep(rng.uniform(0, 4))
+        process.send_signal(signal.Signals[name])
+        command.end(process, *codes)
     command.faulty.finish()

@@ -176,12 +176,3 @@ class ExternalResources:
             # The compiler cache of torch is shared by all processes of a user, and persists.
             found += [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
         return found
-
-
-def assert_exit(
-    code: int | None, console: str, expected_code: int, console_pattern: str = "", traceback: bool = False
-) -> None:
-    """Fail unless a command ended with `expected_code` and printed a match of `console_pattern`, and no traceback."""
-    assert code == expected_code, f"exit code {code} instead of {expected_code}:\n{console}"
-    assert re.search(console_pattern, console, re.MULTILINE), f"it does not say {console_pattern!r}:\n{console}"
-    assert traceback or "Traceback" not in console, console

@@ -1,22 +1,21 @@
 """Fault scenarios: a run of `RUNS`, the `Fault`s that interrupt its sessions, and the result that it must reach.
 
-    trial = FaultTrial(tmp_path, "ddp", reference("ddp"), count_fault, "killed at a named point")
+    trial = FaultTrial(tmp_path, "ddp", reference("ddp"))
     for fault in [Fault("kill all", at_point="before fsync manifest.json", process="rank 0", visit_number=2), ...]:
         trial.run_with_fault(fault)
     trial.finish()
 
-`run_with_fault` and `finish` check the run with `fault_checks`. `reference` and `count_fault` are fixtures of
-tests/faults.
+`run_with_fault` and `finish` check the run with `fault_checks`. `reference` is a fixture of tests/faults.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from helpers.compose import TINY_CPU
 from helpers.fault_checks import (
     ExternalResources,
     assert_each_sample_once,
-    assert_exit,
     assert_newest_checkpoint_valid,
     assert_no_temporary_files,
     assert_one_value_per_step,
@@ -79,14 +77,6 @@ SAMPLES = dict.fromkeys(RUNS, 1438) | {"workers": 40, "dqn": 0, "dqn ddp": 0}
 NONDETERMINISTIC_RUNS = ("hogwild",)
 """Runs whose results are not reproducible, and therefore not compared."""
 
-MULTI_RANK_RUNS = ("ddp", "fsdp", "pipeline", "ensemble", "hogwild", "dqn ddp")
-"""Runs that are trained by ranks; the others are trained by the process of the command."""
-
-
-def training_process(run: str, rank: int = 0) -> str:
-    """The process that trains a run, as named in `Fault.process`."""
-    return f"rank {rank}" if run in MULTI_RANK_RUNS else "main"
-
 
 @dataclass(frozen=True)
 class ReferenceRun:
@@ -105,7 +95,7 @@ def train_without_faults(cwd: Path, run: str) -> ReferenceRun:
     since = time.monotonic()
     trial.wait_and_monitor(command)
     seconds = time.monotonic() - since
-    assert_exit(trial.code, trial.console, 0, "^done after step")
+    trial.assert_ended((0,), "^done after step")
     trial.assert_done()
     points = (cwd / "trace.txt").read_text().splitlines()
     return ReferenceRun(run_results(trial.directory), trial.config_hash, points, seconds)
@@ -145,26 +135,14 @@ class Fault:
         return f"{self.action}: {where}"
 
 
-FaultCounter = Callable[[str], AbstractContextManager[Callable[[], None]]]
-
-
 class FaultTrial:
     """One run, from its first session to its end, with a fault in each session but the last."""
 
-    def __init__(
-        self,
-        cwd: Path,
-        run: str,
-        reference: ReferenceRun | None,
-        count_fault: FaultCounter | None = None,
-        kind: str = "",
-        extra: tuple[str, ...] = (),
-    ):
+    def __init__(self, cwd: Path, run: str, reference: ReferenceRun | None, extra: tuple[str, ...] = ()):
         cwd.mkdir(exist_ok=True)
         if run == "workers":
             write_images(cwd / "images")
-        self.cwd, self.run, self.reference = cwd, run, reference
-        self.count_fault, self.kind, self.extra = count_fault, kind, extra
+        self.cwd, self.run, self.reference, self.extra = cwd, run, reference, extra
         self.external_resources = ExternalResources(cwd)
         self.code, self.console = -1, ""
         self.watched = True  # set to False for sessions that are not started by `start`: their samples are unknown
@@ -182,10 +160,13 @@ class FaultTrial:
     def done(self) -> bool:
         return self.code == 0
 
+    @property
+    def begun(self) -> bool:
+        return any(self.cwd.glob("outputs/*/*/config.yaml"))
+
     def words(self) -> tuple[str, ...]:
         """The arguments of a command that starts the run or, once it has a run directory, resumes it."""
-        begun = list(self.cwd.glob("outputs/*/*/config.yaml"))
-        return (f"resume={self.directory}", *self.extra) if begun else (*RUNS[self.run], *self.extra)
+        return (*([f"resume={self.directory}"] if self.begun else RUNS[self.run]), *self.extra)
 
     def start(self) -> Command:
         return Command(self.cwd, *self.words(), kind="faults")
@@ -197,37 +178,38 @@ class FaultTrial:
             if (now := time.monotonic()) > look:
                 look = now + 0.25
                 self.external_resources.sample()
-                for config in self.cwd.glob("outputs/*/*/config.yaml"):
-                    check_newest_while_running(config.parent)
+                if self.begun:
+                    check_newest_while_running(self.directory)
             time.sleep(0.01)
         self.code, self.console = command.wait()
         self.external_resources.assert_released()
 
     def run_with_fault(self, fault: Fault, cause_fault: Callable[[Command], None] | None = None) -> bool:
         """Run a session with `fault`; return False if the run finished before the fault happened."""
-        with ExitStack() as stack:
-            not_counted = stack.enter_context(self.count_fault(self.kind)) if self.count_fault else lambda: None
-            with plant_fault(self.cwd, fault.at_point, fault.process, fault.visit_number, fault.action):
-                command = self.start()
-                if cause_fault is not None:
-                    cause_fault(command)
-                elif not fault.at_point:
-                    time.sleep(fault.after)
-                    if fault.action == "kill all":
-                        command.signal_processes(signal.SIGKILL, command.pid, *processes_in(self.cwd))
-                    else:
-                        command.signal_processes(signal.Signals[fault.action])
-                self.wait_and_monitor(command)
-            happened = not fault.at_point or (self.cwd / "fired").exists()
-            if self.done and not (happened and 0 in fault.codes):
-                not_counted()
-                return False
-            assert happened, f"{fault}: not come to\n{self.console}"
-            assert self.code in fault.codes, f"{fault}: exit code {self.code}\n{self.console}"
-            assert_exit(self.code, self.console, self.code, fault.console_pattern, fault.traceback)
-            for config in self.cwd.glob("outputs/*/*/config.yaml"):
-                assert_newest_checkpoint_valid(config.parent, steps_saved(self.cwd))
+        with plant_fault(self.cwd, fault.at_point, fault.process, fault.visit_number, fault.action):
+            command = self.start()
+            if cause_fault is not None:
+                cause_fault(command)
+            elif not fault.at_point:
+                time.sleep(fault.after)
+                if fault.action == "kill all":
+                    command.signal_processes(signal.SIGKILL, command.pid, *processes_in(self.cwd))
+                else:
+                    command.signal_processes(signal.Signals[fault.action])
+            self.wait_and_monitor(command)
+        happened = not fault.at_point or (self.cwd / "fired").exists()
+        if self.done and not (happened and 0 in fault.codes):
+            return False
+        assert happened, f"{fault}: not come to\n{self.console}"
+        self.assert_ended(fault.codes, fault.console_pattern, fault.traceback)
+        if self.begun:
+            assert_newest_checkpoint_valid(self.directory, steps_saved(self.cwd))
         return True
+
+    def assert_ended(self, codes: tuple[int, ...], console_pattern: str, traceback: bool = False) -> None:
+        assert self.code in codes, f"exit code {self.code} instead of {codes}:\n{self.console}"
+        assert re.search(console_pattern, self.console, re.MULTILINE), f"not {console_pattern!r}:\n{self.console}"
+        assert traceback or "Traceback" not in self.console, self.console
 
     def run_with_faults(self, *faults: Fault) -> None:
         """Run a session with each of the faults, all of which must happen, and then finish the run."""
@@ -239,7 +221,7 @@ class FaultTrial:
         """Resume the run to its end, unless it is done, and fail unless its result is that of a run without faults."""
         if not self.done:
             self.wait_and_monitor(self.start())
-            assert_exit(self.code, self.console, 0, "^done after step|nothing is left to do")
+            self.assert_ended((0,), "^done after step|nothing is left to do")
         self.assert_done()
 
     def assert_done(self) -> None:
