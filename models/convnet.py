@@ -8,23 +8,16 @@ from itertools import pairwise
 
 from torch import nn
 
-from models.recompute import Block
+from models.layers import Block
 
 
 class ConvNet(nn.Sequential):
     """Convolutions, each followed by ReLU and 2×2 max pooling, then two linear layers.
 
-    Args:
-        in_channels: number of channels of the inputs [n, in_channels, height, width].
-        height: height of the inputs in pixels.
-        width: width of the inputs in pixels.
-        num_classes: number of outputs.
-        channels: number of output channels of each convolution.
-        kernel_size: kernel size of each convolution.
-        padding: zero padding of each convolution, in pixels on each side.
-        hidden: number of output features of the first linear layer.
-        dropout: dropout probability after the first linear layer.
-        checkpoint_activations: recompute activations in the backward pass.
+    The inputs are [n, in_channels, height, width], the outputs [n, num_classes]. There is a convolution, with square
+    kernels and zero padding on each side, for each number of output `channels`; `hidden` is the number of features
+    between the linear layers, and `dropout` the probability of dropout there. With `checkpoint_activations`, the
+    activations of each block are recomputed in the backward pass.
 
     Raises `ValueError` if the inputs are too small for the pooling layers.
     """
@@ -42,17 +35,16 @@ class ConvNet(nn.Sequential):
         dropout: float = 0.0,
         checkpoint_activations: bool = False,
     ):
-        smallest = smallest_side(len(channels), kernel_size, padding)
-        if min(height, width) < smallest:
-            layers = f"{len(channels)} convolutions of {kernel_size}×{kernel_size}, each followed by 2×2 max pooling"
-            least = f"they must be at least {smallest}×{smallest}"
-            raise ValueError(f"inputs of {height}×{width} are too small for {layers}: {least}")
+        given = f"{height}×{width}"
         blocks: OrderedDict[str, nn.Module] = OrderedDict()
         for i, (inputs, outputs) in enumerate(pairwise((in_channels, *channels)), start=1):
             conv = nn.Conv2d(inputs, outputs, kernel_size, padding=padding)
             relu, pool = nn.ReLU(inplace=True), nn.MaxPool2d(2)
             blocks[f"conv{i}"] = Block(checkpoint_activations, conv=conv, relu=relu, pool=pool)
             height, width = ((side + 2 * padding - kernel_size + 1) // 2 for side in (height, width))
+        if min(height, width) < 1:
+            layers = f"{len(channels)} convolutions of {kernel_size}×{kernel_size}, each followed by 2×2 max pooling"
+            raise ValueError(f"inputs of {given} are too small for {layers}")
         fc = nn.Linear(channels[-1] * height * width, hidden)
         # Dropout with p = 0 would still consume random numbers.
         optional = {"dropout": nn.Dropout(dropout)} if dropout else {}
@@ -64,11 +56,3 @@ class ConvNet(nn.Sequential):
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         return list(self.named_children())
-
-
-def smallest_side(num_convolutions: int, kernel_size: int, padding: int) -> int:
-    """Return the smallest input side in pixels for which the last 2×2 pooling outputs at least one pixel."""
-    side = 1
-    for _ in range(num_convolutions):
-        side = 2 * side + kernel_size - 1 - 2 * padding
-    return side

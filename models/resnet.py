@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchvision.models import resnet
 
-from models.recompute import Block, make_recomputable
+from models.layers import Block, make_recomputable
 
 DEPTHS: dict[int, tuple[type[resnet.BasicBlock | resnet.Bottleneck], list[int]]] = {
     18: (resnet.BasicBlock, [2, 2, 2, 2]),
@@ -31,14 +31,10 @@ class ResNet(resnet.ResNet):
 
     He et al., Deep Residual Learning for Image Recognition (2016).
 
-    Args:
-        depth: number of layers, a key of `DEPTHS`.
-        in_channels: number of channels of the inputs.
-        num_classes: number of outputs.
-        stem: `imagenet` downsamples the inputs by 4 (7×7 convolution with stride 2, max pooling); `cifar` keeps the
-            size of inputs of about 32×32 (3×3 convolution, no pooling; section 4.2 of the paper).
-        norm: `batch`, or `group` for group normalization with 32 groups (Wu and He, 2018), computed per sample.
-        checkpoint_activations: recompute the activations of blocks in the backward pass.
+    `depth` is a key of `DEPTHS`, and `norm` one of `NORMS`: batch normalization, or group normalization with 32 groups
+    (Wu and He, 2018), computed per sample. The stem `imagenet` downsamples the inputs by 4 (7×7 convolution with stride
+    2, max pooling); `cifar` keeps the size of inputs of about 32×32 (3×3 convolution, no pooling; section 4.2 of the
+    paper). With `checkpoint_activations`, the activations of each block are recomputed in the backward pass.
     """
 
     def __init__(

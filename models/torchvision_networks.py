@@ -6,7 +6,7 @@ Parameter names, initialization and the forward pass of the whole network are to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -18,19 +18,10 @@ from torchvision import models
 from torchvision.models.regnet import AnyStage, BlockParams
 
 from models.blocks import blocks_of
-from models.frozen_batch_norm import FrozenBatchNorm
-from models.recompute import Block, make_recomputable
+from models.layers import Block, FrozenBatchNorm, make_recomputable
 
 Layers = list[tuple[str, nn.Module]]
-_FLATTEN = nn.Flatten()
 _NORMS = (_BatchNorm, FrozenBatchNorm, nn.LayerNorm, nn.GroupNorm)
-
-
-class _SpatialMean(nn.Module):
-    """The mean over height and width: [n, channels, height, width] → [n, channels]."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mean([2, 3])
 
 
 class _ViTStem(nn.Module):
@@ -54,67 +45,54 @@ class _ClassToken(nn.Module):
         return x[:, 0]
 
 
-def _vit(vit: models.VisionTransformer) -> Layers:
-    layers = [("stem", _ViTStem(vit)), *_named("encoder.layers", vit.encoder.layers)]
-    return [*layers, ("encoder.ln", vit.encoder.ln), ("token", _ClassToken()), *_named("heads", vit.heads)]
-
-
-def _children(*names: str, **functions: nn.Module) -> Callable[[nn.Module], Layers]:
-    """Return a function that lists layers by name: one of `functions`, which a forward pass calls, or a submodule."""
-    return lambda network: [(name, functions.get(name) or network.get_submodule(name)) for name in names]
-
-
-def _all_children(network: nn.Module) -> Layers:
-    return [*network.named_children()]
-
-
-def _flatten_before(name: str) -> Callable[[nn.Module], Layers]:
-    """Return a function that lists all children of a network in order, with a flatten layer before the child `name`."""
-
-    def layers(network: nn.Module) -> Layers:
-        children = list(network.named_children())
-        place = [child for child, _ in children].index(name)
-        return [*children[:place], ("flatten", _FLATTEN), *children[place:]]
-
-    return layers
-
-
-_POOL = nn.Sequential(nn.AdaptiveAvgPool2d(1), _FLATTEN)
+_POOL = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
 _RELU_AND_POOL = nn.Sequential(nn.ReLU(inplace=True), *_POOL)
 
-CHAINS: dict[type[nn.Module], Callable[[Any], Layers]] = {
-    models.AlexNet: _flatten_before("classifier"),
-    models.ConvNeXt: _all_children,
-    models.DenseNet: _children("features", "pool", "classifier", pool=_RELU_AND_POOL),
-    models.EfficientNet: _flatten_before("classifier"),
-    models.GoogLeNet: _flatten_before("dropout"),
-    models.Inception3: _flatten_before("fc"),
-    models.MNASNet: _children("layers", "mean", "classifier", mean=_SpatialMean()),
-    models.MobileNetV2: _children("features", "pool", "classifier", pool=_POOL),
-    models.MobileNetV3: _flatten_before("classifier"),
-    models.RegNet: _flatten_before("fc"),
-    models.ResNet: _flatten_before("fc"),
-    models.ShuffleNetV2: _children(
-        *("conv1", "maxpool", "stage2", "stage3", "stage4", "conv5", "mean", "fc"), mean=_SpatialMean()
-    ),
-    models.SqueezeNet: _children("features", "classifier", "flatten", flatten=_FLATTEN),
-    models.SwinTransformer: _all_children,
-    models.VGG: _flatten_before("classifier"),
-    models.VisionTransformer: _vit,
+CHAINS: dict[type[nn.Module], dict[str, nn.Module]] = {
+    models.AlexNet: {"classifier": nn.Flatten()},
+    models.ConvNeXt: {},
+    models.DenseNet: {"classifier": _RELU_AND_POOL},
+    models.EfficientNet: {"classifier": nn.Flatten()},
+    models.GoogLeNet: {"dropout": nn.Flatten()},
+    models.Inception3: {"fc": nn.Flatten()},
+    models.MNASNet: {"classifier": _POOL},
+    models.MobileNetV2: {"classifier": _POOL},
+    models.MobileNetV3: {"classifier": nn.Flatten()},
+    models.RegNet: {"fc": nn.Flatten()},
+    models.ResNet: {"fc": nn.Flatten()},
+    models.ShuffleNetV2: {"fc": _POOL},
+    models.SqueezeNet: {"": nn.Flatten()},
+    models.SwinTransformer: {},
+    models.VGG: {"classifier": nn.Flatten()},
+    models.VisionTransformer: {"heads": _ClassToken()},
 }
+"""Networks whose forward pass calls their children in order; for each, what it computes before a child, or after all.
+
+Vision transformers have a stem besides (`_ViTStem`).
+"""
 
 
-def blocks_of_chain(network: nn.Module) -> Layers:
+def blocks_of_chain(network: Any) -> Layers:
     """Return the blocks of `network`, whose class is in `CHAINS`, in forward order: stem, …, head.
 
     Blocks that group several layers are created in each call, so that they contain layers with which a wrapper has
     replaced others.
     """
-    layers = next(CHAINS[cls] for cls in type(network).__mro__ if cls in CHAINS)
-    groups = list(_grouped(_flattened(layers(network))))
-    names = ["stem", *(_name(group) for group in groups[1:-1]), "head"]
-    blocks = [group[0][1] if len(group) == 1 else _block(group) for group in groups]
-    return list(zip(names, blocks, strict=True))
+    between = next(CHAINS[cls] for cls in type(network).__mro__ if cls in CHAINS)
+    layers: Layers = []
+    for name, child in [*network.named_children(), ("", None)]:
+        if name in between:
+            layers += _flattened([(f"before_{name}", between[name])])
+        if isinstance(child, models.vision_transformer.Encoder):
+            layers = [("stem", _ViTStem(network)), *_named("encoder.layers", child.layers), ("encoder.ln", child.ln)]
+        elif child is not None:
+            layers += _flattened([(name, child)])
+    blocks: Layers = []
+    for group in _grouped(layers):
+        name = next((name for name, layer in group if any(True for _ in layer.parameters())), group[0][0])
+        parts = {name.replace(".", "_"): layer for name, layer in group}
+        blocks.append((name, group[0][1] if len(group) == 1 else Block(False, **parts)))
+    return [("stem", blocks[0][1]), *blocks[1:-1], ("head", blocks[-1][1])]
 
 
 def checkpoint_activations(network: nn.Module) -> int:
@@ -130,8 +108,8 @@ def checkpoint_activations(network: nn.Module) -> int:
     return len(blocks)
 
 
-def _named(prefix: str, container: Iterable[nn.Module] | nn.Module) -> Layers:
-    return [(f"{prefix}.{name}", child) for name, child in nn.Module.named_children(container)]  # pyright: ignore
+def _named(prefix: str, container: nn.Module) -> Layers:
+    return [(f"{prefix}.{name}", child) for name, child in container.named_children()]
 
 
 def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
@@ -143,39 +121,24 @@ def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
             yield name, layer
 
 
-def _grouped(layers: Iterable[tuple[str, nn.Module]]) -> Iterator[Layers]:
-    """Yield groups of layers that stay together, in forward order.
+def _grouped(layers: Layers) -> list[Layers]:
+    """Return groups of layers that stay together, in forward order.
 
-    Each group contains one main layer: a convolution, a linear layer, or a module with submodules. The others are
-    simple (normalization, activation, pooling). Between a main layer with submodules and one without, they join the
-    latter; otherwise, the one before. In the networks of `CHAINS`, no group begins with an in-place activation, which
-    would overwrite the inputs of a stage.
+    A module with submodules is a group. Of the layers between two such modules, each convolution or linear layer begins
+    a group, which the others (normalization, activation, pooling) join; those before the first one stay with it. In the
+    networks of `CHAINS`, no group begins with an in-place activation, which would overwrite the inputs of a stage.
     """
-    group: Layers = []
-    waiting: Layers = []  # simple layers after a module with submodules: the next layer decides on their group
+    groups: list[Layers] = []
+    is_module = has_main = False
     for name, layer in layers:
-        has_children = any(True for _ in layer.children())
-        is_simple = not has_children and (isinstance(layer, _NORMS) or not any(True for _ in layer.parameters()))
-        composite = bool(group) and any(True for _ in group[0][1].children())
-        if is_simple:
-            (waiting if composite else group).append((name, layer))
-        elif has_children:
-            if group:
-                yield group + waiting
-            group, waiting = [(name, layer)], []
-        else:
-            if group:
-                yield group if composite else group + waiting
-            group, waiting = [*(waiting if composite else []), (name, layer)], []
-    yield group + waiting
-
-
-def _name(group: Layers) -> str:
-    return next((name for name, layer in group if any(True for _ in layer.parameters())), group[0][0])
-
-
-def _block(group: Layers) -> Block:
-    return Block(False, **{name.replace(".", "_"): layer for name, layer in group})
+        after_module, is_module = is_module, any(True for _ in layer.children())
+        is_main = is_module or (any(True for _ in layer.parameters()) and not isinstance(layer, _NORMS))
+        if not groups or is_module or after_module or (is_main and has_main):
+            groups.append([])
+            has_main = False
+        groups[-1].append((name, layer))
+        has_main = has_main or is_main
+    return groups
 
 
 def create(name: str, shape: tuple[int, ...], num_classes: int, options: Mapping[str, Any]) -> nn.Module:

@@ -1,72 +1,52 @@
-"""Augmentation of training images: transforms of torchvision, drawn from (seed, epoch, sample); mixing of samples."""
+"""Augmentation of training images: transforms of torchvision, and mixing of samples."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from runner.batching import MicroBatch
-from runner.data.base import Batch, LabeledSamples
+from runner.config.errors import check_choice, check_range
+from runner.data.base import Batch, Data, LabeledSamples
 from runner.seeds import derive
 
-POLICIES = ("none", "randaugment", "trivialaugment")
+Transform = Callable[["torch.Tensor"], "torch.Tensor"]
+"""A random transform of an image, uint8 [channels, height, width], with random numbers of torch's CPU generator."""
 
 
-@contextmanager
-def borrowed_generator() -> Iterator[torch.Generator]:
-    """A context with torch's default CPU generator, which transforms use, to be seeded anew; at the end, it goes on."""
-    before = torch.get_rng_state()
-    try:
-        yield torch.default_generator
-    finally:
-        torch.set_rng_state(before)
+@dataclass
+class Augmented(Data):
+    """Options of images that are transformed for training, after they were cropped and mirrored.
 
-
-@dataclass(frozen=True)
-class Augment:
-    """Random transforms of a training image after it was cropped and mirrored.
-
-    Args:
-        policy: `randaugment` (Cubuk et al., 2020), `trivialaugment` (Müller and Hutter, 2021) or `none`; those of
-            `torchvision.transforms.v2`.
-        erase: probability of erasing a random rectangle (Zhong et al., Random Erasing, 2020), after the policy.
-        mean: mean of each channel, for pixels in [0, 1]; erased rectangles have this color.
+    `auto_augment` is `randaugment` (Cubuk et al., 2020), `trivialaugment` (Müller and Hutter, 2021) or `none`;
+    `random_erase` is the probability of erasing a random rectangle after that (Zhong et al., Random Erasing, 2020).
     """
 
-    policy: str = "none"
-    erase: float = 0.0
-    mean: tuple[float, ...] = ()
+    auto_augment: str = field(default="none", kw_only=True)
+    random_erase: float = field(default=0.0, kw_only=True)
 
-    def __bool__(self) -> bool:
-        return self.policy != "none" or self.erase > 0
+    def __post_init__(self) -> None:
+        check_choice(self, "auto_augment", ("none", "randaugment", "trivialaugment"))
+        check_range(self, "random_erase", least=0, most=1)
 
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        """Return the transformed image, uint8 [channels, height, width]; with random numbers of torch's generator."""
-        for transform in self._transforms:
-            image = transform(image)
-        return image
-
-    @cached_property
-    def _transforms(self) -> list[Any]:
+    def transforms(self, mean: Sequence[float]) -> list[Transform]:
+        """Return the transforms, torchvision's; `mean`, of each channel in [0, 1], is the color of erasing."""
+        if self.auto_augment == "none" and not self.random_erase:
+            return []
         from torchvision.transforms import v2  # few runs need it
 
         policies = {"none": [], "randaugment": [v2.RandAugment], "trivialaugment": [v2.TrivialAugmentWide]}
-        transforms: list[Any] = [make() for make in policies[self.policy]]
-        if self.erase:
-            color: Any = [round(255 * mean) for mean in self.mean]  # annotated as a float, but lists work
-            transforms.append(v2.RandomErasing(self.erase, value=color))
-        return transforms
-
-
-NO_AUGMENT = Augment()
+        found: list[Transform] = [make() for make in policies[self.auto_augment]]
+        if self.random_erase:
+            color: Any = [round(255 * value) for value in mean]  # annotated as a float, but lists work
+            found.append(v2.RandomErasing(self.random_erase, value=color))
+        return found
 
 
 @dataclass(frozen=True)

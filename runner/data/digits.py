@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from runner.config.errors import check_choice, check_range
-from runner.data.augment import POLICIES, Augment
-from runner.data.base import Data, Samples, two_splits
+from runner.config.errors import check_range
+from runner.data.augment import Augmented
+from runner.data.base import Samples, two_splits
 from runner.data.memory import TensorSamples
 from runner.seeds import derive
 
 
 @dataclass
-class Digits(Data):
+class Digits(Augmented):
     """The handwritten digits of scikit-learn, 8×8 pixels with 17 gray levels; for options, see `conf/data/digits.yaml`.
 
     Alpaydin and Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998).
@@ -28,15 +28,12 @@ class Digits(Data):
     size: int = 28
     holdout: float = 0.2
     crop: int = 0
-    auto_augment: str = "none"
-    random_erase: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range(self, "size", least=8, most=512)
         check_range(self, "holdout", above=0, most=0.9)
         check_range(self, "crop", least=0, most=self.size // 2)
-        check_choice(self, "auto_augment", POLICIES)
-        check_range(self, "random_erase", least=0, most=1)
 
     def load(self) -> tuple[Samples, Samples]:
         return self._load()
@@ -58,12 +55,11 @@ class Digits(Data):
         names = [str(digit) for digit in range(10)]
 
         inputs, targets = (images - mean) / std, table[:, 64].to(torch.int64)
-        augment = Augment(self.auto_augment, self.random_erase, (mean,))
 
         def samples(rows: torch.Tensor, **options: Any) -> TensorSamples:
             return TensorSamples(inputs[rows], targets[rows], names, (mean,), (std,), **options)
 
-        return samples(order[held_out:], crop=self.crop, augment=augment), samples(order[:held_out])
+        return samples(order[held_out:], crop=self.crop, augment=self.transforms((mean,))), samples(order[:held_out])
 
 
 @functools.cache  # reading takes most of the time to start a short run, and a process may train several runs

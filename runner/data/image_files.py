@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
 
 from runner.batching import MicroBatch, SampleOrder
-from runner.data.augment import NO_AUGMENT, Augment, borrowed_generator
+from runner.data.augment import Transform
 from runner.data.base import Batch, DataError, LabeledSamples, shard_bounds
 from runner.data.decode import normalized, per_channel
 from runner.data.workers import Workers
@@ -48,23 +49,24 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class Fetch:
-    """Loads batches in workers: images of `shape` that `read` returns, which `augment` then transforms in training."""
+    """Loads batches in workers: images of `shape` that `read` returns, transformed by `augment` in training."""
 
     read: Reader
     shape: tuple[int, int, int]
-    augment: Augment = NO_AUGMENT
+    augment: Sequence[Transform] = ()
 
     def __call__(self, job: Job) -> Loaded:
         images = torch.zeros(len(job.paths), *self.shape, dtype=torch.uint8)
         failures: list[tuple[int, str]] = []
-        with borrowed_generator() as generator:
+        with torch.random.fork_rng(devices=[]):
             for row, path in enumerate(job.paths):
                 try:
-                    if job.seeds is None:
-                        images[row] = self.read(path, False)
-                    else:
-                        generator.manual_seed(job.seeds[row])
-                        images[row] = self.augment(self.read(path, True))
+                    if job.seeds is not None:
+                        torch.default_generator.manual_seed(job.seeds[row])
+                    image = self.read(path, job.seeds is not None)
+                    for transform in self.augment if job.seeds is not None else ():
+                        image = transform(image)
+                    images[row] = image
                 except Exception as error:  # decoders may raise anything for a damaged file
                     failures.append((row, printable(f"{type(error).__name__}: {error}")))
         return Loaded(job, images, failures)
@@ -88,20 +90,11 @@ class Unreadable:
 
 @dataclass(eq=False)
 class FileSamples(LabeledSamples):
-    """Labeled images in files, which `fetch` loads in `workers`.
+    """Labeled images in files, which `fetch` loads in `workers`; one file and one class index for each sample.
 
-    Args:
-        paths: the file of each sample.
-        targets: the class index of each sample.
-        class_names: the name of each class.
-        fetch: what loads batches of images.
-        mean: mean of each channel, for pixels in [0, 1].
-        std: standard deviation of each channel, for pixels in [0, 1].
-        workers: the processes that load batches.
-        pin_memory: whether to load batches into page-locked memory; None to do so only for CUDA devices.
-        unreadable: record of the files that cannot be read; may be shared with another `FileSamples`.
-        center: side of the central square of evaluations (see `ImageInput`); None if they have another transform.
-        content: function that returns the `fingerprint` of the data set.
+    `mean` and `std`, of each channel, are those of pixels in [0, 1]. Batches are loaded into page-locked memory if
+    `pin_memory`, or if it is None and the device is CUDA. `unreadable` may be shared with another `FileSamples`.
+    `center` is the side of the central square of evaluations (see `ImageInput`); `content` returns the `fingerprint`.
     """
 
     paths: list[str]
@@ -113,7 +106,7 @@ class FileSamples(LabeledSamples):
     workers: Workers
     pin_memory: bool | None
     unreadable: Unreadable
-    center: float | None = None
+    center: float = 1.0
     content: Callable[[], str] = str
 
     def __post_init__(self) -> None:
@@ -134,20 +127,18 @@ class FileSamples(LabeledSamples):
                 seeds = sample_seeds(seed, order.epochs(micro.start, micro.stop), indices)
                 yield self._job(indices.tolist(), seeds)
 
-        def load() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+        def load() -> Generator[Tensors]:
             for loaded in self.workers.read(self.fetch, jobs()):
                 self._replace(loaded)
                 yield loaded.images, torch.tensor(loaded.job.targets)
 
-        return self._normalized(load(), device, self.pin_memory is not False)
+        return starmap(Batch, self._normalized(load(), device))
 
     def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
-        def load() -> Generator[tuple[torch.Tensor, torch.Tensor]]:
-            for micro in micros:
-                images = torch.zeros(micro.stop - micro.start, *self.shape, dtype=torch.uint8)
-                yield images, torch.zeros(len(images), dtype=torch.int64)
-
-        return self._normalized(load(), device)
+        mean, std = per_channel(self.mean, device), per_channel(self.std, device)
+        for micro in micros:
+            images = torch.zeros(micro.stop - micro.start, *self.shape, dtype=torch.uint8, device=device)
+            yield Batch(normalized(images, mean, std), torch.zeros(len(images), dtype=torch.int64, device=device))
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         return (batch for _, batch in self.in_order_with_indices(batch_size, shard, device))
@@ -158,21 +149,19 @@ class FileSamples(LabeledSamples):
         start, stop = shard_bounds(len(self), shard)
         jobs = (self._job(range(first, min(first + batch_size, stop))) for first in range(start, stop, batch_size))
 
-        def load() -> Generator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        def load() -> Generator[Tensors]:
             for job, images, failures in self.workers.read(self.fetch, jobs):
-                parts = (images, torch.tensor(job.targets), torch.tensor(job.indices))
+                parts = images, torch.tensor(job.targets), torch.tensor(job.indices)
                 for row, why in failures:
                     self.unreadable.add(job.paths[row], why)
-                if failures:
-                    unreadable = {row for row, _ in failures}
+                if unreadable := {row for row, _ in failures}:
                     rows = [row for row in range(len(images)) if row not in unreadable]
-                    parts = (parts[0][rows], parts[1][rows], parts[2][rows])
+                    parts = tuple(part[rows] for part in parts)
                 if len(parts[0]):
                     yield parts
 
-        mean, std = per_channel(self.mean, device), per_channel(self.std, device)
-        for images, targets, indices in to_device(load(), device, self.pin_memory is not False):
-            yield indices, Batch(normalized(images, mean, std), targets)
+        for inputs, targets, indices in self._normalized(load(), device):
+            yield indices, Batch(inputs, targets)
 
     def display_images(self, indices: list[int]) -> torch.Tensor:
         return self.fetch(self._job(indices)).images
@@ -181,8 +170,6 @@ class FileSamples(LabeledSamples):
         return torch.tensor(self.targets)
 
     def image_input(self) -> dict[str, Any] | None:
-        if self.center is None:
-            return None
         return {"shape": self.shape, "mean": self.mean, "std": self.std, "center": self.center}
 
     def fingerprint(self) -> str:
@@ -219,13 +206,11 @@ class FileSamples(LabeledSamples):
                 remedy = f"check that they are images; {printable(path)}: {why}"
                 raise DataError(f"{len(self)} files", "none of them can be read", remedy)
 
-    def _normalized(
-        self, batches: Generator[tuple[torch.Tensor, torch.Tensor]], device: torch.device, pin_memory: bool = False
-    ) -> Iterator[Batch]:
-        """Copy each batch to `device` as uint8 (a quarter of the size of float32), normalize it, and yield it."""
+    def _normalized(self, batches: Generator[Tensors], device: torch.device) -> Iterator[Tensors]:
+        """Copy each batch to `device` as uint8, a quarter of the size of float32, and normalize its images."""
         mean, std = per_channel(self.mean, device), per_channel(self.std, device)
-        for images, targets in to_device(batches, device, pin_memory):
-            yield Batch(normalized(images, mean, std), targets)
+        for images, *others in to_device(batches, device, self.pin_memory is not False):
+            yield normalized(images, mean, std), *others
 
 
 def to_device(

@@ -12,10 +12,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from runner.config.errors import ABSENT, ConfigError, check, check_choice, check_range
+from runner.config.errors import ABSENT, ConfigError, check, check_choice, check_range, see_comments
 from runner.config.overrides import text_override
-from runner.data.augment import NO_AUGMENT, POLICIES, Augment
-from runner.data.base import Data, Samples
+from runner.data.augment import Augmented, Transform
+from runner.data.base import Samples
 from runner.data.decode import ImageReader
 from runner.data.image_files import Fetch, FileSamples, Unreadable
 from runner.data.workers import Workers, default_count, start_worker_server
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class ImageFolder(Data):
+class ImageFolder(Augmented):
     """Images of any size, loaded from files during training; the options are explained in `conf/data/imagefolder.yaml`.
 
     A file is BMP, GIF, JPEG, PNG, PPM, TIFF or WebP, and a regular file, or a link to one, of at most 256 MiB and
@@ -44,8 +44,6 @@ class ImageFolder(Data):
     holdout: float = 0.2
     augment: str = "crop"
     crop_area: float = 0.08
-    auto_augment: str = "none"
-    random_erase: float = 0.0
     center: float = 0.875
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
@@ -56,18 +54,16 @@ class ImageFolder(Data):
     pin_memory: bool | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range(self, "size", least=1, most=4096)
         check_range(self, "holdout", above=0, most=0.9)
         check_choice(self, "augment", ("none", "flip", "crop"))
         check_range(self, "crop_area", above=0, most=1)
-        check_choice(self, "auto_augment", POLICIES)
-        check_range(self, "random_erase", least=0, most=1)
         check_range(self, "center", above=0, most=1)
         for key, least in (("mean", 0.0), ("std", 1e-6)):
             values = getattr(self, key)
-            ok = len(values) == 3 and all(least <= value <= 1 for value in values)
-            why = f"it must be three numbers between {least:g} and 1"
-            check(ok, key, values, why, "give one each for red, green and blue")
+            if len(values) != 3 or not all(least <= value <= 1 for value in values):
+                raise ConfigError(key, values, f"it must be three numbers between {least:g} and 1", see_comments(self))
         check_choice(self, "on_error", ("raise", "skip"))
         check_range(self, "workers", least=0, most=256)
         check_range(self, "prefetch", least=1, most=64)
@@ -77,7 +73,7 @@ class ImageFolder(Data):
         workers = self._workers()
         train, held_out = training_and_held_out(self._directory, self.holdout)
         build = self._builder(workers, train, held_out)
-        return build(train, augment=self._augment), build(held_out)
+        return build(train, augment=self.transforms(self.mean)), build(held_out)
 
     def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
         for key in ("mean", "std"):
@@ -88,15 +84,11 @@ class ImageFolder(Data):
         workers = self._workers()
         splits = splits_for_evaluation(self._directory, self.holdout)
         build = self._builder(workers, *(splits[name] for name in ("train", "val") if name in splits))
-        classes, augment = saved.get("classes") or [], {"train": self._augment}
+        classes, augment = saved.get("classes") or [], {"train": self.transforms(self.mean)}
         return {
-            name: partial(build, _with_all(classes, files), augment=augment.get(name, NO_AUGMENT))
+            name: partial(build, _with_all(classes, files), augment=augment.get(name, ()))
             for name, files in splits.items()
         }
-
-    @property
-    def _augment(self) -> Augment:
-        return Augment(self.auto_augment, self.random_erase, tuple(self.mean))
 
     @property
     def _directory(self) -> Path:
@@ -112,9 +104,9 @@ class ImageFolder(Data):
         """Return a function that makes samples of files; `parts` are all files of the data set."""
         unreadable = Unreadable(self.on_error == "skip")
         content = cache(partial(fingerprint, self._directory, parts))
+        reader = ImageReader(self.size, self.augment, self.crop_area, self.center)
 
-        def build(classes: Files, augment: Augment = NO_AUGMENT) -> FileSamples:
-            reader = ImageReader(self.size, self.augment, self.crop_area, self.center)
+        def build(classes: Files, augment: Sequence[Transform] = ()) -> FileSamples:
             return FileSamples(
                 paths=[path for paths in classes.values() for path in paths],
                 targets=[target for target, paths in enumerate(classes.values()) for _ in paths],

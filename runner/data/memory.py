@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from runner.batching import MicroBatch, SampleOrder
-from runner.data.augment import NO_AUGMENT, Augment, borrowed_generator
+from runner.data.augment import Transform
 from runner.data.base import Batch, LabeledSamples, Samples, shard_bounds
 from runner.data.decode import normalized, per_channel
 from runner.seeds import sample_seeds, uniforms
@@ -86,7 +86,7 @@ class TensorSamples(ArraySamples, LabeledSamples):
         std: tuple[float, ...],
         flip: bool = False,
         crop: int = 0,
-        augment: Augment = NO_AUGMENT,
+        augment: Sequence[Transform] = (),
     ):
         super().__init__(inputs, targets)
         self.class_names, self.num_classes = class_names, len(class_names)
@@ -103,10 +103,13 @@ class TensorSamples(ArraySamples, LabeledSamples):
             inputs = _shift_and_flip(inputs, uniforms(seed, epochs, indices, 3), self.crop, self.flip, self._black)
         if self.augment:
             pixels, seeds = _pixels(inputs, self._mean, self._std), sample_seeds(seed, epochs, indices)
-            with borrowed_generator() as generator:
+            with torch.random.fork_rng(devices=[]):
                 for image, sample_seed in zip(pixels, seeds, strict=True):
-                    generator.manual_seed(sample_seed)
-                    image.copy_(self.augment(image))
+                    torch.default_generator.manual_seed(sample_seed)
+                    changed = image
+                    for transform in self.augment:
+                        changed = transform(changed)
+                    image.copy_(changed)
             inputs = self._normalized(pixels)
         return inputs
 

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 import torchvision
 
-from runner.config.errors import ConfigError, check_choice, check_range
-from runner.data.augment import POLICIES, Augment
-from runner.data.base import Data, Samples
+from runner.config.errors import ConfigError, check_range
+from runner.data.augment import Augmented
+from runner.data.base import Samples
 from runner.data.memory import TensorSamples
 from runner.storage.files import check_readable
 
@@ -28,13 +28,12 @@ _NO_DOWNLOAD = "or use data=digits, which needs no download"
 
 
 @dataclass
-class Downloadable(Data):
+class Downloadable(Augmented):
     """The base class of data sets that torchvision can download; for options, see `conf/data/_torchvision.yaml`."""
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("root", "download")
     dataset: ClassVar[str]
     folder: ClassVar[str]
-    files: ClassVar[tuple[str, ...]]
     shape: ClassVar[tuple[int, int, int]]
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
@@ -44,13 +43,10 @@ class Downloadable(Data):
     download: bool = False
     flip: bool = False
     crop: int = 0
-    auto_augment: str = "none"
-    random_erase: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range(self, "crop", least=0, most=self.shape[1] // 2)
-        check_choice(self, "auto_augment", POLICIES)
-        check_range(self, "random_erase", least=0, most=1)
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -58,58 +54,54 @@ class Downloadable(Data):
         return super().untrusted_values(values) | ({"download": False} if "download" in values else {})
 
     def load(self) -> tuple[Samples, Samples]:
-        if self.download and self._missing():
-            try:
-                self._download(Path(self.root).expanduser())
-            except (OSError, EOFError, ValueError, RuntimeError, zlib.error, tarfile.TarError) as error:
-                why = f"the download failed ({' '.join(str(error).split()) or type(error).__name__})"
-                raise ConfigError("download", True, why, f"try again; {_NO_DOWNLOAD}") from None
-        if missing := self._missing():
-            copy = f"copy {', '.join(self.files)} to {self._directory}"
-            remedy = f"data.download=true downloads it; or {copy}; {_NO_DOWNLOAD}"
-            raise ConfigError("root", self.root, f"there is no {missing[0]}", remedy)
-        train, held_out = self._split(train=True), self._split(train=False)
-        augment = Augment(self.auto_augment, self.random_erase, self.mean)
+        try:
+            train, held_out = self._split(train=True), self._split(train=False)
+        except ConfigError:
+            if not self.download:
+                raise
+            self._download(Path(self.root).expanduser())
+            train, held_out = self._split(train=True), self._split(train=False)
+        augment = self.transforms(self.mean)
         return self._samples(*train, flip=self.flip, crop=self.crop, augment=augment), self._samples(*held_out)
 
     def _download(self, root: Path) -> None:
-        root.mkdir(parents=True, exist_ok=True)
         timeout = socket.getdefaulttimeout()
-        with (root / ".lock").open("a") as lock:  # "w" would empty a file of this name that somebody else has written
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be downloading: then nothing is missing afterwards
-            socket.setdefaulttimeout(_PATIENCE)  # torchvision sets none, and that of the operating system is minutes
-            try:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            # "w" would empty a file of this name that somebody else has written. While another process downloads, this
+            # one waits, and then nothing is missing.
+            with (root / ".lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                socket.setdefaulttimeout(_PATIENCE)  # torchvision sets none, and the operating system's is minutes
                 getattr(torchvision.datasets, self.dataset)(root, download=True)
-            finally:
-                socket.setdefaulttimeout(timeout)
+        except (OSError, EOFError, ValueError, RuntimeError, zlib.error, tarfile.TarError) as error:
+            why = f"the download failed ({' '.join(str(error).split()) or type(error).__name__})"
+            raise ConfigError("download", True, why, f"try again; {_NO_DOWNLOAD}") from None
+        finally:
+            socket.setdefaulttimeout(timeout)
 
     def _samples(self, images: torch.Tensor, targets: torch.Tensor, **options: Any) -> TensorSamples:
         return TensorSamples(images, targets, self.class_names, self.mean, self.std, **options)
 
-    @property
-    def _directory(self) -> Path:
-        return Path(self.root).expanduser() / self.folder
-
-    def _missing(self) -> list[Path]:
-        check_readable("root", self._directory / self.files[0])
-        return [path for name in self.files if not (path := self._directory / name).is_file()]
-
     def _split(self, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        root = Path(self.root).expanduser()
+        directory = root / self.folder
+        check_readable("root", directory)
         try:
-            large = [name for name in self.files if (self._directory / name).stat().st_size > _MAX_BYTES]
-            if large:
-                raise ValueError(f"{large[0]} has more than {_MAX_BYTES:,} bytes")
+            for path in directory.iterdir():
+                if path.stat().st_size > _MAX_BYTES:
+                    raise ValueError(f"{path.name} has more than {_MAX_BYTES:,} bytes")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # some versions of NumPy warn about pickles of NumPy 1
                 # CIFAR-10 consists of pickles: torchvision reads them only if their MD5 is that of the original.
-                found = getattr(torchvision.datasets, self.dataset)(Path(self.root).expanduser(), train=train)
+                found = getattr(torchvision.datasets, self.dataset)(root, train=train)
             images, targets = self._images(found.data), torch.as_tensor(found.targets)
             if images.shape != (max(len(targets), 1), *self.shape) or not targets.max() < len(self.class_names):
                 labels = f"{len(targets)} labels up to {targets.amax() if len(targets) else 0}"
                 raise ValueError(f"it has {labels} for images of the shape {list(images.shape)}")
         except Exception as error:  # a damaged file raises anything from AssertionError to IndexError
-            why = f"the files in {self._directory} are damaged ({error or type(error).__name__})"
-            remedy = f"delete them and set data.download=true to download them again; {_NO_DOWNLOAD}"
+            why = f"{self.dataset} cannot be read from {directory} ({error or type(error).__name__})"
+            remedy = f"data.download=true downloads what is missing; delete damaged files before; {_NO_DOWNLOAD}"
             raise ConfigError("root", self.root, why, remedy) from None
         return images, targets
 
@@ -123,9 +115,6 @@ class Mnist(Downloadable):
 
     dataset: ClassVar[str] = "MNIST"
     folder: ClassVar[str] = "MNIST/raw"
-    files: ClassVar[tuple[str, ...]] = tuple(
-        f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
-    )
     shape: ClassVar[tuple[int, int, int]] = (1, 28, 28)
     mean: ClassVar[tuple[float, ...]] = (0.1307,)
     std: ClassVar[tuple[float, ...]] = (0.3081,)
@@ -151,7 +140,6 @@ class Cifar10(Downloadable):
 
     dataset: ClassVar[str] = "CIFAR10"
     folder: ClassVar[str] = "cifar-10-batches-py"
-    files: ClassVar[tuple[str, ...]] = (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch", "batches.meta")
     shape: ClassVar[tuple[int, int, int]] = (3, 32, 32)
     mean: ClassVar[tuple[float, ...]] = (0.4914, 0.4822, 0.4465)
     std: ClassVar[tuple[float, ...]] = (0.2470, 0.2435, 0.2616)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+import copy
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -28,10 +29,7 @@ class Row(NamedTuple):
 
 
 def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
-    """Return the table of a network for the log; if `shape` does not suit it, without outputs and operations.
-
-    The network is called with zeros. It is not copied to the meta device, whose operators import sympy for a second.
-    """
+    """Return the table of a network for the log; if `shape` does not suit it, without outputs and operations."""
     if shape is not None:
         with suppress(Exception):  # whatever is wrong with the network, training says it better
             return formatted(rows_of(model, shape))
@@ -41,8 +39,8 @@ def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
 def rows_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> list[Row]:
     """Return a row for each block of `model` (each child if `model` lists no blocks), and a row for the whole network.
 
-    The outputs and operations are those of the blocks and of the whole network. None as `shape` leaves them out.
-    Raises whatever the forward pass raises for an input of `shape`.
+    A copy of the network is called with zeros; not on the meta device, whose operators import sympy for a second. None
+    as `shape` leaves out the outputs and operations. Raises whatever the forward pass raises.
     """
     blocks = blocks_of(model)
     measured: dict[str, tuple[tuple[int, ...], int]] = {}
@@ -50,8 +48,9 @@ def rows_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> list[Row]:
         from torch.utils.flop_counter import FlopCounterMode  # its imports take a tenth of a second
 
         x = torch.zeros(1, *shape, device=next((parameter.device for parameter in model.parameters()), None))
-        with _unchanged(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
-            for name, part in blocks or [("total", model)]:
+        called = copy.deepcopy(model).eval()  # the forward pass may change buffers
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            for name, part in blocks_of(called) or [("total", called)]:
                 before = counter.get_total_flops()
                 x = part(x)
                 measured[name] = tuple(x.shape[1:]), counter.get_total_flops() - before
@@ -66,22 +65,6 @@ def rows_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> list[Row]:
         output, flops = measured.get(name, (None, None))
         rows.append(Row(name, kind, output, sum(parameter.numel() for parameter in parameters), trained, flops))
     return rows
-
-
-@contextmanager
-def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """A context in which `model` is in evaluation mode; at the end, its buffers and training modes are as before."""
-    training = {module: module.training for module in model.modules()}
-    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for name, (buffer, value) in buffers.items():
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, buffer.copy_(value))  # it may be another tensor now
-        for module, was_training in training.items():
-            module.training = was_training
 
 
 def formatted(rows: Iterable[Row]) -> str:

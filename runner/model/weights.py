@@ -77,7 +77,7 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
     if missing or unexpected or reshaped:
         shapes = [f"{name} {list(tensors[name].shape)} instead of {list(own[name].shape)}" for name in reshaped]
         lists = {"missing": missing, "unexpected": unexpected, "of a different shape": shapes}
-        why = "; ".join(f"{kind}: {_first_three(names)}" for kind, names in lists.items() if names)
+        why = "; ".join(f"{len(names)} {kind}: {', '.join(names[:3])}" for kind, names in lists.items() if names)
         remedy = "choose the model and the data that the weights belong to, or weights of this model"
         if head.issuperset(missing + unexpected + reshaped):
             remedy = "only the last layer differs: model.reset_head=true loads all layers except the last"
@@ -97,7 +97,3 @@ def _head(model: torch.nn.Module) -> set[str]:
         parts = list(layer) if isinstance(layer, torch.nn.Sequential) else []
     last = {id(parameter) for parameter in layer.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in last}
-
-
-def _first_three(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

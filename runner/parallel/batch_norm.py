@@ -97,7 +97,7 @@ def defer(model: torch.nn.Module) -> None:
             module.__class__ = DeferredBatchNorm  # in place: keeps parameters, buffers and their names
             assert isinstance(module, DeferredBatchNorm)
             assert module.running_mean is not None
-            # Buffers, so that a recomputed forward pass (models.recompute) does not count twice.
+            # Buffers, so that a recomputed forward pass (models.layers) does not count twice.
             mean = module.running_mean
             for name, like in (("seen", mean.new_zeros(())), ("seen_mean", mean), ("seen_squares", mean)):
                 module.register_buffer(name, torch.zeros_like(like), persistent=False)

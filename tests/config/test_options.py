@@ -35,9 +35,9 @@ WITH = {
 
 # Options that are not available on this machine: the beginning of the error message, and a text that it contains.
 ABSENT_HERE = {
-    "data=mnist": ("data.root: got 'data'", "data/MNIST/raw/train-images"),
-    "data=fashion_mnist": ("data.root: got 'data'", "data/FashionMNIST/raw/train-images"),
-    "data=cifar10": ("data.root: got 'data'", "data/cifar-10-batches-py/data_batch_1"),
+    "data=mnist": ("data.root: got 'data'", "data/MNIST/raw"),
+    "data=fashion_mnist": ("data.root: got 'data'", "data/FashionMNIST/raw"),
+    "data=cifar10": ("data.root: got 'data'", "data/cifar-10-batches-py"),
     "data=imagefolder": ("data.root: got 'photos'", "photos"),
     "device=cuda": ("device.kind: got 'cuda'", "CUDA"),
     "device=mps": ("device.kind: got 'mps'", "Metal"),

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from runner.data.augment import borrowed_generator
 from runner.data.decode import MAX_BYTES, ImageReader
 
 STORED_TRANSPOSE = {
@@ -44,9 +43,8 @@ def pixels(image: Image.Image) -> torch.Tensor:
 
 
 def augmented(reader: ImageReader, path: Path, seed: int = 0) -> torch.Tensor:
-    with borrowed_generator() as generator:
-        generator.manual_seed(seed)
-        return reader(str(path), True)
+    torch.manual_seed(seed)
+    return reader(str(path), True)
 
 
 def largest_difference(a: torch.Tensor, b: torch.Tensor) -> int:

@@ -15,9 +15,9 @@ from helpers.fake_cuda import CUDA, FakeCuda, FakeTensor
 from PIL import Image
 
 from runner.batching import Plan, SampleOrder
-from runner.data.augment import Augment
 from runner.data.base import Batch, DataError, Samples
 from runner.data.decode import ImageReader
+from runner.data.digits import Digits
 from runner.data.image_files import Fetch, FileSamples, Unreadable, to_device
 from runner.data.workers import Workers
 from runner.seeds import sample_seeds
@@ -62,7 +62,8 @@ def photos(tmp_path_factory) -> list[str]:
 
 def photographed(photos: list[str], workers: int, on_error: str = "raise") -> FileSamples:
     targets = [i % 4 for i in range(len(photos))]
-    augment, unreadable = Augment("trivialaugment", 0.5, MEAN), Unreadable(on_error == "skip")
+    augment = Digits(auto_augment="trivialaugment", random_erase=0.5).transforms(MEAN)
+    unreadable = Unreadable(on_error == "skip")
     fetch = Fetch(ImageReader(10, "crop", 0.2, 0.9), (3, 10, 10), augment)
     return FileSamples(photos, targets, list("abcd"), fetch, MEAN, STD, Workers(workers), None, unreadable)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.frozen_batch_norm import FrozenBatchNorm
+from models.layers import FrozenBatchNorm
 from models.resnet import ResNet
 from runner.config.errors import ConfigError
 from runner.model.base import freeze

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.convnet import ConvNet, smallest_side
+from models.convnet import ConvNet
 
 
 def by_hand(weights: dict[str, torch.Tensor], x: torch.Tensor, padding: int = 0) -> torch.Tensor:
@@ -34,15 +34,15 @@ def test_outputs_equal_those_of_plain_torch_functions(shape: tuple[int, int, int
     torch.testing.assert_close(network(x), expected)
 
 
-@pytest.mark.parametrize(("num_convolutions", "kernel_size", "padding"), [(2, 5, 0), (3, 5, 0), (2, 3, 1), (2, 4, 2)])
+@pytest.mark.parametrize(("count", "kernel_size", "padding", "least"), [(2, 5, 0, 16), (3, 5, 0, 36), (2, 3, 1, 4)])
 def test_smallest_input_leaves_one_pixel_and_a_smaller_one_is_refused(
-    num_convolutions: int, kernel_size: int, padding: int
+    count: int, kernel_size: int, padding: int, least: int
 ) -> None:
-    least = smallest_side(num_convolutions, kernel_size, padding)
-    options = {"channels": (3,) * num_convolutions, "kernel_size": kernel_size, "padding": padding}
-    assert ConvNet(1, least, least, 10, **options)(torch.randn(2, 1, least, least)).shape == (2, 10)
-    assert ConvNet(1, least, least, 10, **options).state_dict()["hidden.fc.weight"].shape[1] == 3
-    with pytest.raises(ValueError, match=f"{least}×{least}$"):
+    options = {"channels": (3,) * count, "kernel_size": kernel_size, "padding": padding}
+    network = ConvNet(1, least, least, 10, **options)
+    assert network(torch.randn(2, 1, least, least)).shape == (2, 10)
+    assert network.state_dict()["hidden.fc.weight"].shape[1] == 3
+    with pytest.raises(ValueError, match=f"{least}×{least - 1} are too small"):
         ConvNet(1, least, least - 1, 10, **options)
 
 

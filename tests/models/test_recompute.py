@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from models.recompute import Block
+from models.layers import Block
 from models.resnet import ResNet
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from models import torchvision_networks
 from models.blocks import blocks_of
-from models.frozen_batch_norm import FrozenBatchNorm
+from models.layers import FrozenBatchNorm
 from models.torchvision_networks import CHAINS, checkpoint_activations
 
 SMALLEST = {

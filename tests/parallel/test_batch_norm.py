@@ -11,7 +11,7 @@ from helpers.compose import TINY_CPU, compose_config
 from helpers.ranks import PersistentRanks, connected_session
 from torch import nn
 
-from models.recompute import Block
+from models.layers import Block
 from runner.parallel.batch_norm import BatchNormOfAnyDim, DeferredBatchNorm, convert_sync_batch_norm, defer, update
 
 # ---------------------------------------------------------------------------------------------------------------------

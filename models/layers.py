@@ -1,8 +1,8 @@
-"""Activation checkpointing: blocks that recompute their activations in the backward pass.
+"""What networks are made of: blocks that can recompute their activations, and frozen batch normalization.
 
-Chen et al., Training Deep Nets with Sublinear Memory Cost (2016). The results are bitwise the same:
-`torch.utils.checkpoint` restores the random number generators and autocast, and this module prevents a second update of
-the running statistics of batch normalization.
+Activation checkpointing (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016) does not change a bit of the
+results: `torch.utils.checkpoint` restores the random number generators and autocast, and this module prevents a second
+update of the running statistics of batch normalization.
 """
 
 from __future__ import annotations
@@ -83,3 +83,22 @@ class _FrozenStatistics:
         for module, name, buffer in self._buffers:
             setattr(module, name, buffer)
         self._buffers = []
+
+
+class FrozenBatchNorm(nn.Module):
+    """Batch normalization with the running statistics, in training mode too: a fixed affine map of each channel.
+
+    A layer whose weight and bias are frozen is converted by setting its `__class__`. This is not a subclass of torch's
+    batch normalization, so that parallel modes do not synchronize or average its statistics.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+    eps: float
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
+        )
