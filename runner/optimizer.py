@@ -79,13 +79,22 @@ class Optimizer(ABC):
                     why = f"it must be a number {'above' if name == 'lr' else 'from'} 0, and at most {MAX_RATE}"
                     raise ConfigError(f"{key}.{name}", value, why, see_comments(self))
 
-    @abstractmethod
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
         """Return an optimizer for the parameters of `model` that require gradients.
 
         `groups` is what `parameter_groups` returns for the whole model, if `model` is the part of it that this rank
         holds.
         """
+        held, found = dict(model.named_parameters()), []
+        for group in self.parameter_groups(model) if groups is None else groups:
+            parameters = [held[name] for name in group.parameters if name in held]
+            options = {"lr": group.lr, "weight_decay": group.weight_decay, "name": group.name}
+            found.append({"params": parameters} | options)
+        return self.build_for(found)
+
+    @abstractmethod
+    def build_for(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return an optimizer for `groups`, as torch takes them, each with its `lr` and `weight_decay`."""
 
     def parameter_groups(self, model: torch.nn.Module) -> list[ParameterGroup]:
         """Return the groups of the trainable parameters of the whole model, first that of the base learning rate.
@@ -128,18 +137,6 @@ class Optimizer(ABC):
             found |= dict.fromkeys(new, pattern)
         return found
 
-    def _torch_groups(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None) -> list[dict[str, Any]]:
-        held = dict(model.named_parameters())
-        return [
-            {
-                "params": [held[name] for name in group.parameters if name in held],
-                "lr": group.lr,
-                "weight_decay": group.weight_decay,
-                "name": group.name,
-            }
-            for group in (self.parameter_groups(model) if groups is None else groups)
-        ]
-
     def _arguments(self, cls: type[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return the arguments of `cls`, a class of `torch.optim`: those of this class's fields that it has."""
         options = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -178,13 +175,13 @@ class SGD(Optimizer):
             why = "Nesterov momentum requires optimizer.momentum > 0"
             raise ConfigError("nesterov", True, why, "set optimizer.momentum=0.9")
 
-    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        parameters = trainable(model)
+    def build_for(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        parameters = [parameter for group in groups for parameter in group["params"]]
         # For DTensor parameters torch implements fused Adam, but not fused SGD; and foreach, but not by default.
         sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
         options = {"fused": self.fused and not sharded, "foreach": (self.fused and sharded) or None}
         options = self._arguments(torch.optim.SGD) | options
-        optimizer = torch.optim.SGD(self._torch_groups(model, groups), **options)
+        optimizer = torch.optim.SGD(groups, **options)
         if self.momentum > 0:
             # The fused step allocates the buffers itself, but leaves them uninitialized if loss scaling skips the
             # first update. Starting from zeros, the updates are the same.
@@ -201,9 +198,9 @@ class Adam(Optimizer):
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
+    def build_for(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         cls = next(each for base in type(self).__mro__ if (each := getattr(torch.optim, base.__name__, None)))
-        return cls(self._torch_groups(model, groups), **self._arguments(cls))
+        return cls(groups, **self._arguments(cls))
 
 
 @dataclass
@@ -222,7 +219,7 @@ class Named(Optimizer):
     name: str = "Adagrad"
     options: dict[str, Any] | None = None
 
-    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
+    def build_for(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         classes = inspect.getmembers(
             torch.optim, lambda each: inspect.isclass(each) and each.__name__ not in _ELSEWHERE
         )
@@ -241,7 +238,7 @@ class Named(Optimizer):
             raise ConfigError("optimizer.weight_decay", self.weight_decay, why, "optimizer.weight_decay=0")
         arguments = {key: value for key, value in self._arguments(cls).items() if key != "fused"}
         try:
-            return cls(self._torch_groups(model, groups), **arguments, **options)
+            return cls(groups, **arguments, **options)
         except (TypeError, ValueError) as error:
             why, remedy = f"{self.name} refuses it: {error}", "see its documentation in torch.optim"
             raise ConfigError("optimizer.options", self.options, why, remedy) from None
@@ -263,10 +260,9 @@ class Muon(AdamW):
     nesterov: bool = True
     ns_steps: int = 5
 
-    def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
-        all_groups = self._torch_groups(model, groups)
+    def build_for(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         matrices, others = (
-            [group | {"params": [p for p in group["params"] if (p.dim() == 2) == wanted]} for group in all_groups]
+            [group | {"params": [p for p in group["params"] if (p.dim() == 2) == wanted]} for group in groups]
             for wanted in (True, False)
         )
         options = self._arguments(torch.optim.Muon)

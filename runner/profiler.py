@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import pstats
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,14 +114,13 @@ class Advanced(Profiler):
 class Trace(Profiler):
     """A profiler that writes a trace of all operations on the CPU and the CUDA device, for https://ui.perfetto.dev.
 
-    A cycle of `torch.profiler` has `wait` + `warmup` + `active` steps, of which only the last `active` steps are
-    recorded. A table of the 100 operations that take the most time is written beside each trace.
+    Of the first `wait` + `warmup` + `active` steps of a session, the last `active` ones are recorded. A table of the
+    100 operations that take the most time is written beside the trace.
     """
 
     wait: int = 5
     warmup: int = 2
     active: int = 3
-    repeat: int = 1
     record_shapes: bool = False
     profile_memory: bool = False
     with_stack: bool = False
@@ -131,7 +129,6 @@ class Trace(Profiler):
         check_range(self, "wait", least=0)
         check_range(self, "warmup", least=0)
         check_range(self, "active", least=1, most=1000)
-        check_range(self, "repeat", least=1, most=100)
 
     @contextmanager
     def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
@@ -139,39 +136,33 @@ class Trace(Profiler):
         if not on_cuda:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # suppresses a warning that there is no GPU
         kinds = torch.profiler.ProfilerActivity
-        self._num_written = 0
+        self._is_written = False
         self._profile = torch.profiler.profile(
             activities=[kinds.CPU, kinds.CUDA] if on_cuda else [kinds.CPU],
-            schedule=torch.profiler.schedule(
-                wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat
-            ),
+            schedule=torch.profiler.schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1),
             on_trace_ready=partial(self._write, _folder(directory), devices[0]),
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
-            acc_events=False,  # each cycle is written to separate files
         )
         with self._profile:
             yield
-        if not self._num_written:
+        if not self._is_written:
             first = self.wait + self.warmup
             log.warning("no trace: it begins after profiler.wait + profiler.warmup = %d steps", first)
 
     def after_step(self, step: int) -> None:
-        with warnings.catch_warnings():  # the events that torch clears have already been written
-            warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
-            self._profile.step()
+        self._profile.step()
 
     def _write(self, folder: Path, device: torch.device, profile: torch.profiler.profile) -> None:
-        self._num_written += 1
-        name = "trace" if self.repeat == 1 else f"trace_{self._num_written}"
+        self._is_written = True
         averages = profile.key_averages(group_by_input_shape=self.record_shapes)
         kind = "device" if device.type == "cuda" else "cpu"
         table = averages.table(sort_by=f"self_{kind}_time_total", row_limit=100)
         with _failures_logged():
-            profile.export_chrome_trace(str(folder / f"{name}.json.gz"))
-            (folder / f"{name}.txt").write_text(table, encoding="utf-8")
-            log.info("trace for https://ui.perfetto.dev: %s", folder / f"{name}.json.gz")
+            profile.export_chrome_trace(str(folder / "trace.json.gz"))
+            (folder / "trace.txt").write_text(table, encoding="utf-8")
+            log.info("trace for https://ui.perfetto.dev: %s", folder / "trace.json.gz")
 
 
 @contextmanager

@@ -176,17 +176,6 @@ def test_trace_records_the_active_steps_only(tmp_path: Path, caplog: pytest.LogC
     assert "no trace" not in caplog.text
 
 
-def test_trace_writes_each_repetition_to_its_own_file(tmp_path: Path) -> None:
-    train(Trace(wait=1, warmup=1, active=1, repeat=2), tmp_path, 9)
-    folder = tmp_path / "profile"
-    assert profiled_steps(folder / "trace_1.json.gz") == ["ProfilerStep#2"]
-    assert profiled_steps(folder / "trace_2.json.gz") == ["ProfilerStep#5"]
-    assert len(list(folder.iterdir())) == 4
-    for name in ("trace_1.txt", "trace_2.txt"):  # each table counts only its own recording
-        row = next(line for line in (folder / name).read_text().splitlines() if "aten::mm" in line)
-        assert row.split()[-1] == "1"
-
-
 def test_trace_of_a_run_that_ends_while_recording_is_written_with_shapes_and_memory(tmp_path: Path) -> None:
     train(Trace(wait=0, warmup=1, active=5, record_shapes=True, profile_memory=True), tmp_path, 3)
     assert "ProfilerStep#2" in profiled_steps(tmp_path / "profile" / "trace.json.gz")

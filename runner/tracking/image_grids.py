@@ -25,7 +25,6 @@ _DARKEST = (8, 48, 107)
 _BAR = (47, 111, 159)
 _GAP, _STRIP, _LINE, _FONT = 4, 18, 14, 12
 _WIDEST = 160
-_UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _SPELLED = str.maketrans({"→": "->", "–": "-", "×": "x", "ß": "ss", "æ": "ae", "ø": "o", "ł": "l"})
 
 
@@ -177,11 +176,12 @@ def _drawable(text: str) -> str:
 
 
 def _abbreviated(count: int) -> str:
-    """Return `count` in at most four characters, such as `9.5M`."""
-    if count < 10_000:
-        return str(count)
-    unit, letter = next((unit, letter) for unit, letter in _UNITS if count >= unit)
-    return f"{count * 10 // unit / 10:.1f}{letter}" if count < 10 * unit else f"{count // unit}{letter}"
+    """Return `count` in at most five characters, such as `9500k`."""
+    for letter in ("", "k", "M", "G"):
+        if count < 10_000:
+            return f"{count}{letter}"
+        count //= 1000
+    return f"{count}T"
 
 
 @functools.cache

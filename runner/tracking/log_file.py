@@ -38,19 +38,14 @@ class _File(logging.FileHandler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        self._report(sys.exc_info()[1])
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except OSError as error:
-            self._report(error)
-
-    def _report(self, error: BaseException | None) -> None:
         if not self._failed:
-            self._failed = True
+            self._failed, error = True, sys.exc_info()[1]
             why = f"{self.baseFilename} cannot be written ({getattr(error, 'strerror', None) or error})"
             _print(printable(f"{why}: later messages will be missing from it; the run goes on"))
+
+    def close(self) -> None:
+        with suppress(OSError):  # `emit` has reported it
+            super().close()
 
 
 class LogFile:

@@ -7,7 +7,7 @@ import re
 import secrets
 import sys
 import time
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from runner.config.errors import check, check_choice
 from runner.tracking.remote import RemoteTracker
 
-_LONGEST = 6000
+_MAX_VALUE = 6000
 """The largest number of characters of a parameter value in MLflow; longer values are cut."""
 
 
@@ -34,6 +34,7 @@ class MLflow(RemoteTracker):
 
     def start(self, directory: Path, identifier: str) -> str:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+        from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
 
         artifacts = None
         if self.uri.startswith("sqlite:///"):  # beside the file, not in the working directory
@@ -45,14 +46,9 @@ class MLflow(RemoteTracker):
             self._run = identifier
             self._client.update_run(self._run, status="RUNNING")
             return self._run
+        with suppress(MlflowException):  # it exists; another run may be creating it just now
+            self._client.create_experiment(self.experiment, artifacts)
         experiment = self._client.get_experiment_by_name(self.experiment)
-        if experiment is None:
-            try:
-                self._client.create_experiment(self.experiment, artifacts)
-            except Exception:  # another run may have created it in the meantime
-                if self._client.get_experiment_by_name(self.experiment) is None:
-                    raise
-            experiment = self._client.get_experiment_by_name(self.experiment)
         self._run = self._client.create_run(experiment.experiment_id, run_name=directory.name).info.run_id
         return self._run
 
@@ -76,7 +72,7 @@ class MLflow(RemoteTracker):
         known = self._client.get_run(self._run).data.params  # they cannot be changed, and a resumed run logs them again
         for key, value in {_mlflow_name(key): value for key, value in config.items()}.items():
             if key not in known:
-                self._client.log_param(self._run, key, str(value)[:_LONGEST])
+                self._client.log_param(self._run, key, str(value)[:_MAX_VALUE])
 
     def finish(self, done: bool) -> None:
         self._client.set_terminated(self._run, "FINISHED" if done else "KILLED")

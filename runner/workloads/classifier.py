@@ -123,18 +123,12 @@ class Classifier(DataWorkload[LabeledSamples]):
     ) -> MetricSums:
         num_classes = self.held_out.num_classes
         matrix = num_classes if num_classes <= _MAX_CLASSES else 0
-        sums = {
-            "loss": torch.zeros((), dtype=sum_dtype(device), device=device),
-            "correct": torch.zeros((), dtype=torch.int64, device=device),
-            "top5": torch.zeros((), dtype=torch.int64, device=device),
-            "count": torch.zeros((), dtype=torch.int64, device=device),
-            "confusion": torch.zeros(matrix * matrix, dtype=torch.int64, device=device),
-            # Class index plus 1 of each sample of the shard that could be read; 0 for all others.
-            "predictions": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
-            "targets": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
-            # Probability of the predicted class in 1/1000, so that a rounding error does not change which are shown.
-            "confidence": torch.zeros(len(self.held_out), dtype=torch.int64, device=device),
-        }
+        sums = {"loss": torch.zeros((), dtype=sum_dtype(device), device=device)}
+        # `predictions` and `targets` are the class index plus 1 of each sample of the shard that could be read, and 0
+        # for all others; `confidence` is in 1/1000, so that a rounding error does not change which are shown.
+        shapes = dict.fromkeys(("correct", "top5", "count"), ()) | {"confusion": (matrix * matrix,)}
+        shapes |= dict.fromkeys(("predictions", "targets", "confidence"), (len(self.held_out),))
+        sums |= {name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in shapes.items()}
         for indices, batch in self.held_out.in_order_with_indices(self.eval_batch_size, shard, device):
             outputs = infer(batch.inputs).float()
             predicted = outputs.argmax(1)

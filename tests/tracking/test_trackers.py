@@ -290,32 +290,6 @@ def test_mlflow_has_every_point_in_one_run(tmp_path: Path) -> None:
     assert run.data.metrics["eval/accuracy"] == pytest.approx(result.metrics["eval/accuracy"])
 
 
-def test_runs_that_start_together_create_one_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a run tries to create an experiment, another run has just created that experiment."""
-    known: list[str] = []
-
-    def create(name: str, artifacts: str | None) -> str:
-        if name == "refused":
-            raise ConnectionError("no route to host")
-        known.append(name)
-        raise RuntimeError(f"Experiment '{name}' already exists")
-
-    client = SimpleNamespace(
-        get_experiment_by_name=lambda name: SimpleNamespace(experiment_id=name) if name in known else None,
-        create_experiment=create,
-        create_run=lambda experiment, run_name: SimpleNamespace(
-            info=SimpleNamespace(run_id=f"{run_name}, {experiment}")
-        ),
-    )
-    package: Any = ModuleType("mlflow")
-    package.MlflowClient = lambda tracking_uri: client
-    monkeypatch.setitem(sys.modules, "mlflow", package)
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    assert MLflow(uri).start(tmp_path / "000-seed=0", "") == "000-seed=0, runner"
-    with pytest.raises(ConnectionError):
-        MLflow(uri, "refused").start(tmp_path / "000-seed=0", "")
-
-
 def test_mlflow_gets_names_that_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[str] = []
     entities: Any = ModuleType("mlflow.entities")
