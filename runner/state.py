@@ -20,13 +20,11 @@ from runner.run import Run, config_hash
 from runner.schedule import Schedule
 from runner.seeds import random_state, set_random_state
 from runner.storage.checkpoint import Checkpoint
-from runner.storage.checkpoint_writing import Checkpoints
+from runner.storage.checkpoint_writing import Checkpoints, prune
 from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_like
 from runner.storage.manifest import untrusted
-from runner.storage.retention import prune
 from runner.storage.run_directory import step_name, step_of
-from runner.storage.saved_config import config_text
-from runner.storage.saved_run import named_checkpoint
+from runner.storage.saved_run import config_text, named_checkpoint
 from runner.storage.signature import saved_signature, signature_text
 from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles

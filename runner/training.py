@@ -30,7 +30,7 @@ from runner.run import Run, build_run, describe_model
 from runner.seeds import derive
 from runner.state import State
 from runner.storage.files import write_bytes
-from runner.storage.saved_config import config_yaml
+from runner.storage.saved_run import config_yaml
 from runner.system import memory, torch_errors, torch_private
 from runner.system.provenance import environment
 from runner.system.section_timer import timer

@@ -28,7 +28,7 @@ from runner.run import Run
 from runner.seeds import derive
 from runner.state import State
 from runner.storage.checkpoint_writing import Checkpoints
-from runner.storage.retention import saved_steps
+from runner.storage.run_directory import saved_steps
 from runner.workloads.classifier import Classifier
 
 DIVERGING = ("data.crop=0", "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40")

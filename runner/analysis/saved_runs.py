@@ -17,8 +17,7 @@ from runner.storage.files import UnsafeFileError, check_no_link, walk
 from runner.storage.files import is_locked as is_file_locked
 from runner.storage.ledger_file import LEDGER
 from runner.storage.run_directory import CONFIG, ENVIRONMENT, RESULT, newest_step, read_result
-from runner.storage.saved_config import UnreadableConfigError
-from runner.storage.saved_run import is_of_a_run, saved_config, saved_overrides
+from runner.storage.saved_run import UnreadableConfigError, is_of_a_run, saved_config, saved_overrides
 
 STATES = ("done", "crashed", "diverged", "stopped", "running", "killed", "damaged")
 """All states of a run. The first four are recorded in `result.json`. A killed run has no result; a damaged run has a

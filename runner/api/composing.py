@@ -29,7 +29,7 @@ from runner.config.overrides import (
     resumed,
     text_override,
 )
-from runner.storage.saved_config import config_yaml
+from runner.storage.saved_run import config_yaml
 from runner.system.secrets import redacted_values
 
 

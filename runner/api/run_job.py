@@ -19,8 +19,8 @@ from runner.result import CrashedError, Result
 from runner.resume.starting_point import Claim, claimed_directory
 from runner.run import Run, check_same_config, check_used, config_hash
 from runner.storage import run_directory
+from runner.storage.checkpoint_writing import prune
 from runner.storage.files import write_json
-from runner.storage.retention import prune
 from runner.system.import_path import last_user_frame
 from runner.system.secrets import redacted
 from runner.system.utf8 import printable

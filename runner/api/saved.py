@@ -22,8 +22,7 @@ from runner.storage import checkpoint as stored
 from runner.storage.checkpoint import chosen_checkpoint
 from runner.storage.manifest import DamagedError
 from runner.storage.run_directory import read_result, step_of
-from runner.storage.saved_config import UnreadableConfigError
-from runner.storage.saved_run import checkpoints, directory_of, saved_config, saved_overrides
+from runner.storage.saved_run import UnreadableConfigError, checkpoints, directory_of, saved_config, saved_overrides
 from runner.storage.signature import saved_signature
 from runner.tracking.event_file import scalars
 

@@ -16,8 +16,7 @@ from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, error
 from runner.config.overrides import override_key
 from runner.config.schema import checked_values, load_class, option_fields
 from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run
-from runner.storage.saved_config import UnreadableConfigError
-from runner.storage.saved_run import saved_config
+from runner.storage.saved_run import UnreadableConfigError, saved_config
 from runner.system.secrets import MASK
 from runner.workloads.base import Workload
 

@@ -22,8 +22,7 @@ from runner.planning.trial import Trial, TrialError
 from runner.resume.changed_options import differences
 from runner.run import Run, build_run
 from runner.storage.run_directory import read_result, readable_entries
-from runner.storage.saved_config import UnreadableConfigError
-from runner.storage.saved_run import saved_config
+from runner.storage.saved_run import UnreadableConfigError, saved_config
 
 _CERTAIN = 0.5
 """A run whose predicted peak is at most this fraction of the available memory is not tried out."""

@@ -23,12 +23,14 @@ from runner.run import Run
 from runner.storage import run_directory
 from runner.storage.files import UnsafeFileError, check_readable, is_locked, read_regular, renamed_together, sync
 from runner.storage.manifest import DamagedError, saved_text, verified_manifest
-from runner.storage.saved_config import UnreadableConfigError, parse_config
 from runner.storage.saved_run import (
+    UnreadableConfigError,
     checkpoints,
+    config_files,
     directory_of,
     is_of_a_run,
     named_checkpoint,
+    parse_config,
     saved_config,
     saved_overrides,
 )
@@ -130,7 +132,7 @@ def _beginning(claim: Claim, run: Run, overrides: list[str]) -> Callable[[], Non
     typed = set(map(override_key, overrides))
     earlier = [text for text in saved_overrides(claim.path) if override_key(text) not in typed]
     files = {claim.path / run_directory.ENVIRONMENT: content.encode()}
-    files |= run_directory.config_files(claim.path, run.config, redacted_values([*earlier, *overrides]))
+    files |= config_files(claim.path, run.config, redacted_values([*earlier, *overrides]))
     key = "resume" if claim.has_run else "output_root"
     return partial(_begin, claim.path, files, named_checkpoint(run.resume), key)
 

@@ -19,7 +19,7 @@ import torch
 
 from runner.config.errors import ConfigError
 from runner.storage.content_checks import UnexpectedContentError, check_count, check_like
-from runner.storage.files import check_no_link, utf8_path
+from runner.storage.files import utf8_path
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.manifest import DamagedError, untrusted, verified_manifest
 from runner.storage.run_directory import step_name, step_of
@@ -102,7 +102,6 @@ def chosen_checkpoint(run: Path, choice: str | int) -> Path:
         ConfigError: with the key `checkpoint`, if there is no such checkpoint, or it cannot be read.
     """
     try:
-        check_no_link(run / "checkpoints")  # perhaps to those of another run
         if choice == "last":
             return _last_checkpoint(run)
         if choice == "best":

@@ -11,6 +11,7 @@ import errno
 import logging
 import math
 import os
+import re
 import shutil
 import stat
 import threading
@@ -29,12 +30,13 @@ from runner.storage.checkpoint import EMA, MODEL, STATE, Checkpoint, load, rank_
 from runner.storage.files import UnsafeFileError, check_no_link, sync
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.manifest import SIGNATURE, DamagedError, manifest_of, untrusted
-from runner.storage.retention import prune, saved_steps
-from runner.storage.run_directory import CONFIG, MovedError, StorageError, free_name, identity, step_name
+from runner.storage.run_directory import CONFIG, StorageError, entries, free_name, identity, saved_steps, step_name
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.005
+_LEFTOVER = re.compile(r"tmp\.step_[0-9]{8,}|step_[0-9]{8,}\.pruned[0-9]*")
+"""The names of checkpoints whose saving or deletion was interrupted."""
 
 
 class Checkpoints:
@@ -96,9 +98,10 @@ class Checkpoints:
         self._writing = Writing(partial(self._write, checkpoint, part, best_step))
 
     def check_directory(self) -> None:
-        """On rank 0, raise a `MovedError` if the run directory has been removed or renamed, or another is there."""
+        """On rank 0, raise a `StorageError` if the run directory has been removed or renamed, or another is there."""
         if self.rank == 0 and identity(self.root.parent) != self._identity:
-            raise MovedError(self.root.parent)
+            remedy = "if it is elsewhere now, resume it there, from its last checkpoint"
+            raise StorageError(self.root.parent, "it has been removed or renamed while the run was running", remedy)
 
     def check(self) -> None:
         """Raise the error of the last `save`, as `wait` does, if its thread has already failed."""
@@ -258,3 +261,23 @@ class Writing(threading.Thread):
         self.join()
         if self.error is not None:
             raise self.error
+
+
+def prune(root: Path, keep: int | None, best_step: int | None = None) -> None:
+    """Delete old checkpoints, and what interrupted saves and deletions have left; if this fails, log a warning.
+
+    Args:
+        root: the directory of the checkpoints.
+        keep: the number of newest checkpoints that are not deleted; None to delete only leftovers.
+        best_step: the step of a checkpoint that is not deleted either; None if there is none.
+    """
+    try:
+        steps = saved_steps(root)
+        for step in steps[: max(0, len(steps) - keep)] if keep is not None else []:
+            if step != best_step:  # renamed first, so that an interrupted deletion leaves no partial checkpoint
+                os.replace(root / step_name(step), free_name(root / step_name(step), "pruned"))
+        for path in entries(root):
+            if _LEFTOVER.fullmatch(path.name):
+                path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    except OSError as error:  # the newest checkpoint is complete: go on, and try again after the next one
+        log.warning("old checkpoints cannot be deleted: %s", error)

@@ -42,7 +42,7 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
     """
     ledger = None
     try:
-        ledger = json.loads(read_regular(path / LEDGER, MAX_BYTES), object_pairs_hook=_unique)
+        ledger = json.loads(read_regular(path / LEDGER, MAX_BYTES))
         _check(ledger)
         return ledger
     except (FileNotFoundError, NotADirectoryError):
@@ -61,13 +61,6 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
 def num_jobs(ledger: dict[str, Any]) -> int:
     """Return the number of jobs of a sweep, including jobs that have not begun."""
     return max(ledger.get("num_jobs", 0), len(ledger.get("jobs", {})))
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return value
 
 
 def _check(ledger: Any) -> None:

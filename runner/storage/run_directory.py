@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from omegaconf import OmegaConf
-
 from runner.config.errors import ConfigError
 from runner.config.overrides import LOCATION_KEYS, override_key
 from runner.storage.content_checks import UnexpectedContentError, check_count, check_known, check_like
@@ -27,7 +25,6 @@ from runner.storage.files import (
     read_regular,
     sync,
 )
-from runner.storage.saved_config import config_text
 from runner.system.secrets import MASK, redacted_values
 
 CONFIG, OVERRIDES, ENVIRONMENT, RESULT = "config.yaml", "overrides.yaml", "environment.json", "result.json"
@@ -46,31 +43,18 @@ _MAX_LABEL = 60
 """Length limit in bytes of the part of a run's name that shows the overrides; it follows the date, time and id."""
 
 
+_MAKE_ROOM = "earlier checkpoints are intact: make room on the disk, then resume (keep=1 needs the least room)"
+
+
 class StorageError(Exception):
-    """Raised when a file of a run cannot be written, because the disk is full or fails."""
+    """Raised when a file of a run cannot be written, because the disk is full or fails, or the run has been moved."""
 
-    def __init__(self, path: Path, why: str):
-        super().__init__(path, why)
-        self.path, self.why = path, why
-
-    def __str__(self) -> str:
-        return (
-            f"{self.path} cannot be written: {self.why}\n"
-            "  earlier checkpoints are intact: make room on the disk, then resume (keep=1 needs the least room)"
-        )
-
-
-class MovedError(StorageError):
-    """Raised when the run directory has been removed or renamed, or another one has taken its place."""
-
-    def __init__(self, path: Path):
-        super().__init__(path, "it is not there any more")
+    def __init__(self, path: Path, why: str, remedy: str = _MAKE_ROOM):
+        super().__init__(path, why, remedy)
+        self.path, self.why, self.remedy = path, why, remedy
 
     def __str__(self) -> str:
-        return (
-            f"{self.path} has been removed or renamed while the run was running\n"
-            "  if it is elsewhere now, resume it there, from its last checkpoint"
-        )
+        return f"{self.path} cannot be written: {self.why}\n  {self.remedy}"
 
 
 @contextmanager
@@ -173,12 +157,6 @@ def _cut(labels: list[str], separator: str, limit_bytes: int) -> str:
     return separator.join(labels).encode()[:limit_bytes].decode(errors="ignore")
 
 
-def config_files(directory: Path, config: dict[str, Any], overrides: list[str]) -> dict[Path, bytes]:
-    """Return the contents of the overrides and the config; the config is the last, as it marks a run directory."""
-    typed = OmegaConf.to_yaml(OmegaConf.create(overrides))
-    return {directory / OVERRIDES: typed.encode(), directory / CONFIG: config_text(config).encode()}
-
-
 def read_result(directory: Path) -> dict[str, Any]:
     """Return the content of the run's `result.json`, of the right types; empty if it does not exist or is damaged."""
     try:
@@ -206,10 +184,22 @@ def step_of(checkpoint: Path) -> int | None:
     return int(digits) if digits.isdecimal() and checkpoint.name == step_name(int(digits)) else None
 
 
+def saved_steps(root: Path) -> list[int]:
+    """Return the steps of the checkpoints in the directory `root`, including damaged ones, in increasing order.
+
+    Raises:
+        UnsafeFileError: if `root` is a link, or anything else that is not a directory.
+        OSError: if `root` cannot be read.
+    """
+    with suppress(NotADirectoryError, ValueError):  # as in `entries`
+        check_no_link(root)
+    return sorted(step for path in entries(root) if (step := step_of(path)) is not None)
+
+
 def newest_step(directory: Path) -> int:
     """Return the step of the newest checkpoint of a run, damaged or not; 0 if there is none, or it cannot be read."""
     with suppress(OSError):
-        return max((step_of(path) or 0 for path in entries(directory / "checkpoints")), default=0)
+        return max(saved_steps(directory / "checkpoints"), default=0)
     return 0
 
 

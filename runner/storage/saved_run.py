@@ -1,15 +1,30 @@
-"""Reading of the config and the overrides in a run directory, which may come from an untrusted source."""
+"""The config and the overrides of a run as YAML files, which may come from an untrusted source: only plain values."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from omegaconf import OmegaConf
+
 from runner.config.errors import ConfigError
+from runner.config.yaml_file import plain_values, yaml_text
 from runner.storage.files import check_no_link, read_regular
-from runner.storage.run_directory import CONFIG, MAX_BYTES, OVERRIDES, entries, step_of
-from runner.storage.saved_config import UnreadableConfigError, is_sealed, parse_config, parse_list
+from runner.storage.run_directory import CONFIG, MAX_BYTES, OVERRIDES, saved_steps, step_name
+from runner.system.secrets import redacted_values
+from runner.system.utf8 import printable
+
+_SEAL = b"# sha256 of the lines above: "
+
+
+class UnreadableConfigError(Exception):
+    """Raised when a saved config is damaged, or contains anything other than plain values."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())  # it may quote the file
 
 
 class SavedConfig(NamedTuple):
@@ -18,6 +33,96 @@ class SavedConfig(NamedTuple):
     values: dict[str, Any]
     file: Path
     unreadable: list[str]
+
+
+def config_yaml(config: dict[str, Any]) -> str:
+    """Return `config` as YAML, without credentials, for people to read."""
+    return yaml_text(redacted_values(config))
+
+
+def config_text(config: dict[str, Any]) -> str:
+    """Return `config` as YAML, without credentials. The last line is a comment with the SHA-256 of the lines above."""
+    text = config_yaml(config)
+    return f"{text}{_SEAL.decode()}{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def config_files(directory: Path, config: dict[str, Any], overrides: list[str]) -> dict[Path, bytes]:
+    """Return the contents of the overrides and the config; the config is the last, as it marks a run directory."""
+    typed = OmegaConf.to_yaml(OmegaConf.create(overrides))
+    return {directory / OVERRIDES: typed.encode(), directory / CONFIG: config_text(config).encode()}
+
+
+def parse_config(content: bytes) -> dict[str, Any]:
+    """Return the plain values of a config that was written by `config_text`, with references (`${…}`) as texts.
+
+    Raises:
+        UnreadableConfigError: if the SHA-256 does not match, or the config is not a mapping of plain values.
+    """
+    text, _, sha256 = content.partition(_SEAL)
+    if sha256.strip() != hashlib.sha256(text).hexdigest().encode():
+        raise UnreadableConfigError("its content does not match its SHA-256; options change on the command line")
+    return _plain(text, dict)
+
+
+def _plain(content: bytes, kind: type) -> Any:
+    try:
+        values = plain_values(content.decode(), "file", anchors=False)
+    except UnicodeDecodeError as error:
+        raise UnreadableConfigError(str(error)) from None
+    except ConfigError as error:
+        raise UnreadableConfigError(f"{error.key}: {error.why}") from None
+    if not isinstance(values, kind):
+        raise UnreadableConfigError(f"it is not a {kind.__name__}")
+    return values
+
+
+def saved_config(source: Path) -> SavedConfig:
+    """Return the config of the run or the checkpoint at `source`, from the first intact one of its config files.
+
+    For a run directory, these are its own, then the copies in its checkpoints, from the newest to the oldest; for a
+    checkpoint, its copy, then the config of the run directory.
+
+    Raises:
+        UnreadableConfigError: if no config can be read.
+    """
+    unreadable = []
+    try:
+        for file in _config_files(source):
+            try:
+                check_no_link(file.parent)
+                check_no_link(file.parent.parent)
+                return SavedConfig(parse_config(read_regular(file, MAX_BYTES)), file, unreadable)
+            except (OSError, ValueError, UnreadableConfigError) as error:  # ValueError: a path with a null character
+                reason = error.strerror if isinstance(error, OSError) else error
+                unreadable.append(f"{file.relative_to(directory_of(source))}: {reason}")
+    except ConfigError as error:
+        unreadable.append(f"checkpoints: {error.why}")
+    raise UnreadableConfigError("; ".join(unreadable[:3]))
+
+
+def is_of_a_run(path: Path) -> bool:
+    """Return whether a config file in the directory `path` or its checkpoints was written by a run, damaged or not."""
+    with suppress(ConfigError):
+        for file in _config_files(path):
+            with suppress(OSError):
+                if _SEAL in read_regular(file, MAX_BYTES):
+                    return True
+    return False
+
+
+def _config_files(source: Path) -> Iterator[Path]:
+    path = directory_of(source)
+    yield source / CONFIG
+    others = [path] if path != source else reversed(checkpoints(path))
+    yield from (folder / CONFIG for folder in others)
+
+
+def saved_overrides(path: Path) -> list[str]:
+    """Return the overrides with which the run at `path` was started, for display; empty if they cannot be read."""
+    try:
+        return [str(text) for text in _plain(read_regular(path / OVERRIDES, MAX_BYTES), list)]
+    except (OSError, UnreadableConfigError):
+        return []
 
 
 def directory_of(source: Path) -> Path:
@@ -30,66 +135,15 @@ def named_checkpoint(source: str) -> Path | None:
     return Path(source).resolve() if Path(source).parent.name == "checkpoints" else None
 
 
-def saved_config(source: Path) -> SavedConfig:
-    """Return the config of the run or the checkpoint at `source`, from the first intact one of its config files.
-
-    For a run directory, these are its own, then the copies in its checkpoints, from the newest to the oldest; for a
-    checkpoint, its copy, then the config of the run directory.
-
-    Raises:
-        UnreadableConfigError: if no config can be read.
-    """
-    files, unlisted = _config_files(source)
-    unreadable = []
-    for file in files:
-        try:
-            check_no_link(file.parent)
-            check_no_link(file.parent.parent)
-            return SavedConfig(parse_config(read_regular(file, MAX_BYTES)), file, unreadable)
-        except (OSError, ValueError, UnreadableConfigError) as error:  # ValueError: a path with a null character
-            reason = error.strerror if isinstance(error, OSError) else error
-            unreadable.append(f"{file.relative_to(directory_of(source))}: {reason}")
-    raise UnreadableConfigError("; ".join([*unreadable, *unlisted][:3]))
-
-
-def is_of_a_run(path: Path) -> bool:
-    """Return whether a config file in the directory `path` or its checkpoints was written by a run, damaged or not."""
-    for file in _config_files(path)[0]:
-        with suppress(OSError):
-            if is_sealed(read_regular(file, MAX_BYTES)):
-                return True
-    return False
-
-
-def _config_files(source: Path) -> tuple[list[Path], list[str]]:
-    """Return the config files in the order in which to try them, and why those of the checkpoints cannot be listed."""
-    path = directory_of(source)
-    if path != source:
-        return [source / CONFIG, path / CONFIG], []
-    try:
-        return [path / CONFIG, *(checkpoint / CONFIG for checkpoint in reversed(checkpoints(path)))], []
-    except ConfigError as error:
-        return [path / CONFIG], [f"checkpoints: {error.why}"]
-
-
 def checkpoints(path: Path) -> list[Path]:
     """Return the paths of all checkpoints of the run directory `path`, damaged or not, in the order of their steps.
 
     Raises:
-        ConfigError: with the key `checkpoint`, if the directory of the checkpoints cannot be read.
+        ConfigError: with the key `checkpoint`, if the directory of the checkpoints is a link, or cannot be read.
     """
+    root = path / "checkpoints"
     try:
-        found = [each for each in entries(path / "checkpoints") if step_of(each) is not None]
+        return [root / step_name(step) for step in saved_steps(root)]
     except OSError as error:
         why, remedy = f"it cannot be read ({error.strerror})", "make it readable, or name another run"
-        raise ConfigError("checkpoint", str(path / "checkpoints"), why, remedy) from None
-    return sorted(found, key=lambda each: step_of(each) or 0)  # the names of steps have eight digits or more
-
-
-def saved_overrides(path: Path) -> list[str]:
-    """Return the overrides with which the run at `path` was started, for display; empty if they cannot be read."""
-    try:
-        overrides = parse_list(read_regular(path / OVERRIDES, MAX_BYTES))
-    except (OSError, UnreadableConfigError):
-        return []
-    return [str(text) for text in overrides]
+        raise ConfigError("checkpoint", str(root), why, remedy) from None

@@ -24,7 +24,7 @@ from PIL import Image
 from runner.analysis.comparison import STEP_SECONDS, Comparison
 from runner.analysis.figures import pictures, split_curves
 from runner.commands import plot
-from runner.storage.saved_config import config_text
+from runner.storage.saved_run import config_text
 from runner.tracking.event_file import EventFile, points
 
 

@@ -24,7 +24,7 @@ from runner.api.prediction import image_files
 from runner.data.decode import ImageInput
 from runner.parallel.launch import processes
 from runner.storage.checkpoint import chosen_checkpoint
-from runner.storage.saved_config import config_text
+from runner.storage.saved_run import config_text
 from runner.system.forkserver import start_server
 
 SHORT = ("steps=12", "eval_every=4", "save_every=4", "keep=9", "optimizer.lr=0.2", "log_every=4")

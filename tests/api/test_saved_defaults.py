@@ -15,7 +15,7 @@ from helpers.compose import TINY_CPU, compose_config
 from omegaconf import OmegaConf
 
 import runner
-from runner.storage.saved_config import config_text
+from runner.storage.saved_run import config_text
 
 STEPS = ("steps=4", "save_every=2", "eval_every=0", "log_every=1")
 

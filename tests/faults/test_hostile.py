@@ -33,7 +33,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from runner.api.run_job import run_one
-from runner.storage.saved_config import config_text
+from runner.storage.saved_run import config_text
 from runner.system.exit_codes import STOPPED
 
 SECRET = "hidden treasure"
@@ -240,7 +240,7 @@ RUNS: dict[str, Callable[[Sandbox], object]] = {
     "class: a path up": lambda box: box.tracker("runner.tracking..base.Tracker"),
     "class: dunder": lambda box: box.tracker("runner.tracking.base.__builtins__"),
     "class: imported there": lambda box: box.tracker("runner.training.json.loads"),
-    "class: a function": lambda box: box.tracker("runner.storage.retention.prune"),
+    "class: a function": lambda box: box.tracker("runner.storage.checkpoint_writing.prune"),
     "class: with a call in it": lambda box: box.tracker("runner.tracking.base.Tracker", hook={"_target_": "os.system"}),
     "class: a number": lambda box: box.tracker(3),
     "class: the command itself": lambda box: box.tracker("runner.commands.start.main"),

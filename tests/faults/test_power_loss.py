@@ -29,8 +29,7 @@ from runner.run import Run, build_run, config_hash
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint_writing import Checkpoints
 from runner.storage.run_directory import read_result
-from runner.storage.saved_config import UnreadableConfigError
-from runner.storage.saved_run import saved_config
+from runner.storage.saved_run import UnreadableConfigError, saved_config
 from runner.tracking.event_file import EventFile
 
 STATES, RESUMES = (600, 20) if ALL else (45, 2)

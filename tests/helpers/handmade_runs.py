@@ -12,7 +12,8 @@ from helpers.compose import compose_config
 from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint_writing import Checkpoints
 from runner.storage.files import renamed_together
-from runner.storage.run_directory import config_files, step_name
+from runner.storage.run_directory import step_name
+from runner.storage.saved_run import config_files
 
 
 def write_config(directory: Path, config: dict[str, Any], overrides: list[str]) -> None:

@@ -5,7 +5,7 @@
 import runner.commands.train  # first: it defers the import of torch
 
 # isort: on
-import runner.storage.saved_config
+import runner.storage.saved_run
 import runner.sweep.engines.local
 import runner.sweep.run_sweep
 from runner.config.composition import Composer

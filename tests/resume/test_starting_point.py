@@ -25,8 +25,7 @@ from runner.resume.starting_point import claimed_directory
 from runner.run import config_hash
 from runner.storage import run_directory
 from runner.storage.files import write_json
-from runner.storage.saved_config import config_text
-from runner.storage.saved_run import checkpoints, saved_config
+from runner.storage.saved_run import checkpoints, config_text, saved_config
 
 
 def claiming(cwd: Path, *overrides: str, name: str | None = None) -> Any:

@@ -25,8 +25,7 @@ import runner.storage.checkpoint_writing
 from runner.result import CrashedError
 from runner.storage.checkpoint import Checkpoint, load
 from runner.storage.checkpoint_writing import Checkpoints, Writing
-from runner.storage.retention import saved_steps
-from runner.storage.run_directory import StorageError
+from runner.storage.run_directory import StorageError, saved_steps
 
 EVERY = ("steps=12", "save_every=4", "eval_every=6", "log_every=3", "keep=9")
 DIGITS = (*TINY_CPU, *EVERY, "model.dropout=0.2", "optimizer=adamw", "accumulation=2", "batch_size=48")

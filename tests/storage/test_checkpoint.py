@@ -30,11 +30,10 @@ import runner.storage.checkpoint
 import runner.storage.manifest
 from runner.config.errors import ConfigError
 from runner.storage.checkpoint import Checkpoint
-from runner.storage.checkpoint_writing import Checkpoints
+from runner.storage.checkpoint_writing import Checkpoints, prune
 from runner.storage.manifest import saved_text
-from runner.storage.retention import prune, saved_steps
-from runner.storage.run_directory import CONFIG, StorageError
-from runner.storage.saved_config import config_text, parse_config
+from runner.storage.run_directory import CONFIG, StorageError, saved_steps
+from runner.storage.saved_run import config_text, parse_config
 
 
 def checkpoint(step: int) -> Checkpoint:

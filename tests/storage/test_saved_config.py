@@ -1,4 +1,4 @@
-"""Tests of `runner.storage.saved_config`: a config is read as it was written, and only plain values are accepted."""
+"""Tests of `runner.storage.saved_run`: a config is read as it was written, and only plain values are accepted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runner.storage.saved_config import UnreadableConfigError, config_text, parse_config
+from runner.storage.saved_run import UnreadableConfigError, config_text, parse_config
 
 STRINGS = ["1e-3", "016", "on", "12:30", "a: b", "- a", "", " a ", "ü", "x\ty", "a\nb", "#a", '"', "\\"]
 CONTROLS = ["\x85\u2028", "a\udcffb", "\x1b[31m", "\ufeffa", "\x00"]

@@ -10,8 +10,14 @@ import pytest
 from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
-from runner.storage.saved_config import UnreadableConfigError, config_text
-from runner.storage.saved_run import checkpoints, directory_of, saved_config, saved_overrides
+from runner.storage.saved_run import (
+    UnreadableConfigError,
+    checkpoints,
+    config_text,
+    directory_of,
+    saved_config,
+    saved_overrides,
+)
 
 
 @pytest.fixture
