@@ -4,10 +4,10 @@ One training step of each process is executed with tensors that have no values. 
 what, the peak memory of tensors by kind, the floating-point operations, the bytes that are sent, the bubble of a
 pipeline, and the size of a checkpoint. A config that `python -m runner` would refuse is refused with the same message.
 
-The plan can also be made for another machine: `--devices 8 --memory 80GB` says whether the run fits and, if not, which
-other ways to train it would fit.
+The plan can also be made for another machine: `--devices 8 --memory 80GB` says whether the run fits and, if not, with
+which changes it would.
 
-With a run directory RUN, the config of the run is planned, and its measurements are shown beside the predictions.
+With a run directory RUN, the config of the run is planned, and what it has measured is shown, too.
 Overrides change the config of the run; the measurements are then left out.
 
 Exit codes: 0: planned. 1: the plan crashed. 2: the config is refused. 3: planned, but it does not fit into `--memory`.
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None) -> int:
         check(1e6 <= memory < 1e30, "--memory", options.memory, why, "--memory 80GB or 80e9")
     report = plan(options.overrides, options.config_dir, options.devices, memory, *map(Path, options.paths))
     from runner.analysis.output import print_report
-    from runner.planning.report_tables import render
+    from runner.planning.report import render
 
     print_report(report, options.json, render)
     return DOES_NOT_FIT if report["fits"] is False else DONE
@@ -90,20 +90,13 @@ def plan(
     from runner.api.saved import load
     from runner.planning.fake_step import trace
     from runner.planning.planned_session import prepared
-    from runner.planning.report import measured, remedies, report_of
+    from runner.planning.report import remedies, report_of
     from runner.run import Run, build_run, check_used
 
     resumed = [] if source is None else [f"resume={load(source).directory}"]
 
     def build(words: Sequence[str]) -> Run:
         return build_run(dict(compose([*resumed, *words], config_dir=config_dir)))
-
-    def changed(change: Sequence[str]) -> Run | None:
-        words = replaced(overrides, *(each for each in change if "." not in each))
-        try:
-            return build([*words, *(each for each in change if "." in each)])
-        except ConfigError:
-            return None
 
     run = build(overrides)
     check_used(run, overrides)
@@ -112,10 +105,13 @@ def plan(
     report = report_of(run, session, ranks, num_devices)
     if source is not None and not overrides:
         [saved] = find_runs([source])  # unlike `load`, it checks the numbers in the result
-        report["measured"] = measured(session, saved.result)
+        if "step_seconds" in (found := saved.measures):
+            peak = saved.result.get("peak_memory_bytes", 0)
+            report["measured"] = {"seconds": found["step_seconds"], "peak_bytes": peak}
+            report["measured"]["samples_per_second"] = found.get("samples_per_second", 0.0)
     if memory is not None:
         report["memory_bytes"], report["fits"] = memory, max(rank.peak_bytes for rank in ranks) <= memory
     if report["fits"] is False:
         devices = num_devices or max(session.world_size, len(session.devices))
-        report["remedies"] = remedies(run, changed, devices, memory or 0)
+        report["remedies"] = remedies(run, lambda change: build(replaced(overrides, *change)), devices, memory or 0)
     return report

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None) -> int:
     check_used(run, overrides)
     seconds = options.budget - _SAVING_SECONDS - (time.perf_counter() - began)
     try:
-        found = tune(build, overrides, seconds, allowed, said, config_dir)
+        found = tune(build, overrides, seconds, allowed, said)
     except TooLateError as error:
         why = f"{error.why}: that is too little time to measure the config itself"
         raise ConfigError("--budget", options.budget, why, "type a larger one, or a smaller batch_size") from None

@@ -80,10 +80,8 @@ def fitting_accumulation(
             failed = True  # there is less memory than it seems, and the next attempt is made however little it needs
             report(f"{what}: out of memory ({why})")
             continue
-        together = session.plan.data_shard[1] if getattr(run.parallel, "sync_batch_norm", False) else 1
-        seen, before = session.plan.chunk_size * together, whole.plan.chunk_size * together
-        if seen < before and any(rank.normalizes for rank in ranks):
-            what += f"; batch normalization sees {seen} samples at a time, not {before} (model.norm=group avoids this)"
+        if count > 1 and any(rank.normalizes for rank in ranks):
+            what += "; batch normalization sees smaller batches (model.norm=group avoids this)"
         report(what)
         return count
     if not count and refusal is not None:

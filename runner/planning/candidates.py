@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -84,14 +83,13 @@ class Candidates:
     Args:
         compose: function that takes further overrides, and returns the run with them; it may raise ConfigError.
         typed: the overrides of the run.
-        config_dir: a directory with the user's option files, which may define parallel modes; None if there is none.
 
     Raises:
         ConfigError: if the run is refused without further overrides.
     """
 
-    def __init__(self, compose: Compose, typed: Sequence[str], config_dir: str | None = None):
-        self._compose, self._folders = compose, [Path(config_dir).expanduser()] if config_dir is not None else []
+    def __init__(self, compose: Compose, typed: Sequence[str]):
+        self._compose = compose
         self._keys = {override_key(text).partition("@")[0] for text in typed}
         self.base = compose(())
         self._session = prepared(self.base)
@@ -160,7 +158,7 @@ class Candidates:
 
         A mode with a single process is left out, except for `single`.
         """
-        names = option_files(*self._folders)["parallel"]
+        names = option_files()["parallel"]
         modes: list[Overrides] = [(f"parallel={name}",) for name in names] if self._is_free("parallel") else [()]
         found: list[tuple[int, Overrides]] = []
         for mode in modes:

@@ -128,8 +128,8 @@ def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankP
     The optimizer state is created before the step. The tensors are on the CPU; on other devices, they have the same
     sizes. The model is not compiled; a compiled model keeps fewer activations.
 
-    `run` names the blocks at which stages begin (see `with_cuts`); `session` is that of any process. The costs of
-    `further` micro-batches are added, each assumed to be those of the second.
+    `run` names the blocks at which stages begin (see `with_cuts`); `session` is that of any process; `further` is as in
+    `StepTracker`.
 
     Raises:
         ConfigError: if the step fails because torch cannot train with this config.
@@ -140,11 +140,11 @@ def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankP
     process = FakeCollectives(devices, rank, world_size) if world_size > 1 else Collectives(devices)
     group = fake_process_group(rank, world_size) if world_size > 1 else nullcontext()
     with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, _quiet(), group, fake_tensors() as fake_mode:
-        tracker = StepTracker(fake_mode)
+        tracker = StepTracker(fake_mode, further)
         run = dataclasses.replace(run, workload=_planned(run.workload, tracker))
         part = dataclasses.replace(run.session(process), compile=False, num_steps=session.num_steps)
         with torch_refusals(run):
-            return _trace(run, part, Path(scratch), tracker, further)
+            return _trace(run, part, Path(scratch), tracker)
 
 
 def _planned(workload: Workload, tracker: StepTracker) -> Workload:
@@ -176,7 +176,7 @@ def _planned_samples(samples: Samples) -> Samples:
     return copied
 
 
-def _trace(run: Run, session: Session, directory: Path, tracker: StepTracker, further: int) -> RankPlan:
+def _trace(run: Run, session: Session, directory: Path, tracker: StepTracker) -> RankPlan:
     with tracker, torch.random.fork_rng(devices=[]):
         state = prepare(run, session, directory)
         _classify(tracker, state)
@@ -184,7 +184,7 @@ def _trace(run: Run, session: Session, directory: Path, tracker: StepTracker, fu
         for parameter in state.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracker.set_kind("gradients", (p.grad,)))
-        batches = tracker.separating(session.batches(state.model, 0))
+        batches = tracker.counting(session.batches(state.model, 0))
         state.model.train()
         placed = sum(tracker.peak.values())
         _create_optimizer_state(state)
@@ -196,15 +196,12 @@ def _trace(run: Run, session: Session, directory: Path, tracker: StepTracker, fu
             if not tracker.current["gradients"]:
                 break
             # DDP keeps the memory of the gradients, but only the next step can tell it from other memory.
-        costs = Costs()
-        for number, part in enumerate(tracker.parts):  # before the first micro-batch, and then of each
-            costs = costs.plus(part, 1 + further if number == 2 else 1)
         return RankPlan(
             session.rank,
             tracker.peak,
             dict(tracker.current),
             placed,
-            costs,
+            tracker.costs,
             _saved(state),
             [name for name, block in blocks_of(state.model) if any(True for _ in block.parameters())],
             any(isinstance(module, _BatchNorm) for module in state.model.modules()),

@@ -1,12 +1,14 @@
-"""The plan of a run as plain values, what the run has measured, and changes that need less memory."""
+"""The plan of a run as plain values and as tables, and changes that need less memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
+from rich.console import Group
+from rich.text import Text
 
 from runner.config.errors import ConfigError
 from runner.device import device_name
@@ -17,27 +19,25 @@ from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES, divi
 from runner.parallel.session import Session
 from runner.planning.fake_step import RankPlan, block_flops, trace
 from runner.planning.planned_session import plan_of, prepared
+from runner.planning.step_tracker import KINDS
 from runner.run import Run
 from runner.system.memory import host_memory
+from runner.system.tables import flops, milliseconds, significant, size, table
 
-_RECOMPUTED, _GATHERED = "about a third more arithmetic", "parameters are sent twice per micro-batch"
-_SMALLER = "smaller matrices"
 _CHECKPOINTED = "model.checkpoint_activations=true"
 
 CHANGES = {
-    ("parallel=ddp",): "gradients are sent once a step",
-    ("accumulation=4",): _SMALLER,
-    (_CHECKPOINTED,): _RECOMPUTED,
-    ("parallel=fsdp",): _GATHERED,
-    ("parallel=pipeline",): "stages wait for each other at the start and the end of a step",
-    ("precision=bf16",): "none where the device computes in bfloat16",
-    (_CHECKPOINTED, "accumulation=8"): f"{_RECOMPUTED}; {_SMALLER}",
-    ("parallel=fsdp", _CHECKPOINTED, "accumulation=8"): f"{_GATHERED}; {_RECOMPUTED}; {_SMALLER}",
+    ("accumulation=4",): "smaller matrices",
+    (_CHECKPOINTED,): "about a third more arithmetic",
+    ("parallel=fsdp",): "parameters are sent twice per micro-batch",
+    ("precision=bf16",): "16-bit arithmetic",
+    (_CHECKPOINTED, "accumulation=8"): "about a third more arithmetic; smaller matrices",
+    ("parallel=fsdp", _CHECKPOINTED, "accumulation=8"): "about a third more arithmetic; smaller matrices; messages",
 }
 """What each change costs that may make a run fit into memory, by the overrides to add; the cheapest first."""
 
-_ENOUGH = 4
-"""As soon as this many changes make the run fit, no more changes are tried."""
+Table = tuple[str, list[str], list[list[str]]]
+"""The title, the column titles and the rows of a table."""
 
 
 def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices: int | None = None) -> dict[str, Any]:
@@ -54,7 +54,9 @@ def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices
         bytes: `peak_bytes`, the maximum; `placed_bytes`, the maximum before the first step; `peak` and `kept`, by kind,
         at the peak of a step and between two steps. In `host`, which is None if `num_devices` is given, `tensor_bytes`
         is what the tensors of all processes need on a CPU, or those of the process that needs most on its GPUs.
-        `memory_bytes`, `fits` and `measured` are None, and `remedies` is empty; the caller may set them.
+        `memory_bytes`, `fits` and `measured` are None, and `remedies` is empty; the caller may set them. `measured` is
+        what the run has measured: the `seconds` of a step in the median, `samples_per_second`, and `peak_bytes`, on a
+        CPU of the process of rank 0, else of the tensors of its first device.
     """
     steps, epoch, plan = session.num_steps, session.steps_per_epoch, session.plan
     checkpoint = sum({name: size for rank in ranks for name, size in rank.saved.items()}.values())
@@ -90,57 +92,33 @@ def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices
     }
 
 
-def measured(session: Session, result: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a run has measured, as its `result.json` says; None if the times of its steps were not measured.
-
-    `seconds` is the median of a step, and `peak_of` says of what `peak_bytes` is the peak memory.
-    """
-    if not result.get("step_seconds"):
-        return None
-    peak_of = {"cpu": "the process of rank 0", "cuda": "the tensors of its first device"}  # see `memory.usage`
-    return {
-        "seconds": result["step_seconds"]["median"],
-        "samples_per_second": result.get("samples_per_second", 0.0),
-        "peak_bytes": result.get("peak_memory_bytes", 0),
-        "peak_of": peak_of.get(session.device.type, "its device"),
-    }
-
-
-def remedies(
-    run: Run, build: Callable[[Sequence[str]], Run | None], num_devices: int, memory: float
-) -> list[dict[str, Any]]:
-    """Try changes of how a run is trained, the cheapest first, until four have been found that make it fit.
+def remedies(run: Run, build: Callable[[Sequence[str]], Run], num_devices: int, memory: float) -> list[dict[str, Any]]:
+    """Return the two cheapest changes of how a run is trained that make it fit, or fewer if there are not as many.
 
     Args:
         run: the run that does not fit.
-        build: function that returns the run with a change, given its overrides; None if it is refused.
+        build: function that returns the run with a change, given its overrides; it may raise ConfigError.
         num_devices: number of devices of the machine.
         memory: memory of each device in bytes.
 
     Returns:
-        A dict for each change that was tried: `overrides`, `costs`, what it does to the `results`, `peak_bytes`, the
-        memory of the rank that needs most, and whether the run `fits`. Changes that are refused, or that the config
-        contains already, are left out.
+        A dict for each change: its `overrides`, what it `costs`, and `peak_bytes`, the memory of the rank that needs
+        most.
     """
     found: list[dict[str, Any]] = []
     for overrides, costs in CHANGES.items():
-        changed = build(overrides) if num_devices > 1 or not overrides[0].startswith("parallel=") else None
-        if changed is None or changed.config == run.config:
+        if num_devices == 1 and overrides[0].startswith("parallel="):
             continue
         try:
+            changed = build(overrides)
             ranks = trace(changed, prepared(changed, num_devices))
         except ConfigError:
             continue
-        divides_batches = any(word.startswith(("parallel=", "accumulation=")) for word in overrides)
-        results = "the same up to rounding"
-        if divides_batches and ranks[0].normalizes:
-            results = "batch normalization sees smaller batches"
-        elif "precision=bf16" in overrides:
-            results = "16 bits"
-        peak = max(rank.peak_bytes for rank in ranks)
-        change = {"overrides": list(overrides), "costs": costs, "results": results}
-        found.append(change | {"peak_bytes": peak, "fits": peak <= memory})
-        if sum(each["fits"] for each in found) == _ENOUGH:
+        if ranks[0].normalizes and ("parallel=fsdp" in overrides or "accumulation" in overrides[-1]):
+            costs += "; batch normalization sees smaller batches"
+        if (peak := max(rank.peak_bytes for rank in ranks)) <= memory:
+            found.append({"overrides": list(overrides), "costs": costs, "peak_bytes": peak})
+        if len(found) == 2:
             break
     return found
 
@@ -255,10 +233,100 @@ def _notes(run: Run, session: Session) -> list[str]:
         notes.append("The plan is that of compile=false; a compiled model keeps fewer activations.")
     if getattr(run.parallel, "cuts", None) == "auto":
         notes.append("parallel.cuts=auto measures the blocks; here their floating-point operations are compared.")
-    if session.world_size > 1 and run.parallel.difference:
-        notes.append(f"Not what a single device computes: {run.parallel.difference}.")
     if len(session.devices) > 1:
         notes.append("One process has all devices; the memory is their sum.")
     if len(session.devices) > 1 and isinstance(run.parallel, DP):
         notes.append("A step of DataParallel also copies the parameters to every other GPU, with gradients of them.")
     return notes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def render(report: dict[str, Any]) -> Group:
+    """Render `report`, the result of `report_of`, as tables."""
+    parts = [
+        table(title, titles, rows, right_from=1 if any(titles) else None) for title, titles, rows in tables(report)
+    ]
+    notes = [Text(f"note: {note}", style="dim") for note in report["notes"]]
+    if report["fits"] is None:
+        return Group(*parts, *notes)
+    peak = max(rank["peak_bytes"] for rank in report["ranks"])
+    verdict = f"it {'fits' if report['fits'] else 'does not fit'}: {size(peak)} of {size(report['memory_bytes'])}"
+    return Group(*parts, *notes, Text(verdict))
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    """Return the tables that `render` shows for `report`."""
+    work = ["rank", "layers", "samples of a batch", "forward", "backward", "sent"]
+    memory = ["rank", *KINDS, "sum", "before the first step", "between steps"]
+    found: list[Table] = [
+        ("run", ["", ""], [[key, text] for key, text in _overview(report).items()]),
+        ("work", work, _merged(map(_work, report["ranks"]))),
+        ("memory of tensors at the peak of a step", memory, _merged(map(_memory, report["ranks"]))),
+    ]
+    if report["pipeline"]:
+        found.append(_bubbles(report["pipeline"]))
+    if report["remedies"]:
+        rows = [[" ".join(each["overrides"]), size(each["peak_bytes"]), each["costs"]] for each in report["remedies"]]
+        found.append(("changes with which it fits, the cheapest first", ["add", "peak", "costs"], rows))
+    return found
+
+
+def _overview(report: dict[str, Any]) -> dict[str, str]:
+    batch, length, checkpoint, host = (report[key] for key in ("batch", "length", "checkpoint", "host"))
+    names = {"data_shards": "processes", "accumulation": "accumulated", "pipeline_micro_batches": "micro-batches"}
+    factors = [f"{batch[key]} {name}" for key, name in names.items() if batch[key] > 1]
+    product = f" = {' × '.join([*factors, str(batch['samples_per_pass'])])}" if factors else ""
+    count, epoch = length["epochs"], length["steps_per_epoch"]
+    epochs = f", {significant(count, 3)} epochs of {significant(epoch)} steps" if count else ""
+    lines = report["run"] | {
+        "batch": f"{batch['batch_size']} samples{product}",
+        "length": f"{length['steps']:,} steps, {length['samples']:,} samples{epochs}",
+        "checkpoint": f"{size(checkpoint['bytes'])}; at most {size(checkpoint['disk_bytes'])} on the disk",
+    }
+    if host:
+        of = "available" if host["memory_of"] == "host" else f"on {host['memory_of']}"
+        lines["this machine"] = f"{size(host['tensor_bytes'])} for tensors, {size(host['available_bytes'])} {of}"
+    if measured := report["measured"]:
+        rate, peak = significant(measured["samples_per_second"]), size(measured["peak_bytes"])
+        lines["measured"] = f"{milliseconds(measured['seconds'])} a step, {rate} samples/s, a peak of {peak}"
+    return lines
+
+
+def _merged(rows: Iterable[list[str]]) -> list[list[str]]:
+    """Return `rows`, each of a rank, but one for successive ranks whose rows are otherwise equal."""
+    found = []
+    for cells, equal in groupby(rows, key=lambda row: row[1:]):
+        first, *others = [row[0] for row in equal]
+        found.append([f"{first} – {others[-1]}, each" if others else first, *cells])
+    return found
+
+
+def _work(rank: dict[str, Any]) -> list[str]:
+    (first, stop), blocks = rank["samples"], rank["blocks"]
+    layers = "all" if not blocks else blocks[0] if len(blocks) == 1 else f"{blocks[0]} … {blocks[-1]}"
+    messages = ", ".join(f"{each['calls']} {name}" for name, each in rank["messages"].items())
+    sent = f"{size(rank['sent_bytes'])} ({messages})" if messages else "nothing"
+    computed = flops(rank["forward_flops"]), flops(rank["backward_flops"])
+    return [str(rank["rank"]), layers, str(stop - first), *computed, sent]
+
+
+def _memory(rank: dict[str, Any]) -> list[str]:
+    totals = sum(rank["peak"].values()), rank["placed_bytes"], sum(rank["kept"].values())
+    return [str(rank["rank"]), *(size(rank["peak"][kind]) for kind in KINDS), *map(size, totals)]
+
+
+def _bubbles(pipeline: dict[str, Any]) -> Table:
+    schedules = [key for key in pipeline["bubbles"][0] if key in SCHEDULES]
+    chosen = pipeline["schedule"], pipeline["num_micro_batches"]
+    rows = []
+    for row in pipeline["bubbles"]:
+        count = row["num_micro_batches"]
+        cells = [
+            "–" if row[name] is None else f"{'this config: ' * ((name, count) == chosen)}{row[name]:.1%}"
+            for name in schedules
+        ]
+        rows.append([str(row["split_size"]), str(count), *cells])
+    return "bubble: idle share of the processes' time", ["split size", "num micro batches", *schedules], rows

@@ -51,15 +51,6 @@ class Costs:
     backward_flops: int = 0
     messages: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def plus(self, other: Costs, times: int) -> Costs:
-        """Return the sum of these costs and `times` the costs `other`."""
-        messages = dict(self.messages)
-        for name, (calls, size) in other.messages.items():
-            before = messages.get(name, (0, 0))
-            messages[name] = before[0] + times * calls, before[1] + times * size
-        flops, backward_flops = self.flops + times * other.flops, self.backward_flops + times * other.backward_flops
-        return Costs(flops, backward_flops, messages)
-
     def sent_bytes(self, world_size: int) -> float:
         """Return how many bytes the process sends, assuming ring collectives over `world_size` processes.
 
@@ -75,12 +66,13 @@ class StepTracker(TorchDispatchMode):
     """A dispatch mode that counts allocated storages by kind, and the costs of operations and messages.
 
     `torch.distributed._tools.MemTracker` would count batches and the data set as activations. Only tensors of
-    `fake_mode` are counted, as torch creates fake tensors of other modes to find out shapes.
+    `fake_mode` are counted, as torch creates fake tensors of other modes to find out shapes. `further` micro-batches
+    are counted as if each had the costs of the second one.
     """
 
-    def __init__(self, fake_mode: Any):
+    def __init__(self, fake_mode: Any, further: int = 0):
         super().__init__()
-        self._fake_mode = fake_mode
+        self._fake_mode, self._further = fake_mode, further
         self._allocates_data = False
         self.current: dict[str, int] = dict.fromkeys(KINDS, 0)
         """Allocated bytes by kind."""
@@ -90,12 +82,12 @@ class StepTracker(TorchDispatchMode):
 
     def begin(self) -> None:
         """Begin a new measurement of the peak and the costs."""
-        self.parts, self.peak = [Costs()], dict(self.current)
+        self.costs, self.peak, self._number = Costs(), dict(self.current), 0
 
-    def separating(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield `batches`, and begin a new part of the costs before each of them."""
+    def counting(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the micro-batches `batches`, and count them."""
         while True:
-            self.parts.append(Costs())
+            self._number += 1
             yield next(batches)
 
     def __enter__(self) -> StepTracker:
@@ -127,15 +119,16 @@ class StepTracker(TorchDispatchMode):
         workspace = 2 * args[2].nbytes if func is torch.ops.aten.convolution_backward.default else 0
         if sum(self.current.values()) + workspace > sum(self.peak.values()):
             self.peak = self.current | {"temporary": self.current["temporary"] + workspace}
-        packet = func.overloadpacket
+        packet, times = func.overloadpacket, 1 + self._further if self._number == 2 else 1
         if packet in flop_registry:
-            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-            self.parts[-1].flops += flops
-            self.parts[-1].backward_flops += flops if _in_backward() else 0
+            flops = times * flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            self.costs.flops += flops
+            self.costs.backward_flops += flops if _in_backward() else 0
         elif func.namespace == "c10d" and (name := _COLLECTIVES.get(packet.__name__)) is not None:
-            calls, total = self.parts[-1].messages.get(name, (0, 0))
+            calls, total = self.costs.messages.get(name, (0, 0))
             # The whole tensor is the output or the input, whichever is larger.
-            self.parts[-1].messages[name] = (calls + 1, total + max(_num_bytes(args[0]), _num_bytes(args[1])))
+            size = max(_num_bytes(args[0]), _num_bytes(args[1]))
+            self.costs.messages[name] = calls + times, total + times * size
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:

@@ -30,9 +30,6 @@ from runner.system.tables import significant, size, table
 EXPERIMENT = "tuned"
 """The name of the experiment with the chosen overrides."""
 
-_BUSY = 0.1
-"""If half the interquartile range of the baseline's speed is a larger part of it, the machine is busy."""
-
 _MEASURED = ("samples_per_second", "spread", "speedup", "ties", "memory_bytes", "startup_seconds", "break_even_steps")
 
 
@@ -42,12 +39,11 @@ def tune(
     budget: float,
     allowed: Iterable[str] = (),
     report: Callable[[str], None] = lambda line: None,
-    config_dir: str | None = None,
 ) -> dict[str, Any]:
     """Measure the candidates of a run, and return the result as plain values.
 
     Args:
-        compose, typed, config_dir: as in `Candidates`.
+        compose, typed: as in `Candidates`.
         budget: maximum duration in seconds.
         allowed, report: as in `Search`.
 
@@ -61,7 +57,7 @@ def tune(
         TrialError: if the run cannot train, or its first steps take longer than the budget.
     """
     began = time.perf_counter()
-    candidates = Candidates(compose, typed, config_dir)
+    candidates = Candidates(compose, typed)
     left = budget - (time.perf_counter() - began)
     search = Search(candidates.judged, start, left, allowed, report=report)
     chosen = search.run(candidates.groups())
@@ -108,8 +104,7 @@ def write(report: dict[str, Any], output_root: str) -> Path:
     """Write `report` to a new directory in `output_root`/tuned, and return the directory.
 
     The directory has the structure of conf/, and contains the report as `tune.json` and an experiment with the typed
-    and the chosen overrides. If a typed override deletes a key, there is no experiment, because an option file cannot
-    delete keys.
+    and the chosen overrides, unless a typed override deletes a key, which an option file cannot.
 
     Raises:
         ConfigError: if the directory cannot be created.
@@ -117,7 +112,7 @@ def write(report: dict[str, Any], output_root: str) -> Path:
     """
     directory = run_directory.create(Path(output_root) / "tuned", None, report["chosen"])
     write_text(directory / "tune.json", json.dumps(report, indent=2) + "\n")
-    if not deleted_keys(report):
+    if not deletes(report):
         (directory / "experiment").mkdir()
         command = experiment_command("DIRECTORY", EXPERIMENT, report["config_dir"])
         comments = [command, f"Measured by runner tune on {cpu_model()}."]
@@ -161,11 +156,6 @@ def cells(row: dict[str, Any]) -> list[str]:
 def verdict(report: dict[str, Any]) -> list[str]:
     """Return the lines that say what was chosen, and how to use it."""
     lines = []
-    base = next(row for row in report["rows"] if not row["overrides"])
-    low, high = base["spread"]
-    if (noise := (high - low) / 2 / base["samples_per_second"]) > _BUSY:
-        why = f"the steps of the baseline vary by ± {noise:.0%}"
-        lines.append(f"the machine is busy: {why}, so that smaller differences cannot be seen")
     if spent := sum(row["reason"] == BUDGET_SPENT for row in report["rows"]):
         more = f"--budget {2 * report['budget']:.0f} takes more time"
         lines.append(f"{spent} candidate{'s were' if spent > 1 else ' was'} not measured: {BUDGET_SPENT} ({more})")
@@ -175,14 +165,11 @@ def verdict(report: dict[str, Any]) -> list[str]:
     words = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *report["typed"], *report["chosen"]]
     lines.append(f"chosen: {report['speedup']:.2f} × as fast as the baseline ({report['seconds']:.0f} s)")
     lines.append(f"run:    python -m runner {shlex.join(words)}")
-    if report["directory"] is None:
-        return lines
-    if deleted := deleted_keys(report):
-        return [*lines, f"        there is no experiment: an option file cannot delete {', '.join(deleted)}"]
-    return [*lines, f"        {experiment_command(os.path.relpath(report['directory']), EXPERIMENT, config_dir)}"]
+    if report["directory"] is not None and not deletes(report):
+        lines.append(f"        {experiment_command(os.path.relpath(report['directory']), EXPERIMENT, config_dir)}")
+    return lines
 
 
-def deleted_keys(report: dict[str, Any]) -> list[str]:
-    """Return the keys that the typed overrides delete, except for config groups."""
-    deleted = [override_key(text) for text in report["typed"] if text.startswith("~")]
-    return [key for key in deleted if key not in groups_in_defaults()]
+def deletes(report: dict[str, Any]) -> bool:
+    """Return whether the typed overrides delete a key that is not a config group."""
+    return any(text.startswith("~") and override_key(text) not in groups_in_defaults() for text in report["typed"])

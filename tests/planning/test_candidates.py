@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from helpers.compose import build_composed_run
 
-from runner.api.composing import compose
 from runner.planning import candidates as module
 from runner.planning.candidates import Candidates
-from runner.run import Run, build_run
+from runner.run import Run
 
 RESNET = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "device=cpu")
 CONVNET, AGENT = ("model=convnet", "device=cpu"), ("workload=dqn", "device=cpu")
@@ -74,18 +72,6 @@ def test_typed_options_are_not_changed(typed: str, modes: list[str]) -> None:
     found = options(of(*CONVNET, *typed.split(), "accumulation.steps=2", "compile=false"), cores=4)
     assert found.get("parallel", []) == modes
     assert not {"accumulation", "compile"} & found.keys()
-
-
-def test_a_user_defined_mode_is_tried(tmp_path: Path) -> None:
-    (tmp_path / "parallel").mkdir()
-    (tmp_path / "parallel" / "mine.yaml").write_text("defaults: [fsdp, _self_]\n")
-
-    def build(more: Sequence[str]) -> Run:
-        if "parallel=mine" not in more:
-            return build_composed_run(*CONVNET, *more)
-        return build_run(dict(compose([*CONVNET, *more], config_dir=str(tmp_path))))
-
-    assert "parallel=mine parallel.processes=2" in options(Candidates(build, (), str(tmp_path)))["parallel"]
 
 
 def test_a_pipeline_is_tried_with_other_schedules_and_split_sizes() -> None:

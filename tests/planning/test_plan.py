@@ -23,11 +23,9 @@ from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank, with_cuts
 from runner.planning.planned_session import prepared
-from runner.planning.report import bubbles, report_of
-from runner.planning.report_tables import tables
+from runner.planning.report import bubbles, report_of, tables
 from runner.planning.step_tracker import KINDS
 from runner.system.fake_tensors import fake_process_group
-from runner.system.tables import flops
 
 RESNET = ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=64", "device=cpu", "device.threads=1")
 RESNET = (*RESNET, "batch_size=16", "steps=2")
@@ -333,23 +331,13 @@ def test_a_config_that_does_not_fit_is_reported_with_changes_that_fit(capsys: py
     assert plan.main([*SMALL, "--memory", str(limit), "--json"]) == plan.DOES_NOT_FIT
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False
-    first = next(each for each in found["remedies"] if each["fits"])
+    first, _ = found["remedies"]
+    assert (first["overrides"], first["costs"]) == (["accumulation=4"], "smaller matrices")
     assert first["peak_bytes"] <= limit
     [changed] = planned(*SMALL, *first["overrides"])
     assert changed.peak_bytes == first["peak_bytes"]
     assert plan.main([*SMALL, *first["overrides"], "--memory", str(limit)]) == 0
     assert "it fits" in capsys.readouterr().out
-
-
-def test_a_change_is_proposed_with_its_effect_on_the_results(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*RESNET, "data.size=8", "model.checkpoint_activations=true")
-    found = {tuple(each["overrides"]): each for each in report(capsys, *words, "--memory", "1MB")["remedies"]}
-    assert {overrides: each["results"] for overrides, each in found.items()} == {
-        ("accumulation=4",): "batch normalization sees smaller batches",
-        ("precision=bf16",): "16 bits",
-        ("model.checkpoint_activations=true", "accumulation=8"): "batch normalization sees smaller batches",
-    }, "what the config contains is not proposed"
-    assert not any(each["fits"] for each in found.values())
 
 
 REFUSED = {
@@ -390,9 +378,7 @@ def test_a_run_is_planned_from_its_directory(tmp_path: Path, capsys: pytest.Capt
     assert found["measured"]["seconds"] == result["step_seconds"]["median"]
     assert found["measured"]["samples_per_second"] == result["samples_per_second"]
     assert found["measured"]["peak_bytes"] == result["peak_memory_bytes"]
-    rows = {title: rows for title, _, rows in tables(found)}["predicted and measured"]
-    flop = sum(rank["forward_flops"] + rank["backward_flops"] for rank in found["ranks"])
-    assert ["arithmetic of a step", flops(flop), f"{flops(flop / found['measured']['seconds'])}/s"] in rows
+    assert [row for row in tables(found)[0][2] if row[0] == "measured"]
     changed = report(capsys, str(run), "batch_size=64")
     assert changed["batch"]["batch_size"] == 64
     assert changed["measured"] is None, "it has not trained like this"

@@ -65,7 +65,6 @@ def test_a_row_shows_after_how_many_steps_it_pays_off() -> None:
 def test_the_verdict_shows_the_command_to_run() -> None:
     assert verdict(report())[1] == "run:    python -m runner model=tiny epochs=2 parallel=ddp parallel.processes=2"
     assert "nothing is clearly faster" in verdict(report(chosen=[]))[0]
-    assert "the machine is busy" in verdict(report(rows=[row(spread=[700.0, 1300.0])]))[0]
     late = row("compile=true", status="not tried", reason=BUDGET_SPENT, samples_per_second=None)
     assert verdict(report(rows=[row(), late]))[0].startswith("1 candidate was not measured")
     assert "--budget 120" in verdict(report(rows=[row(), late, late]))[0]
@@ -98,7 +97,7 @@ def test_no_experiment_is_written_if_an_override_deletes_a_key(tmp_path: Path) -
     found = report(typed=["~optimizer.momentum"])
     directory = write(found, str(tmp_path))
     assert not (directory / "experiment").exists()
-    assert verdict(found)[2].strip() == "there is no experiment: an option file cannot delete optimizer.momentum"
+    assert len(verdict(found)) == 2
 
 
 def test_a_config_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
