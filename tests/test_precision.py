@@ -6,7 +6,6 @@ On the CPU, the results are bitwise equal, unless the optimizer is fused. Otherw
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -253,15 +252,6 @@ def test_16_equals_torchs_recipe_for_mixed_precision(
     }
 
 
-def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
-    precision, model = scaled(growth_interval=100), network()
-    optimizer = sgd(model)
-    weights = train(precision, model, optimizer, gradient_hook=overflow_at(2, 3))
-    assert [torch.equal(now, before) for before, now in itertools.pairwise(weights)] == [False, True, True, False]
-    assert precision.scalars()["train/loss_scale"] == 64.0  # halved twice
-    assert all(torch.isfinite(state["momentum_buffer"]).all() for state in optimizer.state.values())
-
-
 def test_skips_are_known_before_the_next_step() -> None:
     """The schedule needs their number when the next update is due."""
     precision, model, counts = scaled(), network(), []
@@ -309,18 +299,6 @@ def test_any_precision_loads_the_state_of_any_other(kind: type[Precision]) -> No
     fresh = scaled()
     fresh.load_state_dict(Precision().state_dict())
     assert fresh.scalars() == {"train/loss_scale": 256.0, "train/skipped_steps": 0.0}
-
-
-def test_the_flag_is_not_read_before_it_is_copied() -> None:
-    flag = torch.tensor(True)
-
-    class Event:
-        def synchronize(self) -> None:
-            flag.fill_(False)  # the copy is complete only now
-
-    precision = scaled()
-    precision._pending = flag, Event()  # type: ignore[assignment]
-    assert precision.num_skipped() == 1
 
 
 def test_the_event_after_the_flag_is_recorded_on_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ REFUSED: list[tuple[type, str, dict[str, Any]]] = [
     (Float16, "init_scale", {"init_scale": math.inf}),
     (Float16, "growth_interval", {"growth_interval": 0}),
     (Advanced, "top", {"top": 0}),
-    *((Trace, key, {key: value}) for key, value in (("wait", -1), ("warmup", -1), ("active", 0), ("repeat", 0))),
+    *((Trace, key, {key: value}) for key, value in (("wait", -1), ("warmup", -1), ("active", 0))),
     *((Schedule, "warmup", {"warmup": value}) for value in (-0.1, 1.1, math.nan)),
     (Cosine, "final", {"final": 2.0}),
     (Cosine, "warmup", {"warmup": -1.0}),

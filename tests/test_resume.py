@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -232,19 +231,13 @@ def test_resume_with_changed_options_stays_within_tolerance(
 
 
 def test_a_longer_resume_says_that_the_schedule_is_stretched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for schedule in ("cosine", "onecycle", "constant"):
+    for schedule in ("cosine", "constant"):
         train(tmp_path / schedule, "steps=6", f"schedule={schedule}")
         with caplog.at_level(logging.INFO, logger="runner"):
             train(tmp_path / schedule, "steps=14", f"schedule={schedule}")
-    said = [text for text in caplog.messages if "instead of" in text]
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    onecycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=14)
-    for _ in range(6):
-        optimizer.step()
-        onecycle.step()
-    factors = (1 + math.cos(math.pi * 6 / 14)) / 2, onecycle.get_last_lr()[0]
-    wanted = "the run has 14 steps instead of 6: the learning rate schedule is stretched to them, and goes on at "
-    assert said == [f"{wanted}{factor:.3g} × optimizer.lr" for factor in factors]
+    [said] = [text for text in caplog.messages if "instead of" in text]
+    assert said.startswith("the run has 14 steps instead of 6: the learning rate schedule is stretched to them")
+    assert said.endswith(f" {(1 + math.cos(math.pi * 6 / 14)) / 2:.3g} × optimizer.lr")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -377,17 +370,6 @@ def test_resuming_an_earlier_checkpoint_renames_later_ones(tmp_path: Path) -> No
     assert {checkpoint.name for checkpoint in (path / "checkpoints").iterdir()} == names
     assert json.loads((path / "result.json.superseded").read_text())["status"] == "done"
     assert_bitwise_equal(run_outcome(path), before)
-
-
-def test_another_config_exits_with_2_and_shows_the_difference(tmp_path: Path) -> None:
-    assert run_command(*TINY_CPU, "steps=2", cwd=tmp_path)[0] == 0
-    path = only_run(tmp_path)
-    before = files(path)
-    code, console = run_command(f"resume={path}", "seed=7", "steps=9", "optimizer=adam", cwd=tmp_path)
-    assert code == 2
-    assert re.search(r"^resume: .*seed: 0 .*7 .*optimizer: runner.optimizer.SGD .*runner.optimizer.Adam ", console)
-    assert len(console.splitlines()) <= 10
-    assert files(path) == before
 
 
 def test_a_finished_run_with_a_damaged_checkpoint_redoes_its_last_steps(tmp_path: Path) -> None:

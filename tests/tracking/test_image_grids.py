@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from runner.tracking.image_grids import BAD, GOOD, PLAIN, class_shares, confusion_matrix, gif, grid
+from runner.tracking.image_grids import BAD, GOOD, PLAIN, class_shares, confusion_matrix, grid
 
 GAP, STRIP = 4, 18
 
@@ -55,12 +53,6 @@ def test_captions_are_green_red_or_gray_and_written_in_their_strip_and_nowhere_e
     assert left <= columns.min() <= columns.max() < left + 64
 
 
-def test_the_grid_is_as_square_as_possible() -> None:
-    for num_images, columns, rows in ((0, 1, 1), (1, 1, 1), (3, 2, 2), (9, 3, 3), (5, 3, 2), (64, 8, 8)):
-        picture = grid(torch.zeros(num_images, 1, 64, 64, dtype=torch.uint8), [""] * num_images)
-        assert picture.shape == (3, rows * (64 + STRIP + GAP) + GAP, columns * (64 + GAP) + GAP)
-
-
 def test_two_line_captions_are_stacked_and_long_captions_widen_the_cells() -> None:
     images = torch.zeros(4, 1, 64, 64, dtype=torch.uint8)
     picture = grid(images, ["automobile 98%\nis truck", "a", "b", "c"])
@@ -79,23 +71,6 @@ def test_bars_show_the_accuracy_of_each_class_in_ascending_order() -> None:
     assert picture.shape[1] == 28 + 2 * 20 + 4
     many = class_shares(torch.eye(100, dtype=torch.int64), [str(i) for i in range(100)])
     assert many.shape[1] == 28 + 40 * 20 + 4
-
-
-class OnDevice(torch.Tensor):
-    """A tensor that behaves as if it were on a GPU: `cpu` must be called before Pillow can read its memory."""
-
-    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor)
-
-    def numpy(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy")
-
-
-def test_an_animation_may_be_on_any_device() -> None:
-    frames = noise(3, 3, 8, 8)
-    encoded = gif(frames.as_subclass(OnDevice))
-    assert encoded.startswith(b"GIF89a")
-    assert encoded == gif(frames)
 
 
 def cells(picture: torch.Tensor, num_classes: int, cell: int) -> torch.Tensor:

@@ -21,40 +21,35 @@ from runner.tracking.metrics import (
     MetricBuffer,
     StepTimer,
     batch_sums,
-    in_words,
     quantiles,
 )
 from runner.workloads.base import Workload
 
 
-def test_a_buffer_adds_micro_batches_and_separates_steps() -> None:
-    buffer = MetricBuffer(("loss", "accuracy"))
-    for sums, ended in (((1.0, 2.0), 0), ((3.0, 4.0), 1), ((5.0, 6.0), 2)):
-        buffer.add(torch.tensor(sums))
-        if ended:
-            buffer.end_step(ended)
-    doubled = lambda sums: {name: 2 * tensor for name, tensor in sums.items()}  # noqa: E731
-    assert buffer.peek(doubled).tolist() == [[8, 12], [10, 12]]
-    assert buffer.flush(doubled).tolist() == [[8, 12], [10, 12]]
+def test_a_buffer_adds_the_micro_batches_of_each_step_to_those_of_the_checkpoint() -> None:
+    buffer, doubled = (
+        MetricBuffer(("loss", "accuracy")),
+        lambda sums: {name: 2 * tensor for name, tensor in sums.items()},
+    )
+    buffer.load(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 8)
+    for step, parts in ((9, [(1.0, 2.0), (3.0, 4.0)]), (10, []), (11, [(5.0, 6.0)])):
+        for sums in parts:
+            buffer.add(torch.tensor(sums))
+        buffer.end_step(step)
+        buffer.peek(doubled)
+    assert buffer.flush(doubled).tolist() == [[2, 4], [6, 8], [8, 12], [0, 0], [10, 12]]
     assert buffer.peek(doubled).shape == (0, 2)
-    buffer.add(torch.tensor((7.0, 8.0)))
-    buffer.end_step(3)
-    assert buffer.flush(lambda sums: sums).tolist() == [[7, 8]]
 
 
-def test_a_buffer_continues_after_the_rows_of_a_checkpoint() -> None:
-    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    buffer = MetricBuffer(("loss", "accuracy"))
-    buffer.load(rows, 8)
-    buffer.add(torch.tensor((5.0, 6.0)))
-    buffer.end_step(9)
-    assert buffer.flush(lambda sums: sums).tolist() == [[1, 2], [3, 4], [5, 6]]
-
-
-def test_a_step_without_a_micro_batch_adds_nothing() -> None:
-    buffer = MetricBuffer(("loss", "accuracy"))
-    buffer.end_step(1)
-    assert buffer.flush(lambda sums: sums).tolist() == [[0, 0]]
+def test_a_buffer_has_the_sums_of_every_step_and_does_not_keep_a_tensor_for_each() -> None:
+    wanted, buffer = torch.rand(1000, 2), MetricBuffer(("loss", "accuracy"))
+    rows = [row.clone() for row in wanted]
+    alive = [weakref.ref(row) for row in rows]
+    for number in range(1, 1001):
+        buffer.add(rows.pop(0))
+        buffer.end_step(number)
+    assert sum(reference() is not None for reference in alive) < 300
+    assert torch.equal(buffer.flush(lambda sums: sums), wanted)
 
 
 @pytest.mark.parametrize(("num_metrics", "boolean"), [(0, False), (1, True), (3, False)])
@@ -228,32 +223,3 @@ def test_quantiles() -> None:
     assert quantiles([3.0]) == {"median": 3, "p90": 3}
     assert quantiles([float(n) for n in range(10, 0, -1)]) == {"median": 5.5, "p90": 9}
     assert quantiles([float(n) for n in range(1, 101)]) == {"median": 50.5, "p90": 90}
-
-
-def test_metrics_in_words() -> None:
-    assert in_words({"train/loss": 0.25138777, "train/accuracy": 1.0}) == "train/loss 0.251388, train/accuracy 1"
-    assert in_words({}) == ""
-
-
-@pytest.mark.parametrize("num_steps", [1, 64, 1000])
-def test_a_buffer_returns_the_sums_of_every_step_in_their_order(num_steps: int) -> None:
-    rows = torch.rand(num_steps, 2, generator=torch.Generator().manual_seed(0))
-    buffer = MetricBuffer(("loss", "accuracy"))
-    buffer.load(rows[:0], 0)
-    for number, row in enumerate(rows, start=1):
-        buffer.add(row.clone())
-        buffer.end_step(number)
-        if number in (100, 300):
-            assert torch.equal(buffer.peek(lambda sums: sums), rows[:number])
-    assert torch.equal(buffer.flush(lambda sums: sums), rows)
-    assert buffer.flush(lambda sums: sums).shape == (0, 2)
-
-
-def test_a_buffer_does_not_keep_a_tensor_for_each_step() -> None:
-    buffer = MetricBuffer(("loss", "accuracy"))
-    rows = [torch.rand(2) for _ in range(1000)]
-    alive = [weakref.ref(row) for row in rows]
-    while rows:
-        buffer.add(rows.pop())
-        buffer.end_step(1000 - len(rows))
-    assert sum(reference() is not None for reference in alive) < 300

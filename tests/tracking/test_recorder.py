@@ -279,13 +279,6 @@ def test_secrets_are_masked_and_invalid_utf8_is_escaped_for_the_tracker(tmp_path
     board.close(done=True)
 
 
-def test_a_session_that_ends_with_an_error_is_not_marked_done(tmp_path: Path) -> None:
-    tracker = Calls()
-    with pytest.raises(ZeroDivisionError), Recorder(tracker, tmp_path, 0):
-        raise ZeroDivisionError
-    assert tracker.calls == [("open", tmp_path, 1), ("close", False)]
-
-
 def test_nothing_is_written_on_ranks_other_than_0(tmp_path: Path) -> None:
     for tracker in (TensorBoard(), tracked := Calls()):
         record(Recorder(tracker, tmp_path, 0, visible=False), torch.zeros(3, 4, 4, dtype=torch.uint8))

@@ -141,16 +141,6 @@ def test_the_diverged_batch_is_that_of_its_step(overrides: tuple[str, ...]) -> N
     assert torch.equal(found["targets"], torch.cat([batch.targets for batch in wanted]))
 
 
-def test_a_batch_larger_than_an_epoch_is_refused() -> None:
-    workload = classifier()
-    samples = len(workload.train)
-    assert workload.steps_per_epoch(64) == samples / 64
-    with pytest.raises(ConfigError) as refusal:
-        workload.steps_per_epoch(samples + 1)
-    assert (refusal.value.key, refusal.value.got) == ("batch_size", samples + 1)
-    assert f"batch_size={samples}" in refusal.value.remedy
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Workloads that do not measure what they name
 

@@ -132,13 +132,6 @@ def test_every_mode_equals_a_plain_loop(
     assert largest_difference(weights_at(tmp_path, STEPS), plain(case)) <= 1e-6  # targets are float32
 
 
-def test_the_weighted_loss_of_a_batch_is_the_mean_of_its_parts() -> None:
-    workload = classifier(CASES["class weights"][0])
-    outputs, targets = torch.randn(12, 10), torch.arange(12) % 10
-    parts = [workload.criterion(o, t) for o, t in zip(outputs.split(3), targets.split(3), strict=True)]
-    torch.testing.assert_close(torch.stack(parts).mean(), workload.criterion(outputs, targets))
-
-
 @pytest.mark.parametrize("option", ["mixup=0.4", "cutmix=1"])
 def test_a_mixed_batch_does_not_depend_on_how_it_is_divided(option: str) -> None:
     """The samples are also augmented; the random numbers for a sample do not depend on the other samples."""

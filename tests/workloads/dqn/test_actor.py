@@ -115,14 +115,6 @@ def test_repetition_lengths_have_the_distribution_of_the_paper(exponent: float) 
     assert counts / counts.sum() == pytest.approx(chances / chances.sum(), abs=0.01)
 
 
-def test_a_repetition_is_not_interrupted_by_later_draws() -> None:
-    explores, actions = explored(0.1, 300)
-    begun = actions // NUM_ENVS == np.arange(300)[:, None]  # the value of an action encodes the step of its draw
-    continued = explores[1:] & ~begun[1:]
-    assert continued.any()
-    assert (explores[:-1][continued] & (actions[1:] == actions[:-1])[continued]).all()
-
-
 def test_the_end_of_an_episode_ends_the_repetition() -> None:
     random, repeats = np.random.default_rng(0), Repeats(NUM_ENVS, LONGEST)
     everywhere, nowhere = np.ones(NUM_ENVS, bool), np.zeros(NUM_ENVS, bool)
