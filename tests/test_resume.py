@@ -313,7 +313,7 @@ def test_a_run_whose_directory_is_removed_or_renamed_stops(change: str, mode: st
     elif change == "replaced":
         path.mkdir()
     code, console = command.wait_for_all_processes()
-    assert (code, f"{path} has been removed or renamed" in console) == (1, True), console
+    assert (code, f"{path} cannot be written: it has been removed or renamed" in console) == (1, True), console
     assert "resume: python" not in console
     assert path.exists() == (change == "replaced")
     assert not list(path.parent.glob("*/*"))

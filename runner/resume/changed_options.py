@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError
 from runner.config.overrides import LOCATION_KEYS
-from runner.config.schema import load_class, option_fields
+from runner.config.schema import load_class
 from runner.parallel.base import Parallel
-from runner.run import Run
 from runner.system.secrets import redacted_values
 
 _ESSENTIAL = ("seed", "batch_size", "workload", "model", "data", "env")
@@ -49,7 +47,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differ
     Raises:
         ConfigError: if a config names a class that cannot be loaded.
     """
-    saved, now = (redacted_values(_completed(config)) for config in (saved, now))
+    saved, now = redacted_values(dict(saved)), redacted_values(dict(now))
     keys = dict.fromkeys((*_ESSENTIAL, "optimizer", *now, *saved))
     return [found for key in keys if key not in _HOW or key == "parallel" for found in _compared(key, saved, now)]
 
@@ -87,20 +85,3 @@ def _compared(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Ite
 def _options(node: Any) -> dict[str, Any]:
     """Return the options of a component; of a plain value such as the seed, `{"": node}`."""
     return dict(node) if isinstance(node, Mapping) else {"": node}
-
-
-def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `config` in which options that a component did not have then have their default values."""
-
-    def node(value: Any) -> Any:
-        is_component = isinstance(value, Mapping) and "_target_" in value
-        return _defaults(load_class(value["_target_"], object)) | dict(value) if is_component else value
-
-    return {key: node(value) for key, value in (_defaults(Run) | dict(config)).items()}
-
-
-def _defaults(cls: type) -> dict[str, Any]:
-    known = option_fields(cls)
-    defaults = {field.name: field.default for field in fields(cls) if field.name in known}
-    given = {name: value for name, value in defaults.items() if value is not MISSING}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}

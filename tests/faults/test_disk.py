@@ -167,7 +167,7 @@ def test_a_directory_removed_during_training_is_recreated_or_reported(what: str,
         code, console = run_in_this_process(list(OPTIONS), tmp_path)
         assert "Traceback" not in console, console
         if what == "":
-            assert (code, "has been removed or renamed" in console) == (1, True), console
+            assert (code, "it has been removed or renamed" in console) == (1, True), console
             assert not list(tmp_path.glob("outputs/a/*"))
         elif code == 0:
             [path] = tmp_path.glob("outputs/a/*")
