@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -191,10 +190,6 @@ def move(model: torch.nn.Module, device: torch.device, channels_last: bool) -> N
 
 def devices_of_one_process(choice: Device) -> list[torch.device]:
     """Return the GPUs that `choice` selects, by default all visible ones, or the one device of another kind."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if choice.kind != "cpu" and hidden is not None and hidden.split(",")[0].strip() in ("", "-1"):
-        why = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU, and there is nothing to spread the work over"
-        raise ConfigError("device.kind", choice.kind, why, "unset it, or say device=cpu")
     with errors_under("device"):
         device = choice.resolve()
         return choice.resolve_all() if device.type == "cuda" else [device]

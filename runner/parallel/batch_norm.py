@@ -30,8 +30,7 @@ class BatchNormOfAnyDim(_BatchNorm):
     """Batch normalization (Ioffe and Szegedy, 2015) of inputs [n, channels, …]; subclasses compute the statistics."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"got an input of shape {list(input.shape)}: there are no channels (its second dimension)")
+        pass  # any
 
     @torch.no_grad()
     def update_running_stats(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
@@ -50,7 +49,6 @@ class SyncBatchNorm(BatchNormOfAnyDim):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return super().forward(input)
-        self._check_input_dim(input)
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         others = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
@@ -77,17 +75,12 @@ class _AllReduceSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        total = gradient.contiguous().clone()
-        torch.distributed.all_reduce(total)
-        return total
+        return _sum_over_ranks(gradient)
 
 
-def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    return _AllReduceSum.apply(tensor)  # pyright: ignore[reportReturnType]
-
-
+_sum_over_ranks: Any = _AllReduceSum.apply
 if torch.__version__ < "2.14":  # compiled by torch 2.11, the all-reduces give wrong sums; 2.14 was found to be right
-    _sum_over_ranks = torch.compiler.disable(_sum_over_ranks)  # pyright: ignore[reportAssignmentType]
+    _sum_over_ranks = torch.compiler.disable(_sum_over_ranks)
 
 
 def defer(model: torch.nn.Module) -> None:
@@ -95,10 +88,8 @@ def defer(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             module.__class__ = DeferredBatchNorm  # in place: keeps parameters, buffers and their names
-            assert isinstance(module, DeferredBatchNorm)
-            assert module.running_mean is not None
+            mean: Any = module.running_mean
             # Buffers, so that a recomputed forward pass (models.layers) does not count twice.
-            mean = module.running_mean
             for name, like in (("seen", mean.new_zeros(())), ("seen_mean", mean), ("seen_squares", mean)):
                 module.register_buffer(name, torch.zeros_like(like), persistent=False)
 
@@ -125,20 +116,15 @@ class DeferredBatchNorm(BatchNormOfAnyDim):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return super().forward(input)
-        self._check_input_dim(input)
         # With a momentum of one, torch's kernel returns the statistics of the micro-batch, without a second pass.
         mean, variance = torch.zeros_like(self.seen_mean), torch.zeros_like(self.seen_squares)
         output = torch.nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-        self._merge(mean, variance, input.numel() // input.size(1))
-        return output
-
-    @torch.no_grad()
-    def _merge(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
-        total = self.seen + count
-        distance = mean - self.seen_mean
+        count = input.numel() // input.size(1)
+        total, distance = self.seen + count, mean - self.seen_mean
         self.seen_mean += distance * (count / total)
         self.seen_squares += variance * (count - 1) + distance.square() * (self.seen * count / total)
         self.seen += count
+        return output
 
     @torch.no_grad()
     def update(self) -> None:

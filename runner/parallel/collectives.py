@@ -41,16 +41,18 @@ def decode(message: bytes) -> Any:
         raise ValueError("a message from another rank has other values than plain ones, tensors and dtypes") from error
 
 
-def refusal_as_plain(error: ConfigError | None) -> tuple | None:
-    """Return `error` as a tuple that can be encoded; `refusal_from_plain` restores it."""
-    if error is None:
-        return None
+def error_as_plain(error: Exception | None) -> tuple | str | None:
+    """Return `error` as a value that `encode` takes; `error_from_plain` restores it, but for the type of a failure."""
+    if not isinstance(error, ConfigError):
+        return error and f"{type(error).__name__}: {error}"
     got = () if error.got is ABSENT else error.got
     plain = isinstance(got, bool | int | float | str | list | tuple | None)
     return error.key, got if plain else repr(got), error.why, error.remedy  # it is only displayed
 
 
-def refusal_from_plain(sent: tuple) -> ConfigError:
+def error_from_plain(sent: tuple | str) -> ConfigError | LostError:
+    if isinstance(sent, str):
+        return LostError(f"rank 0 failed: {sent}")
     key, got, why, remedy = sent
     return ConfigError(key, ABSENT if got == () else got, why, remedy)
 
@@ -82,15 +84,6 @@ class Collectives:
     def local_share(self, total: torch.Tensor) -> torch.Tensor:
         """Return what this rank passes to `all_reduce` so that it returns `total` again, which all ranks have."""
         return total
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> None:
-        """Set `tensor` to its elementwise maximum over all ranks, in place."""
-
-    def all_reduce_mean(self, tensor: torch.Tensor) -> None:
-        """Set `tensor` to its elementwise mean over all ranks, in place.
-
-        In float64, so that a value that is the same on all ranks does not change.
-        """
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank. The result is the same on all ranks.
@@ -158,14 +151,6 @@ class ProcessGroup(Collectives):
     def local_share(self, total: torch.Tensor) -> torch.Tensor:
         return total if self.rank == 0 else torch.zeros_like(total)
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> None:
-        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-
-    def all_reduce_mean(self, tensor: torch.Tensor) -> None:
-        total = tensor.double()
-        torch.distributed.all_reduce(total)
-        tensor.copy_(total / self.world_size)
-
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` was true on any rank in the previous call: the all-reduce overlaps with a step."""
         ours = torch.tensor(int(flag))
@@ -184,15 +169,9 @@ class ProcessGroup(Collectives):
             result = make() if self.rank == 0 else None
         except Exception as raised:  # the other ranks wait for the result
             error = raised
-        refusal = refusal_as_plain(error) if isinstance(error, ConfigError) else None
-        failure = f"rank 0 failed: {type(error).__name__}: {error}" if error else ""
-        result, refusal, failure = self.all_gather((result, refusal, failure))[0]
-        if error is not None:
-            raise error
-        if refusal is not None:
-            raise refusal_from_plain(refusal)
-        if failure:
-            raise LostError(failure)
+        result, sent = self.all_gather((result, error_as_plain(error)))[0]
+        if sent is not None:
+            raise error or error_from_plain(sent)
         return cast(T, result)
 
     def on_all_ranks(self, make: Callable[[], T]) -> T:
@@ -201,9 +180,9 @@ class ProcessGroup(Collectives):
             result = make()
         except ConfigError as error:
             refusal = error
-        for sent in self.all_gather(refusal_as_plain(refusal)):
+        for sent in self.all_gather(error_as_plain(refusal)):
             if sent is not None:
-                raise refusal_from_plain(sent)
+                raise error_from_plain(sent)
         return cast(T, result)
 
     def all_gather(self, value: Any) -> list[Any]:

@@ -98,34 +98,26 @@ class _CommonPasses:
 
     def __init__(self, model: torch.nn.Module, session: Session):
         self._model, self._session = model, session
-        self._inputs: torch.Tensor | None = None  # those of the latest pass
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs for `inputs`, when every process either calls this function or `finish`."""
-        self._any_has(inputs)
-        self._inputs = inputs
+        self._specs(inputs)
         return self._forward(inputs)
 
     def finish(self) -> None:
-        """Make passes without a use of their outputs until no process needs another one."""
-        while self._any_has(None):
-            assert self._inputs is not None
-            self._forward(self._inputs)
+        """Make passes of zeros, without a use of their outputs, until no process needs another one."""
+        while specs := self._specs(None):
+            shape, dtype = specs[0]
+            self._forward(torch.zeros(shape, dtype=dtype, device=self._session.device))
+
+    def _specs(self, inputs: torch.Tensor | None) -> list[Any]:
+        """Return the shape and dtype of the inputs of each process that has some."""
+        spec = None if inputs is None else (tuple(inputs.shape), inputs.dtype)
+        return [each for each in self._session.collectives.all_gather(spec) if each is not None]
 
     def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():  # FSDP keeps tensors of a pass for the next training step
             return self._model(inputs)
-
-    def _any_has(self, inputs: torch.Tensor | None) -> bool:
-        """Return whether any process has inputs, and take zeros like them if this one never had any."""
-        collectives = self._session.collectives
-        if self._inputs is not None:
-            return bool(collectives.all_reduce({"": torch.tensor(int(inputs is not None))})[""])
-        specs = collectives.all_gather(None if inputs is None else (tuple(inputs.shape), inputs.dtype))
-        for shape, dtype in filter(None, specs):
-            self._inputs = torch.zeros(shape, dtype=dtype, device=self._session.device)
-            return True
-        return False
 
 
 def _without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -109,7 +109,10 @@ class MultiProcess(Parallel, ABC):
 
 
 def average_buffers(model: torch.nn.Module, collectives: Collectives) -> None:
-    """Replace each floating-point buffer of `model` by its mean over all ranks; called on every rank."""
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            collectives.all_reduce_mean(buffer.detach())
+    """Replace each floating-point buffer of `model` by its mean over all ranks; called on every rank.
+
+    In float64, so that a value that is the same on all ranks does not change.
+    """
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    for name, total in collectives.all_reduce({name: each.double() for name, each in buffers.items()}).items():
+        buffers[name].copy_(total / collectives.world_size)

@@ -224,7 +224,7 @@ class Pipeline(Partition, MultiProcess):
         return total
 
     def combine_overflow(self, found_inf: torch.Tensor) -> None:
-        self._session.collectives.all_reduce_max(found_inf)
+        found_inf.copy_(self._session.collectives.all_reduce({"": found_inf})[""].clamp(max=1))
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         session, workload = self._session, self._session.workload

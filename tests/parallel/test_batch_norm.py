@@ -147,10 +147,3 @@ def test_a_norm_without_running_statistics_is_unchanged() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False))
     defer(model)
     assert type(model[0]) is nn.BatchNorm2d
-
-
-def test_inputs_without_channels_are_refused() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    defer(model)
-    with pytest.raises(ValueError, match=r"shape \[2\]: there are no channels"):
-        model(torch.zeros(2))

@@ -79,15 +79,6 @@ def test_all_gpus_or_those_in_indices_are_used_in_the_given_order(
     assert (refusal.value.key, refusal.value.got) == ("device.indices", [0, 2])
 
 
-@pytest.mark.parametrize("hidden", ["", "-1", "-1,0"])
-def test_hidden_gpus_are_refused_unless_the_cpu_is_asked_for(hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    with pytest.raises(ConfigError) as refusal:
-        devices_of_one_process(Device())
-    assert (refusal.value.key, refusal.value.got) == ("device.kind", "auto")
-    assert devices_of_one_process(Device(kind="cpu")) == [torch.device("cpu")]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # On GPUs
 

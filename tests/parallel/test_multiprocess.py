@@ -90,18 +90,20 @@ def test_options_that_an_external_launcher_sets(
 def test_buffers_are_averaged_over_the_processes(ranks: Callable[[int], PersistentRanks]) -> None:
     """Only floating-point buffers are averaged; each process keeps its own integer count."""
     config = compose_config(*TINY_CPU, "parallel=ddp", "batch_size=63")
-    for rank, (mean, tracked) in enumerate(ranks(3).call_on_all(averaged, config)):
-        assert mean == [1.0, 1.0]
+    torch.manual_seed(0)
+    equal = torch.rand(1000)
+    for rank, (means, variances, tracked) in enumerate(ranks(3).call_on_all(averaged, config, equal)):
+        assert torch.equal(means, torch.ones(1000))
+        assert torch.equal(variances, equal), "a sum of three in float32, divided by three, would differ"
         assert tracked == rank
 
 
-def averaged(config: dict[str, Any]) -> tuple[list[float], int]:
-    """In a rank: return the running mean and the batch count of a batch normalization after `average_buffers`."""
+def averaged(config: dict[str, Any], equal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """In a rank: return the buffers of a batch normalization after `average_buffers`; `equal` are its variances."""
     with connected_session(config) as (_, session):
-        norm = torch.nn.BatchNorm1d(2)
-        assert norm.running_mean is not None
-        assert norm.num_batches_tracked is not None
+        norm: Any = torch.nn.BatchNorm1d(1000)
         norm.running_mean.fill_(session.rank)
+        norm.running_var.copy_(equal)
         norm.num_batches_tracked.fill_(session.rank)
         average_buffers(norm, session.collectives)
-        return norm.running_mean.tolist(), int(norm.num_batches_tracked)
+        return norm.running_mean, norm.running_var, int(norm.num_batches_tracked)
