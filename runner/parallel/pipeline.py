@@ -149,7 +149,7 @@ class Pipeline(Partition, MultiProcess):
         if chunks == 1:
             log.warning("one micro-batch of %d samples: one stage computes at a time, nothing overlaps", size)
         *between, last = (profiles[stop - 1] for stop in accumulate(map(len, stages)))
-        passed = [ActivationSpec(each.shape, each.dtype, session.channels_last) for each in between]
+        passed = [ActivationSpec(each.shape, each.dtype) for each in between]
         numbers = range(count)  # of the stages in this process
         if self.in_processes:
             check_split_backward(self.schedule, model)
@@ -160,9 +160,10 @@ class Pipeline(Partition, MultiProcess):
                 why = f"process {session.rank} has nothing to train"
                 raise ConfigError("parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
         move(model, session.device, session.channels_last)
-        sent = [None, *(passed if self.in_processes else [None] * len(passed)), None]
-        autocast = session.precision.autocast
-        placed = {i: StageModule(stages[i], sent[i], sent[i + 1], autocast) for i in numbers}
+        placed = {}
+        for i in numbers:
+            received, sent = (self.in_processes and not is_end for is_end in (i == 0, i == count - 1))
+            placed[i] = StageModule(stages[i], received, sent, session.channels_last, session.precision.autocast)
         if 0 in placed:
             session.precision.convert(placed[0])  # the inputs are passed to the first stage, not to the whole network
 

@@ -18,77 +18,58 @@ class ActivationSpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    channels_last: bool = False
-
-    @property
-    def sent_shape(self) -> tuple[int, ...]:
-        """The shape of one sample's activations in the format in which they are sent."""
-        channels, *sides = self.shape
-        return (*sides, channels) if self.is_permuted else self.shape
-
-    @property
-    def is_permuted(self) -> bool:
-        """Whether activations are permuted to [n, height, width, channels], in which NHWC is contiguous, to be sent."""
-        return self.channels_last and len(self.shape) == 3
 
     def empty(self, count: int, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor for the activations of `count` samples, in the format for sending."""
-        return torch.empty(count, *self.sent_shape, dtype=self.dtype, device=device)
+        """Return an uninitialized tensor for the activations of `count` samples."""
+        return torch.empty(count, *self.shape, dtype=self.dtype, device=device)
 
 
 class StageModule(nn.Module):
-    """A module of consecutive blocks, whose inputs and outputs have the format in which activations are sent.
-
-    `inputs` or `outputs` is None if the inputs or outputs are not sent, and need no conversion.
-    """
+    """A module of consecutive blocks, which takes and returns contiguous tensors if they are `received` or `sent`."""
 
     def __init__(
         self,
         blocks: Iterable[nn.Module],
-        inputs: ActivationSpec | None,
-        outputs: ActivationSpec | None,
+        received: bool,
+        sent: bool,
+        channels_last: bool,
         autocast: Callable[[], AbstractContextManager],
     ):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self.inputs, self.outputs, self.autocast = inputs, outputs, autocast
+        self.received, self.sent, self.channels_last, self.autocast = received, sent, channels_last, autocast
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.inputs is not None:
-            x = _FromSent.apply(x, self.inputs.is_permuted)  # pyright: ignore[reportAssignmentType]
+        if self.received:
+            x = _Received.apply(x, self.channels_last and x.dim() == 4)  # pyright: ignore[reportAssignmentType]
         with self.autocast():
             for block in self.blocks:
                 x = block(x)
-        if self.outputs is not None:
-            x = _ToSent.apply(x, self.outputs.is_permuted)  # pyright: ignore[reportAssignmentType]
-        return x
+        return _Sent.apply(x) if self.sent else x  # pyright: ignore[reportReturnType]
 
 
-class _FromSent(torch.autograd.Function):
-    """Conversion of received activations to the format of the blocks; the backward pass converts the gradient back."""
+class _Received(torch.autograd.Function):
+    """Conversion of received activations to the memory format of the blocks; their gradient is sent back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, permuted: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.permuted = permuted
-        return x.permute(0, 3, 1, 2) if permuted else x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, channels_last: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.contiguous(memory_format=torch.channels_last) if channels_last else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (gradient.permute(0, 2, 3, 1) if ctx.permuted else gradient).contiguous(), None
+        return gradient.contiguous(), None
 
 
-class _ToSent(torch.autograd.Function):
-    """Conversion of activations to the format in which they are sent; the backward pass converts the gradient back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, permuted: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.permuted = permuted
-        # .data, so that autograd does not treat it as a view, which cannot be detached in place.
-        return (x.permute(0, 2, 3, 1) if permuted else x).contiguous().data
+class _Sent(torch.autograd.Function):
+    """Conversion of activations to a contiguous tensor."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient.permute(0, 3, 1, 2) if ctx.permuted else gradient, None
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.contiguous().data  # otherwise, autograd would treat it as a view, which cannot be detached in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient
 
 
 def keep_only(model: nn.Module, names: set[str]) -> None:

@@ -14,17 +14,15 @@ from runner.parallel.pipelining.partition import Partition
 from runner.parallel.pipelining.stages import ActivationSpec, StageModule, keep_only
 
 CPU = torch.device("cpu")
-IMAGES = ActivationSpec((4, 6, 5), torch.float32, channels_last=True)
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last: bool) -> None:
-    spec = IMAGES._replace(channels_last=channels_last)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     convolutions = [nn.Conv2d(4, 4, 3, padding=1).to(memory_format=layout) for _ in range(2)]  # type: ignore[call-overload]
     first, second = (
-        StageModule([block], inputs, outputs, nullcontext)
-        for block, inputs, outputs in zip(convolutions, (None, spec), (spec, None), strict=True)
+        StageModule([block], received, sent, channels_last, nullcontext)
+        for block, received, sent in zip(convolutions, (False, True), (True, False), strict=True)
     )
     images = torch.randn(2, 4, 6, 5).to(memory_format=layout)
     wanted = convolutions[1](convolutions[0](images))
@@ -32,7 +30,7 @@ def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last:
 
     sent = first(images)
     assert sent.is_contiguous()
-    assert sent.shape == spec.empty(2, CPU).shape == ((2, 6, 5, 4) if channels_last else (2, 4, 6, 5))
+    assert sent.shape == ActivationSpec((4, 6, 5), torch.float32).empty(2, CPU).shape == (2, 4, 6, 5)
     assert not sent._is_view(), "a schedule may detach it in place"
     received = sent.detach().clone().requires_grad_()
     outputs = second(received)
@@ -47,7 +45,7 @@ def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last:
 
 
 def test_a_stage_computes_under_autocast() -> None:
-    stage = StageModule([nn.Linear(3, 2)], None, None, lambda: torch.autocast("cpu", torch.bfloat16))
+    stage = StageModule([nn.Linear(3, 2)], False, False, False, lambda: torch.autocast("cpu", torch.bfloat16))
     assert stage(torch.ones(1, 3)).dtype == torch.bfloat16
 
 

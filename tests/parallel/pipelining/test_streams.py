@@ -29,7 +29,7 @@ def test_each_stage_has_a_different_micro_batch_in_each_clock_cycle() -> None:
 def stages() -> list[StageModule]:
     torch.manual_seed(0)
     blocks = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]
-    return [StageModule([block], None, None, nullcontext) for block in blocks]
+    return [StageModule([block], False, False, False, nullcontext) for block in blocks]
 
 
 def test_the_recording_has_every_computation() -> None:
