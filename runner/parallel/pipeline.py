@@ -20,7 +20,6 @@ from runner.parallel.compiling import compile_in_place
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.multiprocess import MultiProcess
-from runner.parallel.pipelining.gantt import gantt
 from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
@@ -35,7 +34,7 @@ from runner.parallel.pipelining.schedules import (
     num_micro_batches,
 )
 from runner.parallel.pipelining.stages import ActivationSpec, StageModule, keep_only
-from runner.parallel.pipelining.timeline import Span, Timeline, bubble
+from runner.parallel.pipelining.timeline import Span, Timeline, bubble, gantt
 from runner.parallel.session import Session
 from runner.system.section_timer import timer
 from runner.tracking.image_grids import png

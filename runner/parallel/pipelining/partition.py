@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +18,7 @@ from models.blocks import blocks_of as listed_blocks
 from runner.config.errors import ConfigError, check_range, did_you_mean
 from runner.device import synchronize
 from runner.model.base import without_memory
+from runner.parallel.base import move
 from runner.parallel.pipelining.stages import named_tensors
 from runner.parallel.session import Session
 from runner.workloads.base import SupervisedWorkload, Workload
@@ -133,13 +134,11 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
     for cut in cuts:
         if cut not in positions:
             raise ConfigError("parallel.cuts", cut, "there is no such block;", did_you_mean(cut, positions))
-        if positions[cut] == 0:
-            raise ConfigError("parallel.cuts", cut, "no block comes before it", f"cut at {names[1]} or later")
     found = [positions[cut] for cut in cuts]
-    in_order = sorted(set(found))
-    if found != in_order:
-        why, remedy = "each block may be named once, in the network's order", ",".join(names[i] for i in in_order)
-        raise ConfigError("parallel.cuts", list(cuts), why, f"parallel.cuts=[{remedy}]")
+    if found != sorted({*found} - {0}):
+        why = f"blocks begin stages, in the network's order, once each, and not {names[0]}"
+        in_order = ",".join(names[i] for i in sorted({*found} - {0}))
+        raise ConfigError("parallel.cuts", list(cuts), why, f"parallel.cuts=[{in_order or names[1]}]")
     return found
 
 
@@ -148,21 +147,15 @@ def balanced(seconds: Sequence[float], count: int) -> list[int]:
 
     Among such partitions of blocks that take `seconds`, one with stages of similar times is preferred.
     """
-    assert 1 <= count <= len(seconds), f"{len(seconds)} blocks do not make {count} stages"
-    sums = [0.0]
-    for each in seconds:
-        sums.append(sums[-1] + each)
+    sums = [0.0, *accumulate(seconds)]
+    # For the first blocks of each number: the time of the slowest stage, the sum of the squared times, and the cuts.
     best: list[tuple[float, float, list[int]]] = [(total, total**2, []) for total in sums]
     for num_stages in range(2, count + 1):
         fewer = best
         best = [(float("inf"), float("inf"), [])] * len(sums)
         for stop in range(num_stages, len(sums)):
-            starts = range(num_stages - 1, stop)
-            times = [(start, sums[stop] - sums[start], fewer[start]) for start in starts]
-            best[stop] = min(
-                (max(slowest, last), squares + last**2, [*before, start])
-                for start, last, (slowest, squares, before) in times
-            )
+            times = ((start, sums[stop] - sums[start], fewer[start]) for start in range(num_stages - 1, stop))
+            best[stop] = min((max(most, last), rest + last**2, [*cuts, i]) for i, last, (most, rest, cuts) in times)
     return best[-1][2]
 
 
@@ -194,29 +187,18 @@ def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, session: Sessio
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs  # float64 under precision=64
     profiles, x = [], inputs if timed else inputs[:1]
     for name, block in blocks_of(model):
-        copied = copy.deepcopy(block).to(x.device).train(timed)
-        if session.channels_last:
-            copied.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        copied = copy.deepcopy(block)
+        move(copied.train(timed), x.device, session.channels_last)
         # The inputs of the first block are data, which need no gradient.
-        seconds = measured_seconds(copied, x, autocast, bool(profiles)) if timed else 0.0
+        seconds = _median_seconds(copied, x.detach().clone().requires_grad_(bool(profiles)), autocast) if timed else 0.0
         with torch.no_grad(), autocast():
             x = copied(x)
         profiles.append(BlockProfile(name, seconds, tuple(x.shape[1:]), x.dtype))
     return profiles
 
 
-def measured_seconds(
-    block: torch.nn.Module, x: torch.Tensor, autocast: Callable[[], AbstractContextManager], requires_grad: bool
-) -> float:
-    """Return the median time of a forward and backward pass of `block` in seconds, after a warm-up.
-
-    Args:
-        block: the block.
-        x: inputs of the block.
-        autocast: function that returns a context manager for the forward pass.
-        requires_grad: whether to compute the gradient of the inputs, too.
-    """
-    x = x.detach().clone().requires_grad_(requires_grad)
+def _median_seconds(block: torch.nn.Module, x: torch.Tensor, autocast: Callable[[], AbstractContextManager]) -> float:
+    """Return the median time of a forward and backward pass of `block`, after a warm-up."""
     times: list[float] = []
     while len(times) < 4 or (sum(times[1:]) < _MIN_SECONDS and len(times) < _MAX_REPEATS):
         synchronize(x.device)

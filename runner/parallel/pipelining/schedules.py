@@ -36,11 +36,7 @@ def num_micro_batches(
 ) -> int:
     """Return the number of micro-batches into which `samples` are split; by default, about four per stage.
 
-    Args:
-        samples: number of samples in one pass through the pipeline.
-        split_size: requested number of samples per micro-batch; None if not specified.
-        count: requested number of micro-batches; None if not specified.
-        schedule, num_stages, num_processes: those of the pipeline.
+    `split_size`, the number of samples per micro-batch, or `count`, that of micro-batches, is what the user asks for.
 
     Raises:
         ConfigError: if this is impossible; the error names the nearest possible numbers.
@@ -54,12 +50,11 @@ def num_micro_batches(
     for key, got, choices in (("split_size", split_size, sizes), ("num_micro_batches", count, possible)):
         if got is None or got in choices:
             continue
-        together = f"{samples} samples that go through together (batch_size / accumulation.steps)"
-        if got > samples:
-            why = f"there are no more than {together}"
-        else:
-            indivisible = f"it does not divide the {together}" if samples % got else ""
-            why = indivisible or why_not(samples // got if key == "split_size" else got)
+        why = why_not(samples // got if key == "split_size" else got) if samples % got == 0 else ""
+        why = (
+            why
+            or f"it does not divide the {samples} samples that go through together (batch_size / accumulation.steps)"
+        )
         near = [*[each for each in choices if each < got][-1:], *[each for each in choices if each > got][:1]]
         nearest = " or ".join(f"parallel.{key}={each}" for each in near)
         raise ConfigError(f"parallel.{key}", got, why, f"the nearest that can be: {nearest}")

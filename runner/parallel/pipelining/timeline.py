@@ -1,4 +1,4 @@
-"""The times at which the stages of a pipeline compute, and the bubble: the idle fraction of the workers' time."""
+"""The times at which the stages of a pipeline compute, their bubble, the idle fraction of the time, and their picture."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runner.device import synchronize
+from runner.tracking.image_grids import font, to_tensor
 
 
 class Span(NamedTuple):
@@ -102,11 +103,8 @@ def bubble(spans: Sequence[Span], num_workers: int) -> dict[str, float]:
     least = 0.0  # a lower bound on the seconds of the step
     for worker in range(num_workers):
         before, of_worker = set(range(worker)), set(range(worker, num_stages, num_workers))
-        first = _seconds(spans, before, ("forward",), 0)
-        after, deferred = (
-            _seconds(spans, before, ("backward",), num_micros - 1),
-            _seconds(spans, of_worker, ("weights",)),
-        )
+        first = _seconds(spans, before, "forward", 0)
+        after, deferred = _seconds(spans, before, "backward", num_micros - 1), _seconds(spans, of_worker, "weights")
         least = max(least, first + max(busy[worker], busy[worker] - deferred + after))
     found = {
         "pipeline/bubble": 1 - sum(busy) / (num_workers * max(seconds, 1e-9)),
@@ -118,11 +116,55 @@ def bubble(spans: Sequence[Span], num_workers: int) -> dict[str, float]:
     return found
 
 
-def _seconds(
-    spans: Sequence[Span], stages: set[int], kinds: Sequence[str] | None = None, micro: int | None = None
-) -> float:
+def _seconds(spans: Sequence[Span], stages: set[int], kind: str | None = None, micro: int | None = None) -> float:
     return sum(
         span.stop - span.start
         for span in spans
-        if span.stage in stages and (kinds is None or span.kind in kinds) and micro in (None, span.micro)
+        if span.stage in stages and kind in (None, span.kind) and micro in (None, span.micro)
     )
+
+
+COLORS = {
+    "forward": ((66, 133, 244), (120, 170, 255)),
+    "backward": ((52, 140, 90), (110, 185, 140)),
+    "weights": ((214, 140, 40), (238, 186, 110)),
+}
+"""For each kind of computation: the color of a worker's first stage, and the color of the worker's other stages."""
+
+_WIDTH, _ROW, _BAR, _MARGIN, _TOP, _BOTTOM = 1000, 46, 36, 74, 44, 50
+_INK, _IDLE, _LINE, _WHITE = (40, 40, 40), (235, 235, 235), (205, 205, 205), (255, 255, 255)
+
+
+def gantt(spans: Sequence[Span], num_workers: int, title: str) -> torch.Tensor:
+    """Draw a Gantt chart of one step: an RGB image, uint8 [3, height, width], in which stages have rows as workers."""
+    from PIL import Image, ImageDraw
+
+    begin, end = min(span.start for span in spans), max(span.stop for span in spans)
+    scale, bottom = (_WIDTH - _MARGIN - 16) / max(end - begin, 1e-9), _TOP + num_workers * _ROW
+    canvas = Image.new("RGB", (_WIDTH, bottom + _BOTTOM), _WHITE)
+    draw = ImageDraw.Draw(canvas)
+    draw.text((_WIDTH / 2, 16), title, _INK, font(14), anchor="mm")
+    for tick in range(9):
+        seconds = (end - begin) * tick / 8
+        draw.line((_MARGIN + seconds * scale, _TOP - 4, _MARGIN + seconds * scale, bottom), _LINE)
+        text = f"{seconds * 1000:.3g}{' ms' * (tick == 0)}"
+        draw.text((_MARGIN + seconds * scale, bottom + 9), text, _INK, font(12), anchor="mm")
+    row = "worker" if any(span.stage >= num_workers for span in spans) else "stage"
+    for worker in range(num_workers):
+        top = _TOP + worker * _ROW
+        draw.text((_MARGIN - 10, top + _BAR / 2), f"{row} {worker}", _INK, font(13), anchor="rm")
+        draw.rectangle((_MARGIN, top, _MARGIN + (end - begin) * scale, top + _BAR), _IDLE)
+    for stage, kind, micro, start, stop in sorted(spans, key=lambda span: span.start):
+        left, right = (_MARGIN + (moment - begin) * scale for moment in (start, stop))
+        top, color = _TOP + stage % num_workers * _ROW, COLORS[kind][stage >= num_workers]
+        draw.rectangle((left, top, max(left + 1, right), top + _BAR), color, outline=_WHITE)
+        if font(12).getlength(str(micro)) + 4 < right - left:
+            draw.text(((left + right) / 2, top + _BAR / 2), str(micro), _WHITE, font(12), anchor="mm")
+
+    x, y = float(_MARGIN), canvas.height - 14
+    legend = [(COLORS[kind][0], kind) for kind in COLORS if any(span.kind == kind for span in spans)]
+    for color, name in (*legend, (_IDLE, "idle")):
+        draw.rectangle((x, y - 6, x + 12, y + 6), color)
+        draw.text((x + 18, y), name, _INK, font(12), anchor="lm")
+        x += 36 + font(12).getlength(name)
+    return to_tensor(canvas)

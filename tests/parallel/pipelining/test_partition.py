@@ -41,7 +41,7 @@ def test_a_cut_is_the_name_of_a_block_or_layer(asked: list[str], found: list[int
     ("asked", "remedy"),
     [
         (["layr2.1"], "did you mean layer2.1 or"),
-        (["stem"], "cut at layer1.0 or later"),
+        (["stem"], "parallel.cuts=[layer1.0]"),
         (["layer2", "layer1"], "parallel.cuts=[layer1.0,layer2.0]"),
         (["layer2", "layer2.0"], "parallel.cuts=[layer2.0]"),
     ],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from runner.parallel.pipelining import gantt
-from runner.parallel.pipelining.timeline import Span, Timeline, bubble
+from runner.parallel.pipelining.timeline import COLORS, Span, Timeline, bubble, gantt
 
 CPU = torch.device("cpu")
 
@@ -95,12 +96,12 @@ def test_a_timeline_records_while_it_is_on(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_picture_has_a_box_for_each_computation_in_the_color_of_its_kind() -> None:
-    work = [(0, "forward", 0, 0.0, 0.1), (1, "forward", 0, 0.1, 0.2), (1, "backward", 0, 0.2, 0.4)]
-    work += [(2, "forward", 0, 0.4, 0.5), (0, "weights", 0, 0.6, 1.0)]
-    picture = gantt.gantt(work, 2, "a step")
+    spans = [(0, "forward", 0, 0.0, 0.1), (1, "forward", 0, 0.1, 0.2), (1, "backward", 0, 0.2, 0.4)]
+    spans += [(2, "forward", 0, 0.4, 0.5), (0, "weights", 0, 0.6, 1.0)]
+    picture = gantt(list(itertools.starmap(Span, spans)), 2, "a step")
     assert (picture.dtype, picture.shape[0]) == (torch.uint8, 3)
-    known = {color for pair in gantt.COLORS.values() for color in pair}
+    known = {color for pair in COLORS.values() for color in pair}
     rows = [set(map(tuple, picture[:, y].T.tolist())) & known for y in (49, 95)]  # just below the upper edges of boxes
-    forward, backward, weights = gantt.COLORS.values()
+    forward, backward, weights = COLORS.values()
     assert rows[0] == {forward[0], forward[1], weights[0]}, "further stages of a worker are lighter"
     assert rows[1] == {forward[0], backward[0]}
