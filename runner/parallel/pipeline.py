@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -216,8 +217,7 @@ class Pipeline(Partition, MultiProcess):
         return torch.stack(sums).sum(0) if sums else torch.zeros(len(workload.metrics), device=device)
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
-        parameters = [parameter for parameter in trainable(model) if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm, parameters = super().clip_gradients(model, None), trainable(model)
         total = self._session.collectives.all_reduce({"squares": norm.square()})["squares"].sqrt()
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
@@ -257,9 +257,9 @@ class Pipeline(Partition, MultiProcess):
         tensors, optimizer_state = full_state.collect(model, optimizer, keep=True)
         flat = {(name, key): value for name, state in optimizer_state.items() for key, value in state.items()}
         gather = self._session.collectives.gather_to_rank0
-        tensors, states = gather(tensors), {}
+        tensors, states = gather(tensors), defaultdict(dict)
         for (name, key), value in gather(flat).items():
-            states.setdefault(name, {})[key] = value
+            states[name][key] = value
         # In the order in which a single device saves them.
         names = [name for name in self._names if name in tensors]
         return {name: tensors[name] for name in names}, {name: states[name] for name in names if name in states}
@@ -272,7 +272,7 @@ class Pipeline(Partition, MultiProcess):
         optimizer_state: dict[str, Any],
     ) -> None:
         others = set(self._names) - model.state_dict().keys()
-        tensors, optimizer_state = (
-            {name: value for name, value in saved.items() if name not in others} for saved in (tensors, optimizer_state)
-        )
+        for saved in (tensors := dict(tensors), optimizer_state := dict(optimizer_state)):
+            for name in others & saved.keys():
+                del saved[name]
         super().load_full_state(model, optimizer, tensors, optimizer_state)

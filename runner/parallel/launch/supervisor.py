@@ -39,11 +39,7 @@ _UNKNOWN_EXIT = 255
 
 
 class RankError(Exception):
-    """Raised when a rank failed, died or hung; `what` happened to it, in one line.
-
-    `trace` is the traceback of its exception, empty if there was none, or if its message says enough; `result` that of
-    the run so far, None if rank 0 could not report it.
-    """
+    """Raised when a rank failed, died or hung; for `what`, `trace` and `result`, that of rank 0, see `Report`."""
 
     def __init__(self, rank: int, what: str, trace: str = "", result: Any = None):
         super().__init__(rank, what, trace, result)
@@ -59,12 +55,9 @@ class LostError(RuntimeError):
 
 @dataclass
 class Report:
-    """The outcome of a rank.
+    """The outcome of a rank: its return value, the config error that ended it, or `what` else did, in one line.
 
     Args:
-        value: return value of the rank.
-        refused: the config error that ended the rank; None if there was none.
-        what: the exception that ended the rank, in one line; empty if the rank succeeded, or ended with a config error.
         trace: the traceback of that exception; empty if the exception's message says enough.
         result: the result of the run up to that exception; None if it is unknown.
         by_others: whether the exception only means that another rank is gone.
@@ -94,10 +87,6 @@ def report_of(error: BaseException) -> Report:
     trace = "" if explained else "".join(traceback.format_exception(error))
     by_others = isinstance(error, LostError) or torch_errors.is_lost_peer(error)
     return Report(what=f"failed: {type(error).__name__}: {error}", trace=trace, result=result, by_others=by_others)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# In each rank
 
 
 def start_heartbeat(
@@ -138,10 +127,6 @@ def start_heartbeat(
 
     threading.Thread(target=send_heartbeats, daemon=True).start()
     return send
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# In the process that starts the ranks
 
 
 class Supervisor:
@@ -263,9 +248,9 @@ class Supervisor:
         ):
             self._read_pipes()
         reports = {rank: report for rank, report in enumerate(self.reports) if report and not report.succeeded}
-        for report in reports.values():
-            if report.refused is not None:
-                return report.refused
+        refusals = [report.refused for report in reports.values() if report.refused is not None]
+        if refusals:
+            return refusals[0]
         return RankError(*self._first(silent, reports), result=self.reports[0].result if self.reports[0] else None)
 
     def _first(self, silent: list[int], reports: dict[int, Report]) -> tuple[int, str, str]:

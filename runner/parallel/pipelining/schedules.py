@@ -51,10 +51,8 @@ def num_micro_batches(
         if got is None or got in choices:
             continue
         why = why_not(samples // got if key == "split_size" else got) if samples % got == 0 else ""
-        why = (
-            why
-            or f"it does not divide the {samples} samples that go through together (batch_size / accumulation.steps)"
-        )
+        together = f"{samples} samples that go through together (batch_size / accumulation.steps)"
+        why = why or f"it does not divide the {together}"
         near = [*[each for each in choices if each < got][-1:], *[each for each in choices if each > got][:1]]
         nearest = " or ".join(f"parallel.{key}={each}" for each in near)
         raise ConfigError(f"parallel.{key}", got, why, f"the nearest that can be: {nearest}")

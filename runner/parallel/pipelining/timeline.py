@@ -1,4 +1,4 @@
-"""The times at which the stages of a pipeline compute, their bubble, the idle fraction of the time, and their picture."""
+"""The times at which the stages of a pipeline compute, their bubble (the idle fraction), and their picture."""
 
 from __future__ import annotations
 
