@@ -35,8 +35,8 @@ OPTIONS = "conf"
 STUDY = "study.log"
 """The file in a sweep's directory in which Optuna stores the trials of a search."""
 
-_MAY_DIFFER = ("resume", "output_root", "sweep")
-"""Keys and groups whose overrides may differ when a sweep is resumed."""
+SHARED_KEYS = ("output_root", "resume", "sweep")
+"""Keys and groups that say where and how a sweep runs, and not what its jobs compute. They may differ in a resume."""
 
 SETTLED = (0, 3)
 """Exit codes of jobs that are not run again when a sweep is resumed: 0 (done) and 3 (diverged)."""
@@ -82,7 +82,7 @@ class Ledger:
     ):
         typed = list(typed)
         last = {override_key(text): canonical_override(text) for text in typed}
-        shown = redacted_values([text for key, text in last.items() if key.partition(".")[0] not in _MAY_DIFFER])
+        shown = redacted_values([text for key, text in last.items() if key.partition(".")[0] not in SHARED_KEYS])
         self.typed = sorted(printable(text) for text in shown)
         self.jobs: dict[int, dict[str, Any]] = {}
         self.num_jobs = 0

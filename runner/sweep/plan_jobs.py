@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -17,7 +17,7 @@ from runner.config.hydra_errors import explain
 from runner.config.options import groups_in_defaults, option_files
 from runner.config.overrides import override_key, override_value
 from runner.config.schema import load_class
-from runner.run import Run, build_run, config_hash
+from runner.run import build_run, config_hash
 from runner.storage.run_directory import job_name
 from runner.sweep.engines.base import Demand, Job
 from runner.sweep.ledger import console_file
@@ -27,15 +27,6 @@ from runner.workloads.base import Workload
 
 REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
 """The errors that are raised if a config cannot run."""
-
-
-class _Base(NamedTuple):
-    """What jobs with the same overrides of config groups and devices share: a hash of the first one's config, and what
-    each of them needs.
-    """
-
-    config_hash: str
-    demand: Demand
 
 
 class Planner:
@@ -49,19 +40,19 @@ class Planner:
         config_dir: the directory of `--config-dir`; None if the flag was not typed.
 
     Attributes:
-        config: the config of the first job in `jobs.samples()` that can run, or is refused because of a swept key, of
-            which other values may be accepted.
+        config: the config of the first job that can run, or is refused because of a swept key, of which other values
+            may be accepted.
         path: the directory of the sweep. It must be set before `plan` is called.
 
     Raises:
-        ConfigError, HydraException, OmegaConfBaseException: if no job in `jobs.samples()` can run, or an option that is
-            swept over does not exist.
+        ConfigError, HydraException, OmegaConfBaseException: if no job can run with any options of the swept groups, or
+            one of these options does not exist.
     """
 
     def __init__(self, jobs: SweepJobs, config_dir: str | None):
         self._jobs, self._flags = jobs, [] if config_dir is None else [f"--config-dir={config_dir}"]
         self._check_options(*([] if config_dir is None else [Path(os.path.expanduser(config_dir))]))
-        self._bases: dict[tuple[str, ...], _Base] = {}
+        self._bases: dict[tuple[str, ...], tuple[str, Demand]] = {}
         self._configs: dict[tuple[str, ...], dict[str, Any] | None] = {}
         self.path = Path()
         self.config = self._first_config()
@@ -87,11 +78,12 @@ class Planner:
         base = self._base(number, overrides)
         if isinstance(base, str):
             return Job(number, [], console, overrides=overrides, directory=directory, refusal=base)
+        config_hash, demand = base
         where = [word for word in self._jobs.common if override_value([word], "resume") is None]
         arguments = [*overrides, *where, "resume=auto", f"--run-directory={directory}", *self._flags]
-        known = hashlib.sha256(json.dumps([base.config_hash, overrides]).encode()).hexdigest()[:12]
-        where = {"overrides": overrides, "directory": directory, "config_hash": known}
-        return Job(number, arguments, console, base.demand, **where)
+        known = hashlib.sha256(json.dumps([config_hash, overrides]).encode()).hexdigest()[:12]
+        about = {"overrides": overrides, "directory": directory, "config_hash": known}
+        return Job(number, arguments, console, demand, **about)
 
     def has_key(self, groups: list[str], key: str) -> bool:
         """Return whether the config composed from overrides of groups has the dotted `key`; True if there is none."""
@@ -110,25 +102,27 @@ class Planner:
         return True
 
     def _first_config(self) -> dict[str, Any]:
-        first = None
-        for overrides in self._jobs.samples():
-            try:
-                config = self._jobs.compose(0, overrides).config
-            except REFUSALS as error:
-                first = first or error
+        errors: dict[tuple[str, ...], Exception] = {}
+        for overrides in self._jobs:
+            key = _shared(overrides)
+            if key in errors:
                 continue
             try:
-                self._bases[_shared(overrides)] = self._build(config)
+                config = self._jobs.compose(0, overrides).config
+                try:
+                    self._bases[key] = self._build(config)
+                except ConfigError as error:
+                    if error.key not in self._jobs.swept:  # otherwise, another value of that key may be possible
+                        raise
                 return config
             except REFUSALS as error:
-                if isinstance(error, ConfigError) and error.key in self._jobs.swept:
-                    return config  # another value of that key may be possible
-                first = first or error
-        assert first is not None
-        raise first
+                errors[key] = error
+        raise next(iter(errors.values()))
 
-    def _base(self, number: int, overrides: list[str]) -> _Base | str:
-        """Return the `_Base` of a job, or an error message if the config cannot run."""
+    def _base(self, number: int, overrides: list[str]) -> tuple[str, Demand] | str:
+        """Return what jobs with the same `_shared` overrides have in common: a hash of the first one's config, and what
+        each of them needs. Return an error message if the config cannot run.
+        """
         key = _shared(overrides)
         if key not in self._bases:
             try:
@@ -137,22 +131,20 @@ class Planner:
                 return wrapped(explain(error))
         return self._bases[key]
 
-    def _build(self, config: dict[str, Any]) -> _Base:
-        return _Base(config_hash(config), self._demand(build_run(config)))
-
-    def _demand(self, run: Run) -> Demand:
-        threads = run.device.threads
+    def _build(self, config: dict[str, Any]) -> tuple[str, Demand]:
+        run = build_run(config)
         try:
             devices = run.parallel.launcher(run.device).devices
+            gpus = len(devices) if devices[0].type == "cuda" else 0
+            demand = Demand(len(devices), gpus, run.device.threads)
         except ConfigError as error:
-            if not error.key.startswith("device."):
+            elsewhere = (
+                self._jobs.engine.demand_elsewhere(run.device.threads) if error.key.startswith("device.") else None
+            )
+            if elsewhere is None:
                 raise
-            demand = self._jobs.engine.demand_elsewhere(threads)  # the machine may only be the login node of a cluster
-            if demand is None:
-                raise
-            return demand
-        gpus = len(devices) if devices[0].type == "cuda" else 0
-        return Demand(len(devices), gpus, threads)
+            demand = elsewhere  # this machine may only be the login node of a cluster
+        return config_hash(config), demand
 
 
 class GridJobs(JobSource):

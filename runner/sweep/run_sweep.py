@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from runner.analysis.sweep_summary import find_best, write_summary
-from runner.config.errors import ABSENT, check
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
 from runner.config.overrides import typed_path
@@ -28,9 +28,6 @@ from runner.system.forkserver import run_in_child
 from runner.system.import_path import is_installed
 from runner.system.signals import StopRequest
 from runner.tracking.base import Tracker
-
-_FOR_ALL_JOBS = ("output_root", "resume", "sweep")
-"""Keys and groups that cannot be swept over."""
 
 
 def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preloaded: Sequence[str] = ()) -> list[int]:
@@ -51,12 +48,9 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
         KeyboardInterrupt: if the user presses Ctrl-C after a stop signal; the jobs are killed.
         StorageError: if the ledger cannot be written.
     """
-    started_elsewhere = external_rank_info() is not None
-    remedy = "start the sweep by itself: parallel=ddp starts the processes of each job"
-    check(not started_elsewhere, "-m", ABSENT, "torchrun or SLURM has started several processes of it", remedy)
-    for key in jobs.swept:
-        name = key.partition(".")[0]
-        check(name not in _FOR_ALL_JOBS, key, ABSENT, "it is the same for all jobs of a sweep", "give it one value")
+    if external_rank_info() is not None:
+        remedy = "start the sweep by itself: parallel=ddp starts the processes of each job"
+        raise ConfigError("-m", ABSENT, "torchrun or SLURM has started several processes of it", remedy)
     jobs.engine.prepare(*preloaded)
     engine, planner = jobs.engine, Planner(jobs, config_dir)
     root = Path(planner.config["output_root"], "sweeps", planner.config["name"])
@@ -69,7 +63,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
         source = GridJobs(jobs, planner) if search is None else search
         ledger.num_jobs = len(source)
         print(f"{len(source):,} job{'s' * (len(source) != 1)}", file=sys.stderr)
-        if search is not None and engine.search != "grid" and search.num_planned < engine.trials:
+        if search is not None and search.num_planned < engine.trials:
             what = f"there are only {search.num_planned:,} combinations, and each is tried once"
             print(f"sweep.trials={engine.trials}: {what}", file=sys.stderr)
         display = Display(len(source), jobs.swept)
@@ -107,13 +101,8 @@ class StopSweep(StopRequest):
 def _search(jobs: SweepJobs, planner: Planner) -> Search:
     """Check the options of a search, and return what it does."""
     options, (metric, goal) = jobs.engine, planner.best
-    intervals = [each.name for each in jobs.dimensions if each.interval]
-    listed = options.search != "grid" or not intervals
-    why = "a grid needs a list of values for each key"
-    check(listed, "".join(intervals[:1]), ABSENT, why, "list some values, or sweep.search=tpe")
-    check(
-        bool(jobs.swept), "sweep.search", options.search, "no key has several values", "'optimizer.lr=interval(0.01,1)'"
-    )
+    remedy = "'optimizer.lr=interval(0.01,1)'"
+    check(bool(jobs.swept), "sweep.search", options.search, "no key has several values", remedy)
     seeded = options.seeds > 1 and any("seed" in each.keys and each.varies for each in jobs.dimensions)
     check(not seeded, "sweep.seeds", options.seeds, "seed is swept, too", "leave one of them out")
     tag = options.metric or f"eval/{metric}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import reprlib
 import statistics
 from collections import deque
 from collections.abc import Callable, Collection
@@ -55,23 +54,12 @@ class Objective(NamedTuple):
         Raises:
             ConfigError: if the job did not measure the metric.
         """
-        measured = {str(tag): value for tag, value in result.get("metrics", {}).items()}
-        if self.best and result.get("best", {}).get("metric") == self.tag:
-            return self._number(result["best"].get("value"))
-        if self.tag in measured:
-            return self._number(measured[self.tag])
-        if not measured:
-            remedy = "see result.json in the run directories of the jobs"
-            raise ConfigError("sweep.metric", self.tag, "the jobs measure no metrics", remedy)
-        why = f"the jobs do not measure it, but {', '.join(sorted(measured))};"
-        raise ConfigError("sweep.metric", self.tag, why, did_you_mean(self.tag, measured))
-
-    def _number(self, value: object) -> float:
-        try:
-            return float(value) if isinstance(value, int | float) else float("")
-        except (ValueError, OverflowError):
-            why = f"its value in the result of a job is not a number, but {reprlib.repr(value)}"
-            raise ConfigError("sweep.metric", self.tag, why, "remove the directory of this job") from None
+        measured, best = result.get("metrics", {}), result.get("best") or {}
+        value = best["value"] if self.best and best.get("metric") == self.tag else measured.get(self.tag)
+        if not isinstance(value, int | float):
+            why = f"the jobs do not measure it, but {', '.join(sorted(measured)) or 'nothing'};"
+            raise ConfigError("sweep.metric", self.tag, why, did_you_mean(self.tag, measured))
+        return value
 
 
 class Trial:
@@ -115,12 +103,8 @@ class Search(JobSource):
         self._may_promote = True
         """Whether the results have changed since the pruner judged the paused trials."""
         combinations = space.combinations
-        self.num_planned = options.trials
+        self.num_planned = options.trials if combinations is None else min(options.trials, len(combinations))
         """The number of trials that the options ask for. No combination is tried twice."""
-        if combinations is not None:
-            self.num_planned = len(combinations)
-            if options.search != "grid":
-                self.num_planned = min(options.trials, len(combinations))
 
     def has_more(self, path: Path, ledger: dict[str, Any]) -> bool:
         """Return whether this search can continue the complete search in the directory `path`, with more trials."""
@@ -140,8 +124,6 @@ class Search(JobSource):
         """
         self._ledger, self._study = ledger, self._open_study(ledger.path)
         for frozen in self._study.get_trials(deepcopy=False):
-            words = frozen.user_attrs.get("overrides", [])
-            check(self._space.contains(words), "resume", "auto", f"{ledger.path / STUDY} is damaged", _REMEDY)
             if not frozen.state.is_finished():  # an earlier command was stopped before its end
                 self._add(frozen)
 
@@ -206,17 +188,13 @@ class Search(JobSource):
         """Choose the values of a new trial, or of one that an earlier command began, and queue its jobs."""
         import optuna
 
+        from runner.sweep.sampling import proposed
+
         num_reported = 0
         if isinstance(trial, optuna.trial.FrozenTrial):
             num_reported = len(trial.intermediate_values)
             trial = optuna.Trial(self._study, trial._trial_id)
-        if self._options.search == "grid":
-            assert self._space.combinations is not None
-            overrides = self._space.combinations[trial.number]
-        else:
-            from runner.sweep.sampling import proposed
-
-            overrides = proposed(self._study, trial, self._space, self._options)
+        overrides = proposed(self._study, trial, self._space, self._options)
         trial.set_user_attr("overrides", overrides)
         added = self._trials[trial.number] = Trial(trial, num_reported)
         for k in range(self._options.seeds):
@@ -325,7 +303,7 @@ class Search(JobSource):
             known = study.user_attrs.get("space")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise ConfigError("resume", "auto", f"{path} is damaged: {error}", _REMEDY) from error
-        # The number of a trial determines its combination in a grid, and the number of a job its trial and its seed.
+        # The number of a job determines its trial and its seed.
         described = json.dumps([repr(self._space), self.objective, options.search, options.seeds])
         why = f"the study {path} is of a search with another space, metric, sweep.search or sweep.seeds"
         check(known in (None, described), "resume", "auto", why, f"take the change back; {_REMEDY}")

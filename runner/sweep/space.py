@@ -51,21 +51,6 @@ class Dimension(NamedTuple):
         return self.interval.high - self.interval.low + 1 if self.interval.whole else math.inf
 
     @property
-    def first(self) -> list[str]:
-        """The overrides that set the first value, or the lowest one of the interval."""
-        return self.choices[0] if self.interval is None else [f"{self.name}={self.interval.low}"]
-
-    def contains(self, word: str) -> bool:
-        """Return whether `word` is one of the overrides that set a value of this dimension."""
-        if self.interval is None:
-            return any(word in words for words in self.choices)
-        name, _, value = word.partition("=")
-        try:
-            return name == self.name and self.interval.low <= float(value) <= self.interval.high
-        except ValueError:
-            return False
-
-    @property
     def varies(self) -> bool:
         """Whether the dimension has several values."""
         return len(self.choices) > 1 or self.interval is not None
@@ -109,15 +94,6 @@ class Space:
             overrides = self.overrides(lambda each, by_name=by_name: by_name[each.name])
             found[tuple(overrides)] = overrides
         return [*found.values()]
-
-    def contains(self, overrides: object) -> bool:
-        """Return whether `overrides` is a list of overrides that set values in this space.
-
-        It may be of any type, because it is read from the file of a study, which may be damaged or somebody else's.
-        """
-        return isinstance(overrides, list) and all(
-            isinstance(word, str) and any(each.contains(word) for each in self.dimensions) for word in overrides
-        )
 
     def __repr__(self) -> str:
         return json.dumps(self.dimensions)

@@ -18,17 +18,15 @@ from omegaconf import OmegaConf
 
 from runner.config.composition import Composer, Job, composition_errors
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.config.options import groups_in_defaults, root_keys
+from runner.config.options import root_keys
 from runner.config.overrides import is_sweep_option, quoted
 from runner.config.schema import build
 from runner.sweep.engines.base import Engine
+from runner.sweep.ledger import SHARED_KEYS
 from runner.sweep.space import Dimension, Interval
 
 MAX_JOBS = 10_000
 """The maximum number of jobs in a sweep. A larger sweep is probably a typing error, or should be divided."""
-
-_SAME_FOR_ALL = ("output_root", "resume")
-"""Keys that say where a sweep is and whether it is resumed, and not what its jobs compute."""
 
 _ZIP = re.compile(r"(?P<name>[\w.-]+)=zip\((?P<members>.*)\)", re.DOTALL)
 _NEXT_MEMBER = re.compile(r",\s*(?=[+]{0,2}[\w./@-]+=)")
@@ -50,7 +48,8 @@ class SweepJobs:
 
     Raises:
         ConfigError: if there are more than `MAX_JOBS` combinations, a key has no value or the same value twice, an
-            interval or paired values are invalid, or a paired key is also set by another override.
+            interval or paired values are invalid, a paired key is also set by another override, or one of
+            `SHARED_KEYS` has several values.
         ConfigError, HydraException, OmegaConfBaseException: if the config of the sweep cannot be composed.
     """
 
@@ -68,11 +67,11 @@ class SweepJobs:
         parsed = composer.parse([word for word in [*params, *typed["task"]] if word not in zips])
         found = [*map(self._dimension, parsed), *map(self._pairs, zips)]
         last = list({each.keys: each for each in found}.values())  # what is typed later counts
-        constant = [each for each in last if not each.varies]
-        self.common = [word for each in constant if each.keys[0] in _SAME_FOR_ALL for word in each.first]
-        self.dimensions = [
-            each for each in last if each.varies or not (each.keys[0] in _SAME_FOR_ALL or is_sweep_option(each.keys[0]))
-        ]
+        shared = [each for each in last if any(key.partition(".")[0] in SHARED_KEYS for key in each.keys)]
+        for each in shared:
+            check(not each.varies, each.keys[0], ABSENT, "it is the same for all jobs of a sweep", "give it one value")
+        self.common = [word for each in shared if not is_sweep_option(each.keys[0]) for word in each.choices[0]]
+        self.dimensions = [each for each in last if each not in shared]
         most = max(self.dimensions, key=lambda each: len(each.choices), default=None)
         remedy = "sweep over fewer values, or in several sweeps"
         check(len(self) <= MAX_JOBS, most.name if most else "", ABSENT, f"more than {MAX_JOBS:,} jobs", remedy)
@@ -92,20 +91,6 @@ class SweepJobs:
     def __iter__(self) -> Iterator[list[str]]:
         """Yield the overrides of each job."""
         for words in itertools.product(*(each.choices for each in self.dimensions)):
-            yield list(itertools.chain(*words))
-
-    def samples(self) -> Iterator[list[str]]:
-        """Yield the overrides of one job for each combination of the options of the swept config groups.
-
-        Every other key has its first value, because only the options of the config groups determine which keys exist:
-        `model=tiny,resnet18 optimizer.lr=0.1,0.2` gives one job for each model, both with the first learning rate.
-        """
-        groups = groups_in_defaults()
-        few = [
-            each.choices if any(_bare(key).partition("@")[0] in groups for key in each.keys) else [each.first]
-            for each in self.dimensions
-        ]
-        for words in itertools.product(*few):
             yield list(itertools.chain(*words))
 
     def compose(self, number: int, overrides: list[str]) -> Job:

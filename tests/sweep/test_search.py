@@ -156,24 +156,6 @@ def test_a_search_finds_better_values_and_returns_the_best(search: str, slots: i
         assert statistics.median(losses[n] for n in range(30, 40)) < statistics.median(losses[n] for n in range(10))
 
 
-def test_a_grid_leaves_out_keys_that_the_chosen_option_does_not_have(tmp_path: Path) -> None:
-    lr = Dimension("lr", ("lr",), [["lr=0.1"]])
-    momentum = Dimension("optimizer.momentum", ("optimizer.momentum",), [[f"optimizer.momentum={m}"] for m in (0, 0.9)])
-    options = Local(search="grid")
-    with open_search(tmp_path, options, space(lr, OPTIMIZER, momentum)) as source:
-        pool = FakeTrainingPool(source._ledger.path)
-        run(source, pool, options)
-        assert sorted(" ".join(sorted(words)) for words in pool.overrides.values()) == [
-            "lr=0.1 optimizer.momentum=0 optimizer=sgd",
-            "lr=0.1 optimizer.momentum=0.9 optimizer=sgd",
-            "lr=0.1 optimizer=adam",
-        ]
-        assert source.best() == (
-            ["optimizer=sgd", "lr=0.1", "optimizer.momentum=0"],
-            loss(["lr=0.1", "optimizer=sgd", "optimizer.momentum=0"]),
-        )
-
-
 def test_the_value_of_a_trial_is_the_mean_over_its_seeds(tmp_path: Path) -> None:
     options = Local(search="random", trials=3, seeds=3)
     with open_search(tmp_path, options) as source:
@@ -212,7 +194,7 @@ def test_a_trial_that_was_interrupted_is_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metrics", "why"), [({}, "the jobs measure no metrics"), ({"eval/loss": 1.0}, "but eval/loss;")]
+    ("metrics", "why"), [({}, "but nothing;"), ({"eval/loss": 1.0, "eval/los": "NaN"}, "but eval/los, eval/loss;")]
 )
 def test_a_metric_that_the_jobs_do_not_measure_ends_the_search(
     metrics: dict[str, float], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -421,20 +403,10 @@ def test_a_search_of_a_finite_space_tries_each_combination_once(
 
 def test_a_search_without_optuna_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError) as refusal, open_search(tmp_path, Local(search="grid")):
+    with pytest.raises(ConfigError) as refusal, open_search(tmp_path, Local(search="tpe")):
         pass
-    assert (refusal.value.key, refusal.value.got) == ("sweep.search", "grid")
+    assert (refusal.value.key, refusal.value.got) == ("sweep.search", "tpe")
     assert "sweep.search=null" in refusal.value.remedy
-
-
-@pytest.mark.parametrize("words", [["hydra.run.dir=/elsewhere"], ["optimizer.lr=9"], ["optimizer.lr=x"], [7], "words"])
-def test_a_trial_with_values_from_outside_the_space_is_refused(words: object, tmp_path: Path) -> None:
-    options = Local(search="random", trials=2)
-    with open_search(tmp_path, options) as source:
-        begin(source)
-        next(iter(source._trials.values())).optuna.set_user_attr("overrides", words)
-    with pytest.raises(ConfigError, match="damaged"), open_search(tmp_path, options):
-        pass
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -542,8 +514,3 @@ def test_pruned_trials_stay_pruned_when_a_search_is_resumed(tmp_path: Path) -> N
 def test_the_value_is_the_best_or_the_last_one(best: bool) -> None:
     result = {"metrics": {"eval/loss": 3}, "best": {"metric": "eval/loss", "value": 1.5, "step": 2}}
     assert Objective("eval/loss", "min", best).value(result) == (1.5 if best else 3.0)
-    for value in (None, "abc", [1], 10**400):
-        result = {"metrics": {"eval/loss": value}, "best": {"metric": "eval/loss", "value": value, "step": 2}}
-        with pytest.raises(ConfigError, match="is not a number") as refused:
-            Objective("eval/loss", "min", best).value(result)
-        assert (refused.value.key, refused.value.got) == ("sweep.metric", "eval/loss")

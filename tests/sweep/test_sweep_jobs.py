@@ -49,7 +49,6 @@ def test_paired_values_are_combined_with_others_but_not_with_each_other() -> Non
     last = sweep.compose(3, list(sweep)[3]).config
     assert (last["optimizer"]["_target_"], last["optimizer"]["lr"], last["seed"]) == ("runner.optimizer.Adam", 0.001, 2)
     assert "pairs" not in last
-    assert len(list(sweep.samples())) == 2, "one for each optimizer"
 
 
 @pytest.mark.parametrize("prefix", ["", "++"])
@@ -76,6 +75,7 @@ def test_options_that_are_numbers_can_be_paired() -> None:
         (["p=zip(seed,batch_size=[8])"], "p", "'seed' is not of the form KEY=[VALUE,VALUE]"),
         (["seed=zip(seed=[1,2],batch_size=[8,16])"], "seed", "it names the pairs"),
         (["p=zip(seed=[1,2],batch_size=[8,16])", "seed=3"], "seed", "set by another override"),
+        (["resume=auto,never"], "resume", "the same for all jobs"),
         (["p=zip(seed=range(0,100000),batch_size=range(0,100000))"], "p", "more than 10,000 jobs"),
     ],
 )
@@ -160,7 +160,7 @@ def test_an_interval_without_a_search_is_refused_with_the_option_to_use() -> Non
 
 @pytest.mark.parametrize("workload", ["classifier", "regression"])
 def test_the_metric_of_a_search_is_known_even_if_its_first_sample_is_refused(workload: str) -> None:
-    planner = Planner(jobs(f"workload={workload}", "optimizer.lr=-1,0.1", "sweep.search=grid"), None)
+    planner = Planner(jobs(f"workload={workload}", "optimizer.lr=-1,0.1", "sweep.search=random"), None)
     assert planner.best == {"classifier": ("accuracy", "max"), "regression": ("loss", "min")}[workload]
 
 
