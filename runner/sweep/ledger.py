@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,7 +91,7 @@ class Ledger:
         remedy = "resume=auto resumes the unfinished sweep with the same overrides"
         check(resume in ("auto", "never"), "resume", resume, "a sweep cannot be resumed in one run's directory", remedy)
         self._existing: Path | None = run_directory.nearest_existing(root)
-        with _one_at_a_time(root), ExitStack() as undo:
+        with ExitStack() as undo:
             path = self._unfinished(root) if resume == "auto" else None
             if path is None:
                 path = root / run_directory.unique_name()
@@ -184,18 +183,6 @@ class Ledger:
         jobs = ",\n".join(self._lines.values())  # only changed entries are encoded again: a sweep may have thousands
         with storage_errors(self.path / LEDGER):
             write_text(self.path / LEDGER, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "jobs": {{\n{jobs}\n}}}}\n')
-
-
-@contextmanager
-def _one_at_a_time(parent: Path) -> Iterator[None]:
-    """Lock `parent` inside the context, so that two processes cannot create the same sweep at the same time."""
-    with ExitStack() as stack:
-        with suppress(OSError):  # not every file system locks directories; an error is reported by `create`
-            parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
 
 
 def _locked(path: Path) -> IO[str]:

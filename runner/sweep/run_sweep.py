@@ -63,7 +63,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
         source = GridJobs(jobs, planner) if search is None else search
         ledger.num_jobs = len(source)
         print(f"{len(source):,} job{'s' * (len(source) != 1)}", file=sys.stderr)
-        if search is not None and search.num_planned < engine.trials:
+        if search is not None and engine.search != "grid" and search.num_planned < engine.trials:
             what = f"there are only {search.num_planned:,} combinations, and each is tried once"
             print(f"sweep.trials={engine.trials}: {what}", file=sys.stderr)
         display = Display(len(source), jobs.swept)
@@ -116,6 +116,9 @@ def _search(jobs: SweepJobs, planner: Planner) -> Search:
     check(options.prune is None or has_curves, "sweep.prune", options.prune, why, remedy)
     objective = Objective(tag, options.goal or goal, best=options.metric is None)
     space = Space(jobs.dimensions, planner.has_key, groups_in_defaults())
+    if options.search == "grid" and space.combinations is None:
+        why = "a grid needs a list of values for each key"
+        raise ConfigError("sweep.search", "grid", why, "list some values, or sweep.search=tpe")
     seed = int(planner.config["seed"]) if options.seeds > 1 else None
     return Search(space, options, objective, seed, planner.plan)
 

@@ -102,8 +102,8 @@ class Search(JobSource):
         self._jobs: deque[Job] = deque()
         self._may_promote = True
         """Whether the results have changed since the pruner judged the paused trials."""
-        combinations = space.combinations
-        self.num_planned = options.trials if combinations is None else min(options.trials, len(combinations))
+        num_combinations = options.trials if space.combinations is None else len(space.combinations)
+        self.num_planned = num_combinations if options.search == "grid" else min(options.trials, num_combinations)
         """The number of trials that the options ask for. No combination is tried twice."""
 
     def has_more(self, path: Path, ledger: dict[str, Any]) -> bool:
@@ -194,7 +194,11 @@ class Search(JobSource):
         if isinstance(trial, optuna.trial.FrozenTrial):
             num_reported = len(trial.intermediate_values)
             trial = optuna.Trial(self._study, trial._trial_id)
-        overrides = proposed(self._study, trial, self._space, self._options)
+        if self._options.search == "grid":
+            assert self._space.combinations is not None
+            overrides = self._space.combinations[trial.number]
+        else:
+            overrides = proposed(self._study, trial, self._space, self._options)
         trial.set_user_attr("overrides", overrides)
         added = self._trials[trial.number] = Trial(trial, num_reported)
         for k in range(self._options.seeds):
@@ -303,7 +307,7 @@ class Search(JobSource):
             known = study.user_attrs.get("space")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise ConfigError("resume", "auto", f"{path} is damaged: {error}", _REMEDY) from error
-        # The number of a job determines its trial and its seed.
+        # The number of a trial determines its combination in a grid, and the number of a job its trial and its seed.
         described = json.dumps([repr(self._space), self.objective, options.search, options.seeds])
         why = f"the study {path} is of a search with another space, metric, sweep.search or sweep.seeds"
         check(known in (None, described), "resume", "auto", why, f"take the change back; {_REMEDY}")

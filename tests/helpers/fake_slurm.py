@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -95,17 +96,26 @@ def sbatch(directory: Path, words: list[str]) -> None:
     script = Path(words[0]).read_text()
     lines = [shlex.split(line[len("#SBATCH ") :])[0] for line in script.splitlines() if line.startswith("#SBATCH ")]
     options = {flag[2:]: value for flag, _, value in (line.partition("=") for line in lines)}
+    array = re.fullmatch(r"0-(\d+)%(\d+)", options.get("array", ""))
     with locked_state(directory) as known:
         known["last"] += 1
-        name = str(known["last"])
-        about = {"state": "PENDING", "script": script, "options": options, "starts": 0}
-        known["jobs"][name] = about | {"env": dict(os.environ)}
-    start = [sys.executable, "-S", "-m", "helpers.fake_slurm", "slurmd", name]
-    nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    process = subprocess.Popen(start, start_new_session=True, **nowhere)
-    with locked_state(directory) as known:
-        known["jobs"][name]["slurmd"] = process.pid
-    print(f"Submitted batch job {name}")
+        main = str(known["last"])
+        indices = range(int(array[1]) + 1) if array else [None]
+        new = {main if index is None else f"{main}_{index}": index for index in indices}
+        for job, index in new.items():
+            about = {"main": main, "index": index, "state": "PENDING", "script": script, "options": options}
+            known["jobs"][job] = about | {
+                "at_once": int(array[2]) if array else 1,
+                "starts": 0,
+                "env": dict(os.environ),
+            }
+    for job in new:
+        start = [sys.executable, "-S", "-m", "helpers.fake_slurm", "slurmd", job]
+        nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        process = subprocess.Popen(start, start_new_session=True, **nowhere)
+        with locked_state(directory) as known:
+            known["jobs"][job]["slurmd"] = process.pid
+    print(f"Submitted batch job {main}")
 
 
 def slurmd(directory: Path, words: list[str]) -> None:
@@ -130,7 +140,9 @@ def may_start(directory: Path, name: str) -> bool:
             job = known["jobs"][name]
             if job["state"] != "PENDING":
                 return False
-            if not known.get("held"):
+            of_array = [each for each in known["jobs"].values() if each["main"] == job["main"]]
+            running = sum(each["state"] == "RUNNING" for each in of_array)
+            if not known.get("held") and running < job["at_once"]:
                 job["state"] = "RUNNING"
                 job["starts"] += 1
                 job.pop("step", None)
@@ -144,7 +156,9 @@ def run_script(directory: Path, name: str) -> int:
     script = directory / f"{name}.sh"
     script.write_text(job["script"])
     gpus = int(job["options"].get("gpus-per-node", 0))
-    more = {"SLURM_JOB_ID": name, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "1"}
+    more = {"SLURM_JOB_ID": job["main"], "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "1"}
+    if job["index"] is not None:
+        more |= {"SLURM_ARRAY_JOB_ID": job["main"], "SLURM_ARRAY_TASK_ID": str(job["index"])}
     if gpus:
         numbers = ",".join(map(str, range(gpus)))
         more |= {"CUDA_VISIBLE_DEVICES": numbers, "SLURM_JOB_GPUS": numbers}
@@ -173,9 +187,11 @@ def srun(directory: Path, words: list[str]) -> None:
         flag = words.pop(0)
         if flag in ("--output", "--error"):
             out = words.pop(0)
-    name = os.environ["SLURM_JOB_ID"]
+    main, index = os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_ARRAY_TASK_ID")
+    name = main if index is None else f"{main}_{index}"
     os.environ.update({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
-    file = os.open(out.replace("%j", name).replace("%t", "0"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    path = out.replace("%A", main).replace("%a", index or "").replace("%j", main).replace("%t", "0")
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
     with locked_state(directory) as known:
@@ -187,7 +203,7 @@ def srun(directory: Path, words: list[str]) -> None:
 def squeue(directory: Path, words: list[str]) -> None:
     [form] = [word.partition("=")[2] for word in words if word.startswith("--format=")]
     assert "--states=all" in words
-    print(form.replace("%i", "7_[0-3]").replace("%j", "another|job").replace("%T", "RUNNING"))
+    print(form.replace("%i", "7+0").replace("%j", "another|job").replace("%T", "RUNNING"))
     with locked_state(directory) as known:
         for name, job in known["jobs"].items():
             if not job.get("forgotten"):

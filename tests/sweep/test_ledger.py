@@ -6,7 +6,6 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -172,23 +171,6 @@ def test_a_sweep_that_another_process_runs_is_refused_and_not_changed(open_ledge
         other.__exit__()
     first.__exit__()
     assert open_ledger(["seed=1,2"]).path == first.path, "it is free again"
-
-
-def test_only_one_of_several_simultaneous_commands_runs_the_sweep(tmp_path: Path) -> None:
-    def opened(root: Path) -> Ledger | str:
-        try:
-            return Ledger(["seed=1,2"], root, "auto")
-        except ConfigError as refusal:
-            return refusal.why
-
-    with ThreadPoolExecutor(4) as threads:
-        for attempt in range(20):
-            root = tmp_path / str(attempt)
-            found = list(threads.map(opened, [root] * 4))
-            [path] = root.iterdir()
-            [ledger] = [each for each in found if isinstance(each, Ledger)]
-            assert found.count(f"another process (pid {os.getpid()}) runs this sweep, {path}") == 3
-            ledger.__exit__()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

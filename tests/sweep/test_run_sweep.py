@@ -17,7 +17,8 @@ pytest.importorskip("optuna")
 LR = "optimizer.lr=tag(log,interval(1e-3,1e-1))"
 REFUSED = {
     "optimizer.lr=interval(0,1)": ["optimizer.lr: got 'interval(0,1)'", "sweep.search=tpe"],
-    f"{LR}  sweep.search=bayes": ["sweep.search: got 'bayes'", "random, tpe"],
+    f"{LR}  sweep.search=bayes": ["sweep.search: got 'bayes'", "random, tpe, grid"],
+    f"{LR}  sweep.search=grid": ["sweep.search: got 'grid'", "a grid needs a list of values"],
     "seed=1  sweep.search=tpe": ["sweep.search: got 'tpe'", "no key has several values"],
     f"{LR}  sweep.search=tpe  sweep.metric=eval/loss": ["sweep.metric: got 'eval/loss'", "add sweep.goal=min"],
     f"{LR}  sweep.search=tpe  sweep.goal=best": ["sweep.goal: got 'best'", "min, max"],

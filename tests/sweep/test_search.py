@@ -156,6 +156,24 @@ def test_a_search_finds_better_values_and_returns_the_best(search: str, slots: i
         assert statistics.median(losses[n] for n in range(30, 40)) < statistics.median(losses[n] for n in range(10))
 
 
+def test_a_grid_leaves_out_keys_that_the_chosen_option_does_not_have(tmp_path: Path) -> None:
+    lr = Dimension("lr", ("lr",), [["lr=0.1"]])
+    momentum = Dimension("optimizer.momentum", ("optimizer.momentum",), [[f"optimizer.momentum={m}"] for m in (0, 0.9)])
+    options = Local(search="grid")
+    with open_search(tmp_path, options, space(lr, OPTIMIZER, momentum)) as source:
+        pool = FakeTrainingPool(source._ledger.path)
+        run(source, pool, options)
+        assert sorted(" ".join(sorted(words)) for words in pool.overrides.values()) == [
+            "lr=0.1 optimizer.momentum=0 optimizer=sgd",
+            "lr=0.1 optimizer.momentum=0.9 optimizer=sgd",
+            "lr=0.1 optimizer=adam",
+        ]
+        assert source.best() == (
+            ["optimizer=sgd", "lr=0.1", "optimizer.momentum=0"],
+            loss(["lr=0.1", "optimizer=sgd", "optimizer.momentum=0"]),
+        )
+
+
 def test_the_value_of_a_trial_is_the_mean_over_its_seeds(tmp_path: Path) -> None:
     options = Local(search="random", trials=3, seeds=3)
     with open_search(tmp_path, options) as source:

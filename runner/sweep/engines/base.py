@@ -124,7 +124,7 @@ class Engine(ABC):
         check_range(self, "retries", least=0, most=1000)
         check_choice(self, "on_failure", ("continue", "stop"))
         if self.search is not None:
-            check_choice(self, "search", ("random", "tpe"))
+            check_choice(self, "search", ("random", "tpe", "grid"))
         for key in _ONLY_IN_SEARCH if self.search is None else ():
             given, default = getattr(self, key), getattr(Engine, key)
             check(given == default, key, given, "only a search has this option", "add sweep.search=tpe")

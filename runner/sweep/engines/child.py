@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -87,10 +88,10 @@ class Child:
             if self._stopped:
                 return self.wait()
             os.write(console, first_line.encode())
-            script = str(Path(__file__).with_name("die_with_parent.py"))
-            words = [sys.executable, "-I", "-S", script, str(os.getpid()), sys.executable, *self.task.words]
+            # SLURM and Ray may kill this process. The kernel then kills the task, which nothing would manage anymore.
+            with_parent = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
             self._process = subprocess.Popen(
-                words,
+                [*with_parent, sys.executable, *self.task.words],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
@@ -165,19 +166,19 @@ class SlurmTask:
     - SIGHUP: the scheduler of the sweep stops the job. The job saves a checkpoint, and ends.
     - SIGINT: the scheduler of the sweep kills the job.
 
-    When the job has ended for good, its exit code is written to the folder `ends`, in a file named after its SLURM ID.
+    When the job has ended for good, its exit code is written to the file `end`.
     """
 
-    def __init__(self, task: Task, ends: str):
-        self.task, self.ends = task, ends
+    def __init__(self, task: Task, end: str):
+        self.task, self.end = task, end
 
     def __call__(self) -> int:
         self._child, self._stopping, self._terminated = Child(self.task), False, False
         signal.signal(STOP, self._stop)
         signal.signal(KILL, self._kill)
         signal.signal(signal.SIGTERM, self._terminate)
-        job_id = os.environ["SLURM_JOB_ID"]
-        line = f"SLURM job {job_id} on {socket.gethostname()}\n"
+        name = "_".join(filter(None, map(os.environ.get, ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"))))
+        line = f"SLURM job {name or os.environ.get('SLURM_JOB_ID', '?')} on {socket.gethostname()}\n"
         try:
             has_gpus = any(map(os.environ.get, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")))
             self._child.run({} if has_gpus else {"CUDA_VISIBLE_DEVICES": ""}, line)  # else it would see the node's GPUs
@@ -190,9 +191,9 @@ class SlurmTask:
             if self._was_saved():
                 self._child.say(f"SLURM has not requeued the job, which can be resumed: {error}")
         code = self._child.wait()
-        part = Path(self.ends, f"{job_id}.part")
+        part = Path(f"{self.end}.part")
         part.write_text(f"{code}\n", encoding="utf-8")
-        part.replace(part.with_suffix(""))
+        part.replace(self.end)
         return code
 
     def checkpoint(self) -> DelayedSubmission | None:
@@ -201,7 +202,7 @@ class SlurmTask:
 
         self._child.stop()
         self._child.wait()
-        return DelayedSubmission(SlurmTask(self.task, self.ends)) if self._was_saved() else None
+        return DelayedSubmission(SlurmTask(self.task, self.end)) if self._was_saved() else None
 
     def _was_saved(self) -> bool:
         return self._child.code == STOPPED and not self._stopping

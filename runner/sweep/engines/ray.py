@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import socket
 import time
@@ -17,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from runner.config.errors import ConfigError, check
 from runner.sweep.engines.base import ClusterEngine, Ended, Job, Pool
@@ -31,7 +31,6 @@ _OBJECT_STORE_BYTES = 100 * 2**20
 _ACTOR = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
 """Options of an actor. One thread of the actor waits for the command, while other threads can stop or kill it."""
 
-_ADDRESS = re.compile(r"(ray://)?(?P<host>[^/:\s]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})")
 _REMEDY = "name a cluster that is running; sweep.address=null starts Ray on this machine"
 _SECONDS_TO_CONNECT = 10.0
 _SECONDS_TO_KILL = 5.0
@@ -47,9 +46,6 @@ class Ray(ClusterEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_auto("slots", most=10_000)
-        well_formed = self.address is None or self.address == "auto" or _ADDRESS.fullmatch(self.address) is not None
-        remedy = "null starts Ray on this machine"
-        check(well_formed, "address", self.address, "it must be auto, HOST:PORT or ray://HOST:PORT", remedy)
 
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
@@ -89,12 +85,12 @@ class Ray(ClusterEngine):
 
     def _check_reachable(self) -> None:
         """Raise a `ConfigError` if `address` cannot be reached: Ray would try for minutes, then end this process."""
-        match = _ADDRESS.fullmatch(self.address or "")
-        if match is None:
+        if self.address is None or self.address == "auto":
             return
         try:
-            socket.create_connection((match["host"].strip("[]"), int(match["port"])), _SECONDS_TO_CONNECT).close()
-        except (OSError, OverflowError) as error:
+            place = urlsplit(f"//{self.address.removeprefix('ray://')}")
+            socket.create_connection((place.hostname, place.port or 0), _SECONDS_TO_CONNECT).close()
+        except (OSError, ValueError) as error:
             why = f"it cannot be reached ({getattr(error, 'strerror', None) or error})"
             raise ConfigError("sweep.address", self.address, why, _REMEDY) from None
 
@@ -180,7 +176,7 @@ class RayPool(Pool):
         if begun:
             self._ray.wait(begun, num_returns=len(begun), timeout=_SECONDS_TO_KILL)
         for job in jobs:
-            self._ray.kill(job.actor)  # a command that still runs is killed by the kernel, see `die_with_parent`
+            self._ray.kill(job.actor)  # a command that still runs is killed by the kernel
         self._running.clear()
 
 

@@ -1,7 +1,10 @@
-"""`sweep=slurm`: runs jobs on a SLURM cluster. The package submitit submits each of them with sbatch.
+"""`sweep=slurm`: runs jobs on a SLURM cluster. The package submitit submits the jobs as job arrays.
 
-A job writes its exit code to a file when it ends. If it has not written this file, and squeue says that it has ended or
-no longer knows it, the job is lost.
+Each job has a handle, a random token and the index of the job in its array, which is written to `sweep.json` before the
+job is submitted. The name of the array ends with the token, so that a later command finds the jobs of a killed one.
+
+When a job ends, it writes its exit code to a file. If it has not, and squeue says that it has ended or no longer knows
+it, the job is lost.
 """
 
 from __future__ import annotations
@@ -10,22 +13,22 @@ import hashlib
 import logging
 import os
 import re
+import secrets
 import shutil
+import subprocess
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError, check, check_range
 from runner.storage.files import read_regular
-from runner.sweep.engines.base import ClusterEngine, Ended, Job, Pool
+from runner.sweep.engines.base import ClusterEngine, Ended, Job, Pool, Resources
 from runner.sweep.engines.child import KILL, STOP, SlurmTask, task
-from runner.sweep.engines.slurm_programs import FINAL_STATES, SlurmError, answer, cancel, queue
 from runner.sweep.ledger import SETTLED, SLURM
 from runner.system.exit_codes import STOPPED
 from runner.system.import_path import is_installed, python_path
@@ -35,8 +38,7 @@ log = logging.getLogger(__name__)
 ENDS = "ends"
 """The folder, in that of submitit, for the exit codes of the jobs."""
 
-_PROGRAMS = ("sbatch", "srun", "squeue", "scancel")
-_SLOT = re.compile(r"slurm ([0-9]{1,12})")
+_SLOT = re.compile(r"slurm ([0-9a-f]{8}_[0-9]{1,5})")
 _SUBMIT_AGAIN_SECONDS, _MAX_SUBMITS = 15.0, 4
 _ASK_SECONDS = 30.0
 """Time between two calls of squeue."""
@@ -48,6 +50,20 @@ _MAX_LOOKS = 3
 """A job is lost if this many calls of squeue in a row say so: its file may be seen a moment later."""
 
 _MAX_REQUEUES = 10_000
+_LISTED = re.compile(r"(?P<id>[0-9]\S*?)\|(?P<name>.*)\|(?P<state>[A-Z_]+)")
+"""A line of squeue, which also lists the user's other jobs."""
+
+_FINAL_STATES = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    "TIMEOUT",
+)
+"""States of jobs that have ended. squeue lists such jobs for some minutes (MinJobAge)."""
+
+_ANSWER_SECONDS = 60.0
+
+
+class SlurmError(Exception):
+    """Raised when a SLURM program such as sbatch or squeue fails, or when its output cannot be parsed."""
 
 
 @dataclass
@@ -77,7 +93,7 @@ class Slurm(ClusterEngine):
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
         remedy = "pip install submitit, or sweep=local"
         check(is_installed("submitit"), "sweep", "slurm", "the package submitit is not installed", remedy)
-        absent = [program for program in _PROGRAMS if shutil.which(program) is None]
+        absent = [program for program in ("sbatch", "srun", "squeue", "scancel") if shutil.which(program) is None]
         why = f"there is no {' and no '.join(absent)} on PATH"
         check(not absent, "sweep", "slurm", why, "start the sweep on a login node of the cluster, or sweep=local")
         folder = path / SLURM
@@ -95,11 +111,18 @@ class Slurm(ClusterEngine):
             pool.kill()
 
 
+class _Array(NamedTuple):
+    """Jobs that need the same resources, and are submitted together."""
+
+    token: str
+    jobs: list[Job]
+
+    def handle(self, index: int) -> str:
+        return f"{self.token}_{index}"
+
+
 class SlurmPool(Pool):
     """The jobs of a sweep that are waiting or running in SLURM.
-
-    The name of a job in SLURM ends with a hash of the sweep's directory and the number of the job, so that a later
-    command finds the jobs of a killed one.
 
     Raises:
         SlurmError: if squeue, which lists the jobs of an earlier command, fails.
@@ -109,57 +132,41 @@ class SlurmPool(Pool):
         self._options, self._folder = options, (path / SLURM).absolute()
         place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]
         self._name = f"{re.sub('[^A-Za-z0-9.-]', '-', path.parent.name)[:40]}-{place}"
-        self._earlier: dict[int, list[str]] = defaultdict(list)
-        for job_id, (number, state) in queue(self._name).items():
-            if state not in FINAL_STATES:
-                self._earlier[number].append(job_id)
+        self._earlier = queue(self._name)
         self._asked = time.monotonic()
-        self._ids: dict[int, str] = {}
+        self._arrays: dict[Resources, _Array] = {}
+        """Those that have not been submitted yet."""
+        self._handles: dict[int, str] = {}
+        self._ids: dict[str, str] = {}
         self._ended: list[Ended] = []
         self._stopped: set[int] = set()
         self._looks: dict[int, int] = {}
         self._is_working = False
         """Whether SLURM has accepted jobs of this sweep, so that its options are not the reason if it rejects some."""
-        self._rejection: SlurmError | None = None
         self._num_failures, self._due = 0, 0.0
 
     def submit(self, job: Job) -> str | None:
-        if len(self._ids) >= self._options.slots or time.monotonic() < self._due:
+        if len(self._handles) >= self._options.slots:
             return None
         self._stopped.discard(job.number)
-        active = self._earlier.pop(job.number, [])
-        slot = None if job.is_changed else _SLOT.fullmatch(job.earlier)
-        if slot and (slot[1] in active or self._code(slot[1]) in SETTLED):
-            self._is_working = True
-            self._ids[job.number] = slot[1]
+        match = _SLOT.fullmatch(job.earlier)
+        handle = match[1] if match else ""
+        job_id, state = self._earlier.pop(handle, ("", ""))
+        active = [job_id] if job_id and state not in _FINAL_STATES else []
+        if not job.is_changed and (active or (handle and self._code(handle) in SETTLED)):
+            self._handles[job.number], self._is_working = handle, True
+            if active:
+                self._ids[handle] = job_id
             return job.earlier
-        _stop(active)  # the new job waits for their end, by the lock of the console file
-        try:
-            self._ids[job.number] = self._sbatch(job)
-        except SlurmError as error:
-            self._failed(job, error)
-            return None
-        self._is_working, self._num_failures = True, 0
-        return f"slurm {self._ids[job.number]}"
-
-    def _failed(self, job: Job, error: SlurmError) -> None:
-        """Let `wait` raise the error if SLURM rejects the first job; otherwise, try again a few times."""
-        with suppress(SlurmError):  # it may have been accepted although sbatch failed
-            answer("scancel", f"--name={self._name}-{job.number}")
-        if not self._is_working:
-            self._rejection = error
-            return
-        self._num_failures += 1
-        if self._num_failures == _MAX_SUBMITS:
-            self._num_failures = 0
-            raise ConfigError("sweep", "slurm", str(error), "try again with resume=auto") from None
-        self._due = time.monotonic() + _SUBMIT_AGAIN_SECONDS
-        log.warning("%s; trying again in %.0f s", error, _SUBMIT_AGAIN_SECONDS)
+        _stop(active)  # its config has changed: the new job waits for its end, by the lock of the console file
+        array = self._arrays.setdefault(self._options.resources(job.demand), _Array(secrets.token_hex(4), []))
+        handle = self._handles[job.number] = array.handle(len(array.jobs))
+        array.jobs.append(job)
+        return f"slurm {handle}"
 
     def wait(self, seconds: float) -> list[Ended]:
-        if self._rejection is not None:
-            remedy = "correct the option of the sweep that SLURM names, or try again"
-            raise ConfigError("sweep", "slurm", str(self._rejection), remedy) from None
+        if time.monotonic() >= self._due:
+            self._submit_arrays()
         self._find_ended()
         if not self._ended and seconds:
             time.sleep(seconds)
@@ -168,38 +175,78 @@ class SlurmPool(Pool):
         return ended
 
     def stop(self, numbers: list[int]) -> None:
-        self._stopped |= self._ids.keys() & set(numbers)
+        self._stopped |= self._handles.keys() & set(numbers)
+        for resources, array in list(self._arrays.items()):  # only as a whole: handles have the indices of its jobs
+            if self._stopped.issuperset(job.number for job in array.jobs):
+                self._give_up(resources, "")
         self._signal_stopped()
 
     def _signal_stopped(self) -> None:
         """Stop the jobs passed to `stop`, again and again: SLURM drops a signal for a job that has no process yet."""
-        _stop([self._ids[number] for number in self._stopped & self._ids.keys()])
+        handles = [self._handles[number] for number in self._stopped & self._handles.keys()]
+        _stop([self._ids[handle] for handle in handles if handle in self._ids])
 
     def kill(self) -> None:
         cancel([*self._ids.values()], f"--signal={KILL.name[3:]}")
         cancel([*self._ids.values()])
         self._ids.clear()
+        self._arrays.clear()
+        self._handles.clear()
 
-    def _sbatch(self, job: Job) -> str:
-        """Submit a job, and return its ID in SLURM."""
+    def _submit_arrays(self) -> None:
+        """Submit the arrays. If SLURM rejects one, they are due again later, but only a few times."""
+        for resources, array in list(self._arrays.items()):
+            try:
+                ids = self._sbatch(resources, array)
+            except SlurmError as error:
+                with suppress(SlurmError):  # it may have been accepted although sbatch failed
+                    answer("scancel", f"--name={self._name}-{array.token}")
+                if not self._is_working:
+                    self._arrays.clear()
+                    self._handles.clear()
+                    remedy = "correct the option of the sweep that SLURM names, or try again"
+                    raise ConfigError("sweep", "slurm", str(error), remedy) from None
+                self._num_failures += 1
+                if self._num_failures < _MAX_SUBMITS:
+                    self._due = time.monotonic() + _SUBMIT_AGAIN_SECONDS
+                    log.warning("%s; trying again in %.0f s", error, _SUBMIT_AGAIN_SECONDS)
+                    return
+                self._give_up(resources, str(error))
+            else:
+                del self._arrays[resources]
+                self._ids |= {array.handle(index): job_id for index, job_id in enumerate(ids)}
+                self._is_working = True
+            self._num_failures = 0
+
+    def _give_up(self, resources: Resources, why: str) -> None:
+        """Report all jobs of an array that has not been submitted as ended, for the reason `why`."""
+        for job in self._arrays.pop(resources).jobs:
+            self._end(job.number, STOPPED if job.number in self._stopped else None, why)
+
+    def _sbatch(self, resources: Resources, array: _Array) -> list[str]:
+        """Submit an array, and return the SLURM job IDs of its jobs, in the order of the jobs."""
         import submitit
         from submitit.helpers import clean_env
 
         (self._folder / ENDS).mkdir(parents=True, exist_ok=True)
-        options, resources = self._options, self._options.resources(job.demand)
-        command = task(job.arguments, job.console, {"OMP_NUM_THREADS": str(resources.threads)})
+        options, variables = self._options, {"OMP_NUM_THREADS": str(resources.threads)}
+        tasks = [
+            SlurmTask(task(job.arguments, job.console, variables), str(self._folder / ENDS / array.handle(index)))
+            for index, job in enumerate(array.jobs)
+        ]
         chosen = {key: getattr(options, key) for key in ("partition", "account", "qos", "constraint")}
         chosen["mem"] = f"{round(options.mem_gb * 1024)}M" if options.mem_gb is not None else None
         chosen["gpus_per_node"] = resources.gpus or None
         executor: submitit.SlurmExecutor = submitit.SlurmExecutor(self._folder, max_num_timeout=_MAX_REQUEUES)
         executor.update_parameters(
             **{key: value for key, value in chosen.items() if value is not None},
-            job_name=f"{self._name}-{job.number}",
+            job_name=f"{self._name}-{array.token}",
             time=options.timeout_min,
             signal_delay_s=options.signal_seconds,
             nodes=1,
             ntasks_per_node=1,
             cpus_per_task=resources.cores,
+            array_parallelism=options.slots,
             stderr_to_stdout=True,
             setup=[*(f"export {name}={quote(text)}" for name, text in python_path().items()), *options.setup],
             additional_parameters={"requeue": True, **options.additional},
@@ -207,29 +254,29 @@ class SlurmPool(Pool):
         inside_a_job = "SLURM_JOB_ID" in os.environ
         try:
             with clean_env() if inside_a_job else nullcontext(), redirect_stderr(StringIO()):
-                return executor.submit(SlurmTask(command, str(self._folder / ENDS))).job_id
+                return [job.job_id for job in executor.submit_array(tasks)]
         except Exception as error:  # submitit has several kinds, and the operating system its own
             why = " ".join(str(error).split()) or type(error).__name__
-            raise SlurmError(f"sbatch has not accepted job {job.number}: {why}") from None
+            raise SlurmError(f"sbatch has not accepted the jobs: {why}") from None
 
-    def _code(self, job_id: str) -> int | None:
+    def _code(self, handle: str) -> int | None:
         """Return the exit code that a job has written to its file; None if there is no file or no valid exit code."""
         with suppress(OSError, ValueError):
-            code = int(read_regular(self._folder / ENDS / job_id, 10))
+            code = int(read_regular(self._folder / ENDS / handle, 10))
             return code if -64 <= code <= 255 else None
         return None
 
     def _end(self, number: int, code: int | None, reason: str = "") -> None:
-        del self._ids[number]
+        self._ids.pop(self._handles.pop(number), None)
         self._looks.pop(number, None)
         self._ended.append(Ended(number, code, reason))
 
     def _find_ended(self) -> None:
-        names = set(os.listdir(self._folder / ENDS)) if self._ids and (self._folder / ENDS).is_dir() else set()
-        for number, job_id in list(self._ids.items()):
-            if job_id in names and (code := self._code(job_id)) is not None:
+        names = set(os.listdir(self._folder / ENDS)) if self._handles and (self._folder / ENDS).is_dir() else set()
+        for number, handle in list(self._handles.items()):
+            if handle in names and (code := self._code(handle)) is not None:
                 self._end(number, code)
-        is_urgent = self._looks or self._stopped & self._ids.keys()
+        is_urgent = self._looks or self._stopped & self._handles.keys()
         if self._ids and time.monotonic() >= self._asked + (_ASK_AGAIN_SECONDS if is_urgent else _ASK_SECONDS):
             self._find_lost()
             self._signal_stopped()
@@ -242,9 +289,9 @@ class SlurmPool(Pool):
         except SlurmError as error:
             log.warning("%s; trying again", error)
             return
-        for number, job_id in list(self._ids.items()):
-            _, state = listed.get(job_id, (number, ""))
-            if state and state not in FINAL_STATES:
+        for number, handle in list(self._handles.items()):
+            _, state = listed.get(handle, ("", ""))
+            if handle not in self._ids or (state and state not in _FINAL_STATES):
                 self._looks.pop(number, None)
                 continue
             self._looks[number] = self._looks.get(number, 0) + 1
@@ -258,3 +305,43 @@ def _stop(ids: list[str]) -> None:
     """Cancel the jobs with these SLURM job IDs that are waiting, and let those that are running save and exit."""
     cancel(ids, "--state=PENDING")
     cancel(ids, f"--signal={STOP.name[3:]}")
+
+
+def queue(name: str) -> dict[str, tuple[str, str]]:
+    """Return the SLURM job ID and the state of all jobs of the arrays called NAME-TOKEN, by handle.
+
+    Raises:
+        SlurmError: if squeue fails, or its output cannot be parsed.
+    """
+    found = {}
+    flags = ("--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%j|%T")
+    for line in answer("squeue", *flags).splitlines():
+        match = _LISTED.fullmatch(line.strip())
+        if match is None:
+            raise SlurmError(f"squeue gave an answer that cannot be understood: {line[:80]!r}")
+        array, _, token = match["name"].rpartition("-")
+        if array == name:
+            found[f"{token}_{match['id'].partition('_')[2] or 0}"] = match["id"], match["state"]
+    return found
+
+
+def cancel(ids: list[str], *flags: str) -> None:
+    """Cancel, or signal, the jobs with these SLURM job IDs, as the flags of scancel say."""
+    if ids:
+        with suppress(SlurmError):  # it also fails if one of the jobs has ended
+            answer("scancel", *flags, *ids)
+
+
+def answer(*words: str) -> str:
+    """Run a SLURM program, and return its standard output; raise `SlurmError` if it fails or does not end in time."""
+    variables = {k: value for k, value in os.environ.items() if not k.startswith("SQUEUE_")}  # they filter and format
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_SECONDS, env=variables, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SlurmError(f"{words[0]} cannot be run: {error}") from None
+    if done.returncode:
+        said = " ".join(done.stderr.decode(errors="replace").split())
+        raise SlurmError(f"{words[0]} failed: {said or f'exit code {done.returncode}'}")
+    return done.stdout.decode(errors="replace")

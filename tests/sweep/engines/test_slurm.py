@@ -19,8 +19,7 @@ from helpers.pool_jobs import exit_codes_of, reports_of_job, wait_until_ended, w
 from runner.config.errors import ConfigError
 from runner.sweep.engines import child, slurm
 from runner.sweep.engines.base import Demand, Ended, Job, Pool
-from runner.sweep.engines.slurm import Slurm, SlurmPool
-from runner.sweep.engines.slurm_programs import cancel
+from runner.sweep.engines.slurm import Slurm, SlurmPool, cancel
 
 pytest.importorskip("submitit")
 
@@ -56,23 +55,26 @@ def job(number: int, *words: str, earlier: str = "", is_changed: bool = False, *
     return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand), earlier, is_changed)
 
 
-def test_jobs_get_what_they_request_and_their_exit_codes_are_known(
+def test_jobs_with_the_same_demand_form_one_array_and_get_what_they_request(
     pool: Pool, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert pool.submit(job(0, "exit=3")) == "slurm 101"
-    pool.submit(job(1, "exit=75", processes=2, gpus=2, threads=3))
-    assert exit_codes_of(pool, 0, 1) == {0: 3, 1: 75}
+    for number, code in enumerate((0, 3, 2)):
+        assert pool.submit(job(number, f"exit={code}")) is not None
+    pool.submit(job(3, "exit=75", processes=2, gpus=2, threads=3))
+    assert exit_codes_of(pool, 0, 1, 2, 3) == {0: 0, 1: 3, 2: 2, 3: 75}
     options = [each["options"] for each in cluster.jobs.values()]
-    assert [(each["cpus-per-task"], each.get("gpus-per-node")) for each in options] == [("2", None), ("6", "2")]
-    for number, (threads, gpus) in enumerate((("2", ""), ("3", "0,1"))):
+    assert list(cluster.jobs) == ["101_0", "101_1", "101_2", "102"]
+    assert [each.get("array") for each in options] == [*["0-2%3"] * 3, None]
+    assert [(each["cpus-per-task"], each.get("gpus-per-node")) for each in options[2:]] == [("2", None), ("6", "2")]
+    for number, (threads, gpus) in enumerate([("2", "")] * 3 + [("3", "0,1")]):
         [saw] = reports_of_job(number)
         assert (saw["OMP_NUM_THREADS"], saw["CUDA_VISIBLE_DEVICES"]) == (threads, gpus)
         assert saw["cwd"] == os.getcwd()
         assert [saw[name] for name in fake_run.REPORTED_VARIABLES if name.startswith("SLURM")] == [None] * 3, (
             "no launcher's variables"
         )
-    assert Path("1.txt").read_text().startswith("SLURM job 102 on ")
+    assert Path("1.txt").read_text().startswith("SLURM job 101_1 on ")
 
 
 def test_a_job_that_is_preempted_or_reaches_its_time_limit_saves_and_is_requeued(cluster: FakeSlurm) -> None:
@@ -81,14 +83,14 @@ def test_a_job_that_is_preempted_or_reaches_its_time_limit_saves_and_is_requeued
             assert pool.submit(job(number, "exit=3", "until=never", f"saved=saved{number}")) is not None
         assert pool.submit(job(2)) is None, "slots limits the number of jobs in the queue"
         wait_until_started(pool, 0, 1)
-        cluster.signal("101", signal.SIGUSR2)
-        cluster.signal("102", signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2)
+        cluster.signal("101_0", signal.SIGUSR2)
+        cluster.signal("101_1", signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2)
         assert exit_codes_of(pool, 0, 1) == {0: 3, 1: 3}, "not 75: they go on"
         assert pool.submit(job(2)) is not None
     for number in (0, 1):
         assert [saw["resumed"] for saw in reports_of_job(number)] == [False, True]
-    assert [each["starts"] for each in cluster.jobs.values()][:2] == [2, 2]
-    assert len(cluster.calls("sbatch")) == 3
+    assert [(each["starts"], each["options"]["array"]) for each in cluster.jobs.values()] == [(2, "0-1%2")] * 2
+    assert len(cluster.calls("sbatch")) == 1
 
 
 def test_stop_makes_running_jobs_save_and_cancels_waiting_jobs(pool: Pool, cluster: FakeSlurm) -> None:
@@ -97,12 +99,15 @@ def test_stop_makes_running_jobs_save_and_cancels_waiting_jobs(pool: Pool, clust
     wait_until_started(pool, 0, 1)
     cluster.hold()
     pool.submit(job(2, "saved=saved2"))
-    pool.stop([0, 2])
-    assert exit_codes_of(pool, 0, 2) == {0: 75, 2: 75}
+    wait_until(lambda: (pool.wait(0.05), "102" in cluster.jobs)[1])
+    pool.submit(job(3, "saved=saved3"))
+    pool.stop([0, 2, 3])
+    assert exit_codes_of(pool, 0, 2, 3) == {0: 75, 2: 75, 3: 75}
     assert [path.name for path in Path.cwd().glob("saved*")] == ["saved0"]
-    assert cluster.jobs["101"]["starts"] == 1, "it is not requeued"
-    assert cluster.jobs["103"]["state"] == "CANCELLED"
-    cluster.end("102", "NODE_FAIL")
+    assert cluster.jobs["101_0"]["starts"] == 1, "it is not requeued"
+    assert cluster.jobs["102"]["state"] == "CANCELLED"
+    assert cluster.jobs.keys() == {"101_0", "101_1", "102"}, "the last one has not been submitted"
+    cluster.end("101_1", "NODE_FAIL")
     assert wait_until_ended(pool, 1)[1].reason == "SLURM says NODE_FAIL"
 
 
@@ -118,40 +123,40 @@ def test_killed_jobs_leave_no_process_and_do_not_save(cluster: FakeSlurm) -> Non
 
 def test_a_later_command_adopts_the_jobs_of_a_killed_scheduler(cluster: FakeSlurm) -> None:
     earlier = SlurmPool(Slurm(), Path.cwd())
-    words = (
-        ("exit=3",),
-        ("until=go", "exit=3"),
-        ("exit=75",),
-        *(("until=never", f"saved=saved{n}") for n in (3, 4, 5)),
-    )
+    words = (("exit=3",), ("until=go", "exit=3"), ("exit=75",), ("until=never",), ("until=never",))
     slots = [earlier.submit(job(number, *each)) or "" for number, each in enumerate(words)]
-    wait_until_started(earlier, 1, 3, 4, 5)
-    wait_until(lambda: all(cluster.jobs[name]["state"] == "COMPLETED" for name in ("101", "103")))
-    with Slurm().connect(6, Path.cwd()) as pool:
+    wait_until_started(earlier, 1, 3, 4)
+    wait_until(lambda: all(cluster.jobs[f"101_{index}"]["state"] == "COMPLETED" for index in (0, 2)))
+    with Slurm().connect(5, Path.cwd()) as pool:
         again = [pool.submit(job(number, "exit=2", earlier=each)) for number, each in enumerate(slots[:4])]
         assert [slot == each for slot, each in zip(again, slots, strict=False)] == [True, True, False, True]
-        changed = job(4, "exit=3", "saved=saved4", earlier=slots[4], is_changed=True)
-        unrecorded = job(5, "exit=3", "saved=saved5")  # the scheduler was killed before it had written down the slot
-        assert slots[4] != pool.submit(changed) != pool.submit(unrecorded) != slots[5]
-        assert exit_codes_of(pool, 0, 2, 4, 5) == {0: 3, 2: 2, 4: 3, 5: 3}, "the first one has ended in the meantime"
-        assert [reports_of_job(number)[-1]["resumed"] for number in (4, 5)] == [True, True], "after those of before"
+        assert pool.submit(job(4, "exit=3", earlier=slots[4], is_changed=True)) != slots[4]
+        assert exit_codes_of(pool, 0, 2, 4) == {0: 3, 2: 2, 4: 3}, "the first one has ended in the meantime"
+        wait_until(lambda: cluster.jobs["101_4"]["state"] not in ACTIVE_STATES)  # stopped, as its config has changed
         Path("go").touch()
         assert exit_codes_of(pool, 1) == {1: 3}
         pool.stop([3])
         assert exit_codes_of(pool, 3) == {3: 75}
-    assert [each["starts"] for each in cluster.jobs.values()] == [1] * 9, "nothing that has a result is run twice"
+    assert [each["starts"] for each in cluster.jobs.values()] == [1] * 7, "nothing that has a result is run twice"
 
 
-def test_only_running_jobs_of_this_sweep_are_taken_over(pool: Pool, cluster: FakeSlurm, tmp_path: Path) -> None:
+def test_only_handles_of_running_jobs_of_this_sweep_are_taken_over(
+    pool: Pool, cluster: FakeSlurm, tmp_path: Path
+) -> None:
     slot = pool.submit(job(0, "until=never"))
-    assert slot == "slurm 101"
+    assert slot is not None
     wait_until_started(pool, 0)
+    token = cluster.jobs["101"]["options"]["job-name"].rpartition("-")[2]
+    assert slot == f"slurm {token}_0"
+    others = ("core 0", "slurm 101", "slurm 101_0", "slurm {}", "slurm {}_1", "slurm {}_0 ", "slurm ../{}_0")
+    later = SlurmPool(Slurm(), Path.cwd())
+    for number, text in enumerate(others, start=1):
+        earlier = text.format(token)
+        assert later.submit(job(number, earlier=earlier)) != earlier
+    assert later.submit(job(0, earlier=slot)) == slot
+    assert later.submit(job(9, earlier=slot)) != slot, "it is one job"
     elsewhere = SlurmPool(Slurm(), tmp_path / "copied" / "sweep")
     assert elsewhere.submit(job(0, earlier=slot)) != slot
-    later = SlurmPool(Slurm(), Path.cwd())
-    for number, earlier in enumerate(("core 0", slot, "slurm 7_0", "slurm ../101", "slurm 101 "), start=1):
-        assert later.submit(job(number, earlier=earlier)) not in (slot, earlier)
-    assert later.submit(job(0, earlier=slot)) == slot
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,24 +166,21 @@ def test_only_running_jobs_of_this_sweep_are_taken_over(pool: Pool, cluster: Fak
 def test_rejection_of_the_first_jobs_is_a_config_error(pool: Pool, cluster: FakeSlurm) -> None:
     cluster.fail("sbatch", 1, err="sbatch: error: invalid partition specified: gpu\n")
     pool.submit(job(0))
-    with pytest.raises(ConfigError, match=r"sbatch has not accepted job 0: .*invalid partition specified: gpu"):
+    with pytest.raises(ConfigError, match=r"sbatch has not accepted the jobs: .*invalid partition specified: gpu"):
         pool.wait(0)
 
 
-def test_later_jobs_are_submitted_again_before_they_are_refused(pool: Pool, cluster: FakeSlurm) -> None:
-    def submitted(number: int) -> bool:
-        pool.wait(0.02)
-        return pool.submit(job(number)) is not None
-
-    assert submitted(0)
+def test_later_jobs_are_submitted_again_before_they_count_as_lost(pool: Pool, cluster: FakeSlurm) -> None:
+    pool.submit(job(0))
+    assert exit_codes_of(pool, 0) == {0: 0}
     cluster.fail("sbatch", 1, out="what?\n", code=0)
-    assert not submitted(1)
-    wait_until(lambda: submitted(1))
-    assert exit_codes_of(pool, 1)[1] == 0
+    pool.submit(job(1))
+    assert exit_codes_of(pool, 1) == {1: 0}
     cluster.fail("sbatch", 9, err="sbatch: error: Socket timed out")
-    with pytest.raises(ConfigError, match="Socket timed out"):
-        wait_until(lambda: submitted(2))
-    assert len(cluster.calls("sbatch")) == 3 + 4
+    pool.submit(job(2))
+    lost = wait_until_ended(pool, 2)[2]
+    assert lost.code is None
+    assert "Socket timed out" in lost.reason
 
 
 def test_no_job_is_lost_while_squeue_fails(pool: Pool, cluster: FakeSlurm) -> None:
@@ -196,10 +198,10 @@ def test_jobs_that_end_without_an_exit_code_are_lost_unless_they_were_canceled(p
     for number in range(4):
         pool.submit(job(number, "until=never"))
     wait_until_started(pool, 0, 1, 2, 3)
-    cancel(["101"])
-    cluster.end("102", "OUT_OF_MEMORY")
-    cluster.end("103", "OUT_OF_MEMORY", forgotten=True)
-    cluster.signal("104", signal.SIGKILL)
+    cancel(["101_0"])
+    cluster.end("101_1", "OUT_OF_MEMORY")
+    cluster.end("101_2", "OUT_OF_MEMORY", forgotten=True)
+    cluster.signal("101_3", signal.SIGKILL)
     pid = reports_of_job(3)[0]["pid"]
     wait_until(lambda: pid not in processes(), what="a command goes on without its task")
     assert wait_until_ended(pool, 0, 1, 2, 3) == {
@@ -221,10 +223,24 @@ def test_links_in_the_directory_of_the_logs_are_refused(cluster: FakeSlurm) -> N
     """SLURM would append the output of the jobs to the targets of the links."""
     Path("elsewhere").touch()
     Path("slurm").mkdir()
-    Path("slurm/102_0_log.out").symlink_to("../elsewhere")
-    with pytest.raises(ConfigError, match=r"102_0_log\.out") as refused, Slurm().connect(1, Path.cwd()):
+    Path("slurm/102_0_0_log.out").symlink_to("../elsewhere")
+    with pytest.raises(ConfigError, match=r"102_0_0_log\.out") as refused, Slurm().connect(1, Path.cwd()):
         pass
     assert refused.value.key == "resume"
+
+
+def test_the_number_of_slurm_calls_does_not_grow_with_the_number_of_jobs(
+    cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "_ASK_SECONDS", 60.0)
+    cluster.hold()
+    with Slurm().connect(9, Path.cwd()) as pool:
+        for number in range(9):
+            pool.submit(job(number))
+        for _ in range(100):
+            assert pool.wait(0) == []
+        assert len(cluster.calls("squeue")) == 1
+        assert len(cluster.calls("sbatch")) == 1
 
 
 def test_missing_programs_and_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
