@@ -45,6 +45,7 @@ class Sandbox(NamedTuple):
 
     path: Path
     outside: Path
+    before: dict[str, tuple]  # the `snapshot` of `outside`
 
     @property
     def canary(self) -> Path:
@@ -128,9 +129,9 @@ def snapshot(root: Path) -> dict[str, tuple]:
     return found
 
 
-def assert_no_harm(sandbox: Sandbox, before: dict[str, tuple], console: str, *written: Path) -> None:
+def assert_no_harm(sandbox: Sandbox, console: str, *written: Path) -> None:
     assert not sandbox.canary.exists(), "something was executed"
-    assert snapshot(sandbox.outside) == before, "something was written elsewhere"
+    assert snapshot(sandbox.outside) == sandbox.before, "something was written elsewhere"
     assert SECRET not in console
     for root in written:
         for file in root.rglob("*"):
@@ -164,7 +165,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     (outside / "folder").mkdir(parents=True)
     (outside / "secret.txt").write_text(f"{SECRET}\n")
     (outside / "folder/victim.txt").write_text("mine")
-    return Sandbox(tmp_path / "theirs", outside)
+    return Sandbox(tmp_path / "theirs", outside, snapshot(outside))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,14 +202,6 @@ def compressed(sandbox: Sandbox, name: str) -> None:
             new.writestr(entry.filename, old.read(entry))
         new.writestr("archive/bomb", bytes(10**8))
     sandbox.forge(name, bomb.getvalue())
-
-
-def zip_with_absolute_names(sandbox: Sandbox) -> bytes:
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        archive.writestr(f"..{sandbox.canary}", "x")
-        archive.writestr(str(sandbox.canary), "x")
-    return content.getvalue()
 
 
 def weights_in(box: Sandbox, path: str | Path) -> dict[str, Any]:
@@ -312,11 +305,11 @@ HARMLESS += ("result: escape codes", "a step of a thousand digits", "a step of a
 def test_a_hostile_run_directory_does_no_harm(kind: str, original: Path, sandbox: Sandbox, cwd: Path) -> None:
     shutil.copytree(original, sandbox.path)
     RUNS[kind](sandbox)
-    here, before = snapshot(cwd), snapshot(sandbox.outside)
+    here = snapshot(cwd)
     found = run_up_to_training(f"resume={sandbox.path}", cwd=cwd, train_one_step=True)
     codes = (STOPPED,) if kind in RESUMED else (0, 2, STOPPED) if kind in HARMLESS else (2,)
     assert found.code in codes, found.console
-    assert_no_harm(sandbox, before, found.console, sandbox.path, cwd)
+    assert_no_harm(sandbox, found.console, sandbox.path, cwd)
     assert snapshot(cwd) == here
     if found.code == 2:
         assert 1 < len(found.console.splitlines()) <= 10, found.console
@@ -333,6 +326,14 @@ def saved_by_torch(content: Callable[[Sandbox], Any], **options: Any) -> Callabl
         return file.getvalue()
 
     return data
+
+
+def zip_with_absolute_names(sandbox: Sandbox) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr(f"..{sandbox.canary}", "x")
+        archive.writestr(str(sandbox.canary), "x")
+    return content.getvalue()
 
 
 WEIGHTS: dict[str, Callable[[Sandbox], bytes]] = {
@@ -357,11 +358,10 @@ SUFFIXES += [(kind, "safetensors") for kind in ("a call", "a plain pickle", "the
 def test_a_hostile_file_of_weights_is_refused(kind: str, suffix: str, sandbox: Sandbox, cwd: Path) -> None:
     path = sandbox.path.with_suffix(f".{suffix}")
     path.write_bytes(WEIGHTS[kind](sandbox))
-    before = snapshot(sandbox.outside)
     code, console = run_in_this_process([*TINY_CPU, "steps=1", f"model.weights={path}"], cwd)
     assert code == 2, console
     assert console.startswith("model.weights: got "), console
-    assert_no_harm(sandbox, before, console, cwd)
+    assert_no_harm(sandbox, console, cwd)
 
 
 def test_the_payloads_work(sandbox: Sandbox) -> None:
@@ -378,19 +378,15 @@ def test_the_payloads_work(sandbox: Sandbox) -> None:
 # Data sets
 
 
-def png(width: int, height: int, data: bytes = b"", extra: bytes = b"") -> bytes:
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png(width: int, height: int, data: bytes = b"", text: bytes = b"") -> bytes:
     """Return a PNG file whose header says `width` and `height`, whatever the size of its pixel data `data`."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + head + extra + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
-
-
-def text_chunk(size: int) -> bytes:
-    content = b"comment\0\0" + zlib.compress(bytes(size), 1)
-    return struct.pack(">I", len(content)) + b"zTXt" + content + struct.pack(">I", zlib.crc32(b"zTXt" + content))
+    texts = chunk(b"zTXt", b"comment\0\0" + zlib.compress(text, 1)) * 3 if text else b""
+    return b"\x89PNG\r\n\x1a\n" + head + texts + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
 
 
 EPS = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n(CANARY) (w) file closefile\nshowpage\n"
@@ -404,7 +400,7 @@ IMAGES: dict[str, Callable[[Sandbox, Path], object]] = {
     "a directory": lambda box, path: path.mkdir(),
     "100 GB": lambda box, path: path.write_bytes(b"\x89PNG\r\n\x1a\n") and os.truncate(path, 10**11),
     "PNG of a billion pixels": lambda box, path: path.write_bytes(png(30_000, 40_000)),
-    "PNG with much text": lambda box, path: path.write_bytes(png(8, 8, bytes(8 * 25), text_chunk(10**8) * 3)),
+    "PNG with much text": lambda box, path: path.write_bytes(png(8, 8, bytes(8 * 25), bytes(10**8))),
     "TIFF in a circle": lambda box, path: path.write_bytes(b"II*\0" + struct.pack("<IHI", 8, 0, 8) + bytes(50)),
 }
 
@@ -426,52 +422,46 @@ def test_a_hostile_image_does_no_harm(kind: str, sandbox: Sandbox, cwd: Path) ->
     folder_of_images(sandbox.path)
     (sandbox.path / "dog/2.png").unlink()
     IMAGES[kind](sandbox, sandbox.path / "dog/2.png")
-    before = snapshot(sandbox.outside)
     code, console = run_with_images(sandbox.path, cwd)
     assert code in (1, 2) or kind == "a directory", console
     assert "2.png" in console or kind == "a directory", console
     assert "Fatal" not in console
-    assert_no_harm(sandbox, before, console.replace("\r", "\n"), cwd)
+    assert_no_harm(sandbox, console.replace("\r", "\n"), cwd)
 
 
 def test_hostile_images_are_skipped_if_asked_for(sandbox: Sandbox, cwd: Path) -> None:
     folder_of_images(sandbox.path)
     for number, kind in enumerate(IMAGES):
         IMAGES[kind](sandbox, sandbox.path / f"dog/hostile_{number}.png")
-    before = snapshot(sandbox.outside)
     code, console = run_with_images(sandbox.path, cwd, "data.on_error=skip", "data.holdout=0.1")
     assert (code, "skipped" in console) == (0, True), console
-    assert_no_harm(sandbox, before, console.replace("\r", "\n"), cwd)
+    assert_no_harm(sandbox, console.replace("\r", "\n"), cwd)
 
 
-MNIST: dict[str, Callable[[Sandbox], bytes]] = {
-    "a pickle": lambda sandbox: pickle.dumps(touch(sandbox)),
-    "more than it has": lambda sandbox: struct.pack(">IIII", 0x803, 2**31 - 1, 28, 28),
+CIFAR = [f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")]
+MNIST = [f"MNIST/raw/{name}-ubyte" for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3")]
+MNIST += ["MNIST/raw/t10k-labels-idx1-ubyte"]
+
+DATA_SETS: dict[str, tuple[str, list[str], Callable[[Sandbox], bytes]]] = {
+    "a pickle": ("mnist", MNIST, lambda box: pickle.dumps(touch(box))),
+    "more than it has": ("mnist", MNIST, lambda box: struct.pack(">IIII", 0x803, 2**31 - 1, 28, 28)),
+    "gzip of a gigabyte": ("mnist", [f"{name}.gz" for name in MNIST], lambda box: gzip.compress(bytes(10**8), 1)),
+    "cifar: a pickle": ("cifar10", CIFAR, lambda box: pickle.dumps(touch(box))),
 }
 
 
-@pytest.mark.parametrize("kind", [*MNIST, "gzip of a gigabyte", "cifar: a pickle"])
+@pytest.mark.parametrize("kind", DATA_SETS)
 def test_a_hostile_data_set_is_refused(kind: str, sandbox: Sandbox, cwd: Path) -> None:
-    root = sandbox.path
-    if kind.startswith("cifar"):
-        (root / "cifar-10-batches-py").mkdir(parents=True)
-        for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
-            (root / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(touch(sandbox)))
-    else:
-        raw = root / "MNIST/raw"
-        raw.mkdir(parents=True)
-        bomb = gzip.compress(bytes(10**8), 1)
-        for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
-            if kind.startswith("gzip"):
-                (raw / f"{name}-ubyte.gz").write_bytes(bomb)
-            else:
-                (raw / f"{name}-ubyte").write_bytes(MNIST[kind](sandbox))
-    before = snapshot(sandbox.outside)
-    data = "cifar10" if kind.startswith("cifar") else "mnist"
-    code, console = run_in_this_process([f"data={data}", f"data.root={root}", "steps=1", "device=cpu"], cwd)
+    data, files, content = DATA_SETS[kind]
+    (sandbox.path / files[0]).parent.mkdir(parents=True)
+    hostile = content(sandbox)
+    for name in files:
+        (sandbox.path / name).write_bytes(hostile)
+    words = [f"data={data}", f"data.root={sandbox.path}", "steps=1", "device=cpu"]
+    code, console = run_in_this_process(words, cwd)
     assert code == 2, console
     assert console.startswith("data.root: got "), console
-    assert_no_harm(sandbox, before, console, cwd)
+    assert_no_harm(sandbox, console, cwd)
 
 
 def test_valid_weights_at_the_same_path_are_loaded(sandbox: Sandbox, cwd: Path) -> None:

@@ -39,43 +39,33 @@ OPTIONS = (*TINY_CPU, "save_every=2", "eval_every=3", "log_every=1", "name=a")
 class Mark(NamedTuple):
     """The config hash of the current session, and the step of the newest checkpoint that must survive a power loss."""
 
-    session: str
-    saved: int
+    session: str = ""
+    saved: int = 0
 
 
 class Reference(NamedTuple):
-    """The results of a session.
-
-    Args:
-        run: the run.
-        checkpoints: the checkpoints by step, including those of earlier sessions that the session continues.
-        curves: the curves without times and memory (see `compared`).
-        outcome: what `run_outcome` returns at the end of the session; empty if the run has `keep=0`.
-    """
+    """The results of a session; the checkpoints, by step, include those of earlier sessions that it continues."""
 
     run: Run
     checkpoints: dict[int, Checkpoint]
     curves: dict[str, list[tuple[int, float]]]
-    outcome: dict[str, Any]
+    outcome: dict[str, Any]  # empty if the run has `keep=0`
 
 
-class Recorded(NamedTuple):
-    instants: list[DiskState]
-    references: dict[str, Reference]
-
-
-class Sessions:
-    """Runs sessions one after another below `root`, and records their file system changes and results."""
+class Recorded:
+    """Sessions that run one after another below `root`: the disk at each instant, and their results by config hash."""
 
     def __init__(self, root: Path):
         self.root, self.recorder = root, DiskRecorder(root)
         self.references: dict[str, Reference] = {}
 
-    def run(self, *overrides: str, earlier: dict[int, Checkpoint] | None = None) -> Path:
-        """Run a session, and return the run directory; `earlier` has the checkpoints that exist when it begins."""
+    def run(self, *overrides: str, continued: int = 0) -> Path:
+        """Run a session that continues after the step `continued`, and return the run directory."""
         run = build_composed_run(*OPTIONS, f"output_root={self.root}/outputs", *overrides)
-        found, session = dict(earlier or {}), config_hash(run.config)
-        self.recorder.mark = Mark(session, max(found, default=0))
+        earlier = [*self.references.values()][-1].checkpoints if continued else {}
+        found = {step: checkpoint for step, checkpoint in earlier.items() if step <= continued}
+        session = config_hash(run.config)
+        self.recorder.mark = Mark(session, continued)
         save = Checkpoints.save
 
         def saved(checkpoints: Checkpoints, checkpoint: Checkpoint, best_step: int | None = None) -> None:
@@ -87,13 +77,8 @@ class Sessions:
         with mock.patch.object(Checkpoints, "save", saved):
             assert run_one(run, list(overrides)).status == "done"
         [path] = self.root.glob("outputs/a/*")
-        whole = run_outcome(path) if run.keep else {}
-        self.references[session] = Reference(run, found, compared(path), whole)
+        self.references[session] = Reference(run, found, compared(path), run_outcome(path) if run.keep else {})
         return path
-
-    def checkpoints(self, until: int) -> dict[int, Checkpoint]:
-        latest = list(self.references.values())[-1].checkpoints
-        return {step: checkpoint for step, checkpoint in latest.items() if step <= until}
 
 
 def compared(path: Path) -> dict[str, list[tuple[int, float]]]:
@@ -104,84 +89,71 @@ def compared(path: Path) -> dict[str, list[tuple[int, float]]]:
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """A run of 6 steps, extended to 10 steps, then resumed from step 8 with another learning rate."""
-    sessions = Sessions(tmp_path_factory.mktemp("resumed"))
-    with sessions.recorder:
-        path = sessions.run("steps=6")
-        sessions.run("steps=10", f"resume={path}", earlier=sessions.checkpoints(6))
-        earlier = f"resume={path}/checkpoints/step_00000008"
-        sessions.run("steps=12", "optimizer.lr=0.01", earlier, earlier=sessions.checkpoints(8))
-    return Recorded(sessions.recorder.instants, sessions.references)
+    recorded = Recorded(tmp_path_factory.mktemp("resumed"))
+    with recorded.recorder:
+        path = recorded.run("steps=6")
+        recorded.run("steps=10", f"resume={path}", continued=6)
+        recorded.run("steps=12", "optimizer.lr=0.01", f"resume={path}/checkpoints/step_00000008", continued=8)
+    return recorded
 
 
 @pytest.fixture(scope="module")
 def keeping_none(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """A run whose checkpoints are deleted at its end."""
-    sessions = Sessions(tmp_path_factory.mktemp("keeping_none"))
-    with sessions.recorder:
-        sessions.run("steps=4", "keep=0")
-    return Recorded(sessions.recorder.instants, sessions.references)
+    recorded = Recorded(tmp_path_factory.mktemp("keeping_none"))
+    with recorded.recorder:
+        recorded.run("steps=4", "keep=0")
+    return recorded
 
 
 def chosen(recorded: Recorded, count: int) -> list[tuple[int, DiskState, dict[str, bytes | None]]]:
     """Sample `count` states with their numbers; states in which all unsynced data is lost come first."""
-    instants = recorded.instants if ALL else recorded.instants[::3]
-    every = [(number, *state) for number, state in enumerate(possible_states(instants))]
-    least = [(-number, *state) for number, state in enumerate(minimal_states(recorded.instants), start=1)]
+    instants = recorded.recorder.instants
+    every = [(number, *state) for number, state in enumerate(possible_states(instants if ALL else instants[::3]))]
+    least = [(-number, *state) for number, state in enumerate(minimal_states(instants), start=1)]
     draw = random.Random(count)
     if len(least) > count // 2:
         least = draw.sample(least, count // 2)
     return least + draw.sample(every, min(len(every), count - len(least)))
 
 
-class Found:
-    """The files that the next session finds after a power loss.
+def check_next_session(recorded: Recorded, mark: Mark, root: Path, number: int) -> None:
+    """Fail unless the next session finds the run and what it saved; only a run without checkpoints may be lost.
 
     Args:
+        mark: what must have survived the power loss.
         root: the directory that contains the files.
         number: the number of the state; if it is odd, the run is resumed with `resume=auto`, otherwise by its path.
     """
-
-    def __init__(self, recorded: Recorded, instant: DiskState, root: Path, number: int):
-        self.recorded, self.mark, self.root, self.number = recorded, instant.mark or Mark("", 0), root, number
-        self.runs = list(root.glob("outputs/a/*"))
-
-    def check(self) -> None:
-        """Fail unless the next session finds the run and what it saved; only a run without checkpoints may be lost."""
-        try:
-            [path] = self.runs
-            values = saved_config(path).values
-        except (ValueError, UnreadableConfigError):
-            assert not self.mark.saved, "a checkpoint was saved, and there is no run to resume"
+    try:
+        [path] = root.glob("outputs/a/*")
+        values = saved_config(path).values
+    except (ValueError, UnreadableConfigError):
+        assert not mark.saved, "a checkpoint was saved, and there is no run to resume"
+        return
+    reference = recorded.references[config_hash(values)]
+    run, session = prepared(values, "auto" if number % 2 else str(path))
+    with claimed_directory(run, session, path.parent, None, []) as claim:
+        if claim.path != path:
+            assert run.resume != "auto" or read_result(path), "the run begins anew"
             return
-        reference = self.recorded.references[config_hash(values)]
-        run, session = prepared(values, "auto" if self.number % 2 else str(path))
-        with claimed_directory(run, session, path.parent, None, []) as claim:
-            if claim.path != path:
-                assert run.resume != "auto" or read_result(path), "the run begins anew"
-                return
-            if claim.result is not None:
-                self._check_done(path, claim.result["steps"], reference)
-            else:
-                claim.begin()
-                self._check_resumed(path, reference)
-
-    def _check_done(self, path: Path, steps: int, reference: Reference) -> None:
-        assert steps == max(reference.checkpoints)
-        if reference.run.keep:
-            assert_content(Checkpoints(path, keep=2).latest(), reference)
-
-    def _check_resumed(self, path: Path, reference: Reference) -> None:
+        if claim.result is not None:
+            assert claim.result["steps"] == max(reference.checkpoints)
+            if reference.run.keep:
+                assert_content(Checkpoints(path, keep=2).latest(), reference)
+            return
+        claim.begin()
         found = Checkpoints(path, keep=2).latest()
         step = found.step if found else 0
-        assert step >= self.mark.saved, "a checkpoint that was saved is lost"
+        assert step >= mark.saved, "a checkpoint that was saved is lost"
         assert not list(path.rglob("*.corrupt*")), "a checkpoint was damaged"
         if found is not None:
             assert_content(found, reference)
             EventFile(path, step + 1).close()
-            logged = {tag: [point for point in points if point[0] <= step] for tag, points in compared(path).items()}
+            logged = compared(path)
             for tag, points in reference.curves.items():
-                wanted = [point for point in points if point[0] <= step]
-                assert logged.get(tag, []) == wanted, tag
+                before, wanted = ([each for each in of if each[0] <= step] for of in (logged.get(tag, []), points))
+                assert before == wanted, tag
 
 
 def assert_content(found: Checkpoint | None, reference: Reference) -> None:
@@ -196,8 +168,7 @@ _PREPARED: dict[str, tuple[Run, Session]] = {}
 
 def prepared(values: dict[str, Any], resume: str) -> tuple[Run, Session]:
     """Return the run of a saved config, with another `resume`, and its session; the data is loaded only once."""
-    key = config_hash(values)
-    if key not in _PREPARED:
+    if (key := config_hash(values)) not in _PREPARED:
         run = build_run(values)
         _PREPARED[key] = run, prepare_session(run)
     run, session = _PREPARED[key]
@@ -217,7 +188,7 @@ def test_whatever_a_power_loss_leaves_the_run_goes_on_from_it(
         root.mkdir()
         write_state(state, root)
         try:
-            Found(recorded, instant, root, number).check()
+            check_next_session(recorded, instant.mark or Mark(), root, number)
         except (AssertionError, ConfigError) as error:
             pytest.fail(f"state {number}, {instant.call}, {instant.mark}, {sorted(state)}: {error!r}")
         tried += 1
@@ -227,7 +198,7 @@ def test_whatever_a_power_loss_leaves_the_run_goes_on_from_it(
 
 def test_small_files_are_never_partially_written(resumed: Recorded) -> None:
     """Files that are rewritten during a run have either their old or their new content."""
-    whole = set(resumed.instants[-1].written.values())
+    whole = set(resumed.recorder.instants[-1].written.values())
     for _, _, state in chosen(resumed, 20 * STATES):
         for path, content in state.items():
             if path.endswith((".yaml", ".json")) and "/tmp." not in path and ".pruned" not in path:

@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class DiskRecorder:
     def __init__(self, root: Path):
         self.root, self.mark = root, None
         self.instants: list[DiskState] = []
-        self._numbers: dict[int, int] = {os.stat(root).st_ino: ROOT}
+        self._numbers: dict[int, int] = {}  # of inodes
         self._new_number = itertools.count(1)
         self._names: DirectoryEntries = {ROOT: {}}
         self._certain: DirectoryEntries = {ROOT: {}}
@@ -52,16 +53,13 @@ class DiskRecorder:
         self._read: dict[int, tuple[int, int]] = {}
 
     def __enter__(self) -> DiskRecorder:
-        self._scan()
-        self._certain, self._synced, self._pending = copy.deepcopy(self._names), dict(self._written), []
-        self._patches = [mock.patch.object(os, name, self._watched(name, getattr(os, name))) for name in CALLS]
-        for patch in self._patches:
-            patch.start()
+        self._patches = ExitStack()
+        for name in CALLS:
+            self._patches.enter_context(mock.patch.object(os, name, self._watched(name, getattr(os, name))))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for patch in self._patches:
-            patch.stop()
+        self._patches.close()
         self._observe("the end")
 
     def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,19 +101,13 @@ class DiskRecorder:
                 each = self._numbers.get(about.st_ino)
                 each = next(self._new_number) if each is None else each
                 numbers[about.st_ino] = names[number][entry.name] = each
+                version = about.st_mtime_ns, about.st_size
                 if entry.is_dir(follow_symlinks=False):
                     folders.append((Path(entry.path), each))
-                else:
-                    written[each] = self._content(each, Path(entry.path), about)
+                elif self._read.get(each) != version:
+                    self._read[each], written[each] = version, Path(entry.path).read_bytes()
         self._pending += name_changes(self._names, names)
         self._numbers, self._names, self._written = numbers, names, written
-
-    def _content(self, number: int, path: Path, about: os.stat_result) -> bytes:
-        version = about.st_mtime_ns, about.st_size
-        if self._read.get(number) != version or number not in self._written:
-            self._read[number] = version
-            return path.read_bytes()
-        return self._written[number]
 
 
 def name_changes(before: DirectoryEntries, after: DirectoryEntries) -> Iterator[NameChange]:
