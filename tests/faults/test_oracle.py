@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
@@ -27,25 +28,25 @@ from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint_writing import Checkpoints
 from runner.storage.manifest import DamagedError
 
-STEPS = ["rank 0 7 1 1 a,b", "rank 1 8 1 1 c,d", "rank 0 7 2 2 d,c", "rank 1 8 2 2 b,a"]
-"""Two epochs of four samples, two per rank, as lines of `seen.txt`: `process pid step own samples`."""
+STEPS = [["rank 0", 7, 1, 1, "ab"], ["rank 1", 8, 1, 1, "cd"], ["rank 0", 7, 2, 2, "dc"], ["rank 1", 8, 2, 2, "ba"]]
+"""Two epochs of four samples, two per rank, as lines of `seen.txt`."""
 
-WRONG = {
-    "a sample twice": {3: "rank 1 8 2 2 b,d"},
-    "a step left out": {0: "", 1: ""},
-    "a rank that did less": {3: ""},
-    "a redone step with other samples": {4: "rank 0 9 2 2 c,d"},
-    "more redone than a save interval": {4: "rank 0 9 1 1 a,b"},
+WRONG: dict[str, dict[int, list[Any]]] = {
+    "a sample twice": {3: ["rank 1", 8, 2, 2, "bd"]},
+    "a step left out": {0: [], 1: []},
+    "a rank that did less": {3: []},
+    "a redone step with other samples": {4: ["rank 0", 9, 2, 2, "cd"]},
+    "more redone than a save interval": {4: ["rank 0", 9, 1, 1, "ab"]},
 }
 
 
-def write_steps(cwd: Path, change: dict[int, str]) -> None:
+def write_steps(cwd: Path, change: dict[int, list[Any]]) -> None:
     lines = dict(enumerate(STEPS)) | change
-    (cwd / "seen.txt").write_text("".join(f"{line}\n" for line in lines.values() if line))
+    (cwd / "seen.txt").write_text("".join(f"{json.dumps(line)}\n" for line in lines.values() if line))
 
 
 def test_samples_that_are_read_twice_or_not_at_all_are_detected(tmp_path: Path) -> None:
-    write_steps(tmp_path, {4: "rank 0 9 2 2 d,c", 5: "rank 1 10 2 2 b,a"})  # redone with the same samples
+    write_steps(tmp_path, {4: ["rank 0", 9, 2, 2, "dc"], 5: ["rank 1", 10, 2, 2, "ba"]})  # redone with the same samples
     assert_each_sample_once(tmp_path, "ddp", num_samples=4, limit=1)
     for change in WRONG.values():
         write_steps(tmp_path, change)

@@ -6,7 +6,7 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -40,41 +40,27 @@ def assert_one_value_per_step(run: Path) -> None:
         assert steps == sorted(set(steps)), (tag, steps)
 
 
-class RecordedStep(NamedTuple):
-    """A training step of one process, with the samples that it read (see `fault_points`)."""
-
-    process: str
-    pid: int
-    step: int
-    own_step: int
-    samples: list[str]
-
-
-def read_recorded_steps(cwd: Path) -> list[RecordedStep]:
-    steps = []
-    for line in (cwd / "seen.txt").read_text().splitlines():
-        if not line.startswith("saved "):
-            found = re.fullmatch(r"(\S+(?: \d+)?) (\d+) (\d+) (\d+) (\S+)", line)
-            assert found, line
-            name, pid, step, own_step, samples = found.groups()
-            steps.append(RecordedStep(name, int(pid), int(step), int(own_step), samples.split(",")))
-    return steps
-
-
 def steps_saved(cwd: Path) -> int:
     """The latest step whose checkpoint a command in `cwd` has committed; 0 if none."""
-    path = cwd / "seen.txt"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return max((int(line.split()[1]) for line in lines if line.startswith("saved ")), default=0)
+    path = cwd / "saved.txt"
+    return max(map(int, path.read_text().split()), default=0) if path.exists() else 0
 
 
 def assert_each_sample_once(cwd: Path, mode: str, num_samples: int, limit: int) -> None:
-    """Fail unless all sessions together read each sample once per epoch, and none redid more than `limit` steps."""
-    seen = read_recorded_steps(cwd)
+    """Fail unless all sessions together read each sample once per epoch, and none redid more than `limit` steps.
+
+    `seen.txt` has a line for each step: the process and its id, the steps of the run and of the process, the samples.
+    """
     streams: dict[str, dict[int, list[str]]] = {}
-    for each in seen:
-        first = streams.setdefault(each.process, {}).setdefault(each.own_step, each.samples)
-        assert first == each.samples, f"step {each.own_step} was redone with other samples"
+    latest: dict[str, tuple[int, int]] = {}  # the last process id and the latest step of each process
+    for line in (cwd / "seen.txt").read_text().splitlines():
+        process, pid, step, own_step, samples = json.loads(line)
+        first = streams.setdefault(process, {}).setdefault(own_step, samples)
+        assert first == samples, f"step {own_step} was redone with other samples"
+        last_pid, last = latest.get(process, (pid, 0))
+        redone = last - step + 1 if pid != last_pid else 0
+        assert redone <= limit, f"{process} redid {redone} steps"
+        latest[process] = pid, max(last, step)
     for process, own in _divided(streams, mode).items():
         assert sorted(own) == list(range(1, len(own) + 1)), f"steps of {process}: {sorted(own)}"
         stream = [sample for step in sorted(own) for sample in own[step]]
@@ -82,9 +68,6 @@ def assert_each_sample_once(cwd: Path, mode: str, num_samples: int, limit: int) 
         for start in range(0, len(stream), num_samples):
             epoch = stream[start : start + num_samples]
             assert len(set(epoch)) == len(epoch), f"{process} read a sample twice in an epoch"
-    for process in streams:
-        redone = steps_redone([each for each in seen if each.process == process])
-        assert redone <= limit, f"{process} redid {redone} steps"
 
 
 def _divided(streams: dict[str, dict[int, list[str]]], mode: str) -> dict[str, dict[int, list[str]]]:
@@ -97,16 +80,6 @@ def _divided(streams: dict[str, dict[int, list[str]]], mode: str) -> dict[str, d
     if mode == "hogwild":  # the ranks divide the steps
         return {"all": {step: samples for own in streams.values() for step, samples in own.items()}}
     return streams
-
-
-def steps_redone(seen: list[RecordedStep]) -> int:
-    """The largest number of steps that a process repeated after a resume."""
-    most, last, pid = 0, 0, 0
-    for each in seen:
-        if each.pid != pid:
-            most, pid = max(most, last - each.step + 1), each.pid
-        last = max(last, each.step)
-    return most
 
 
 def assert_newest_checkpoint_valid(run: Path, saved: int = 0) -> int:

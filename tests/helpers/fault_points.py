@@ -7,8 +7,9 @@
   "do": see `trigger_fault`};
 - `trace.txt`: if it exists, a line is added for each point.
 
-A fault happens once; the file `fired` marks that it has happened. The samples of each step (see `read_recorded_steps`)
-and the steps whose checkpoints are committed are appended to `seen.txt`. The package does not know about any of this.
+A fault happens once; the file `fired` marks that it has happened. The samples of each step are appended to `seen.txt`
+(see `fault_checks.assert_each_sample_once`), and the steps whose checkpoints are committed to `saved.txt`. The package
+does not know about any of this.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ class InjectedError(RuntimeError):
     pass
 
 
-_counts: dict[str, int] = {}
+_counts: Counter[str] = Counter()
 
 
 def process_role() -> str:
@@ -51,24 +53,18 @@ def reach_point(point: str) -> None:
     """Record that this process has reached `point`, and trigger the fault if one is planted there."""
     if os.path.exists("trace.txt"):
         _append("trace.txt", f"{process_role()}: {point}")
-    _counts[point] = _counts.get(point, 0) + 1
+    _counts[point] += 1
     plan, here = _plan(), {"at": point, "process": process_role(), "count": _counts[point]}
-    if here.items() <= plan.items() and _claim_fault():
-        trigger_fault(plan["do"])
+    if here.items() <= plan.items():
+        with suppress(FileExistsError):
+            os.close(os.open("fired", os.O_CREAT | os.O_EXCL))
+            trigger_fault(plan["do"])
 
 
 @functools.cache
 def _plan() -> dict[str, Any]:
     path = Path("fault.json")
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _claim_fault() -> bool:
-    try:
-        os.close(os.open("fired", os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
 
 
 def _new_process() -> None:
@@ -120,7 +116,7 @@ def install() -> None:
     os.register_at_fork(after_in_child=_new_process)
     runner.api.run_job.train_rank = _train_rank
     os.fsync = _with_points(os.fsync, lambda file: f"fsync {_name(os.readlink(f'/proc/self/fd/{file}'))}")
-    os.replace = _with_points(_record_commits(os.replace), lambda _, target, **__: f"rename {_name(os.fspath(target))}")
+    os.replace = _with_points(_and_commits(os.replace), lambda _, target, **__: f"rename {_name(os.fspath(target))}")
     for owner, name, point in (
         (runner.training, "prepare", "preparation"),
         (runner.training, "loop", "training"),
@@ -132,14 +128,14 @@ def install() -> None:
         setattr(owner, name, _with_points(getattr(owner, name), lambda *_, point=point, **__: point))
     runner.training.train_step = _record_samples(runner.training.train_step)
     Digits.load = _with_indices(Digits.load)
-    TensorSamples.in_order = _with_point_per_item(TensorSamples.in_order, "in evaluation")
+    TensorSamples.in_order = _with_point_per_batch(TensorSamples.in_order)
 
 
 def _train_rank(*arguments: Any, **options: Any) -> Any:
-    import runner.training
+    from runner.training import train_rank
 
     install()
-    return runner.training.train_rank(*arguments, **options)
+    return train_rank(*arguments, **options)
 
 
 def _with_points(function: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
@@ -154,14 +150,13 @@ def _with_points(function: Callable[..., Any], name: Callable[..., str]) -> Call
     return wrapper
 
 
-def _with_point_per_item(generate: Callable[..., Iterator[Any]], point: str) -> Callable[..., Iterator[Any]]:
-    @functools.wraps(generate)
-    def wrapper(*arguments: Any, **options: Any) -> Iterator[Any]:
-        for item in generate(*arguments, **options):
-            reach_point(point)
-            yield item
+def _with_point_per_batch(in_order: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    def batches(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for batch in in_order(*arguments, **options):
+            reach_point("in evaluation")
+            yield batch
 
-    return wrapper
+    return batches
 
 
 def _name(path: str) -> str:
@@ -172,12 +167,11 @@ def _name(path: str) -> str:
     return "run" if re.match(r"\d{4}-\d\d-\d\d_", name) else re.sub(r"\d{4,}", "N", name)
 
 
-def _record_commits(replace: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(replace)
+def _and_commits(replace: Callable[..., None]) -> Callable[..., None]:
     def renamed(source: Any, target: Any, **options: Any) -> None:
         replace(source, target, **options)
         if committed := re.fullmatch(r"step_(\d{8})", os.path.basename(target)):
-            _append("seen.txt", f"saved {int(committed[1])}")
+            _append("saved.txt", str(int(committed[1])))
 
     return renamed
 
@@ -188,7 +182,7 @@ def _record_samples(train_step: Callable[..., Any]) -> Callable[..., Any]:
         samples: list[str] = []
         result = train_step(state, _with_sample_ids(batches, samples), step, log_due)
         if samples:
-            _append("seen.txt", f"{process_role()} {os.getpid()} {step.number} {step.local} {','.join(samples)}")
+            _append("seen.txt", json.dumps([process_role(), os.getpid(), step.number, step.local, samples]))
         reach_point("after step")
         return result
 
