@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from runner.config.errors import ABSENT, ConfigError, check, check_choice, check_range, see_comments
+from runner.config.errors import ConfigError, check, check_choice, check_range, see_comments
 from runner.config.overrides import text_override
 from runner.data.augment import Augmented, Transform
 from runner.data.base import Samples
@@ -151,27 +151,27 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
     `validation` and `test`), both with one directory per class; or one directory per class, of each of which the
     fraction `holdout` is held out. Raises `ConfigError` with the key `root` for anything else.
     """
-    folders = _folders(root)
-    name = next((name for name in HELD_OUT if name in folders), None)
-    if "train" in folders and name is not None:
-        rest = "; test/ is left for evaluate --split test" * ("test" in folders and name != "test")
-        log.info("%s: training on train/, evaluating on %s/%s", root, name, rest)
-        train, held_out = _training_classes(root / "train", root), _with_images(root / name, root)
-        if new := [label for label in held_out if label not in train]:
-            why = f"{name}/ has classes that train/ lacks: {_first_five(new)}"
-            raise _refusal(root, why, f"add images of them to train/, or remove them from {name}/")
-        if missing := [label for label in train if label not in held_out]:
-            log.info("%s: %s/ has no images of %s", root, name, _first_five(missing))
-        return train, {label: held_out.get(label, []) for label in train}
-    if present := _split_folders(root):
+    present = _split_folders(root)
+    if not present:
+        classes = _classes(root, root, for_training=True)
+        if small := [label for label, paths in classes.items() if len(paths) < 2]:
+            why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
+            raise _refusal(root, why, "add images to these classes, or remove their directories")
+        return _split(classes, root, holdout)
+    if present[0] != "train" or len(present) == 1:
         why = f"it contains {', '.join(present)}/, but not both train/ and one of {', '.join(HELD_OUT)}"
         remedy = f"add the missing one, or {text_override('data.root', root / present[0])} to split its images"
         raise _refusal(root, why, remedy)
-    classes = _training_classes(root, root)
-    if small := [label for label, paths in classes.items() if len(paths) < 2]:
-        why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
-        raise _refusal(root, why, "add images to these classes, or remove their directories")
-    return _split(classes, root, holdout)
+    name = present[1]
+    rest = "; test/ is left for evaluate --split test" * ("test" in present[2:])
+    log.info("%s: training on train/, evaluating on %s/%s", root, name, rest)
+    train, held_out = _classes(root / "train", root, for_training=True), _classes(root / name, root)
+    if new := [label for label in held_out if label not in train]:
+        why = f"{name}/ has classes that train/ lacks: {_first_five(new)}"
+        raise _refusal(root, why, f"add images of them to train/, or remove them from {name}/")
+    if missing := [label for label in train if label not in held_out]:
+        log.info("%s: %s/ has no images of %s", root, name, _first_five(missing))
+    return train, {label: held_out.get(label, []) for label in train}
 
 
 def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
@@ -180,18 +180,18 @@ def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
     In contrast to `training_and_held_out`, no split must exist, and a class may have a single image or none. The first
     split is `all`, but if the splits are directories, it is `val`.
     """
-    folders = {name: _with_images(root / name, root) for name in _split_folders(root)}
+    folders = {name: _classes(root / name, root) for name in _split_folders(root)}
     if not folders:
-        classes = _with_images(root, root)
+        classes = _classes(root, root)
         train, held_out = _split(classes, root, holdout)
         return {"all": classes, "train": train, "val": held_out}
-    everything: dict[str, set[str]] = {}
+    everything: Files = {}
     for label, paths in [pair for classes in folders.values() for pair in classes.items()]:
-        everything.setdefault(label, set()).update(paths)
+        everything[label] = sorted(everything.get(label, []) + paths)
     held_out = [folders[name] for name in HELD_OUT if name in folders][:1]
     splits = {"val": held_out[0]} if held_out else {}
     splits |= {name: folders[name] for name in ("train", "test") if name in folders}
-    return splits | {"all": {label: sorted(everything[label]) for label in sorted(everything)}}
+    return splits | {"all": dict(sorted(everything.items()))}
 
 
 def fingerprint(root: Path, parts: Iterable[Files]) -> str:
@@ -225,26 +225,7 @@ def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
     return train, held_out
 
 
-def _training_classes(folder: Path, root: Path) -> Files:
-    classes = _classes(folder, root)
-    if len(classes) < 2:
-        why = f"{folder} contains {len(classes)} class directories, and classification needs at least two"
-        raise _refusal(folder, why, "put the images of each class into a separate directory")
-    if empty := [name for name, paths in classes.items() if not paths]:
-        why = f"these class directories contain no images ({' '.join(EXTENSIONS)}): {_first_five(empty)}"
-        raise _refusal(folder, why, "add images to these directories, or remove them")
-    return classes
-
-
-def _with_images(folder: Path, root: Path) -> Files:
-    classes = {name: paths for name, paths in _classes(folder, root).items() if paths}
-    if not classes:
-        why = f"{folder} contains no class directory with images ({' '.join(EXTENSIONS)})"
-        raise _refusal(folder, why, "put the images of each class into a separate directory")
-    return classes
-
-
-def _classes(folder: Path, root: Path) -> Files:
+def _classes(folder: Path, root: Path, for_training: bool = False) -> Files:
     """Return the images of each class. Every subdirectory of `folder` is a class; its images may be at any depth."""
     names, ignored, classes = _folders(folder), Counter[str](), {}
     for name in {entry.name for entry in os.scandir(folder)}.difference(names):
@@ -257,7 +238,15 @@ def _classes(folder: Path, root: Path) -> Files:
         kinds = ", ".join(f"{count} {kind}" for kind, count in ignored.most_common(10))
         part = f"{folder.name}/: " if folder != root else ""
         log.info("%s: %signored %d files and folders (%s)", root, part, total, kinds)
-    return classes
+    empty = [name for name, paths in classes.items() if not paths]
+    if empty and for_training:
+        why = f"these class directories contain no images ({' '.join(EXTENSIONS)}): {_first_five(empty)}"
+        raise _refusal(folder, why, "add images to these directories, or remove them")
+    found = {name: paths for name, paths in classes.items() if paths}
+    if len(found) < (least := 2 if for_training else 1):
+        why = f"{folder} contains {len(found)} class directories with images ({' '.join(EXTENSIONS)}), not {least}"
+        raise _refusal(folder, why, "put the images of each class into a separate directory")
+    return found
 
 
 def images_below(folder: Path, key: str) -> tuple[list[str], Counter[str]]:
@@ -285,10 +274,6 @@ def _folders(path: Path) -> list[str]:
     """Return the sorted names of the directories in `path` that are not hidden."""
     try:
         return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not _is_hidden(entry.name))
-    except (FileNotFoundError, NotADirectoryError):
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        why = "it is a file" if path.exists() else f"there is no such directory{where}"
-        raise _refusal(path, why, "give a directory that contains one directory of images per class") from None
     except OSError as error:
         _cannot_list("root", error)
 
@@ -302,8 +287,9 @@ def _kind(name: str) -> str:
 
 
 def _cannot_list(key: str, error: OSError) -> NoReturn:
-    why = f"{error.filename} cannot be listed: {error.strerror}"
-    raise ConfigError(key, ABSENT, why, "check the permissions of the directory") from None
+    path = Path(error.filename)
+    why, remedy = f"it cannot be listed: {error.strerror}", "name a directory of images that you may read"
+    raise ConfigError(key, str(path), why if path.is_absolute() else f"{why} in {Path.cwd()}", remedy) from None
 
 
 def _refusal(path: Path, why: str, remedy: str) -> ConfigError:

@@ -10,7 +10,7 @@ import math
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from runner.config.errors import ConfigError, check_range, did_you_mean
+from runner.config.errors import ConfigError, check_range, did_you_mean, see_comments
 from runner.data.base import Data, RegressionSamples, Samples
 from runner.data.memory import ArraySamples
 from runner.seeds import derive
@@ -63,16 +63,14 @@ class Tabular(Data):
         check_range(self, "holdout", above=0, most=0.9)
         check_range(self, "num_samples", least=2, most=10_000_000)
         if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
-            example = "\"data.delimiter=';'\", for example"
-            raise ConfigError("delimiter", self.delimiter, "it must be one character", example)
+            raise ConfigError("delimiter", self.delimiter, "it must be one character", see_comments(self))
         suffix = Path(self.file or "").suffix
         if self.file is not None and suffix not in (".csv", ".npz", ".pt"):
-            why = "the file name must end in .csv, .npz, .pt"
-            raise ConfigError("file", self.file, why, "data.file=PATH of a CSV file, or of arrays")
+            raise ConfigError("file", self.file, "the file name must end in .csv, .npz, .pt", see_comments(self))
         for key in ("inputs", "targets"):
             if getattr(self, key) and suffix != ".csv":
                 why = "only the columns of a CSV file have names"
-                raise ConfigError(key, list(getattr(self, key)), why, f"data.{key}=[], or a .csv file")
+                raise ConfigError(key, list(getattr(self, key)), why, see_comments(self))
 
     def load(self) -> tuple[Samples, Samples]:
         splits = self.splits({})
@@ -208,24 +206,20 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
         return ConfigError("file", str(path), why, remedy)
 
     try:
-        # Of text alone, without blank lines left out, so that errors can name the line and show the cell.
+        # Of text alone, with the first line and blank lines, so that errors can name the line and show the cell.
         options = {"dtype": str, "na_filter": False, "skipinitialspace": True, "skip_blank_lines": False}
-        options |= {"sep": delimiter, "encoding": "utf-8-sig"}
-        content = _content(path)
-        first = pandas.read_csv(io.BytesIO(content), header=None, nrows=1, **options)
-        frame = pandas.read_csv(io.BytesIO(content), **options)
-    except (ValueError, pandas.errors.ParserError) as error:  # ValueError: no text, or no columns
+        content = io.BytesIO(read_regular(path.resolve(), _MAX_BYTES))
+        frame = pandas.read_csv(content, header=None, sep=delimiter, encoding="utf-8-sig", **options)
+    except (OSError, ValueError, pandas.errors.ParserError) as error:  # ValueError: no text, or no columns
         why = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
         raise refuse(f"it is not a CSV file: {why}") from None
-    if not isinstance(frame.index, pandas.RangeIndex):
-        raise refuse("its rows have more cells than its first line has names")
-    counts = Counter(str(name).strip() for name in first.iloc[0])
-    if twice := next((name for name, count in counts.items() if name and count > 1), ""):
-        raise refuse(f"its first line has the name {twice!r} more than once", "give each column its own name")
-    frame.columns = names = [str(name).strip() for name in frame.columns]
-    frame = frame[(frame != "").any(axis=1)]  # the index stays that of the lines
+    frame.columns = names = [name.strip() for name in frame.iloc[0]]
+    frame.index += 1  # the numbers of the lines
+    frame = frame[1:][(frame[1:] != "").any(axis=1)]
     named = [name for name in names if not _NAMELESS.fullmatch(name)]
-    if len(set(named)) < 2:
+    if twice := [name for name, count in Counter(named).items() if count > 1]:
+        raise refuse(f"its first line has the name {twice[0]!r} more than once", "give each column its own name")
+    if len(named) < 2:
         raise refuse(f"its first line has the columns {names}")
     if not (inputs or targets) and all(map(_NUMBER.fullmatch, named)):
         why = f"its first line has numbers, not the names of columns: {','.join(named)[:80]}"
@@ -237,36 +231,26 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
         left_out = f"left out {len(names) - len(named)} of {len(names)} columns, which have no name"
         log.info("%s: %s (row numbers, if pandas wrote it); name them to use them", path, left_out)
 
-    targets = list(targets) or named[-1:]
-    predicted = set(targets)
-    _check_columns("targets", targets, set(names))
-    if both := sorted(predicted.intersection(inputs)):
-        why = f"{', '.join(both)} is to be predicted"
-        raise ConfigError("inputs", list(inputs), why, "leave it out of data.inputs")
-    inputs = list(inputs) or [name for name in named if name not in predicted]
-    _check_columns("inputs", inputs, set(names))
+    targets, known = list(targets) or named[-1:], set(names)
+    inputs = list(inputs) or [name for name in named if name not in targets]
+    for key, asked in (("targets", targets), ("inputs", inputs)):
+        if unknown := [name for name in asked if name not in known]:
+            raise ConfigError(key, unknown[0], "there is no such column;", did_you_mean(unknown[0], names))
+    if len({*inputs, *targets}) < len(inputs) + len(targets) or not inputs:
+        why = "each column is an input or a target, once, and there are some of both"
+        raise ConfigError("inputs", inputs, why, f"choose others than the targets {', '.join(targets)}")
 
-    cells = frame[[*inputs, *targets]].to_numpy(object)
-    spelled = numpy.vectorize(lambda cell: _NUMBER.fullmatch(cell) is not None, otypes=[bool])(cells)
-    table = numpy.where(spelled, cells, "nan").astype(float, order="C")
+    chosen = frame[[*inputs, *targets]]
+    spelled = chosen.map(lambda cell: _NUMBER.fullmatch(cell) is not None)
+    table = chosen.where(spelled, "nan").to_numpy(object).astype(float, order="C")
     wrong = numpy.argwhere(~(numpy.abs(table) <= numpy.finfo(numpy.float32).max))
     if len(wrong):
         row, column = wrong[0]
-        where, cell = f"line {frame.index[row] + 2}, column {[*inputs, *targets][column]}", cells[row, column]
+        where = f"line {chosen.index[row]}, column {chosen.columns[column]}"
         remedy = "replace it or leave the line out, or choose columns: data.inputs=[…] data.targets=[…]"
-        raise refuse(f"{where}: {cell!r} is not a finite number in float32", remedy)
+        raise refuse(f"{where}: {chosen.iloc[row, column]!r} is not a finite number in float32", remedy)
     values, count = torch.from_numpy(table), len(inputs)
     return Table(values[:, :count].contiguous(), values[:, count:].contiguous(), targets, inputs)
-
-
-def _check_columns(key: str, chosen: list[str], names: Collection[str]) -> None:
-    for name in chosen:
-        if name not in names:
-            raise ConfigError(key, name, "there is no such column;", did_you_mean(name, names))
-    if len(set(chosen)) < len(chosen):
-        raise ConfigError(key, chosen, "a column is named twice", "name each once")
-    if not chosen:
-        raise ConfigError(key, chosen, "no column is left", did_you_mean("", names))
 
 
 def read_arrays(path: Path) -> Table:
@@ -279,44 +263,32 @@ def read_arrays(path: Path) -> Table:
         content = _npz(path) if path.suffix == ".npz" else load_tensors(path.resolve())
         inputs, targets = content["inputs"], content["targets"]
         targets = targets[:, None] if targets.dim() == 1 else targets
-        fits = inputs.dim() >= 2 and targets.dim() == 2 and len(inputs) == len(targets) and targets.numel() > 0
-    except ConfigError:
-        raise
+        fits = inputs.dim() >= 2 and targets.dim() == 2 and len(inputs) == len(targets)
+        if not fits or 0 in (inputs.numel(), targets.numel()) or inputs.is_complex() or targets.is_complex():
+            found = f"inputs are {inputs.dtype} {list(inputs.shape)}, targets {targets.dtype} {list(targets.shape)}"
+            raise ValueError(f"{found}, not real numbers [n, …] and [n] or [n, targets]")
+        if (num_bytes := 4 * (inputs.numel() + targets.numel())) > _MAX_BYTES:
+            raise ValueError(f"its numbers take {num_bytes:,} bytes in float32, more than {_MAX_BYTES:,}")
+        if not all(bool(tensor.to(torch.float32).isfinite().all()) for tensor in (inputs, targets)):
+            raise ValueError("not all values are finite in float32")
     except Exception as error:  # a damaged file raises anything from EOFError to UnicodeDecodeError
-        why = f"it cannot be loaded: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        why = f"it cannot be used: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise ConfigError("file", str(path), why, _ARRAYS) from None
-    if not fits or inputs.numel() == 0 or inputs.is_complex() or targets.is_complex():
-        why = f"inputs are {inputs.dtype} {list(inputs.shape)}, targets {targets.dtype} {list(targets.shape)}"
-        remedy = "inputs are [n, features], or have more dimensions; targets are [n] or [n, targets]; all are real"
-        raise ConfigError("file", str(path), why, remedy)
-    if (num_bytes := 4 * (inputs.numel() + targets.numel())) > _MAX_BYTES:
-        why = f"its numbers take {num_bytes:,} bytes in float32, more than {_MAX_BYTES:,}"
-        raise ConfigError("file", str(path), why, "leave samples out")
-    if not all(bool(tensor.to(torch.float32).isfinite().all()) for tensor in (inputs, targets)):
-        raise ConfigError("file", str(path), "not all values are finite in float32", "leave such samples out")
     return Table(inputs, targets, [f"target_{i}" for i in range(targets.shape[1])])
 
 
 def _npz(path: Path) -> dict[str, torch.Tensor]:
     import numpy
 
-    content = _content(path)
+    content = read_regular(path.resolve(), _MAX_BYTES)
     # A small archive could fill the memory: zeros are compressed to about a thousandth of their size. An entry is read
     # only up to the size that the archive states, so that false sizes do no harm.
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()
-    unpacked, most = sum(entry.file_size for entry in entries), min(_MAX_BYTES, _MAX_RATIO * len(content))
     if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries):
-        raise ConfigError("file", str(path), "it is compressed by another method than that of numpy", _ARRAYS)
+        raise ValueError("it is compressed by another method than that of numpy")
+    unpacked, most = sum(entry.file_size for entry in entries), min(_MAX_BYTES, _MAX_RATIO * len(content))
     if unpacked > most:
-        why = f"it has {unpacked:,} bytes after decompression, more than {most:,}"
-        raise ConfigError("file", str(path), why, "write it with numpy.savez(FILE, inputs=…, targets=…)")
+        raise ValueError(f"it has {unpacked:,} bytes after decompression, more than {most:,}")
     with numpy.load(io.BytesIO(content), allow_pickle=False) as arrays:
         return {name: torch.from_numpy(arrays[name]) for name in ("inputs", "targets")}
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return read_regular(path.resolve(), _MAX_BYTES)
-    except OSError as error:
-        raise ConfigError("file", str(path), f"it cannot be read: {error.strerror}", _ARRAYS) from None

@@ -231,14 +231,14 @@ def test_train_may_be_the_name_of_a_class(tmp_path):
 
 BOTH = [f"root/{part}/1.jpg" for part in ("train/a", "train/b", "val/a", "val/b")]
 REFUSED: dict[str, tuple[list[str], str, list[str]]] = {  # files, data.root, texts in the reason
-    "absent": ([], "nowhere", ["there is no"]),
-    "a file": (["file"], "file", ["it is a file"]),
+    "absent": ([], "nowhere", ["No such file or directory"]),
+    "a file": (["file"], "file", ["Not a directory"]),
     "no class": (["root/1.jpg"], "root", [" 0 class"]),
     "one class": (many("root/only", 3), "root", [" 1 class"]),
     "a class without images": ([*many("root/a", 2), *many("root/b", 2), "root/empty/x.txt"], "root", ["empty"]),
     "train alone": ([*many("root/train/a", 2), *many("root/train/b", 2)], "root", ["train/", "not both"]),
     "val alone": ([*many("root/val/a", 2), *many("root/val/b", 2)], "root", ["val/", "not both"]),
-    "no image in val": ([*BOTH[:2], "root/val/a/x.txt"], "root", ["val", "no class directory"]),
+    "no image in val": ([*BOTH[:2], "root/val/a/x.txt"], "root", ["val", " 0 class"]),
     "a class in val alone": ([*BOTH, "root/val/c/1.jpg"], "root", ["train/", "val/", ": c"]),
     "a class of one image": ([*many("root/a", 2), *many("root/b", 1)], "root", ["one", ": b"]),
 }
