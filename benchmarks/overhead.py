@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import interleave, report, write
-from runner.data.digits import Digits
+from runner.data.built_in import Digits
 from runner.data.memory import TensorSamples
 
 BATCH = 64

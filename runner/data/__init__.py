@@ -1,1 +1,1 @@
-"""Data sets: `base.py` defines the interface; `arrays.py`, `memory.py` and `image_files.py` implement it."""
+"""Data sets: `base.py` defines the interface; `memory.py` and `image_files.py` implement it."""

@@ -76,9 +76,8 @@ class Samples(ABC):
         return ""
 
     def joined(self, other: Samples) -> Samples:
-        """Return the samples of both, for an evaluation."""
-        why = f"{type(self).__name__} cannot be joined"
-        raise ConfigError("--split", "all", why, "evaluate --split train and --split val")
+        """Return the samples of both, for an evaluation; raises `ConfigError` if they cannot be joined."""
+        raise ConfigError("--split", "all", f"{type(self).__name__} cannot be joined", "evaluate each split")
 
     def close(self) -> None:
         """End the processes that were started for `batches` and `in_order`; they are started again when needed."""

@@ -33,12 +33,9 @@ _BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 0x0102, 0x0106, 0  # TIFF tags,
 class ImageReader:
     """A callable that reads an image file as an RGB image, uint8 [3, size, size].
 
-    Args:
-        size: height and width of the returned images in pixels.
-        augment: transforms of training images: `crop` (`RandomResizedCrop` and `RandomHorizontalFlip` of torchvision),
-            `flip` (the latter alone) or `none`.
-        least_area: the smallest fraction of the image area that a random crop covers.
-        center: side of the center crop, as a fraction of the shorter side, when no random crop is used.
+    Training images are transformed if `augment` is `crop` (`RandomResizedCrop` of at least the fraction `least_area`,
+    and `RandomHorizontalFlip` of torchvision) or `flip` (the latter alone). Without a random crop, `center` is the side
+    of the center crop, as a fraction of the shorter side.
     """
 
     size: int
@@ -106,10 +103,8 @@ class ImageReader:
         shrunk = image.size[0] / width
         edges = (left, top, left + box_width, top + box_height)
         crop = image.crop([round(edge * shrunk) for edge in edges])  # pyright: ignore[reportArgumentType]
-        if crop.mode == "P":
-            crop = crop.convert("RGBA")  # a palette with transparency cannot be converted to RGB directly
-        if crop.mode != "RGB":
-            crop = crop.convert("RGB")
+        if crop.mode != "RGB":  # not directly: a palette may be transparent
+            crop = crop.convert("RGBA").convert("RGB")
         pixels = torch.from_numpy(numpy.array(crop)).permute(2, 0, 1)
         size = (self.size, self.size)
         return torch.nn.functional.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
@@ -140,11 +135,8 @@ _GRAY = (0.299, 0.587, 0.114)
 class ImageInput:
     """The transform with which the evaluations of a run turn an image file into an input of the model.
 
-    Args:
-        shape: (channels, side, side) of an input; 1 channel is gray, 3 are RGB.
-        mean: mean of each channel, for pixels in [0, 1]; it is subtracted.
-        std: standard deviation of each channel, for pixels in [0, 1]; normalization divides by it.
-        center: side of the central square that is resized, as a fraction of the image's shorter side.
+    `shape` is (1 or 3 channels, side, side); `mean` and `std`, of each channel, are those of pixels in [0, 1]; `center`
+    is the side of the central square that is resized, as a fraction of the image's shorter side.
     """
 
     shape: tuple[int, int, int]

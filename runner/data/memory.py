@@ -70,8 +70,7 @@ class TensorSamples(ArraySamples, LabeledSamples):
         inputs: [n, channels, height, width], float32 and normalized; or uint8, which is normalized batch by batch.
         targets: class indices, int64 [n].
         class_names: the name of each class.
-        mean: mean of each channel, for pixels in [0, 1].
-        std: standard deviation of each channel, for pixels in [0, 1].
+        mean, std: of each channel, for pixels in [0, 1].
         flip: mirror each training image horizontally with probability 1/2.
         crop: shift training images by up to this many pixels in each direction; the empty border is black.
         augment: further transforms of training images, one image at a time.

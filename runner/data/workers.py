@@ -24,13 +24,10 @@ from runner.system.forkserver import METHOD, start_server, without_main_module
 from runner.system.torch_errors import is_out_of_shared_memory
 
 _POLL, _SECONDS_TO_END = 0.5, 1.0
-_IN_MAIN_PROCESS = "data.workers=0 loads data in the main process"
-_ENLARGE = f"reduce data.workers or data.prefetch, or enlarge it (docker run --shm-size=8g); {_IN_MAIN_PROCESS}"
-_CAUSES = {
-    -signal.SIGKILL: (", perhaps because memory ran out", "reduce data.workers or data.prefetch; "),
-    -signal.SIGBUS: (", most likely because shared memory ran out", "enlarge /dev/shm (docker run --shm-size=8g); "),
-}
-"""(likely cause, remedy) by the exit code of a worker."""
+_REMEDY = (
+    "if memory ran out, reduce data.workers or data.prefetch, or enlarge /dev/shm (docker run --shm-size=8g); "
+    "data.workers=0 loads data in the main process"
+)
 
 J = TypeVar("J")
 T = TypeVar("T")
@@ -88,7 +85,7 @@ class Workers:
         except BrokenProcessPool as error:
             raise self._death(error) from None
         except OSError as error:  # raised by the semaphores in shared memory
-            raise DataError("/dev/shm", f"data workers cannot be started: {error}", _ENLARGE) from None
+            raise DataError("/dev/shm", f"data workers cannot be started: {error}", _REMEDY) from None
 
     def _result(self, future: Future[T]) -> T:
         # Count polls instead of reading a clock: time during which the run itself was stopped (Ctrl-Z) does not count.
@@ -108,7 +105,7 @@ class Workers:
         except RuntimeError as error:
             if not is_out_of_shared_memory(error):
                 raise
-            raise DataError("/dev/shm", "it has no room for a batch", _ENLARGE) from None
+            raise DataError("/dev/shm", "it has no room for a batch", _REMEDY) from None
 
     def _death(self, error: BrokenProcessPool) -> Exception:
         """End all workers, and return a `DataError` about the one that has died; `error` itself if none has."""
@@ -119,8 +116,7 @@ class Workers:
             if worker.sentinel in ended:
                 code = worker.exitcode or 0
                 end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-                cause, remedy = _CAUSES.get(code, ("", ""))
-                return DataError(f"data worker {worker.pid}", f"it {end}{cause}", f"{remedy}{_IN_MAIN_PROCESS}")
+                return DataError(f"data worker {worker.pid}", f"it {end}", _REMEDY)
         return error
 
 

@@ -13,7 +13,7 @@ import torch
 
 from runner.config.errors import check
 from runner.config.name_patterns import matching, names_to_match
-from runner.model.weights import SAVE_WEIGHTS, load_weights
+from runner.model.weights import load_weights
 
 
 @dataclass
@@ -37,9 +37,7 @@ class Model(ABC):
             why = "there are no weights to load, so the last layer is random anyway"
             check(not self.reset_head, "reset_head", True, why, "set model.weights to a file of weights")
             return
-        suffixes, path = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".tar"), Path(self.weights).expanduser()
-        why = f"the file name must end in {', '.join(suffixes)}"
-        check(path.suffix in suffixes, "weights", self.weights, why, SAVE_WEIGHTS)
+        path = Path(self.weights).expanduser()
         remedy = "give the path of an existing file, or null for random initialization"
         check(path.is_file(), "weights", self.weights, f"there is no such file in {path.parent.absolute()}", remedy)
 
@@ -48,8 +46,6 @@ class Model(ABC):
 
         Raises `ConfigError` if the network cannot process inputs of this shape, or an option does not fit it.
         """
-        why = f"this network needs inputs of {self.num_dims} dimensions"
-        check(self.num_dims is None or len(shape) == self.num_dims, "inputs", list(shape), why, "use model=qnet")
         model = self.network(shape, num_classes)
         if self.weights is not None:
             load_weights(model, self.weights, self.reset_head)

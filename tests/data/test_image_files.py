@@ -16,8 +16,8 @@ from PIL import Image
 
 from runner.batching import Plan, SampleOrder
 from runner.data.base import Batch, DataError, Samples
+from runner.data.built_in import Digits
 from runner.data.decode import ImageReader
-from runner.data.digits import Digits
 from runner.data.image_files import Fetch, FileSamples, Unreadable, to_device
 from runner.data.workers import Workers
 from runner.seeds import sample_seeds

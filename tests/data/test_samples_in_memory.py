@@ -14,9 +14,8 @@ from torchvision.transforms import v2
 
 from runner.batching import Plan, SampleOrder
 from runner.config.errors import ConfigError
-from runner.data.digits import Digits
+from runner.data.built_in import Digits, Synthetic
 from runner.data.memory import TensorSamples
-from runner.data.synthetic import Synthetic
 from runner.seeds import derive, random_bytes, sample_seeds, uniforms
 
 CPU = torch.device("cpu")

@@ -109,7 +109,7 @@ def install() -> None:
     import runner.api.run_job
     import runner.state
     import runner.training
-    from runner.data.digits import Digits
+    from runner.data.built_in import Digits
     from runner.data.memory import TensorSamples
     from runner.tracking.event_file import EventFile
 

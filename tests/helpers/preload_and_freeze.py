@@ -12,7 +12,7 @@ import runner.api.run_job
 import runner.tracking.event_file
 import runner.tracking.image_grids  # noqa: F401
 from helpers.compose import TINY_CPU, build_composed_run
-from runner.data.digits import read_table
+from runner.data.built_in import read_table
 
 # Fill the caches of the data and of the option checks. No operation of torch may run here: the children of a process
 # that has used OpenMP threads hang.

@@ -12,8 +12,8 @@ import torchvision
 
 from models import torchvision_networks
 from runner.config.errors import ConfigError
-from runner.model import by_name
-from runner.model.by_name import Timm, Torchvision
+from runner.model import networks
+from runner.model.networks import Timm, Torchvision
 from runner.system.fake_tensors import fake_tensors
 
 SMALL = "shufflenet_v2_x0_5"
@@ -123,7 +123,7 @@ def timm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     package: Any = ModuleType("timm")
     package.list_models, package.create_model = lambda: ["resnet18", "vit_tiny_patch16_224"], create_model
     monkeypatch.setitem(sys.modules, "timm", package)
-    monkeypatch.setattr(by_name, "is_installed", lambda name: name == "timm")
+    monkeypatch.setattr(networks, "is_installed", lambda name: name == "timm")
     return calls
 
 

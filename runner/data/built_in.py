@@ -1,0 +1,135 @@
+"""Data sets that need no download: the handwritten digits that ship with scikit-learn, and random images."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.config.errors import check, check_range
+from runner.data.augment import Augmented
+from runner.data.base import Data, Samples, two_splits
+from runner.data.memory import TensorSamples
+from runner.seeds import derive, random_bytes
+
+
+@dataclass
+class Digits(Augmented):
+    """The handwritten digits of scikit-learn, 8×8 pixels with 17 gray levels; for options, see `conf/data/digits.yaml`.
+
+    Alpaydin and Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998).
+    """
+
+    size: int = 28
+    holdout: float = 0.2
+    crop: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "size", least=8, most=512)
+        check_range(self, "holdout", above=0, most=0.9)
+        check_range(self, "crop", least=0, most=self.size // 2)
+
+    def load(self) -> tuple[Samples, Samples]:
+        return self._load()
+
+    def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
+        return two_splits(*self._load(saved.get("image")))
+
+    def _load(self, normalization: Mapping[str, list[float]] | None = None) -> tuple[Samples, Samples]:
+        table = torch.from_numpy(read_table())
+        images = table[:, :64].reshape(-1, 1, 8, 8).to(torch.float32) / 16
+        if self.size != 8:
+            images = torch.nn.functional.interpolate(images, size=(self.size, self.size), mode="bilinear")
+        mean, std = images.mean().item(), images.std().item()
+        if normalization and len(normalization["mean"]) == 1:
+            [mean], [std] = normalization["mean"], normalization["std"]
+        # Independent of the run's seed, so that runs with different seeds are evaluated on the same samples.
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(derive(0, "digits")))
+        held_out = max(1, round(self.holdout * len(images)))
+        names = [str(digit) for digit in range(10)]
+
+        inputs, targets = (images - mean) / std, table[:, 64].to(torch.int64)
+
+        def samples(rows: torch.Tensor, **options: Any) -> TensorSamples:
+            return TensorSamples(inputs[rows], targets[rows], names, (mean,), (std,), **options)
+
+        return samples(order[held_out:], crop=self.crop, augment=self.transforms((mean,))), samples(order[:held_out])
+
+
+@functools.cache  # reading takes most of the time to start a short run, and a process may train several runs
+def read_table():  # no return type: annotating numpy.ndarray would require an import at the top
+    """Return an array with a row per image, float64 [1797, 65]: 64 pixels with values from 0 to 16, and the class."""
+    import numpy
+
+    # Read from the files of the package: `import sklearn.datasets` takes most of a second.
+    spec = importlib.util.find_spec("sklearn")
+    assert spec is not None, "scikit-learn is a dependency of this project"
+    assert spec.origin is not None
+    return numpy.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+
+
+@dataclass
+class Synthetic(Data):
+    """Uniform noise, generated once on the device; the options are explained in `conf/data/synthetic.yaml`.
+
+    Each pixel is a hash of its position in the data set. The images are the same on every device and in every run.
+    """
+
+    num_samples: int = 1024
+    holdout: int = 128
+    size: int = 128
+    channels: int = 3
+    num_classes: int = 1000
+    learnable: bool = False
+
+    def __post_init__(self) -> None:
+        check_range(self, "num_samples", least=1)
+        check_range(self, "holdout", least=1)
+        check_range(self, "size", least=1, most=4096)
+        check(self.channels in (1, 3), "channels", self.channels, "images are grayscale or RGB", "1 or 3")
+        check_range(self, "num_classes", least=1, most=1_000_000)
+        images = self.num_samples + self.holdout + self.learnable * self.num_classes
+        gibibytes = images * self.channels * self.size**2 / 2**30
+        why = f"{images} images of this size take {gibibytes:.1f} GiB of memory, and the limit is 4 GiB"
+        check(gibibytes <= 4, "num_samples", self.num_samples, why, "use fewer or smaller images")
+
+    def load(self) -> tuple[Samples, Samples]:
+        return Noise(self, "train", self.num_samples), Noise(self, "holdout", self.holdout)
+
+
+class Noise(TensorSamples):
+    """Random images of the `split` `train` or `holdout`, which are generated on the device when they are first used."""
+
+    def __init__(self, options: Synthetic, split: str, count: int):
+        shape, names = (options.channels, options.size, options.size), [str(c) for c in range(options.num_classes)]
+        images = torch.empty(count, *shape, dtype=torch.uint8, device="meta")
+        generator = torch.Generator().manual_seed(derive(0, "synthetic", f"{split} targets"))
+        targets = torch.randint(options.num_classes, (count,), generator=generator)
+        # The variance of a uniform variable in [0, 1] is 1/12, and that of the mean of two is 1/24.
+        std = 24**-0.5 if options.learnable else 12**-0.5
+        super().__init__(images, targets, names, (0.5,) * options.channels, (std,) * options.channels)
+        self._split, self._learnable = split, options.learnable
+
+    def display_images(self, indices: list[int]) -> torch.Tensor:
+        if self.inputs.is_meta:
+            self._move(torch.device("cpu"))
+        return super().display_images(indices)
+
+    def _move(self, device: torch.device) -> None:
+        if self.inputs.is_meta:
+            self.inputs = _noise(self._split, len(self), self.shape, device)
+            if self._learnable:
+                patterns = _noise("patterns", self.num_classes, self.shape, device)
+                self.inputs = self.inputs // 2 + patterns[self.targets.to(device)] // 2
+        super()._move(device)
+
+
+def _noise(name: str, count: int, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    return random_bytes(derive(0, "synthetic", name), count * math.prod(shape), device).view(count, *shape)
