@@ -166,9 +166,11 @@ def test_the_order_is_sync_rename_sync_delete(tmp_path: Path, monkeypatch: pytes
 
 def test_saving_a_step_again_renames_the_first_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
+    (checkpoints.root / "tmp.step_00000001").mkdir(parents=True)
+    assert checkpoints.latest() is None, "none is committed"
     save_and_wait(checkpoints, checkpoint(1))
     save_and_wait(checkpoints, checkpoint(1))
-    assert {path.name for path in checkpoints.root.iterdir()} == {*("step_00000001", "step_00000001.superseded")}
+    assert {path.name for path in checkpoints.root.iterdir()} == {"step_00000001", "step_00000001.superseded"}
     assert equals_checkpoint(checkpoints.latest(), 1)
 
 
@@ -227,21 +229,14 @@ def test_a_damaged_checkpoint_is_set_aside(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "null", "[]", "{}", "3", '"x"', "{", '{"sha256": 1}', '{"files": []}', "[" * 100_000, '{"a": NaN}', "\udcff"],
-    ids=range(12),
+    ["null", "[]", "{}", "{", '{"sha256": 1}', "[" * 100_000, '{"a": NaN}', "\udcff"],
+    ids=range(8),
 )
 def test_an_invalid_manifest_is_damage(two: Checkpoints, text: str) -> None:
     path = two.root / "step_00000002" / "manifest.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     assert equals_checkpoint(two.latest(), 1)
     assert (two.root / "step_00000002.corrupt").is_dir()
-
-
-def test_damaged_checkpoints_that_were_set_aside_are_kept(two: Checkpoints) -> None:
-    for name in ("step_00000003.corrupt", "step_00000003.corrupt2"):
-        (save_and_wait(two, checkpoint(3)) / "state.pt").write_bytes(b"")
-        assert equals_checkpoint(two.latest(), 2)
-        assert (two.root / name).is_dir()
 
 
 def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> None:
@@ -255,12 +250,6 @@ def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> No
         assert "a new run, without resume" in refused.value.remedy
     names = {path.name for path in two.root.iterdir()}
     assert names == {"step_00000001", "step_00000002"}, "what is refused stays as it was"
-
-
-def test_latest_is_none_without_a_committed_checkpoint(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path, keep=1).latest() is None
-    (tmp_path / "checkpoints/tmp.step_00000001").mkdir(parents=True)
-    assert Checkpoints(tmp_path, keep=1).latest() is None
 
 
 def test_a_file_without_read_permission_is_not_damage(two: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,8 +293,7 @@ def test_every_torch_load_uses_weights_only() -> None:
 # Retention
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
-@pytest.mark.parametrize("best", [None, 1, 4, 6])
+@pytest.mark.parametrize(("keep", "best"), [(1, None), (1, 6), (2, 1), (3, 4)])
 def test_the_latest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int | None) -> None:
     checkpoints = Checkpoints(tmp_path, keep)
     for step in range(1, 7):
@@ -403,24 +391,19 @@ def test_a_checkpoint_contains_the_config_of_its_run(tmp_path: Path) -> None:
 # What other programs see
 
 
-def test_plain_torch_loads_the_weights(trained: Callable[..., TrainedRun]) -> None:
-    run = trained("steps=4", "optimizer=adamw", "model.dropout=0.1")
-    tensors = safetensors.torch.load_file(run.directory / "checkpoints/step_00000004/model.safetensors")
-    plain = torch.nn.Sequential(  # the model of conf/model/tiny.yaml, without the project
-        torch.nn.Conv2d(1, 16, 3, padding=1),
-        torch.nn.ReLU(),
-        torch.nn.MaxPool2d(2),
-        torch.nn.Conv2d(16, 32, 3, padding=1),
-        torch.nn.ReLU(),
-        torch.nn.MaxPool2d(2),
-        torch.nn.Flatten(),
-        torch.nn.Linear(128, 64),
-        torch.nn.ReLU(),
-        torch.nn.Linear(64, 10),
-    )
-    names = ("conv1.conv", "conv2.conv", "hidden.fc", "head.fc")
-    layers = [layer for layer in plain if not isinstance(layer, torch.nn.ReLU | torch.nn.MaxPool2d | torch.nn.Flatten)]
-    for name, layer in zip(names, layers, strict=True):
+def test_a_checkpoint_is_readable_without_this_project(trained: Callable[..., TrainedRun]) -> None:
+    """It has plain names, full tensors, the state of the optimizer by name, and the hashes of its files."""
+    run = trained("steps=2", "optimizer=adam", "compile=false", "model.dropout=0.1")
+    path = run.directory / "checkpoints/step_00000002"
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors.values())
+    convolutions = [torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.Conv2d(16, 32, 3, padding=1)]
+    linear = [torch.nn.Linear(128, 64), torch.nn.Linear(64, 10)]
+    activations = [torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
+    first, second = ([each, *activations] for each in convolutions)
+    plain = torch.nn.Sequential(*first, *second, torch.nn.Flatten(), linear[0], torch.nn.ReLU(), linear[1])
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for name, layer in zip(("conv1.conv", "conv2.conv", "hidden.fc", "head.fc"), [*convolutions, *linear], strict=True):
         layer.load_state_dict({"weight": tensors.pop(f"{name}.weight"), "bias": tensors.pop(f"{name}.bias")})
     assert not tensors, "nothing but the weights is in there"
     held_out = run.run.workload.held_out  # pyright: ignore[reportAttributeAccessIssue]
@@ -431,30 +414,15 @@ def test_plain_torch_loads_the_weights(trained: Callable[..., TrainedRun]) -> No
     accuracy = (outputs.argmax(1) == held_out.targets).double().mean().item()
     assert accuracy == pytest.approx(run.result.metrics["eval/accuracy"])
 
-
-def test_a_checkpoint_holds_plain_names_full_tensors_and_the_hashes_of_its_files(
-    trained: Callable[..., TrainedRun],
-) -> None:
-    run = trained("steps=2", "optimizer=adam", "compile=false")
-    path = run.directory / "checkpoints/step_00000002"
-    tensors = safetensors.torch.load_file(path / "model.safetensors")
-    model = run.run.workload.build_model()
-    assert {name: t.shape for name, t in tensors.items()} == {name: t.shape for name, t in model.state_dict().items()}
-    assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors.values())
     state = torch.load(path / "state.pt", weights_only=True)
-    assert set(state["optimizer"]) == {name for name, _ in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        moments = state["optimizer"][name]
-        assert set(moments) == {"step", "exp_avg", "exp_avg_sq"}
-        assert moments["exp_avg"].shape == parameter.shape
-        assert moments["step"] == 2
-    assert {file.name for file in path.iterdir()} == {"model.safetensors", "state.pt", "rank_0.pt", "config.yaml"} | {
-        "model.json",
-        "manifest.json",
-    }
+    assert state["optimizer"].keys() == shapes.keys()
+    for name, moments in state["optimizer"].items():
+        assert moments.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert (moments["exp_avg"].shape, moments["step"]) == (shapes[name], 2)
     assert zipfile.is_zipfile(path / "state.pt"), "torch's format, not a bare pickle"
     manifest = json.loads((path / "manifest.json").read_text())
     hashes = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in path.iterdir() if f.name != "manifest.json"}
+    assert hashes.keys() == {"model.safetensors", "state.pt", "rank_0.pt", "config.yaml", "model.json"}
     assert manifest["files"] == hashes
     assert (manifest["schema"], manifest["step"], manifest["world_size"]) == (2, 2, 1)
     assert manifest["config_hash"] == run.result.config_hash

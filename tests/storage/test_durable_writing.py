@@ -59,13 +59,3 @@ def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path: Pat
     files.write_text(tmp_path / "a", "theirs")
     assert (other.read_text(), (tmp_path / "a").read_text()) == ("mine", "theirs")
     assert not (tmp_path / "a").is_symlink()
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_the_mode_follows_the_umask(umask: int, tmp_path: Path) -> None:
-    before = os.umask(umask)
-    try:
-        files.write_text(tmp_path / "a", "")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666 & ~umask

@@ -1,10 +1,13 @@
-"""Tests of `runner.storage.saved_run`: reading configs and overrides of runs, also damaged or malicious ones."""
+"""Tests of `runner.storage.saved_run`: configs and overrides are read as they were written, or refused if damaged."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.permissions import enforced_permissions
@@ -15,9 +18,86 @@ from runner.storage.saved_run import (
     checkpoints,
     config_text,
     directory_of,
+    parse_config,
     saved_config,
     saved_overrides,
 )
+
+TEXTS = ["1e-3", "016", "on", "12:30", "a: b", "- a", "", " a ", "ü", "x\ty", "a\nb", "#a", '"', "\\"]
+TEXTS += ["\x85\u2028", "a\udcffb", "\x1b[31m", "\ufeffa", "\x00", "5" * 5_000, ":".join(["59"] * 1_000)]
+VALUES: list[Any] = [
+    0,
+    -3,
+    2**63,
+    10**300,
+    1e-3,
+    1e300,
+    float("inf"),
+    True,
+    None,
+    [],
+    [1, [2.5]],
+    {"a": {}},
+    [0] * 5000,
+]
+
+
+@pytest.mark.parametrize("value", [*TEXTS, *VALUES], ids=range(len(TEXTS) + len(VALUES)))
+def test_a_value_is_read_as_it_was_written_with_its_type(value: Any) -> None:
+    config = {"key": value, "node": {"list": [value, 1, None]}}
+    saved = parse_config(config_text(config).encode())
+    assert (saved, type(saved["key"])) == (config, type(value))
+
+
+def test_a_changed_or_truncated_file_is_refused() -> None:
+    text = config_text({"optimizer": {"lr": 0.2}, "steps": 60})
+    changed = [text.replace(*change) for change in (("0.2", "0.3"), ("steps: 60\n", ""), ("60", "61"))]
+    for other in (*changed, *(text[:length] for length in range(len(text) - 1))):
+        assert other != text
+        with pytest.raises(UnreadableConfigError, match="SHA-256"):
+            parse_config(other.encode())
+
+
+def sealed(content: bytes) -> bytes:
+    return content + b"\n# sha256 of the lines above: " + hashlib.sha256(content + b"\n").hexdigest().encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[]",
+        b"a: 1\na: 2",
+        b"\xff\xfe",
+        b"a: !!python/object/apply:os.system [true]",
+        b"a: &x [*x]",
+        b"[" * 100_000,
+        b"a: " + b"{b: " * 5_000,
+        b"a: " + b"9" * 5_000,
+        b"a: " + b"59:" * 300 + b"59.5",
+    ],
+    ids=lambda content: content[:20].decode(errors="replace"),
+)
+def test_anything_but_plain_values_is_refused(content: bytes) -> None:
+    with pytest.raises(UnreadableConfigError):
+        parse_config(content if content == b"\xff\xfe" else sealed(content))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"a: " + b"59:" * 330_000 + b"59", b"a: " + b"{b: 1, " * 140_000, b"a: &x [1]\nb: [" + b"*x, " * 200_000 + b"]"],
+    ids=["sexagesimal", "deep", "repeated"],
+)
+def test_a_file_of_a_megabyte_is_refused_in_seconds(content: bytes) -> None:
+    begun = time.process_time()
+    with pytest.raises(UnreadableConfigError):
+        parse_config(sealed(content))
+    assert time.process_time() - begun < 5  # the first two took a minute
+
+
+def test_an_error_has_no_escape_codes_of_the_file() -> None:
+    with pytest.raises(UnreadableConfigError) as error:
+        parse_config(sealed(b"a: !<tag:%1b]0;title%07> b"))
+    assert "!!tag:\\x1b]0;title\\x07" in str(error.value)
 
 
 @pytest.fixture
@@ -37,6 +117,8 @@ def test_a_run_directory_and_each_checkpoint_have_their_own_config(run: Path) ->
     for step, checkpoint in zip((10, 20), checkpoints(run), strict=True):
         assert saved_config(checkpoint) == ({"lr": step}, checkpoint / "config.yaml", [])
         assert directory_of(checkpoint) == directory_of(run) == run
+        (checkpoint / "config.yaml").unlink()
+        assert saved_config(checkpoint).values == {"lr": 30}
 
 
 def test_a_damaged_config_is_replaced_by_the_newest_copy(run: Path) -> None:
@@ -62,20 +144,9 @@ def test_checkpoints_are_in_the_order_of_their_steps_and_not_of_their_names(run:
     assert saved_config(run).values == {"lr": 100_000_000}
 
 
-def test_a_checkpoint_without_a_config_has_that_of_its_run(run: Path) -> None:
-    checkpoint = checkpoints(run)[0]
-    (checkpoint / "config.yaml").unlink()
-    assert saved_config(checkpoint).values == {"lr": 30}
-
-
 def link_file(run: Path) -> None:
     (run / "config.yaml").rename(run.parent / "elsewhere")
     (run / "config.yaml").symlink_to(run.parent / "elsewhere")
-
-
-def link_run(run: Path) -> None:
-    run.rename(run.parent / "elsewhere")
-    run.symlink_to(run.parent / "elsewhere")
 
 
 def pipe(run: Path) -> None:
@@ -133,19 +204,14 @@ def test_checkpoints_that_cannot_be_read_are_not_treated_as_missing(secret: str,
         (b"- a=${oc.env:HOME}", ["a=${oc.env:HOME}"]),
         (b"", []),
         (b"a: 1", []),
-        (b"- [", []),
         (b"\xff", []),
         (b"[" * 5_000, []),
         (b"- !!python/object/apply:os.system [true]", []),
         (b"- 0x" + b"f" * 5_000, []),
-        (b"- " + b"59:" * 1_000 + b"59.5", []),
         (b"- &a [x, x]\n- &b [*a, *a]\n", []),
     ],
 )
 def test_overrides_are_shown_as_they_were_typed(content: bytes, wanted: list[str], tmp_path: Path) -> None:
+    assert saved_overrides(tmp_path) == [], "there is no file"
     (tmp_path / "overrides.yaml").write_bytes(content)
     assert saved_overrides(tmp_path) == wanted
-
-
-def test_a_missing_file_of_overrides_is_read_as_empty(tmp_path: Path) -> None:
-    assert saved_overrides(tmp_path) == []

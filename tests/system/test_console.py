@@ -26,7 +26,7 @@ def run_in_shell(command: str, cwd: Path, **variables: str) -> subprocess.Comple
 
 
 @FULL
-@pytest.mark.parametrize("redirected", [">/dev/full", "2>/dev/full", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("redirected", [">/dev/full", "<&- >&- 2>&-"])
 def test_a_run_is_trained_whatever_its_console_is(redirected: str, tmp_path: Path) -> None:
     ended = run_in_shell(f" {' '.join(TINY_CPU)} steps=1 {redirected}", tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -41,12 +41,9 @@ def test_a_run_is_trained_whatever_its_console_is(redirected: str, tmp_path: Pat
 
 
 @FULL
-@pytest.mark.parametrize("redirected", ["2>/dev/full | true", "2>&-"])
-def test_all_jobs_of_a_sweep_run_whatever_its_console_is_and_it_fails_if_one_does(
-    redirected: str, tmp_path: Path
-) -> None:
+def test_all_jobs_of_a_sweep_run_whatever_its_console_is_and_it_fails_if_one_does(tmp_path: Path) -> None:
     words = "steps=1 optimizer.lr=0.1,-1,0.2 sweep.slots=1"
-    ended = run_in_shell(f" -m {' '.join(TINY_CPU)} {words} {redirected}", tmp_path)
+    ended = run_in_shell(f" -m {' '.join(TINY_CPU)} {words} 2>/dev/full | true", tmp_path)
     assert ended.returncode == 2, ended.stderr
     [ledger] = tmp_path.glob("outputs/sweeps/classifier/*/sweep.json")
     states = [job["state"] for job in json.loads(ledger.read_text())["jobs"].values()]
@@ -79,7 +76,6 @@ def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_lea
     ("command", "variables"),
     [
         (" --help", {"PYTHONIOENCODING": "", "LC_ALL": "C"}),
-        (" doctor", {"PYTHONIOENCODING": "ascii"}),
         (" --cfg job name=ü", {"PYTHONIOENCODING": "ascii"}),
     ],
 )
@@ -114,15 +110,11 @@ def test_the_help_of_each_command_is_printed_on_a_console_with_ascii_only(tmp_pa
     assert all(f"runner {name}" in ended.stdout for name in COMMANDS)
 
 
-def test_runs_and_evaluations_go_on_if_what_they_print_is_escaped(tmp_path: Path) -> None:
-    agent = "workload=dqn env.id=helpers.talking_env:Talking-v0 env.num_envs=2 device=cpu"
-    shorter = "steps=2 workload.warm_up=100 workload.eval_episodes=2"
-    trained = run_in_shell(f" {agent} {shorter} parallel=ddp", tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii")
+def test_ranks_go_on_if_what_they_print_is_escaped(tmp_path: Path) -> None:
+    agent = "workload=dqn env.id=helpers.talking_env:Talking-v0 env.num_envs=2 device=cpu parallel=ddp"
+    words = f" {agent} steps=2 workload.warm_up=100 workload.eval_episodes=2"
+    trained = run_in_shell(words, tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii")
     assert trained.returncode == 0, trained.stderr
     assert "2 \\xd7 helpers.talking_env:Talking-v0" in trained.stderr
-    words = f" evaluate outputs/dqn/* {agent} parallel=single"
-    evaluated = run_in_shell(words, tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii")
-    assert evaluated.returncode == 0, evaluated.stderr
-    for ended in (trained, evaluated):
-        assert "\\xfc\n" in ended.stdout  # which an environment printed, in the training on each rank
-        assert (ended.stdout + ended.stderr).isascii()
+    assert "\\xfc\n" in trained.stdout  # which an environment printed, on each rank
+    assert (trained.stdout + trained.stderr).isascii()

@@ -17,15 +17,6 @@ from runner.system.utf8 import printable
         (os.fsdecode(b"a\xff\xc3.png"), r"a\xff\xc3.png"),
         (os.fsdecode("ü".encode() + b"\x80"), r"ü\x80"),
         ("\ud800", r"\ud800"),  # JSON can contain it, but no file name
-    ],
-)
-def test_bytes_that_are_not_utf_8_are_escaped(text: str, expected: str) -> None:
-    assert printable(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
         ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
         ("a\x9b31m\x7f\0", r"a\x9b31m\x7f\x00"),  # \x9b alone starts an escape sequence (C1)
         ("a\rb\vc\x85\u2028d", r"a\rb\x0bc\x85\u2028d"),
@@ -34,5 +25,5 @@ def test_bytes_that_are_not_utf_8_are_escaped(text: str, expected: str) -> None:
         ("a\tb\nc \xa0\u3000", "a\tb\nc \xa0\u3000"),
     ],
 )
-def test_control_characters_are_escaped(text: str, expected: str) -> None:
+def test_bytes_that_are_not_utf_8_and_control_characters_are_escaped(text: str, expected: str) -> None:
     assert printable(text) == expected
