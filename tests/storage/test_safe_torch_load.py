@@ -30,17 +30,16 @@ def plain(tmp_path: Path) -> Path:
     return tmp_path / "plain.pt"
 
 
-def test_tensors_and_plain_values_are_loaded(tmp_path: Path) -> None:
-    content = {"a": torch.arange(4.0), "b": [1, 2.5, "c", None, True, {1, 2}], "d": {"e": (1 + 2j,)}}
-    torch.save(content, tmp_path / "file.pt")
-    loaded = load_tensors(tmp_path / "file.pt")
-    assert torch.equal(loaded.pop("a"), content.pop("a"))
-    assert loaded == content
-
-
-def test_the_format_before_pytorch_1_6_is_loaded(tmp_path: Path) -> None:
-    torch.save({"a": torch.arange(4.0)}, tmp_path / "file.pt", _use_new_zipfile_serialization=False)
-    assert load_tensors(tmp_path / "file.pt")["a"].tolist() == [0, 1, 2, 3]
+@pytest.mark.parametrize("is_zip", [True, False])  # False: the format before PyTorch 1.6
+def test_plain_values_and_tied_and_sliced_tensors_are_loaded(tmp_path: Path, is_zip: bool) -> None:
+    tensor = torch.arange(10_000.0)
+    tensors = {"a": tensor, "b": [tensor, tensor[::2]], "c": torch.nn.Parameter(tensor.view(100, 100).mT)}
+    plain = {"b": [1, 2.5, "c", None, True, {1, 2}], "d": {"e": (1 + 2j,)}}
+    torch.save({"tensors": tensors, "plain": plain}, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
+    loaded = load_tensors(tmp_path / "a.pt")
+    assert loaded["plain"] == plain
+    assert torch.equal(loaded["tensors"]["b"][1], tensor[::2])
+    assert torch.equal(loaded["tensors"]["c"], tensors["c"])
 
 
 def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
@@ -66,7 +65,7 @@ def test_entries_that_share_their_bytes_are_refused(plain: Path, monkeypatch: py
         load_tensors(plain)
 
 
-@pytest.mark.parametrize("claim", [b"J\xff\xff\xff\x0f", b"K\x05", b"K\x03", b"K\x00", b"J\xff\xff\xff\xff"])
+@pytest.mark.parametrize("claim", [b"J\xff\xff\xff\x0f", b"K\x05", b"K\x00", b"J\xff\xff\xff\xff"])
 def test_a_storage_cannot_claim_other_sizes_than_it_has(plain: Path, tmp_path: Path, claim: bytes) -> None:
     forged = tmp_path / "forged.pt"
     rewritten(plain, forged, lambda _, data: data.replace(NUMEL, claim + NUMEL[2:]))
@@ -78,7 +77,7 @@ def test_a_storage_cannot_claim_other_sizes_than_it_has(plain: Path, tmp_path: P
     assert loaded.tolist() == [0, 1, 2, 3], "no more than there is"
 
 
-@pytest.mark.parametrize("name", ["builtins\nbytearray", "__builtin__\nbytearray", "_codecs\nencode", "posix\nsystem"])
+@pytest.mark.parametrize("name", ["_codecs\nencode", "posix\nsystem"])
 def test_a_pickle_that_names_other_functions_is_refused(plain: Path, tmp_path: Path, name: str) -> None:
     bomb = b"\x80\x02c" + name.encode() + b"\nJ\x00\x00\x00\x70\x85R."
     for entry in ("data.pkl", "DATA.PKL"):
@@ -148,13 +147,3 @@ def test_a_small_file_with_many_nested_values_is_refused(
     torch.save({"a": torch.zeros(2), "b": value}, tmp_path / "file.pt")
     with pytest.raises(UnusualFileError, match="nested"):
         load_tensors(tmp_path / "file.pt")
-
-
-@pytest.mark.parametrize("is_zip", [True, False])
-def test_tied_and_sliced_tensors_are_loaded(tmp_path: Path, is_zip: bool) -> None:
-    tensor = torch.arange(10_000.0)
-    content = {"a": tensor, "b": [tensor, tensor[::2]], "c": torch.nn.Parameter(tensor.view(100, 100).mT)}
-    torch.save(content, tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
-    loaded = load_tensors(tmp_path / "file.pt")
-    assert torch.equal(loaded["b"][1], tensor[::2])
-    assert torch.equal(loaded["c"], content["c"])
