@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -49,20 +51,59 @@ Compose = Callable[[Sequence[str]], Run]
 Overrides = tuple[str, ...]
 
 
-class Candidate(NamedTuple):
-    """A way to train a run.
+@dataclass
+class Candidate:
+    """A way to train a run, and what is known of it.
 
     Args:
         overrides: the overrides to add to those of the run; empty for the baseline.
         run: the run with these overrides; None if it is refused.
         results: how the candidate affects the results of the run, a key of `RESULTS`; empty if the run is refused.
-        refusal: why the run is refused; empty if it is not.
+        status: `measured`, `refused`, `crashed`, `dropped` (it took too much time) or `not tried` (it is not allowed,
+            or there was no time).
+        reason: why it was not measured; empty if it was.
+        startup_seconds: seconds until its first step was done; it includes the compilation of the model.
+        memory_bytes: sum of the peak memory of its processes.
+        seconds: the seconds of an optimizer step in each round.
+        ratios: the same, divided by the seconds of a step of the baseline in the same round; empty for the baseline.
     """
 
     overrides: Overrides
     run: Run | None = None
     results: str = ""
-    refusal: str = ""
+    status: str = "not tried"
+    reason: str = ""
+    startup_seconds: float = 0.0
+    memory_bytes: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the seconds of an optimizer step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """The time of a step, divided by that of the baseline: the median over all rounds."""
+        return statistics.median(self.ratios or [1.0])
+
+    @property
+    def uncertainty(self) -> float:
+        """The uncertainty of `ratio`: twice the standard error of the median, estimated from the absolute deviations.
+
+        It is 0.1 with fewer than three rounds, and 0 for the baseline.
+        """
+        if len(self.ratios) < 3:
+            return 0.1 if self.ratios else 0.0
+        spread = statistics.median(abs(each - self.ratio) for each in self.ratios)
+        deviation = 1.4826 * spread  # of a normal distribution
+        return 2 * 1.2533 * deviation / len(self.ratios) ** 0.5
+
+    def is_faster_than(self, other: Candidate) -> bool:
+        """Return whether the steps are clearly faster: by at least 1 %, and by more than the ratios are uncertain."""
+        unclear = math.hypot(self.uncertainty, other.uncertainty)
+        return other.ratio - self.ratio > max(0.01 * other.ratio, unclear)
 
 
 class Group(NamedTuple):
@@ -97,7 +138,7 @@ class Candidates:
         self._normalizes = self._has(_BatchNorm)
 
     def judged(self, overrides: Overrides) -> Candidate:
-        """Return the candidate with `overrides`; if a check fails, its `refusal` says why. No data is read."""
+        """Return the candidate with `overrides`; if a check fails, its `reason` says why. No data is read."""
         try:
             run = self._compose(overrides)
             session = run.session(first_process(run))
@@ -105,7 +146,7 @@ class Candidates:
             run.precision.check_device(session.device)
             run.parallel.check(replace(session, workload=self.base.workload))  # whose data has been read
         except ConfigError as error:
-            return Candidate(overrides, refusal=" ".join(str(error).split()))
+            return Candidate(overrides, status="refused", reason=" ".join(str(error).split()))
         return Candidate(overrides, run, self._results(run, session) if overrides else BITWISE)
 
     def _results(self, run: Run, session: Session) -> str:

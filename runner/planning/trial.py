@@ -31,9 +31,6 @@ BURST_SECONDS = 0.4
 _PATIENT = 24 * 3600.0
 """The `parallel.timeout` of a trial in seconds: its ranks wait for each other while other trials train."""
 
-_FAREWELL_SECONDS = 20.0
-"""How long a trial may take to end by itself before it is killed."""
-
 
 class TrialError(Exception):
     """Raised when a trial cannot train, with the reason `why` in one line.
@@ -77,7 +74,6 @@ class Trial:
             config["parallel"] = config["parallel"] | {"timeout": _PATIENT}
         self._directory = tempfile.TemporaryDirectory(prefix="runner-trial-", ignore_cleanup_errors=True)
         self._connection, remote = Pipe()
-        self._is_waiting = False
         began = time.perf_counter()
         context: Any = get_context(METHOD)
         self._process = context.Process(target=_run_trial, args=(config, self._directory.name, remote))
@@ -100,7 +96,6 @@ class Trial:
             TrialError: if the run fails.
             TooLateError: if the burst takes longer than `seconds`.
         """
-        self._is_waiting = False
         with contextlib.suppress(OSError):  # it has died: the reason is the next message
             self._connection.send(True)
         return Burst(*self._receive(seconds))
@@ -112,22 +107,17 @@ class Trial:
         try:
             message = self._connection.recv()
         except (EOFError, OSError):
-            self._process.join(_FAREWELL_SECONDS)
+            self._process.join(20.0)
             code = self._process.exitcode
             ending = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
             ending += " (out of memory?)" * (code == -signal.SIGKILL)
             raise _reason(ChildProcessError(f"its process ended: {ending}")) from None
         if isinstance(message, TrialError):
             raise message
-        self._is_waiting = True
         return message
 
     def close(self) -> None:
-        """End all processes of the trial: at once, unless it waits, and can end by itself within some seconds."""
-        if self._is_waiting:
-            with contextlib.suppress(OSError):
-                self._connection.send(False)
-            self._process.join(_FAREWELL_SECONDS)
+        """Kill all processes of the trial."""
         self._connection.close()
         if self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -187,10 +177,10 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
 
         def next_count(count: int, seconds: float) -> int:
             try:
-                goes_on = connection.recv()
+                connection.recv()
             except EOFError:  # the process that compares trials has ended
                 return 0
-            return min(8 * count, max(1, round(count * BURST_SECONDS / seconds))) if goes_on else 0
+            return min(8 * count, max(1, round(count * BURST_SECONDS / seconds)))
 
         count = 1
         while count:

@@ -20,7 +20,7 @@ from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
 from runner.config.overrides import override_key
 from runner.planning.candidates import Candidate, Candidates, Compose
-from runner.planning.search import BUDGET_SPENT, Row, Search
+from runner.planning.search import BUDGET_SPENT, Search
 from runner.planning.trial import Trial
 from runner.storage import run_directory
 from runner.storage.files import write_text
@@ -61,9 +61,9 @@ def tune(
     left = budget - (time.perf_counter() - began)
     search = Search(candidates.judged, start, left, allowed, report=report)
     chosen = search.run(candidates.groups())
-    rows = [*search.measured(), *(row for row in search.rows if not row.seconds)]
+    rows = [*search.measured(), *(each for each in search.candidates if not each.seconds)]
     return {
-        "chosen": list(chosen.candidate.overrides),
+        "chosen": list(chosen.overrides),
         "speedup": 1 / chosen.ratio,
         "rows": [plain(row, search.base, candidates.base.batch_size) for row in rows],
         "seconds": time.perf_counter() - began,
@@ -75,14 +75,14 @@ def start(candidate: Candidate, seconds: float) -> Trial:
     return Trial(candidate.run.config, seconds)
 
 
-def plain(row: Row, base: Row, samples: int) -> dict[str, Any]:
-    """Return a row as plain values, in which what was not measured is None.
+def plain(row: Candidate, base: Candidate, samples: int) -> dict[str, Any]:
+    """Return a candidate as plain values, in which what was not measured is None.
 
     `spread` are the first and the third quartile of `samples_per_second`; `speedup` is over the baseline, with which
     the row `ties` if they cannot be told apart; and `break_even_steps` is the number of steps after which the row has
     made up for a slower start, None if it never does. A step has `samples` samples.
     """
-    found: dict[str, Any] = {"overrides": list(row.candidate.overrides), "results": row.candidate.results}
+    found: dict[str, Any] = {"overrides": list(row.overrides), "results": row.results}
     found |= {"status": row.status, "reason": row.reason, "rounds": len(row.seconds)} | dict.fromkeys(_MEASURED)
     if not row.seconds:
         return found

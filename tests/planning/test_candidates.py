@@ -127,7 +127,7 @@ def test_micro_batches_of_equal_size_do_not_change_batch_normalization() -> None
 
 
 def test_a_refused_candidate_has_the_reason() -> None:
-    assert "workload" in of(*AGENT).judged(("parallel=pipeline",)).refusal
+    assert "workload" in of(*AGENT).judged(("parallel=pipeline",)).reason
     odd = of(*CONVNET, "batch_size=63").judged(("parallel=ddp",))
     assert (odd.run, odd.results) == (None, "")
-    assert "batch_size" in odd.refusal
+    assert "batch_size" in odd.reason

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runner.planning.candidates import BITWISE, LAST_BITS, SIXTEEN_BITS, STATISTICS, Candidate, Group, Overrides
-from runner.planning.search import BUDGET_SPENT, Row, Search
+from runner.planning.search import BUDGET_SPENT, Search
 from runner.planning.trial import BURST_SECONDS, Burst, TooLateError, TrialError
 from runner.planning.tune import plain
 
@@ -87,11 +87,11 @@ def group(names: Iterable[str], name: str = "mode", weight: int = 1) -> Group:
 
 
 def chosen(search: Search, *groups: Group) -> str:
-    return " ".join(search.run(groups).candidate.overrides)
+    return " ".join(search.run(groups).overrides)
 
 
 def statuses(search: Search) -> dict[str, tuple[str, str]]:
-    return {" ".join(row.candidate.overrides): (row.status, row.reason) for row in search.rows}
+    return {" ".join(row.overrides): (row.status, row.reason) for row in search.candidates}
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
@@ -122,7 +122,7 @@ def test_the_budget_is_kept() -> None:
     search = machine.search(budget=30.0)
     chosen(search, group(seconds))
     assert machine.now < 31
-    assert sum(row.reason == BUDGET_SPENT for row in search.rows) > 20
+    assert sum(row.reason == BUDGET_SPENT for row in search.candidates) > 20
 
 
 def test_every_group_has_its_turn() -> None:
@@ -159,7 +159,7 @@ def test_a_tie_keeps_the_baseline() -> None:
     machine = SimulatedMachine({"": 0.010, "a": 0.00995}, 0.001)
     search = machine.search()
     assert chosen(search, group(["a"])) == ""
-    assert plain(search.rows[1], search.base, 64)["ties"]
+    assert plain(search.candidates[1], search.base, 64)["ties"]
     assert not plain(search.base, search.base, 64)["ties"]
 
 
@@ -203,7 +203,7 @@ def test_rows_as_plain_values() -> None:
     machine = SimulatedMachine({"": 0.010, "a": 0.005}, startup={"a": 11.0}, results={"bf16": SIXTEEN_BITS})
     search = machine.search()
     assert chosen(search, group(["a", "bf16"])) == "a"
-    base, fast, skipped = (plain(row, search.base, 64) for row in search.rows)
+    base, fast, skipped = (plain(row, search.base, 64) for row in search.candidates)
     assert fast["samples_per_second"] == pytest.approx(64 / 0.005)
     assert fast["speedup"] == pytest.approx(2.0)
     assert fast["break_even_steps"] == pytest.approx(10.0 / (0.010 - 0.005))
@@ -213,12 +213,12 @@ def test_rows_as_plain_values() -> None:
 
 
 def test_a_ratio_has_an_uncertainty() -> None:
-    row = Row(Candidate(("a",)), seconds=[1.0] * 4, ratios=[0.9, 1.1, 1.0, 1.0])
+    row = Candidate(("a",), seconds=[1.0] * 4, ratios=[0.9, 1.1, 1.0, 1.0])
     assert row.ratio == pytest.approx(1.0)
     assert row.uncertainty == pytest.approx(2 * 1.2533 * 1.4826 * 0.05 / 4**0.5)
-    few = Row(Candidate(("b",)), seconds=[1.0] * 2, ratios=[0.95, 0.95])
+    few = Candidate(("b",), seconds=[1.0] * 2, ratios=[0.95, 0.95])
     assert (few.ratio, few.uncertainty) == (0.95, 0.1)
-    base = Row(Candidate(()))
+    base = Candidate(())
     assert (base.ratio, base.uncertainty) == (1.0, 0.0)
     assert not few.is_faster_than(base)
-    assert Row(Candidate(("c",)), ratios=[0.9, 0.91, 0.9]).is_faster_than(base)
+    assert Candidate(("c",), ratios=[0.9, 0.91, 0.9]).is_faster_than(base)
