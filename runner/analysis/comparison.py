@@ -144,10 +144,6 @@ class Comparison:
         sign = -1 if self.quality != STEP_SECONDS and self.direction == "max" else 1
         worst = Spread(sign * math.inf, math.nan)
         self.rows = sorted(rows, key=lambda row: sign * row.measures.get(self.quality, worst).mean)
-        self._single: dict[str, list[Row]] = {}
-        for row in rows:
-            if row.runs[0].mode == "single":
-                self._single.setdefault(row.other_values, []).append(row)
 
     @property
     def quality(self) -> str:
@@ -166,16 +162,6 @@ class Comparison:
         """Return the title of the column of a measure."""
         metric = {BEST: f"best {self.metric}", LAST: f"last {self.metric}"}
         return one_line((metric | {RATE: "samples/s", STEP_SECONDS: "seconds per step"}).get(measure, measure))
-
-    def speed_up(self, row: Row) -> float | None:
-        """Return how many times as fast the steps of `row` are as those of the same runs with `parallel=single`.
-
-        The options of the parallel mode are not compared. The result is None unless there is exactly one such row.
-        """
-        single = self._single.get(row.other_values, [])
-        if len(single) != 1 or not all(STEP_SECONDS in each.measures for each in (*single, row)):
-            return None
-        return single[0].measures[STEP_SECONDS].mean / row.measures[STEP_SECONDS].mean
 
     def _row(self, runs: list[MeasuredRun]) -> Row:
         measured = [self.measured(run) for run in runs]

@@ -161,12 +161,20 @@ def _count(value: object) -> int:
     return value if type(value) is int and 0 < value < 10**12 else 0
 
 
+def _speed_up(compared: Comparison, row: Row) -> float | None:
+    """Return how many times as fast the steps are as those of the only row with `parallel=single` and the same keys."""
+    single = [each for each in compared.rows if each.runs[0].mode == "single" and each.other_values == row.other_values]
+    if len(single) != 1 or STEP_SECONDS not in single[0].measures:
+        return None
+    return _seconds(single[0]) / _seconds(row)
+
+
 def _bars(title: str, compared: Comparison, rows: Sequence[Row]) -> Figure:
     """Draw a bar per row with the seconds per step, the throughput, and the speed-up over one device."""
     figure, [axes] = _canvas(compared, title, (8.5, 1.4 + 0.36 * len(rows)))
     modes = list(dict.fromkeys(row.runs[0].mode for row in rows))
     for at, row in enumerate(rows):
-        seconds, speed = row.measures[STEP_SECONDS], compared.speed_up(row)
+        seconds, speed = row.measures[STEP_SECONDS], _speed_up(compared, row)
         rate = row.measures[RATE].mean if RATE in row.measures else math.nan
         color = COLORS[modes.index(row.runs[0].mode) % len(COLORS)]
         bar = 0.0 if math.isnan(seconds.deviation) else seconds.deviation
@@ -197,7 +205,7 @@ def _over_split_size(compared: Comparison, curves: Sequence[SplitCurve]) -> Figu
         size, best = min(curve.points, key=lambda point: _seconds(point[1]))
         star = {"marker": "*", "ms": 16, "ls": "", "color": color, "mec": "white", "zorder": 5}
         axes.plot(size, _seconds(best), label=f"best: {size}, {_seconds(best):.3g} s", **star)
-        if speed := compared.speed_up(best):
+        if speed := _speed_up(compared, best):
             single = speed * _seconds(best)
             axes.axhline(single, color="#777777", ls=":", lw=1.2, label=f"single: {single:.3g} s")
     axes.set_xscale("log")  # the time changes most between small sizes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
@@ -216,13 +217,8 @@ def sample_hashes(batch: Any, count: int) -> list[str]:
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield from _tensors_of(value[key])
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for part in value:
-            yield from _tensors_of(part)
-    elif hasattr(value, "__dict__"):
-        yield from _tensors_of(vars(value))
+    for leaf in tree_iter(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):
+            yield from _tensors_of(vars(leaf))

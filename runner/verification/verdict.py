@@ -1,7 +1,7 @@
 """The comparison of a config with its reference for `runner verify`: differences, limits, table and verdict.
 
 `runner/commands/verify.py` states the limits and the three verdicts. A large rounding error of the reference never
-makes a limit larger: the config then cannot be judged, except if both agree very closely (see `Row.is_same`).
+makes a limit larger: the config then cannot be judged, except if both agree very closely (see `Row.verdict`).
 """
 
 from __future__ import annotations
@@ -78,26 +78,15 @@ class Row(NamedTuple):
         return not 2 * self.rounding.size <= self.limit
 
     @property
-    def is_exact(self) -> bool:
-        return self.exact is None or self.exact.size <= self.exact_limit
-
-    @property
-    def is_same(self) -> bool:
-        limit = self.tolerance if self.exact is None or self.is_noisy else max(self.limit, self.tolerance)
-        return self.is_exact and (self.configured is None or self.configured.size <= limit)
-
-    @property
     def verdict(self) -> Verdict:
         """The verdict on this row alone."""
-        if self.is_same:
+        is_exact = self.exact is None or self.exact.size <= self.exact_limit
+        limit = self.tolerance if self.exact is None or self.is_noisy else max(self.limit, self.tolerance)
+        if is_exact and (self.configured is None or self.configured.size <= limit):
             return Verdict.SAME
-        if self.is_noisy:
-            return Verdict.UNJUDGED
-        if self.exact is not None and not self.is_exact:
-            explained = self.exact.size <= FLOAT32_ROUNDING
-        else:
-            explained = self.configured is not None and self.configured.size <= self.limit
-        return Verdict.UNJUDGED if explained else Verdict.DIFFERENT
+        beyond, explained = (self.configured, self.limit) if is_exact else (self.exact, FLOAT32_ROUNDING)
+        is_rounding = self.is_noisy or (beyond is not None and beyond.size <= explained)
+        return Verdict.UNJUDGED if is_rounding else Verdict.DIFFERENT
 
 
 class Outcome(NamedTuple):
@@ -189,15 +178,13 @@ def _shape(tensors: Tensors, name: str) -> torch.Size | None:
 
 def _judge(rows: Sequence[Row], other_samples: bool) -> tuple[Verdict, str]:
     verdicts = [row.verdict for row in rows]
-    noisy = [row for row in rows if row.is_noisy and not row.is_same]
+    noisy = [row for row in rows if row.is_noisy and row.verdict is not Verdict.SAME]
     if other_samples:
         return Verdict.DIFFERENT, "It trains on other samples."
     if noisy:
-        exact = all(row.exact is not None and row.is_exact for row in rows)
         row = max(noisy, key=lambda row: row.rounding.size)
         size, half = f"{row.rounding.size:.1e}", f"{row.limit / 2:.1e}"
-        why = "the same in float64, but as configured, " if exact else ""
-        why += f"on a single device alone, the {row.what} ({row.rounding.where}) are {size} from those in float64"
+        why = f"on a single device alone, the {row.what} ({row.rounding.where}) are {size} from those in float64"
         why += f", more than {half}: either rounding is amplified, or float64 computes something else"
         remedy = "Compare with precision=64, fewer --steps, a smaller learning rate or a smaller network"
         return Verdict.UNJUDGED, f"{why}. {remedy}"

@@ -124,18 +124,13 @@ def too_large(out: str) -> list[str]:
     ids=lambda overrides: " ".join(overrides).replace("helpers.incorrect_modes.", ""),
 )
 def test_equivalent_modes_are_the_same(overrides: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    if overrides[0] == "workload=dqn":
-        code = verify.main(["device=cpu", "device.threads=1", *overrides])
-    else:
-        code = verify_exit_code(*overrides)
+    base = ["device=cpu", "device.threads=1"] if overrides[0] == "workload=dqn" else TINY_CPU
+    code = verify.main([*base, *overrides])
     out = capfd.readouterr().out
     assert code == verify.SAME, out
     assert not too_large(out)
-    for kind in KINDS:
-        assert f"\n{kind} " in out
-    assert [line for line in out.splitlines() if line.startswith(("the same", "different", "cannot"))] == [
-        "the same: this config computes what a single device computes, up to rounding"
-    ]
+    assert all(f"\n{kind} " in out for kind in KINDS)
+    assert out.endswith("the same: this config computes what a single device computes, up to rounding\n")
 
 
 def test_a_device_without_float64_refuses_it(
@@ -248,14 +243,8 @@ def test_a_config_that_crashes_is_not_judged(capfd: pytest.CaptureFixture[str]) 
         (["parallel=hogwild"], "parallel.processes: got 2:"),
         (["parallel=ensemble"], "parallel.processes: got 2:"),
         (["workload=dqn", "parallel=ddp", "model=qnet"], "parallel: got 'several processes':"),
-        (["parallel=dpd"], "did you mean dp or ddp?"),
-        (["optimizer.lr=-1"], "optimizer.lr: got -1"),
         (["env=acrobot"], "env: got 'acrobot':"),
         (["--steps", "0"], "--steps: got 0"),
-        (["--step=4"], "--step:"),
-        (["-m"], "-m: there is no such flag;"),
-        (["optimizer.lr"], "optimizer.lr: it is not of the form KEY=VALUE"),
-        (["--config-dir=nowhere"], "--config-dir: got 'nowhere':"),
         (["resume=outputs/run"], "resume: got 'outputs/run':"),
     ],
 )
@@ -343,13 +332,6 @@ def test_limits_do_not_grow_with_rounding(
     assert compare(configured, in_float64, precision).verdict == verdict
 
 
-@pytest.mark.parametrize(("tested", "is_told"), [(3.35, True), (5, False)])
-def test_the_reason_mentions_agreement_in_float64(tested: float, is_told: bool) -> None:
-    outcome = compare(Pair(steps(1.57), steps(1)), Pair(steps(tested), steps(3.35)), Precision())
-    assert outcome.verdict == Verdict.UNJUDGED
-    assert outcome.reason.startswith("the same in float64, but as configured, ") == is_told
-
-
 def test_a_wrong_mean_loss_is_detected_in_float64_for_every_precision() -> None:
     def with_loss(value: float) -> Steps:
         found = steps(1)
@@ -366,10 +348,3 @@ def test_nothing_is_judged_if_the_reference_diverges() -> None:
     diverged = Steps(diverged="the loss is not finite at step 2")
     assert compare(Pair(steps(1), diverged), None, Precision()).verdict == Verdict.UNJUDGED
     assert compare(Pair(diverged, steps(1)), None, Precision()).verdict == Verdict.DIFFERENT
-
-
-def test_the_reference_replaces_the_mode_and_keeps_other_overrides() -> None:
-    typed = ["seed=3", "parallel=ddp", "parallel.processes=3", "+accumulation.steps=2", "compile=true"]
-    typed += ["optimizer.lr=1"]
-    assert verify.replaced(typed, *verify.PLAIN) == ["seed=3", "optimizer.lr=1", *verify.PLAIN]
-    assert verify.replaced(["precision=16", "precision.init_scale=8"], "precision=64") == ["precision=64"]
