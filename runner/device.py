@@ -49,7 +49,7 @@ class Device:
         if kind == "auto":
             kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
         if kind == "cuda":
-            return self._cuda_devices(only_first=True)[0]
+            return self.resolve_all(only_first=True)[0]
         self.check_unnumbered(kind)
         if kind == "mps":
             check(torch.backends.mps.is_available(), "kind", kind, "this machine has no Metal device", _AVAILABLE)
@@ -61,15 +61,12 @@ class Device:
         check(self.index is None, "index", self.index, why, "leave device.index=null")
         check(not self.indices, "indices", self.indices, why, "leave device.indices=[]")
 
-    def resolve_all(self) -> list[torch.device]:
+    def resolve_all(self, only_first: bool = False) -> list[torch.device]:
         """Return the CUDA devices to compute on: those that `index` or `indices` selects, or all visible devices.
 
         Raises:
             ConfigError: if a requested device is not available.
         """
-        return self._cuda_devices()
-
-    def _cuda_devices(self, only_first: bool = False) -> list[torch.device]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         of_visible = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
         check(torch.cuda.is_available(), "kind", "cuda", f"torch finds no CUDA device{of_visible}", _AVAILABLE)

@@ -37,7 +37,7 @@ class Ema:
 
     def build(self, model: torch.nn.Module) -> Average:
         """Return the average for `model`, which the parallel mode has placed; without `decay`, it has no effect."""
-        return Average() if self.decay is None else MovingAverage(model, self.decay)
+        return Average(model, self.decay)
 
     def too_slow(self, num_steps: int) -> str:
         """Return a warning if the weights after the first step keep a share of 10 %, decay^(num_steps − 1), or more."""
@@ -52,50 +52,28 @@ class Ema:
 
 
 class Average:
-    """No average: evaluations use the weights of the model itself. Also the base class of all averages."""
+    """The average of the trainable parameters: the state of an optimizer, which modes can shard, gather and save.
+
+    Without a `decay`, there is none, and evaluations use the weights of the model itself.
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float | None):
+        self._trained = {} if decay is None else {name: p for name, p in model.named_parameters() if p.requires_grad}
+        group = {"params": [*self._trained.values()], "decay": decay}
+        self._optimizer = _averages_class()([group], {})
 
     def update(self) -> None:
         """Update the average with the current weights of the model; called after each optimizer step."""
+        if self._trained:
+            self._optimizer.step()
 
     def tensors(self) -> list[torch.Tensor]:
         """Return this rank's averaged weights; empty if there is no average, or before the first step."""
-        return []
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """A context in which the model has the averaged weights, for an evaluation."""
-        yield
-
-    def full_tensors(self, collect: CollectState) -> dict[str, torch.Tensor]:
-        """Return the full tensors of the model by name, with the averaged weights; empty on ranks other than 0."""
-        return {}
-
-    def load(self, tensors: Mapping[str, torch.Tensor], load: LoadState) -> None:
-        """Restore the average from `tensors`, which `full_tensors` returned on rank 0; called on every rank."""
-
-    def local_state(self, state_of: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> dict[str, Any]:
-        """Return what `full_tensors` lacks, such as the average of a member of an ensemble, by `state_of`."""
-        return {}
-
-    def load_local(self, state: dict[str, Any], load: LoadState) -> None:
-        """Restore `state`, which `local_state` returned; `load` calls `load_local_state` of the parallel mode."""
-
-
-class MovingAverage(Average):
-    """The average of the trainable parameters; the state of an optimizer, which modes can shard, gather and save."""
-
-    def __init__(self, model: torch.nn.Module, decay: float):
-        self._model = model
-        self._optimizer = _averages_class()([p for p in model.parameters() if p.requires_grad], {"decay": decay})
-
-    def update(self) -> None:
-        self._optimizer.step()
-
-    def tensors(self) -> list[torch.Tensor]:
         return [state["average"] for state in self._optimizer.state.values()]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
+        """A context in which the model has the averaged weights, for an evaluation."""
         weights = {p: p.detach().clone() for p in self._optimizer.state}
         _copy({p: state["average"] for p, state in self._optimizer.state.items()})
         try:
@@ -104,21 +82,26 @@ class MovingAverage(Average):
             _copy(weights)
 
     def full_tensors(self, collect: CollectState) -> dict[str, torch.Tensor]:
+        """Return the full tensors of the model by name, with the averaged weights; empty on ranks other than 0."""
+        if not self._trained:
+            return {}
         tensors, averages = collect(self._optimizer)
         return tensors | {name: state["average"] for name, state in averages.items()}
 
     def load(self, tensors: Mapping[str, torch.Tensor], load: LoadState) -> None:
-        if not tensors:
+        """Restore the average from `tensors`, which `full_tensors` returned on rank 0; called on every rank."""
+        if self._trained and not tensors:
             log.info("the checkpoint has no average of the weights: it begins after the next step (ema.decay)")
-            return
-        trained = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
-        load(self._optimizer, {name: {"average": tensors[name]} for name in trained})
+        elif self._trained:
+            load(self._optimizer, {name: {"average": tensors[name]} for name in self._trained})
 
     def local_state(self, state_of: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> dict[str, Any]:
-        return state_of(self._optimizer)
+        """Return what `full_tensors` lacks, such as the average of a member of an ensemble, by `state_of`."""
+        return state_of(self._optimizer) if self._trained else {}
 
     def load_local(self, state: dict[str, Any], load: LoadState) -> None:
-        if state:
+        """Restore `state`, which `local_state` returned; `load` calls `load_local_state` of the parallel mode."""
+        if self._trained and state:
             load(self._optimizer, state)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from runner.device import BusyMachine
-from runner.ema import Average
 from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run, config_hash
@@ -60,8 +59,8 @@ class State:
         self.average = run.ema.build(model)
         self.stopping = run.stop.build(session.eval_metrics)
         # Whether an average or a target network follows the weights, which must not move if an update is skipped.
-        followers = (type(self.average).update, Average.update), (type(run.workload).after_step, Workload.after_step)
-        self.weights_are_followed = any(method is not nothing for method, nothing in followers)
+        has_target = type(run.workload).after_step is not Workload.after_step
+        self.weights_are_followed = has_target or run.ema.decay is not None
         self.metric_buffer = MetricBuffer(run.workload.metrics, session.device)
         self.busy_machine = BusyMachine(session.device)
         self.step_timer = StepTimer(session.devices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from runner.config.errors import check, check_range
@@ -69,48 +69,36 @@ class Stop:
         return Stopping(self, directions.get((self.metric or "").removeprefix("eval/"), "max"))
 
 
-@dataclass
-class _Evaluations:
-    """The evaluations so far: `best` at `best_step`, the `latest`, and how many there were since the best."""
-
-    metric: str
-    best: float
-    best_step: int
-    latest: float
-    waited: int = 0
-
-
 class Stopping:
     """The rules of a run, and the evaluations that they are applied to; better values are the `min` or the `max`."""
 
     def __init__(self, options: Stop, direction: str):
         self._options, self._sign = options, 1 if direction == "max" else -1
         self._max_time = math.inf if options.max_time is None else options.max_time
-        self._evaluations: _Evaluations | None = None
+        # The `best` evaluation, its `best_step`, the `latest`, and how many were `waited` for since the best.
+        self._seen: dict[str, Any] = {}
 
     def evaluated(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the evaluation after `step` into account: the value of each metric by tag, the same on all ranks."""
-        metric, seen = self._options.metric, self._evaluations
+        metric, seen = self._options.metric, self._seen
         if metric is None:
             return
         value = metrics[metric]
-        if seen is None or self._sign * (value - seen.best) > self._options.min_delta:
-            self._evaluations = _Evaluations(metric, value, step, value)
+        if not seen or self._sign * (value - seen["best"]) > self._options.min_delta:
+            self._seen = {"metric": metric, "best": value, "best_step": step, "latest": value, "waited": 0}
         else:
-            seen.latest, seen.waited = value, seen.waited + 1
+            self._seen = seen | {"latest": value, "waited": seen["waited"] + 1}
 
     @property
     def reason(self) -> str:
         """The rule that ends the run after the latest evaluation, in words; empty if the run goes on."""
-        seen, target, patience = self._evaluations, self._options.target, self._options.patience
-        if seen is None:
-            return ""
-        if target is not None and self._sign * (seen.latest - target) >= 0:
-            return f"stop.target: {seen.metric} is {seen.latest:.6g}"
-        if patience is not None and seen.waited >= patience:
-            times = f"{seen.waited} evaluation{'s' * (seen.waited > 1)}"
-            best = f"{seen.best:.6g} (step {seen.best_step})"
-            return f"stop.patience: {seen.metric} has not improved on {best} in {times}"
+        seen, target, patience = self._seen, self._options.target, self._options.patience
+        if seen and target is not None and self._sign * (seen["latest"] - target) >= 0:
+            return f"stop.target: {seen['metric']} is {seen['latest']:.6g}"
+        if seen and patience is not None and seen["waited"] >= patience:
+            times = f"{seen['waited']} evaluation{'s' * (seen['waited'] > 1)}"
+            best = f"{seen['best']:.6g} (step {seen['best_step']})"
+            return f"stop.patience: {seen['metric']} has not improved on {best} in {times}"
         return ""
 
     def out_of_time(self, seconds: float) -> str:
@@ -119,13 +107,11 @@ class Stopping:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; empty before the first evaluation, or if no rule uses evaluations."""
-        return {} if self._evaluations is None else asdict(self._evaluations)
+        return self._seen
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state`, which `state_dict` returned, unless it is of another `metric`."""
-        if not state:
-            return
-        like = {"metric": str, "best": float, "best_step": int, "latest": float, "waited": int}
-        check_like(state, like, "stop")
-        if state["metric"] == self._options.metric:
-            self._evaluations = _Evaluations(**state)
+        if state:
+            like = {"metric": str, "best": float, "best_step": int, "latest": float, "waited": int}
+            check_like(state, like, "stop")
+        self._seen = state if state.get("metric") == self._options.metric else {}

@@ -195,7 +195,14 @@ class DQN(Workload):
         capacity = math.ceil(self.replay_size / self._count)
         replay_device = device if self.replay_device == "learner" else torch.device("cpu")
         if replay_device.type == "cpu":
-            self._check_memory(capacity, 4 * row_width(size))
+            # The system allocates memory only as a buffer is filled, and kills the run when none is left.
+            free_bytes, count = host_memory()["available_bytes"] or 0, local_world_size()
+            row_bytes = 4 * row_width(size) * count
+            if capacity * row_bytes > free_bytes:
+                takes, free = f"{capacity * row_bytes / 1e9:.1f} GB", f"{free_bytes / 1e9:.1f} GB"
+                why = f"the replay buffer takes {takes} on this machine, and {free} are free"
+                remedy = f"use at most workload.replay_size={int(free_bytes // row_bytes) * self._count}"
+                raise ConfigError("workload.replay_size", self.replay_size, why, remedy)
         with self._memory_errors():
             replay = Replay(capacity, size, replay_device)
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
@@ -205,19 +212,6 @@ class DQN(Workload):
         repeats = Repeats(num_envs, longest, self.epsilon_repeat_exponent) if longest > 1 else None
         seed = derive(plan.seed, "agent", plan.data_rank)
         return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, repeats)
-
-    def _check_memory(self, capacity: int, row_bytes: int) -> None:
-        """Check that the replay buffers of the processes on this machine fit into its free memory.
-
-        The operating system allocates memory only as a buffer is filled, and kills the run when none is left.
-        """
-        free_bytes, count = host_memory()["available_bytes"] or 0, local_world_size()
-        num_bytes = count * capacity * row_bytes
-        why = (
-            f"the replay buffer takes {num_bytes / 1e9:.1f} GB on this machine, and {free_bytes / 1e9:.1f} GB are free"
-        )
-        remedy = f"use at most workload.replay_size={int(free_bytes // (count * row_bytes)) * self._count}"
-        check(num_bytes <= free_bytes, "workload.replay_size", self.replay_size, why, remedy)
 
     @contextmanager
     def _memory_errors(self) -> Iterator[None]:
