@@ -70,10 +70,6 @@ def test_the_first_of_the_named_devices_is_used_by_a_mode_with_one(machine) -> N
     assert refusal(Device(indices=[4])).key == "indices"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Synchronization, and torch's global settings
-
-
 def test_synchronize_waits_for_the_device_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)

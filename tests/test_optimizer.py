@@ -127,10 +127,6 @@ def test_frozen_parameters_are_not_trained(kind: type[Optimizer]) -> None:
         assert torch.equal(parameter, old)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Groups of parameters
-
-
 def groups_of(**options: Any) -> list[tuple[str, float, float, list[str]]]:
     return [tuple(group) for group in SGD(lr=0.1, weight_decay=0.5, **options).parameter_groups(network())]
 
@@ -183,10 +179,6 @@ def test_a_pipeline_stage_has_the_parameter_groups_of_the_whole_model() -> None:
     optimizer = options.build(model, groups)
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 0]
     assert learning_rates(optimizer) == {"lr": 0.1, "lr/0": 0.3}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Options
 
 
 @pytest.mark.parametrize(

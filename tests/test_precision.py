@@ -99,10 +99,6 @@ def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On the CPU
-
-
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_32_is_plain_float32(max_norm: float | None) -> None:
     assert equal(run(Precision(), max_norm), by_hand(None, max_norm))
@@ -182,10 +178,6 @@ def test_step_returns_the_norm_before_clipping_or_none() -> None:
         expected = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None))
         norm = precision.step(optimizer, max_norm and partial(torch.nn.utils.clip_grad_norm_, parameters, max_norm))
         assert norm is None if max_norm is None else float(norm) == pytest.approx(expected, rel=1e-5)  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# float16 with loss scaling, on the CPU with torch's CPU scaler
 
 
 def scaled(growth_interval: int = 2, device: torch.device = CPU) -> Float16:
@@ -309,10 +301,6 @@ def test_the_event_after_the_flag_is_recorded_on_the_stream_of_its_device(monkey
     assert runner.precision._record_event(torch.device("cuda:1")) is not None
     assert recorded == ["stream of cuda:1"]
     assert runner.precision._record_event(CPU) is None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# On CUDA
 
 
 @pytest.mark.gpu

@@ -62,10 +62,6 @@ def test_a_profile_that_cannot_be_written_does_not_hide_the_error_of_the_run(
         crash(profiler)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Simple
-
-
 @pytest.fixture
 def move(monkeypatch: pytest.MonkeyPatch):
     """Return a function that advances the timer's fake clock by a number of seconds."""
@@ -134,10 +130,6 @@ def test_simple_writes_its_table_when_a_run_is_interrupted(tmp_path: Path, move)
     assert line.split()[:3] == ["data", "1", "0.500"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Advanced
-
-
 def test_advanced_counts_calls_by_function(tmp_path: Path) -> None:
     train(Advanced(), tmp_path, 7)
     stats = pstats.Stats(str(tmp_path / "profile" / "advanced.prof"))
@@ -147,10 +139,6 @@ def test_advanced_counts_calls_by_function(tmp_path: Path) -> None:
     assert "Ordered by: cumulative time" in text
     assert "Ordered by: internal time" in text
     assert "some_function" in text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Trace
 
 
 def events(path: Path) -> list[dict]:

@@ -35,10 +35,6 @@ HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32")
 """Options that make an exact resume harder: random augmentation, dropout, and several micro-batches per step."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Stopped or crashed at each step
-
-
 class CrashError(Exception):
     """Stands for any error in the middle of a run."""
 
@@ -193,10 +189,6 @@ def test_optimizer_state_gets_the_memory_format_of_its_parameters(optimizer: str
     assert_bitwise_equal(resumed[0].state_dict(), whole[0].state_dict())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Changed options
-
-
 UNCHANGED = (*SHORT, "model.dropout=0", "optimizer=sgd")  # dropout masks depend on the micro-batches
 
 
@@ -238,10 +230,6 @@ def test_a_longer_resume_says_that_the_schedule_is_stretched(tmp_path: Path, cap
     [said] = [text for text in caplog.messages if "instead of" in text]
     assert said.startswith("the run has 14 steps instead of 6: the learning rate schedule is stretched to them")
     assert said.endswith(f" {(1 + math.cos(math.pi * 6 / 14)) / 2:.3g} × optimizer.lr")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From the command line
 
 
 def test_a_directory_that_is_not_a_run_is_refused_and_not_changed(tmp_path: Path) -> None:

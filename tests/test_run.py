@@ -36,10 +36,6 @@ def session_of(*overrides: str) -> Session:
     return prepare_session(build_composed_run(*TINY_CPU, *overrides))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Length
-
-
 @pytest.mark.parametrize(
     ("overrides", "steps"),
     [
@@ -130,10 +126,6 @@ def test_an_option_that_would_be_ignored_is_refused(typed: str) -> None:
     assert (refusal.value.key, refusal.value.got) == tuple(words[-1].lstrip("+").split("="))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# When evaluations and checkpoints are due
-
-
 @pytest.mark.parametrize(
     ("every", "due"),
     [
@@ -153,10 +145,6 @@ def test_checkpoints_are_saved_when_they_are_due(trained: Callable[..., TrainedR
     run = trained("steps=7", "eval_every=3", "save_every=2", "keep=9")
     saved = {int(path.name.removeprefix("step_")) for path in (run.directory / "checkpoints").glob("step_*")}
     assert {2, 4, 6, 7} <= saved <= {2, 3, 4, 6, 7}, "when it is due, and after an evaluation that is the best so far"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The config
 
 
 def leaves(config: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -227,10 +215,6 @@ def test_options_never_change_during_a_run(tmp_path: Path) -> None:
 
     with pytest.raises(AssertionError, match="an option of the run has changed"):
         train_in(tmp_path / "changed", run, change)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The first lines
 
 
 def test_the_first_lines_say_what_is_trained(tmp_path: Path) -> None:

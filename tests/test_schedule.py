@@ -44,10 +44,6 @@ def close(rates: list[float]):
     return pytest.approx(rates, rel=1e-9, abs=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Against torch
-
-
 @pytest.mark.parametrize("num_updates", [10, 99, 100, 1000])
 @pytest.mark.parametrize("milestones", [(0.5, 0.75), (0.29, 0.55, 0.57), (1 / 3, 0.9)])
 def test_step_is_multi_step_lr(num_updates: int, milestones: tuple[float, ...]) -> None:
@@ -99,10 +95,6 @@ def test_milestones_are_fractions_of_the_updates_after_the_warm_up() -> None:
     rates = our_rates(Step(warmup=0.2, milestones=(0.5,)), 100)
     assert rates[19:60] == [PEAK] * 41
     assert rates[60] == pytest.approx(PEAK / 10)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Setting the learning rate
 
 
 def test_every_group_keeps_its_own_rate() -> None:

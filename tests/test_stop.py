@@ -51,10 +51,6 @@ def replace_losses(losses: list[float], run: Run, session: Session) -> None:
     session.workload.summarize = lambda sums: summarize(sums) | {"loss": next(given)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The rules
-
-
 def test_patience_counts_evaluations_without_an_improvement() -> None:
     assert reasons_after(rules(patience=2), 0.5, 0.4, 0.6, 0.6, 0.5) == ["", "", "", "", "stop.patience"]
     assert reasons_after(rules("min", patience=2), 0.5, 0.6, 0.4, 0.4, 0.5) == ["", "", "", "", "stop.patience"]
@@ -138,10 +134,6 @@ def test_a_run_may_end_by_each_metric_that_it_measures(overrides: tuple[str, ...
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run(*overrides, "stop.metric=eval/recall_0", "stop.patience=2"))
     assert refusal.value.remedy.removeprefix("choose from: ").split(", ") == sorted(measured)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs
 
 
 WORSE_FROM_8 = [3.0, 2.0, 1.0, 0.5, *(1.0 + number for number in range(16))]

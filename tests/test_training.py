@@ -7,7 +7,7 @@ import itertools
 import json
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from helpers.command import run_command
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, train_in
 from helpers.dry_run import run_in_this_process
 from helpers.events import scalar_curves
+from helpers.plain_loop import PlainSettings, plain_loop
 from helpers.ranks import PersistentRanks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runner.training
+from runner.batching import SampleOrder
 from runner.parallel.session import Session
 from runner.run import Run
-from runner.seeds import derive
 from runner.state import State
 from runner.storage.checkpoint_writing import Checkpoints
 from runner.storage.run_directory import saved_steps
@@ -33,21 +34,6 @@ from runner.workloads.classifier import Classifier
 
 DIVERGING = ("data.crop=0", "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40")
 NAN, INF = float("nan"), float("inf")
-
-
-def plain_losses(run: Run, lr: float, steps: int) -> Iterator[tuple[float, torch.Tensor]]:
-    """Yield loss and sample indices of each step of plain SGD."""
-    samples, _ = run.workload.data.load()  # pyright: ignore[reportAttributeAccessIssue]
-    torch.manual_seed(derive(run.seed, "weights"))
-    model = run.workload.model.build(samples.shape, 10)  # pyright: ignore[reportAttributeAccessIssue]
-    update = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(derive(run.seed, "order", 0)))
-    for indices in order.split(32)[:steps]:
-        loss = torch.nn.functional.cross_entropy(model(samples.inputs[indices]), samples.targets[indices])
-        update.zero_grad()
-        loss.backward()
-        update.step()
-        yield loss.item(), indices
 
 
 def all_finite(value: Any) -> bool:
@@ -69,25 +55,19 @@ def assert_whole_and_finite(directory: Path, steps: list[int]) -> None:
     assert (newest.step if newest else None) == (steps[-1] if steps else None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss
-
-
 def test_the_first_step_that_diverges_is_named_and_its_batch_saved(
     trained: Callable[..., TrainedRun],
 ) -> None:
     run = trained(*DIVERGING, "log_every=40", "save_every=2", "keep=99", "accumulation=4")
-    first, indices = next(
-        (step, indices)
-        for step, (loss, indices) in enumerate(plain_losses(run.run, 900, 40), start=1)
-        if not abs(loss) < INF
-    )
+    losses = plain_loop(run.run, partial(torch.optim.SGD, lr=900, momentum=0.9), PlainSettings(40)).losses
+    first = next(step for step, loss in enumerate(losses, start=1) if not abs(loss) < INF)
     assert first > 3, "it does not begin with it"
     assert (run.result.status, run.result.error) == ("diverged", f"the loss is not finite at step {first}")
     [path] = run.directory.glob("diverged_*")
     assert path.name == f"diverged_step_{first:08d}_rank_0.pt"
     saved = torch.load(path, weights_only=True)
-    samples, _ = run.run.workload.data.load()  # pyright: ignore[reportAttributeAccessIssue]
+    samples = run.run.workload.train  # pyright: ignore[reportAttributeAccessIssue]
+    indices = SampleOrder(len(samples), run.run.seed).indices(32 * (first - 1), 32 * first)
     assert saved["step"] == first
     assert saved["inputs"].equal(samples.inputs[indices])
     assert saved["targets"].equal(samples.targets[indices])
@@ -137,10 +117,6 @@ def test_a_run_that_diverges_on_a_full_disk_is_reported_as_diverged(
     assert "the batch of step 1 cannot be saved" in caplog.text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Other values in checkpoints
-
-
 @pytest.mark.parametrize(
     ("part", "named"),
     [("weight", "conv2.conv.weight"), ("moment", "exp_avg_sq of head.fc.bias"), ("metric", "eval/loss")],
@@ -170,10 +146,6 @@ def test_no_checkpoint_holds_a_number_that_is_not_finite(
     assert_whole_and_finite(run.directory, [3])
     assert all_finite(run.result.as_dict())
     assert run.result.best["step"] == 3
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From the command line
 
 
 def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path: Path) -> None:
@@ -211,10 +183,6 @@ def test_large_finite_values_are_saved_although_their_sum_overflows(
     assert_whole_and_finite(run.directory, [1])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# result.json
-
-
 def test_the_result_agrees_with_the_curves(trained: Callable[..., TrainedRun]) -> None:
     before = time.perf_counter()
     run = trained("steps=30", "log_every=5", "eval_every=10", "optimizer.lr=0.02")
@@ -248,10 +216,6 @@ def test_rank_0_decides_which_evaluation_is_the_best(ranks: Callable[[int], Pers
 def improve_on_other_ranks(run: Run, session: Session) -> None:
     accuracies = itertools.count(0.5, 1e-7 * session.rank)
     session.workload.summarize = lambda sums: {"loss": 1.0, "accuracy": next(accuracies)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# No synchronization with the device between two logs
 
 
 SYNC_METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")

@@ -110,10 +110,6 @@ def test_environment_processes_are_not_forked_from_the_run_and_do_not_keep_its_s
         signal.signal(signal.SIGTERM, before)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Environments that fail
-
-
 def registered(monkeypatch: pytest.MonkeyPatch, environment: type[gymnasium.Env]) -> str:
     """Register the environment for one test, and return its name."""
     name = f"{environment.__name__}-v0"

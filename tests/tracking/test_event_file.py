@@ -89,10 +89,6 @@ def test_records_are_written_as_tensorboard_writes_them() -> None:
         assert record(data) == theirs.getvalue()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
-
-
 NAME = "events.out.tfevents.0000000001"
 
 

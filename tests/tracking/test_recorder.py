@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,61 +17,41 @@ import yaml
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, train_in
 from helpers.events import hparams_table, load_events, scalar_curves
 from helpers.handmade_runs import write_config
+from helpers.plain_loop import OPTIMIZER_CASES, PLAIN_LOOP_OVERRIDES, plain_evaluation, plain_loop
 from PIL import Image
 
 from runner.result import CrashedError
-from runner.run import Run
-from runner.seeds import derive
 from runner.tracking.base import Tracker
 from runner.tracking.recorder import Recorder, typed_values
 from runner.tracking.tensorboard import TensorBoard
 
-PLAIN = ("data.crop=0", "batch_size=32", "schedule=constant", "optimizer.lr=0.05")
 PICTURES = {"eval/samples", "eval/misclassified", "eval/confusion", "eval/class_accuracy"}
 TIMES = {"time/samples_per_second", "time/step_seconds", "time/data_share"}
 
 
-def plain_loop(run: Run, steps: int) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return loss, accuracy and gradient norm of each step, and (loss, accuracy) of an evaluation at the end."""
-    samples, held_out = run.workload.data.load()  # pyright: ignore[reportAttributeAccessIssue]
-    torch.manual_seed(derive(run.seed, "weights"))
-    model = run.workload.model.build(samples.shape, 10)  # pyright: ignore[reportAttributeAccessIssue]
-    update = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(derive(run.seed, "order", 0)))
-    losses, accuracies, norms = [], [], []
-    for indices in order.split(32)[:steps]:
-        outputs = model(samples.inputs[indices])
-        loss = torch.nn.functional.cross_entropy(outputs, samples.targets[indices])
-        update.zero_grad()
-        loss.backward()
-        update.step()
-        losses.append(loss.item())
-        accuracies.append((outputs.argmax(1) == samples.targets[indices]).double().mean().item())
-        norms.append(sum(p.grad.square().sum().item() for p in model.parameters()) ** 0.5)
-    with torch.no_grad():
-        outputs = model(held_out.inputs)
-    loss = torch.nn.functional.cross_entropy(outputs, held_out.targets).item()
-    return losses, accuracies, norms, [loss, (outputs.argmax(1) == held_out.targets).double().mean().item()]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Curves, pictures and texts
+def noting_norms(norms: list[float], parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer that appends the norm of the gradients to `norms` in every step."""
+    optimizer = OPTIMIZER_CASES["sgd"][1](parameters)
+    squares = lambda: sum(p.grad.square().sum().item() for p in parameters if p.grad is not None)  # noqa: E731
+    optimizer.register_step_pre_hook(lambda *_: norms.append(squares() ** 0.5))
+    return optimizer
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_each_point_is_the_mean_since_the_last_log(trained: Callable[..., TrainedRun], accumulation: int) -> None:
-    run = trained(*PLAIN, "steps=10", "log_every=4", "eval_every=0", f"accumulation={accumulation}")
-    losses, accuracies, norms, (eval_loss, eval_accuracy) = plain_loop(run.run, 10)
+    run, norms = trained(*PLAIN_LOOP_OVERRIDES, "log_every=4", f"accumulation={accumulation}"), []
+    plain = plain_loop(run.run, partial(noting_norms, norms))
     read = scalar_curves(run.directory)
     windows = {4: slice(0, 4), 8: slice(4, 8), 10: slice(8, 10)}
-    for tag, values in (("train/loss", losses), ("train/accuracy", accuracies)):
+    for tag, values in (("train/loss", plain.losses), ("train/accuracy", plain.accuracies)):
         means = [sum(values[window]) / len(values[window]) for window in windows.values()]
         assert [step for step, _ in read[tag]] == list(windows)
         assert [value for _, value in read[tag]] == pytest.approx(means, rel=1e-5)
     assert read["train/gradient_norm"] == [(step, pytest.approx(norms[step - 1], rel=1e-4)) for step in windows]
     assert read["lr"] == [(step, pytest.approx(0.05)) for step in windows]
-    assert read["eval/loss"] == [(10, pytest.approx(eval_loss, rel=1e-5))]
-    assert read["eval/accuracy"] == [(10, pytest.approx(eval_accuracy))]
+    loss, accuracy = plain_evaluation(run.run, plain.weights)
+    assert read["eval/loss"] == [(10, pytest.approx(loss, rel=1e-5))]
+    assert read["eval/accuracy"] == [(10, pytest.approx(accuracy))]
 
 
 def test_the_tags_of_a_run(trained: Callable[..., TrainedRun]) -> None:
@@ -154,10 +135,6 @@ def test_the_loss_scale_is_logged_if_the_precision_has_one(tmp_path: Path, monke
     monkeypatch.setattr(run.precision, "scalars", lambda: {"train/loss_scale": torch.tensor(512.0)})
     train_in(tmp_path, run)
     assert scalar_curves(tmp_path)["train/loss_scale"] == [(2, 512.0)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The HPARAMS tab
 
 
 TYPED = ["optimizer.lr=0.07", "schedule=cosine", "+precision='16'", "optimizer.lr=0.08", "seed=3", "deterministic=true"]

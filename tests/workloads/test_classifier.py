@@ -141,10 +141,6 @@ def test_the_diverged_batch_is_that_of_its_step(overrides: tuple[str, ...]) -> N
     assert torch.equal(found["targets"], torch.cat([batch.targets for batch in wanted]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Workloads that do not measure what they name
-
-
 @dataclass
 class TooManyMetrics(Classifier):
     metrics = ("loss",)

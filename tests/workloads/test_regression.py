@@ -126,10 +126,6 @@ def test_resume_is_bitwise_exact(tmp_path: Path) -> None:
     assert parts.result.evaluation == whole.result.evaluation
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Metrics
-
-
 def evaluated(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) -> dict[str, float]:
     """Evaluate a network that returns `outputs` for `inputs`, in two shards, and return the metrics."""
     workload: Any = build_composed_run(*SMALL, "workload.eval_batch_size=2").workload
@@ -170,10 +166,6 @@ def test_regression_learns_the_function_nearly_down_to_its_noise(tmp_path: Path)
     assert run.result.metrics["eval/r2"] > 0.92, "0.96 is the most"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# After a run
-
-
 def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path: Path) -> None:
     rows = "\n".join(f"{x},{3 * x + 1000}" for x in range(200))
     (tmp_path / "line.csv").write_text(f"x,y\n{rows}\n")
@@ -193,10 +185,6 @@ def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path: Path) ->
     assert run.evaluate("last") == result.evaluation, "to the last bit"
     with pytest.raises(ConfigError, match="how images are read"):
         run.image_input()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Errors
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,6 @@ def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch: pytes
     assert isinstance(first.sample(1), torch.Tensor)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Repeated random actions
-
-
 NUM_ENVS, LONGEST = 500, 6
 
 
@@ -126,21 +122,6 @@ def test_the_end_of_an_episode_ends_the_repetition() -> None:
     assert explores[~ended].any()
 
 
-def test_restored_repetitions_continue_identically() -> None:
-    random, first, second = np.random.default_rng(3), Repeats(NUM_ENVS, LONGEST), Repeats(NUM_ENVS, LONGEST)
-    first.extend(random.random(NUM_ENVS) < 0.5, np.arange(NUM_ENVS), random)
-    second.load_state_dict(first.state_dict())
-    draws, fresh = random.random((LONGEST, NUM_ENVS)) < 0.1, np.full(NUM_ENVS, -1)
-    for step in range(LONGEST):
-        one, other = (each.extend(draws[step], fresh, np.random.default_rng(step)) for each in (first, second))
-        np.testing.assert_array_equal(one[0], other[0])
-        np.testing.assert_array_equal(one[1][one[0]], other[1][other[0]])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# N-step transitions
-
-
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_every_transition_equals_that_of_a_slow_reference(
@@ -174,10 +155,6 @@ def test_a_restored_buffer_continues_bitwise() -> None:
             buffers[1].load_state_dict(buffers[0].state_dict())
         if time >= 10:
             assert_bitwise_equal(torch.from_numpy(found[1]), torch.from_numpy(found[0]))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The replay buffer
 
 
 def numbered(start: int, count: int) -> np.ndarray:

@@ -57,10 +57,6 @@ def do(
     return train_in(directory, build_run(config), change or (lambda run, session: None)).result
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Given the same transitions and the same indices
-
-
 def table() -> tuple[torch.Tensor, torch.Tensor]:
     """Return a table of packed transitions, and the row indices of the transitions that the batches contain.
 
@@ -156,10 +152,6 @@ def test_every_mode_equals_plain_torch_in_float32_up_to_rounding(
     assert largest_difference(weights_at(tmp_path / "run", STEPS), plain(0)[0]) <= 2e-6  # Adam, as in test_parity_modes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# With the transitions of the environments
-
-
 @pytest.mark.parametrize(
     ("mode", "precision", "accumulation"),
     [("single", "16", 1), ("dp", "bf16", 1), ("ddp", "16", 4), ("fsdp", "bf16", 4), ("ensemble", "16", 1)],
@@ -209,10 +201,6 @@ def test_an_agent_of_several_processes_resumes_bitwise(
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
     assert {**second.metrics} == {**whole.metrics}
     assert second.notes == whole.notes
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ensembles
 
 
 def test_members_vote_by_their_mean_action_values(ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:

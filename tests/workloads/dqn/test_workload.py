@@ -161,10 +161,6 @@ def test_a_skipped_update_does_not_advance_the_target_network(tmp_path: Path, mo
     assert session.precision.num_skipped() == 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The number of environment steps
-
-
 @pytest.mark.parametrize(("ratio", "count"), [(0.1, 1), (0.5, 2), (3.0, 4)])
 def test_each_update_follows_its_share_of_environment_steps(ratio: float, count: int) -> None:
     workload = prepared(f"workload.replay_ratio={ratio}")
@@ -181,14 +177,6 @@ def test_each_update_follows_its_share_of_environment_steps(ratio: float, count:
     assert count == 1 or not torch.isin(seen[0], seen[1]).any(), "each process acts in other environments"
 
 
-def test_processes_that_divide_the_steps_act_for_their_own_steps() -> None:
-    workload = prepared()
-    batches = workload.batches(workload.build_model(), Plan(64, 1, (0, 1), (1, 2)), 0, CPU)
-    for step in (2, 4, 6):
-        assert len(next(batches).returns) == 64
-        assert math.ceil((80 + step / 0.5) / 8) * 8 == workload._actor.num_steps * 2
-
-
 def test_actions_are_epsilon_greedy() -> None:
     half = ("workload.epsilon_start=0.5", "workload.epsilon_final=0.5")
     workload = prepared("env.num_envs=64", "workload.warm_up=320", *half)
@@ -200,10 +188,6 @@ def test_actions_are_epsilon_greedy() -> None:
     greedy = (model(stored.observations).argmax(1) == stored.actions[:, 0]).float().mean()
     assert greedy.item() == pytest.approx(0.75, abs=0.03)  # a random one of two actions is greedy half of the time
     assert len(stored.returns) > 2000
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
 
 
 @pytest.fixture
@@ -267,10 +251,6 @@ def test_the_learned_action_values_equal_the_true_ones(
     torch.testing.assert_close(values[:, 1].detach(), right, atol=0.03, rtol=0)
     left = torch.tensor([0.9**steps for steps in (4, 4, 3, 2)])
     torch.testing.assert_close(values[:, 0].detach(), left, atol=0.05, rtol=0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation
 
 
 def plain_returns(model: nn.Module, seeds: list[int], id: str, longest: int) -> list[float]:
@@ -389,9 +369,6 @@ def test_the_best_policy_is_recorded_as_an_animation(
     assert (picture.step, picture.width, picture.height) == (2, 10, 5), "the second was no better"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Errors
-
 REFUSED: dict[str, tuple[str, object, str]] = {
     "env.id=CartPol-v1": ("env.id", "CartPol-v1", "did you mean CartPole-v1 or CartPole-v0"),  # not those for JAX
     "env.id=Pendulum-v1": ("env.id", "Pendulum-v1", "env=cartpole"),
@@ -465,10 +442,6 @@ def test_environments_that_cannot_be_divided_evenly_are_refused() -> None:
         with pytest.raises(ConfigError) as refusal:  # before any process starts
             prepared("env.num_envs=3", f"parallel={mode}")
         assert (refusal.value.key, refusal.value.got) == ("env.num_envs", 3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Resume and crashes
 
 
 def test_environments_that_cannot_be_saved_start_new_episodes_with_a_warning(
