@@ -7,7 +7,6 @@ import io
 import itertools
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy
 import pytest
-from helpers.command import child_environment
 from helpers.handmade_runs import evaluation_entries, write_run_directory
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -265,14 +263,13 @@ def test_what_cannot_be_plotted_is_refused(
     assert not (sweep.path / "plots").exists()
 
 
-def test_without_seaborn_the_error_says_how_to_install_it(sweep: Sweep) -> None:
+def test_without_seaborn_the_error_says_how_to_install_it(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep.add(1.0)
-    words = [sys.executable, "-m", "helpers.programs", "plot_without_seaborn", str(sweep.path)]
-    ran = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stderr) == (
-        2,
-        "seaborn: it is not installed, and draws the figures\n  pip install seaborn\n",
-    )
+    monkeypatch.setitem(sys.modules, "seaborn", None)  # importing it fails
+    assert plot.main([str(sweep.path)]) == 2
+    assert capsys.readouterr().err == "seaborn: it is not installed, and draws the figures\n  pip install seaborn\n"
     assert not (sweep.path / "plots").exists()
 
 

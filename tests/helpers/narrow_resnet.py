@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from models.resnet import ResNet
 from runner.parallel.session import Session
-from runner.run import Run
+from runner.run import Run, build_run
 
 
 class NarrowResNet(ResNet):
@@ -31,3 +34,20 @@ def use_narrow_resnet(run: Run, session: Session | None = None) -> Run:
 
         options.network = network
     return run
+
+
+def record_first_steps(configs: list[dict[str, Any]], directory: Path) -> list[Any] | None:
+    """Record the first steps of the runs of `configs`, with narrow networks; called in each process of the runs."""
+    from runner.verification import steps
+
+    with (
+        mock.patch.object(steps, "build_run", lambda config: use_narrow_resnet(build_run(config))),
+        mock.patch.object(sys, "path", [str(directory), *sys.path]),
+    ):
+        run = build_run(configs[0])
+        with run.parallel.launcher(run.device).connect() as process:
+            steps.record_runs(configs, directory, process)
+            if process.rank > 0:
+                return None
+            saved = [torch.load(directory / f"{number}.pt", weights_only=True) for number in range(len(configs))]
+            return [steps.Steps(**each) for each in saved]

@@ -5,13 +5,16 @@ The functions import what they need themselves: some of them check what their im
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import mmap
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,11 +30,37 @@ def imported_by(*modules: str) -> None:
     print(*sorted(sys.modules), sep="\n")
 
 
-def plot_without_seaborn(*arguments: str) -> None:
-    sys.modules["seaborn"] = None  # type: ignore[assignment]  # importing it fails
-    from runner.commands.plot import main
+FIRST_USES: dict[str, Callable[[], Any]] = {
+    "attribute": lambda: import_module("torch").zeros(1),
+    "submodule_of_the_other_package": lambda: import_module("torchvision.transforms.v2"),
+    "inspection": lambda: inspect.getmodule(inspect.currentframe()),  # reads the `__file__` of every module
+    "submodule": lambda: import_module("torch.utils.data"),
+    "unpickling": lambda: pickle.loads(b"ctorch._utils\n_rebuild_tensor_v2\n."),
+}
 
-    sys.exit(main(list(arguments)))
+
+def import_lazily(first_use: str) -> None:
+    """Import torch lazily, use it for the first time by one of `FIRST_USES`, and check that it works."""
+    from runner.system.lazy_import import import_lazily
+
+    import_lazily("torch", "torchvision")
+    import torch
+    import torchvision
+
+    assert "torch._C" not in sys.modules, "an import loads nothing"
+    FIRST_USES[first_use]()
+    import torch.nn
+    import torch.utils._pytree
+
+    assert torch.utils is sys.modules["torch.utils"]
+    assert torch.nn is sys.modules["torch.nn"]
+    assert torch.utils._pytree is sys.modules["torch.utils._pytree"]
+    assert type(torch).__name__ == "module"
+    assert (torch.__spec__.name, torch.nn.__spec__.origin) == ("torch", torch.nn.__file__)
+    model = torch.nn.Linear(2, 1)
+    assert isinstance(model, sys.modules["torch.nn"].Module)
+    model(torch.ones(1, 2)).sum().backward()
+    assert torchvision.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.ones(1), 0.5).tolist() == [0]
 
 
 def deferred_compiler() -> None:
@@ -136,27 +165,26 @@ def read_megabytes(count: str) -> None:
 # Processes, signals and memory
 
 
-FIXED_TIME = "2026-01-02_03-04-05"
-
-
-def create_run_directories() -> None:
-    """Read a line, then create five run directories whose names contain the same time, and print their paths."""
+def create_run_directories(root: Path, begin: float) -> list[str]:
+    """At the time `begin`, create five run directories whose names contain the same time; return their paths."""
     from runner.storage import run_directory
 
     run_directory.time.strftime = lambda *_: FIXED_TIME
-    print("ready", flush=True)
-    sys.stdin.readline()
-    for _ in range(5):
-        print(run_directory.create(Path("outputs") / "same"))
+    time.sleep(max(0.0, begin - time.time()))
+    return [str(run_directory.create(root)) for _ in range(5)]
 
 
-def hold_lock() -> None:
-    """Lock the current directory, print whether that worked, and hold the lock until standard input is closed."""
+FIXED_TIME = "2026-01-02_03-04-05"
+
+
+def hold_lock(directory: Path, locked: Any) -> None:
+    """Lock a run directory until this process is killed; set the event `locked` if that worked."""
     from runner.storage import run_directory
 
-    lock = run_directory.lock(Path())
-    print(lock is not None, flush=True)
-    sys.stdin.read()
+    file = run_directory.lock(directory)
+    if file is not None:
+        locked.set()
+    signal.pause()
 
 
 def signal_itself(place: str, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from helpers.command import ROOT, TIMEOUT_SECONDS, child_environment, run_comman
 from helpers.compose import TINY_CPU
 from helpers.nested_directories import nested
 from helpers.permissions import enforced_permissions
-from helpers.programs import FIXED_TIME
+from helpers.programs import FIXED_TIME, create_run_directories, hold_lock
 
 from runner.config.errors import ConfigError
 from runner.storage import run_directory as directory
@@ -43,23 +45,10 @@ def tree(root: Path, *without: str) -> dict[str, tuple[int, int]]:
 # Creation
 
 
-def start_directory_process(what: str, cwd: Path) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "helpers.programs", what]
-    return subprocess.Popen(
-        words, cwd=cwd, env=child_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
 def test_ten_processes_in_the_same_second_make_fifty_directories(tmp_path: Path) -> None:
-    processes = [start_directory_process("create_run_directories", tmp_path) for _ in range(10)]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:  # all are ready: let them begin at the same time
-        assert process.stdin is not None
-        print(file=process.stdin, flush=True)
-    made = [line for process in processes for line in process.communicate(timeout=TIMEOUT_SECONDS)[0].splitlines()]
-    assert [process.returncode for process in processes] == [0] * 10
+    begin = time.time() + 1.0  # when all processes have started
+    with ProcessPoolExecutor(10, multiprocessing.get_context("forkserver")) as pool:
+        made = [path for paths in pool.map(create_run_directories, [tmp_path] * 10, [begin] * 10) for path in paths]
     assert len(set(made)) == len(made) == 50
     assert all(NAME.fullmatch(Path(path).name) and Path(path).is_dir() for path in made)
     assert {Path(path).name[:19] for path in made} == {FIXED_TIME}
@@ -338,11 +327,14 @@ def test_lock_does_not_follow_a_link(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_locked_until_its_process_ends_however_it_ends(tmp_path: Path) -> None:
-    with start_directory_process("hold_lock", tmp_path) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "True\n"
-        assert directory.lock(tmp_path) is None
-        holder.kill()
+    context = multiprocessing.get_context("forkserver")
+    locked = context.Event()
+    holder = context.Process(target=hold_lock, args=(tmp_path, locked))
+    holder.start()
+    assert locked.wait(TIMEOUT_SECONDS)
+    assert directory.lock(tmp_path) is None
+    holder.kill()
+    holder.join()
     held = directory.lock(tmp_path)
     assert held is not None
     assert directory.lock(tmp_path) is None, "in one process too"

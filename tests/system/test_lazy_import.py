@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from helpers.command import child_environment
-from helpers.lazy_uses import FIRST_USES
+from helpers.programs import FIRST_USES
 
 FAST = ("submodule_of_the_other_package",)  # three seconds each
 
@@ -16,7 +16,7 @@ FAST = ("submodule_of_the_other_package",)  # three seconds each
     "first_use", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FIRST_USES]
 )
 def test_a_lazy_import_loads_nothing_and_the_first_use_loads_the_whole_package_once(first_use: str) -> None:
-    words = [sys.executable, "-m", "helpers.lazy_uses", first_use]
+    words = [sys.executable, "-m", "helpers.programs", "import_lazily", first_use]
     done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import TINY_CPU, compose_config, option_content, prepare_session
+from helpers.narrow_resnet import record_first_steps, use_narrow_resnet
 from helpers.ranks import PersistentRanks
-from helpers.verify_narrow import record_first_steps, use_narrow_networks
 
 from runner.api import composing
 from runner.commands import verify
 from runner.config.errors import ConfigError
 from runner.parallel.launch.processes import LocalProcesses
 from runner.precision import TF32, BFloat16, Double, Precision
-from runner.run import Run
+from runner.run import Run, build_run
 from runner.verification import steps as verify_steps
 from runner.verification.steps import Steps, sample_hashes
 from runner.verification.verdict import Pair, Verdict, compare, first_other_samples, largest
@@ -71,7 +71,7 @@ def _few_runs(
             references[key] = verify_steps.first_steps(runs)
         return copy.deepcopy(references[key])
 
-    use_narrow_networks(monkeypatch)
+    monkeypatch.setattr(verify_steps, "build_run", lambda config: use_narrow_resnet(build_run(config)))
     monkeypatch.setattr(verify, "first_steps", first_steps)
     monkeypatch.setattr(verify, "compose", compose)
 
