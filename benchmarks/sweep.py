@@ -39,7 +39,7 @@ from runner.sweep.engines.base import Ended, Job, Pool
 from runner.sweep.engines.local import Local
 from runner.sweep.ledger import Ledger, console_file
 from runner.sweep.scheduler import JobSource, Scheduler
-from runner.system.exit_codes import DIVERGED, DONE
+from runner.system.console import DIVERGED, DONE
 from runner.system.signals import StopRequest
 
 JOB = ("model=tiny", "data=digits", "epochs=1", "device=cpu", "eval_every=0", "save_every=0")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from runner.system.exit_codes import CRASHED, DIVERGED, DONE, STOPPED
+from runner.system.console import CRASHED, DIVERGED, DONE, STOPPED
 
 EXIT_CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
 """The exit code for each status of a result."""

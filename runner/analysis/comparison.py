@@ -19,8 +19,7 @@ from runner.config.errors import ConfigError, did_you_mean
 from runner.config.overrides import override_key
 from runner.config.schema import load_class
 from runner.storage.ledger_file import read_ledger
-from runner.system.secrets import redacted
-from runner.system.utf8 import printable
+from runner.system.secrets import printable, redacted
 
 BEST, LAST, STEPS, SECONDS, STEP_SECONDS, RATE = MEASURES = (
     *("best", "last"),  # the best and the last value of the metric

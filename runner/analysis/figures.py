@@ -17,7 +17,7 @@ from pandas import DataFrame, concat
 from runner.analysis.comparison import BEST, LAST, RATE, STEP_SECONDS, Comparison, Row
 from runner.analysis.saved_runs import is_number
 from runner.config.overrides import as_typed
-from runner.system.utf8 import printable
+from runner.system.secrets import printable
 from runner.tracking.event_file import scalars
 
 NAMES = ("modes", "modes_and_pipeline", "split_size", "sweep", "heat_map", "curves")

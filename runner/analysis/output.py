@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.config.errors import ConfigError, check
 from runner.storage.files import check_readable
-from runner.system.utf8 import printable
+from runner.system.secrets import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -11,7 +11,7 @@ from runner.analysis.comparison import Comparison
 from runner.analysis.saved_runs import MeasuredRun
 from runner.analysis.tables import format_value, text_tables
 from runner.config.errors import ConfigError
-from runner.system.utf8 import printable
+from runner.system.secrets import printable
 
 log = logging.getLogger(__name__)
 

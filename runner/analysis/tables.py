@@ -15,8 +15,8 @@ from rich.table import Table
 from runner.analysis.comparison import BEST, LAST, RATE, SECONDS, STEPS, Comparison, Failure, Row
 from runner.analysis.output import csv_row
 from runner.config.overrides import as_typed
+from runner.system.secrets import printable
 from runner.system.tables import table
-from runner.system.utf8 import printable
 
 COMPARED = (BEST, LAST, STEPS, SECONDS, RATE)
 """The measures that `runner compare` shows."""

@@ -13,7 +13,7 @@ from runner.config.errors import check
 from runner.data.decode import ImageInput
 from runner.data.imagefolder import EXTENSIONS, images_below
 from runner.storage.files import check_readable
-from runner.system.utf8 import printable
+from runner.system.secrets import printable
 
 _BATCH = 64
 

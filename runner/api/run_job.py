@@ -22,8 +22,7 @@ from runner.storage import run_directory
 from runner.storage.checkpoint_writing import prune
 from runner.storage.files import write_json
 from runner.system.import_path import last_user_frame
-from runner.system.secrets import redacted
-from runner.system.utf8 import printable
+from runner.system.secrets import printable, redacted
 from runner.tracking.log_file import LogFile
 from runner.training import train, train_rank
 

@@ -14,9 +14,8 @@ from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, wrapp
 from runner.config.options import root_keys
 from runner.config.other_names import type_instead
 from runner.config.overrides import checked_override, override_value
-from runner.system.exit_codes import CRASHED, INTERRUPTED, REFUSED
-from runner.system.secrets import redacted
-from runner.system.utf8 import printable
+from runner.system.console import CRASHED, INTERRUPTED, REFUSED
+from runner.system.secrets import printable, redacted
 
 
 class Parser(argparse.ArgumentParser):

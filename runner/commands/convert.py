@@ -29,7 +29,7 @@ from runner.model.weights import read_weights
 from runner.storage.files import check_readable, write_bytes
 from runner.storage.manifest import NAME as MANIFEST
 from runner.storage.manifest import SIGNATURE
-from runner.system.exit_codes import DONE
+from runner.system.console import DONE
 
 _WEIGHTS = (".safetensors", ".pt", ".pth")
 

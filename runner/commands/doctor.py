@@ -16,8 +16,8 @@ from rich.text import Text
 from runner.analysis.output import print_report
 from runner.commands.arguments import Parser, command
 from runner.config.options import description, option_files
+from runner.system.console import DONE
 from runner.system.cpu import usable_core_numbers
-from runner.system.exit_codes import DONE
 from runner.system.provenance import collect_findings, environment
 from runner.system.tables import pairs, table
 

@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 
 from runner.commands.arguments import Parser, command
-from runner.system.exit_codes import DONE
+from runner.system.console import DONE
 from runner.tracking.log_file import LogFile
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from runner.commands.arguments import Parser, check_not_resumed, command
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import replaced
-from runner.system.exit_codes import DONE
+from runner.system.console import DONE
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*((?:[KMGT]I?)?)B?", re.IGNORECASE)

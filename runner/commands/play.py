@@ -19,7 +19,7 @@ from runner.analysis.output import check_writable, write_or_refuse
 from runner.commands.arguments import Parser, command
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.seeds import derive
-from runner.system.exit_codes import DONE
+from runner.system.console import DONE
 
 if TYPE_CHECKING:
     import torch

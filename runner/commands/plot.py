@@ -21,7 +21,7 @@ from runner.config.overrides import as_typed
 from runner.storage.files import check_no_link, write_text
 from runner.storage.run_directory import StorageError
 from runner.system.import_path import is_installed
-from runner.system.utf8 import printable
+from runner.system.secrets import printable
 
 
 @command

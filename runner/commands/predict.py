@@ -18,8 +18,8 @@ from runner.analysis.output import check_writable, csv_row, one_line, write_or_r
 from runner.commands.arguments import Parser, command
 from runner.config.errors import ConfigError, check
 from runner.storage.files import write_text
-from runner.system.exit_codes import DONE
-from runner.system.utf8 import printable
+from runner.system.console import DONE
+from runner.system.secrets import printable
 
 if TYPE_CHECKING:
     from runner.api.prediction import Prediction

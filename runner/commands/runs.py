@@ -20,9 +20,9 @@ from runner.commands.arguments import Parser, command
 from runner.commands.compare import existing
 from runner.config.errors import check, did_you_mean
 from runner.storage.files import walk
-from runner.system.exit_codes import DONE
+from runner.system.console import DONE
+from runner.system.secrets import printable
 from runner.system.tables import size
-from runner.system.utf8 import printable
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "w": 7 * 86400.0}
 

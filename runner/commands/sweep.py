@@ -21,7 +21,7 @@ from runner.storage.files import check_readable
 from runner.storage.ledger_file import LEDGER, num_jobs, read_ledger
 from runner.sweep.display import last_line
 from runner.sweep.ledger import console_file
-from runner.system.utf8 import printable
+from runner.system.secrets import printable
 
 _FAILED = ("crashed", "refused", "diverged")
 

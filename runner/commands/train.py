@@ -21,8 +21,13 @@ from runner.config.errors import ABSENT, check, did_you_mean  # noqa: E402
 from runner.config.options import groups  # noqa: E402
 from runner.config.overrides import checked_path, quoted, resumed  # noqa: E402
 from runner.system import __version__  # noqa: E402
-from runner.system.console import output_code  # noqa: E402
-from runner.system.exit_codes import DONE, INTERRUPTED, REFUSED, STOPPED  # noqa: E402
+from runner.system.console import (  # noqa: E402
+    DONE,
+    INTERRUPTED,
+    REFUSED,
+    STOPPED,
+    output_code,
+)
 from runner.system.signals import CommandSignals  # noqa: E402
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from runner.commands.arguments import Parser, check_not_resumed, command
 from runner.config.errors import ConfigError, check
-from runner.system.exit_codes import CRASHED, DONE, REFUSED
+from runner.system.console import CRASHED, DONE, REFUSED
 
 if TYPE_CHECKING:
     from runner.run import Run

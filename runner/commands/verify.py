@@ -33,7 +33,7 @@ from runner.config.errors import check
 from runner.config.overrides import replaced
 from runner.precision import Double
 from runner.run import build_run, check_used
-from runner.system.exit_codes import REFUSED
+from runner.system.console import REFUSED
 from runner.verification.steps import first_steps
 from runner.verification.verdict import Outcome, Pair, Verdict, compare
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from runner.config.options import option_file
-from runner.system.secrets import redacted
-from runner.system.utf8 import printable
+from runner.system.secrets import printable, redacted
 
 WIDTH = 200
 """The maximum length of a line of a message, in characters."""

@@ -19,7 +19,7 @@ from runner.data.decode import normalized, per_channel
 from runner.data.workers import Workers
 from runner.seeds import sample_seeds
 from runner.system.copy_stream import CopyStream, Tensors, Transfer
-from runner.system.utf8 import printable
+from runner.system.secrets import printable
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from runner.data.image_files import Fetch, FileSamples, Unreadable
 from runner.data.workers import Workers, default_count, start_worker_server
 from runner.seeds import derive
 from runner.storage.files import walk
-from runner.system.utf8 import printable
+from runner.system.secrets import printable
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 from runner.config.errors import ConfigError
 from runner.storage.content_checks import UnexpectedContentError, check_count, check_known
 from runner.storage.files import read_regular
-from runner.system.utf8 import printable
+from runner.system.secrets import printable
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from runner.config.errors import ConfigError
 from runner.config.yaml_file import plain_values, yaml_text
 from runner.storage.files import check_no_link, read_regular
 from runner.storage.run_directory import CONFIG, MAX_BYTES, OVERRIDES, saved_steps, step_name
-from runner.system.secrets import redacted_values
-from runner.system.utf8 import printable
+from runner.system.secrets import printable, redacted_values
 
 _SEAL = b"# sha256 of the lines above: "
 

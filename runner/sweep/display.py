@@ -19,8 +19,7 @@ from runner.config.errors import WIDTH
 from runner.config.overrides import override_key
 from runner.storage.files import check_no_link, open_regular
 from runner.sweep.engines.base import Job
-from runner.system.secrets import redacted_values
-from runner.system.utf8 import printable
+from runner.system.secrets import printable, redacted_values
 
 _REFRESH_SECONDS = 0.5
 _MAX_ROWS = 16

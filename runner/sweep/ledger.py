@@ -17,8 +17,7 @@ from runner.storage import run_directory
 from runner.storage.files import UnsafeFileError, write_text
 from runner.storage.ledger_file import LEDGER, read_ledger
 from runner.storage.run_directory import StorageError, storage_errors
-from runner.system.secrets import redacted, redacted_values
-from runner.system.utf8 import printable
+from runner.system.secrets import printable, redacted, redacted_values
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from runner.sweep.scheduler import Scheduler
 from runner.sweep.search import Objective, Search
 from runner.sweep.space import Space
 from runner.sweep.sweep_jobs import SweepJobs
-from runner.system.exit_codes import CRASHED, DIVERGED, DONE, REFUSED, STOPPED
+from runner.system.console import CRASHED, DIVERGED, DONE, REFUSED, STOPPED
 from runner.system.forkserver import run_in_child
 from runner.system.import_path import is_installed
 from runner.system.signals import StopRequest

@@ -15,7 +15,7 @@ from runner.storage.run_directory import StorageError, read_result
 from runner.sweep.display import Display, message
 from runner.sweep.engines.base import Ended, Engine, Job, Pool
 from runner.sweep.ledger import Ledger
-from runner.system.exit_codes import CRASHED, DIVERGED, DONE, INTERRUPTED, REFUSED, STOPPED
+from runner.system.console import CRASHED, DIVERGED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.system.signals import StopRequest
 
 STATES = {

@@ -1,4 +1,4 @@
-"""Standard output and standard error of a command, to which a failed write raises no exception.
+"""What the caller of a command gets: its exit code, and standard streams to which a failed write raises no exception.
 
 The reader of a pipe may have left (`| head`), the disk of a file may be full, a stream may be closed, and its encoding
 may lack a character. None of this may end a training or a sweep.
@@ -12,7 +12,17 @@ import select
 import sys
 from typing import Any, TextIO
 
-from runner.system.exit_codes import CRASHED, DONE
+DONE, CRASHED, REFUSED, DIVERGED = 0, 1, 2, 3
+
+STOPPED = 75
+"""A stop signal arrived, or the time `stop.max_time` was up. A run that had begun is saved: the same command with
+`resume=auto` continues it.
+
+The number is that of `EX_TEMPFAIL` in sysexits.h, a temporary failure, so that a scheduler may start the command again.
+"""
+
+INTERRUPTED = 130
+"""Ctrl-C was pressed before training began, or after an earlier stop signal: no further checkpoint was saved."""
 
 
 class _Descriptor(io.FileIO):

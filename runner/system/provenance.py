@@ -20,8 +20,7 @@ import torch
 from runner.system import __version__
 from runner.system.cpu import cpu
 from runner.system.memory import host_memory
-from runner.system.secrets import redacted, redacted_values
-from runner.system.utf8 import printable
+from runner.system.secrets import printable, redacted, redacted_values
 
 PACKAGES = ("torchvision", "hydra-core", "omegaconf", "gymnasium", "tensorboard", "safetensors", "rich")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

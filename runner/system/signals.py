@@ -14,7 +14,7 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from runner.system.exit_codes import INTERRUPTED, STOPPED
+from runner.system.console import INTERRUPTED, STOPPED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -32,7 +32,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from runner.storage.files import open_regular
 from runner.storage.run_directory import storage_errors
-from runner.system.utf8 import printable
+from runner.system.secrets import printable
 
 log = logging.getLogger(__name__)
 

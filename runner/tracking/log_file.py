@@ -8,8 +8,7 @@ from contextlib import suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from runner.system.secrets import redacted
-from runner.system.utf8 import printable
+from runner.system.secrets import printable, redacted
 
 
 class _Formatter(logging.Formatter):

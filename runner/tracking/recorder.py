@@ -11,8 +11,7 @@ import torch
 
 from runner.config.overrides import LOCATION_KEYS, as_typed
 from runner.storage.saved_run import saved_overrides
-from runner.system.secrets import MASK, redacted, redacted_values
-from runner.system.utf8 import printable
+from runner.system.secrets import MASK, printable, redacted, redacted_values
 from runner.tracking.base import Tracker
 
 

@@ -28,7 +28,7 @@ from runner.config.errors import WIDTH
 from runner.config.options import groups, groups_in_defaults, option_keys, root_keys
 from runner.result import Result
 from runner.sweep.engines.base import Ended, Job, Pool
-from runner.system.utf8 import printable
+from runner.system.secrets import printable
 
 COMMANDS, FILES = (2000, 1000) if ALL else (14, 10)
 

@@ -34,7 +34,7 @@ from PIL import Image
 
 from runner.api.run_job import run_one
 from runner.storage.saved_run import config_text
-from runner.system.exit_codes import STOPPED
+from runner.system.console import STOPPED
 
 SECRET = "hidden treasure"
 OPTIONS = (*TINY_CPU, "steps=4", "save_every=2", "eval_every=0", "log_every=1", "name=first")

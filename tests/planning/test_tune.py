@@ -17,7 +17,7 @@ from runner.planning import tune as planning
 from runner.planning.search import BUDGET_SPENT
 from runner.planning.trial import TooLateError, TrialError
 from runner.planning.tune import cells, verdict, write
-from runner.system.exit_codes import CRASHED, DONE, REFUSED
+from runner.system.console import CRASHED, DONE, REFUSED
 
 SMALL = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1", "parallel=single")
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from runner.system.exit_codes import STOPPED
+from runner.system.console import STOPPED
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -27,10 +27,9 @@ from typing import Any, NamedTuple
 from runner.config.errors import check
 from runner.storage.files import is_locked
 from runner.sweep.engines.base import Ended, Engine, Job, Pool
+from runner.system.console import CRASHED, STOPPED
 from runner.system.cpu import usable_core_numbers
-from runner.system.exit_codes import CRASHED, STOPPED
 from runner.system.forkserver import METHOD, become_command, start_server
-from runner.system.gpu import busy_gpus, visible_gpus
 
 log = logging.getLogger(__name__)
 
@@ -218,3 +217,39 @@ def _run_command(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)  # an interpreter that has imported torch takes a second to exit
+
+
+def visible_gpus() -> list[str]:
+    """Return the indices or UUIDs of the GPUs that this process may use, in the format of CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
+    if visible is None:
+        return [str(index) for index in range(count)]
+    return [name.strip() for name in visible.split(",") if name.strip()][:count]
+
+
+def busy_gpus(names: Iterable[str]) -> set[str]:
+    """Return the GPUs in `names` that any process is using for computation; an empty set if NVML is not available.
+
+    Args:
+        names: the index or UUID of each GPU. NVML numbers the GPUs in the order of the PCI bus. On a machine with GPUs
+            of several models, the indices of CUDA are the same only with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports] (optional)
+
+        pynvml.nvmlInit()
+    except Exception:  # the package, the library or the driver is missing
+        return set()
+    busy = set()
+    for name in names:
+        with suppress(pynvml.NVMLError):
+            by_index = name.isdecimal()
+            handle = (
+                pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
+            )
+            if pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                busy.add(name)
+    return busy

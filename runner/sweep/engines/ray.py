@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 from runner.config.errors import ConfigError, check
 from runner.sweep.engines.base import ClusterEngine, Ended, Job, Pool
 from runner.sweep.engines.child import RayTask, import_ray, task
+from runner.system.console import STOPPED
 from runner.system.cpu import usable_core_numbers
-from runner.system.exit_codes import STOPPED
 from runner.system.import_path import is_installed, python_path
 
 _OBJECT_STORE_BYTES = 100 * 2**20

@@ -30,7 +30,7 @@ from runner.storage.files import read_regular
 from runner.sweep.engines.base import ClusterEngine, Ended, Job, Pool, Resources
 from runner.sweep.engines.child import KILL, STOP, SlurmTask, task
 from runner.sweep.ledger import SETTLED, SLURM
-from runner.system.exit_codes import STOPPED
+from runner.system.console import STOPPED
 from runner.system.import_path import is_installed, python_path
 
 log = logging.getLogger(__name__)
