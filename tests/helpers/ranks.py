@@ -100,6 +100,10 @@ class PersistentRanks:
         self.processes, self.pipes = [], []
 
 
+Ranks = Callable[[int], PersistentRanks]
+"""The fixture `ranks`: a function from a number of processes to the persistent ones of this session."""
+
+
 @contextmanager
 def connected_session(config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """A context that yields the run of `config` and its session in this process, connected to the other ranks."""

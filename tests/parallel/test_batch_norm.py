@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import TINY_CPU, compose_config
-from helpers.ranks import PersistentRanks, connected_session
+from helpers.ranks import Ranks, connected_session
 from torch import nn
 
 from models.layers import Block
@@ -51,7 +51,7 @@ def trained(module: nn.Module, shape: tuple[int, ...], shard: int, num_shards: i
 
 @pytest.mark.parametrize(("shape", "momentum", "affine"), CASES, ids=str)
 def test_shards_are_normalized_with_the_statistics_of_the_whole_batch(
-    shape: tuple[int, ...], momentum: float | None, affine: bool, ranks: Callable[[int], PersistentRanks]
+    shape: tuple[int, ...], momentum: float | None, affine: bool, ranks: Ranks
 ) -> None:
     whole = trained(norm(shape, momentum, affine), shape, 0, 1)
     config = compose_config(*TINY_CPU, "parallel=ddp", "batch_size=63")

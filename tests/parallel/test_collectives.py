@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal
 
 from runner.config.errors import ABSENT, ConfigError
@@ -38,7 +38,7 @@ def in_rank(work: Work) -> Any:
 
 
 @pytest.fixture
-def on_three(ranks: Callable[[int], PersistentRanks]) -> Callable[[Work], list[Any]]:
+def on_three(ranks: Ranks) -> Callable[[Work], list[Any]]:
     """Return a function that runs `work(collectives)` on three ranks, and returns the result of each."""
     return lambda work: ranks(3).call_on_all(in_rank, work)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from helpers.plain_loop import (
     plain_loop,
     weights_at,
 )
-from helpers.ranks import PersistentRanks, connected_session
+from helpers.ranks import Ranks, connected_session
 
 from runner.parallel.session import Session
 from runner.run import Run
@@ -54,7 +53,7 @@ def plain_batch_norm(num_parts: int, num_steps: int = SHORT) -> dict[str, torch.
     [("ddp", 2), ("fsdp", 2), ("ddp parallel.sync_batch_norm=true", 1)],
 )
 def test_batch_normalization_uses_a_shard_or_with_sync_the_whole_batch(
-    mode: str, parts: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    mode: str, parts: int, ranks: Ranks, tmp_path: Path
 ) -> None:
     """Running statistics are compared too; without sync, they are averaged over the processes.
 
@@ -69,7 +68,7 @@ def test_batch_normalization_uses_a_shard_or_with_sync_the_whole_batch(
 @pytest.mark.slow
 @pytest.mark.parametrize(("synchronized", "parts", "bucket_mb"), [(False, 2, 1), (True, 1, 1), (False, 2, 0.5)])
 def test_a_compiled_network_with_batch_normalization_equals_a_plain_loop(
-    synchronized: bool, parts: int, bucket_mb: float, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    synchronized: bool, parts: int, bucket_mb: float, ranks: Ranks, tmp_path: Path
 ) -> None:
     """The gradients fill several buckets. If the compiler can split the network, it does so between the buckets."""
     options = [f"parallel.sync_batch_norm={synchronized}", f"parallel.bucket_mb={bucket_mb}", "compile=true"]
@@ -77,9 +76,7 @@ def test_a_compiled_network_with_batch_normalization_equals_a_plain_loop(
     assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
 
 
-def test_a_compiled_network_that_is_split_at_buckets_equals_a_plain_loop(
-    ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_a_compiled_network_that_is_split_at_buckets_equals_a_plain_loop(ranks: Ranks, tmp_path: Path) -> None:
     overrides = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, "model.hidden=2048", "precision=64", "optimizer.lr=0.05", "steps=3")
     options = ("parallel=ddp", "parallel.bucket_mb=1", "compile=true")  # 2 MiB of gradients
     ranks(2).train(compose_config(*overrides, *options), tmp_path, without_codegen)
@@ -109,7 +106,7 @@ def without_codegen(run: Run, session: Session) -> None:
     [([], True), (["parallel.bucket_mb=0.5"], False), (["parallel.sync_batch_norm=true"], False)],
 )
 def test_the_compiler_splits_a_network_at_buckets_if_it_can(
-    options: list[str], split: bool, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    options: list[str], split: bool, ranks: Ranks, tmp_path: Path
 ) -> None:
     """Only the compiler's setting is checked, because a wrong setting fails only after a minute of compiling."""
     given = ("parallel=ddp", "compile=true", *options)
@@ -141,7 +138,7 @@ def test_averaged_running_means_are_exact_and_variances_are_not() -> None:
     [("fp16", 1e-7, 1e-2), ("bf16", 1e-6, 5e-2), ("powersgd", 1e-3, 1.0)],
 )
 def test_training_with_compressed_gradients_rounds_but_still_learns(
-    compression: str, least: float, most: float, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    compression: str, least: float, most: float, ranks: Ranks, tmp_path: Path
 ) -> None:
     overrides = (*PLAIN_LOOP_OVERRIDES, "optimizer.lr=0.05", "parallel=ddp", f"parallel.compression={compression}")
     ranks(2).train(compose_config(*TINY_CPU, *overrides), tmp_path / "short")
@@ -155,7 +152,7 @@ def test_training_with_compressed_gradients_rounds_but_still_learns(
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_gradients_are_sent_once_a_step_with_the_last_micro_batch(
-    accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    accumulation: int, ranks: Ranks, tmp_path: Path
 ) -> None:
     config = compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, "parallel=ddp", f"accumulation={accumulation}")
     for sent in ranks(2).call_on_all(elements_sent, config, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepar
 from helpers.events import scalar_curves
 from helpers.plain_loop import weights_at
 from helpers.rank_functions import sigterm_at
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, run_outcome
 
 from runner.config.errors import ConfigError
@@ -96,7 +95,7 @@ def values(directory: Path, tag: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], PersistentRanks]) -> Path:
+def stopped(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
     """A run in which rank 1 gets SIGTERM in step 7: between two checkpoints and two logs, and within an epoch."""
     directory, stop_at_7 = tmp_path_factory.mktemp("stopped"), partial(sigterm_at, 7, 1)
     result = ranks(3).train(compose_config(*TINY_CPU, *OVERRIDES, "parallel=ensemble"), directory, stop_at_7)
@@ -110,9 +109,7 @@ def at_8(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "resumed"))
 
 
-def test_resume_of_an_ensemble_is_bitwise_exact(
-    at_8: Path, ensemble: Path, ranks: Callable[[int], PersistentRanks]
-) -> None:
+def test_resume_of_an_ensemble_is_bitwise_exact(at_8: Path, ensemble: Path, ranks: Ranks) -> None:
     ranks(3).train(compose_config(*TINY_CPU, *OVERRIDES, "parallel=ensemble"), at_8)
     assert_bitwise_equal(members(at_8), members(ensemble))
     got, wanted = run_outcome(at_8), run_outcome(ensemble)

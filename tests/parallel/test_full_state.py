@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal
 from torch import nn
 
@@ -97,7 +97,7 @@ def test_names_and_shapes_of_another_model_are_refused() -> None:
 # Shards
 
 
-def test_shards_are_gathered_and_distributed_again(ranks: Callable[[int], PersistentRanks]) -> None:
+def test_shards_are_gathered_and_distributed_again(ranks: Ranks) -> None:
     """The tensor has seven rows, which three ranks cannot divide evenly."""
     for rank, (full, own, again) in enumerate(ranks(3).call_on_all(shard_and_gather)):
         wanted = torch.arange(21.0).view(7, 3)

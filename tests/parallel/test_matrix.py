@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from helpers.ranks import train_on_rank as train_in_rank
 
 from runner.config.options import groups
@@ -83,12 +82,7 @@ def test_in_one_process(mode: str, precision: str, accumulations: list[str], bas
 
 @pytest.mark.parametrize(("mode", "precision", "accumulations"), rows("ddp", "fsdp", "ensemble"))
 def test_in_two_processes(
-    mode: str,
-    precision: str,
-    accumulations: list[str],
-    baseline: float,
-    ranks: Callable[[int], PersistentRanks],
-    tmp_path: Path,
+    mode: str, precision: str, accumulations: list[str], baseline: float, ranks: Ranks, tmp_path: Path
 ) -> None:
     configs = {accumulation: compose_config(*cell(mode, precision, accumulation)) for accumulation in accumulations}
     for result in ranks(2).call_on_all(train_all, configs, tmp_path)[0]:

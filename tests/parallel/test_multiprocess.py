@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.compose import TINY_CPU, compose_config
-from helpers.ranks import PersistentRanks, connected_session
+from helpers.ranks import Ranks, connected_session
 
 from runner.config.errors import ConfigError
 from runner.device import Device
@@ -87,7 +86,7 @@ def test_options_that_an_external_launcher_sets(
     assert (refusal.value.key, refusal.value.got) == ("parallel.processes", 3)
 
 
-def test_buffers_are_averaged_over_the_processes(ranks: Callable[[int], PersistentRanks]) -> None:
+def test_buffers_are_averaged_over_the_processes(ranks: Ranks) -> None:
     """Only floating-point buffers are averaged; each process keeps its own integer count."""
     config = compose_config(*TINY_CPU, "parallel=ddp", "batch_size=63")
     torch.manual_seed(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from helpers.plain_loop import (
     plain_loop,
     weights_at,
 )
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.session import Session
@@ -159,7 +158,7 @@ def reference(
 
 
 @pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.slow) for row in PRODUCT)], ids=str)
-def test_a_mode_equals_a_plain_loop(row: Row, ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
+def test_a_mode_equals_a_plain_loop(row: Row, ranks: Ranks, tmp_path: Path) -> None:
     if ZERO_BUBBLE in row.options and row.more == GROUP and torch.__version__ < "2.14":
         pytest.skip("torch before 2.14 crashes: gradients of group normalization from a freed graph")
     plain, evaluations = reference(row.case, row.max_norm, row.more, row.frozen)
@@ -251,9 +250,7 @@ def assert_bubble(directory: Path, logged: dict[str, list[tuple[int, float]]], w
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_processes_without_held_out_samples_do_not_hang(
-    mode: str, trained, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_processes_without_held_out_samples_do_not_hang(mode: str, trained, ranks: Ranks, tmp_path: Path) -> None:
     overrides = (*PLAIN_LOOP_OVERRIDES, "data.holdout=0.001", "steps=2", "precision=64")
     alone = trained(*overrides, directory="alone")
     assert len(alone.run.workload.held_out) == 2
@@ -269,7 +266,7 @@ SGD = (*COMMON, *OPTIMIZER_CASES["sgd"][0])
 
 @pytest.mark.parametrize("precision", ["bf16", "16"])
 def test_16_bit_precision_rounds_as_a_single_process_does(
-    precision: str, trained, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    precision: str, trained, ranks: Ranks, tmp_path: Path
 ) -> None:
     """Two processes are compared with one process that accumulates the gradients of the same two micro-batches.
 
@@ -286,9 +283,7 @@ def test_16_bit_precision_rounds_as_a_single_process_does(
         assert 1e-6 < largest_difference(got, plain.weights) < 0.05, "rounded to 16 bits, and not more"
 
 
-def test_with_batch_normalization_fsdp_rounds_to_16_bits_as_ddp_does(
-    ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_with_batch_normalization_fsdp_rounds_to_16_bits_as_ddp_does(ranks: Ranks, tmp_path: Path) -> None:
     overrides = ("model=resnet18", "model.stem=cifar", "data.holdout=0.02", "batch_size=6", "optimizer.lr=0.01")
     for mode in ("ddp", "fsdp"):
         options = ("steps=2", "precision=bf16", "channels_last=false", f"parallel={mode}")

@@ -23,7 +23,7 @@ from helpers.plain_loop import (
     weights_at,
 )
 from helpers.rank_functions import sigterm_at
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, assert_checkpoint_bitwise_equal, checkpoint_tensors
 
 from runner.parallel.session import Session
@@ -44,7 +44,7 @@ STOP_AT_16 = partial(sigterm_at, 16, -1)
 
 
 def train_or_resume(
-    ranks: Callable[[int], PersistentRanks],
+    ranks: Ranks,
     mode: str,
     processes: int,
     directory: Path,
@@ -58,14 +58,14 @@ def train_or_resume(
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], PersistentRanks]) -> Path:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
     directory = tmp_path_factory.mktemp("uninterrupted")
     train_or_resume(ranks, "single", 1, directory)
     return directory
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], PersistentRanks]) -> dict[str, Path]:
+def begun(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[str, Path]:
     """A stopped run of each mode."""
     directories = {mode: tmp_path_factory.mktemp(mode) for mode in BEGUN}
     for mode, processes in BEGUN.items():
@@ -83,12 +83,7 @@ OTHERS = [each for each in itertools.product(BEGUN, GOES_ON) if each not in DEFA
     ("first", "then"), [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
 )
 def test_a_run_begun_in_one_mode_resumes_in_another(
-    first: str,
-    then: str,
-    begun: dict[str, Path],
-    uninterrupted: Path,
-    ranks: Callable[[int], PersistentRanks],
-    tmp_path: Path,
+    first: str, then: str, begun: dict[str, Path], uninterrupted: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     directory = Path(shutil.copytree(begun[first], tmp_path / "run"))
     result = train_or_resume(ranks, then, GOES_ON[then], directory)
@@ -123,7 +118,7 @@ def assert_same_curves(got: dict[str, Any], wanted: dict[str, Any]) -> None:
     ],
 )
 def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
-    mode: str, processes: int, others: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    mode: str, processes: int, others: int, ranks: Ranks, tmp_path: Path
 ) -> None:
     """A resume with another number of processes draws other random numbers, and is therefore not exact.
 
@@ -169,9 +164,7 @@ CHAINS = [
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=" ".join)
-def test_a_run_resumes_in_any_mode(
-    chain: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_a_run_resumes_in_any_mode(chain: tuple[str, ...], ranks: Ranks, tmp_path: Path) -> None:
     case, *modes = chain
     exact = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES[case][0], "precision=64", "accumulation=2")
     for step, mode in enumerate(modes, start=1):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import TIMEOUT_SECONDS
-from helpers.ranks import PersistentRanks
+from helpers.ranks import PersistentRanks, Ranks
 from helpers.runs import listening_addresses
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -146,7 +146,7 @@ CPU, ONE, TWO = ("cpu", ""), ("cuda", "GPU-1"), ("cuda", "GPU-2")
     ids=["two GPUs", "the same GPU", "a GPU and a CPU", "none on rank 1", "none"],
 )
 def test_devices_that_do_not_fit_together_are_refused_on_all_ranks(
-    devices: list[tuple[str, str] | None], key: str, got: object, ranks: Callable[[int], PersistentRanks]
+    devices: list[tuple[str, str] | None], key: str, got: object, ranks: Ranks
 ) -> None:
     assert ranks(2).call_on_all(refusal_of_devices, devices) == [(key, got)] * 2
 

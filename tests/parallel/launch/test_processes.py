@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from helpers import rank_functions
 from helpers.command import TIMEOUT_SECONDS, Command, child_environment, processes_in, run_successfully, wait_until
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
 from helpers.dry_run import run_in_this_process
-from helpers.ranks import PersistentRanks
+from helpers.ranks import PersistentRanks, Ranks
 from helpers.runs import (
     TWO_RANK_DDP,
     assert_checkpoint_bitwise_equal,
@@ -174,7 +174,7 @@ REFUSALS = [  # the arguments of both ranks, further ones of rank 1, and what bo
     ("arguments", "others", "printed"), REFUSALS, ids=["config", "mode", "rank 0", "data", "sweep"]
 )
 def test_what_one_rank_refuses_ends_all_ranks_with_its_words(
-    arguments: list[str], others: list[str], printed: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    arguments: list[str], others: list[str], printed: str, ranks: Ranks, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
     write_images(tmp_path / "host_0" / "photos")  # but not on the other host

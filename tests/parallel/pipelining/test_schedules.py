@@ -59,13 +59,7 @@ def test_the_number_of_micro_batches(
     ],
 )
 def test_the_error_for_an_impossible_split_suggests_the_nearest_possible_ones(
-    samples: int,
-    size: int | None,
-    count: int | None,
-    pipeline: Pipeline,
-    key: str,
-    got: object,
-    remedy: str,
+    samples: int, size: int | None, count: int | None, pipeline: Pipeline, key: str, got: object, remedy: str
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
         num_micro_batches(samples, size, count, *pipeline)
