@@ -108,9 +108,12 @@ def record_attempt_and_fail(config: dict[str, Any], directory: Path, process: Co
     build_run(config).prepare(process).collectives.barrier()
 
 
-def signal_after_training(config: dict[str, Any], directory: Path, process: Collectives, **_: Any) -> int:
-    """Send SIGUSR1 to this process after training, and return the rank of this process."""
-    process.barrier()  # as in training: gloo fails on a rank that still connects when another one exits
+def rank_infos(config: dict[str, Any], directory: Path, process: Collectives, **_: Any) -> list[dict[str, Any]]:
+    """Return the environment variables and process group of each rank, and send SIGUSR1 to it after its training."""
+    names = ("LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME")
+    own: dict[str, Any] = {name: os.environ.get(name) for name in names}
+    own |= {"group": (torch.distributed.get_rank(), torch.distributed.get_world_size())}
+    found = process.all_gather(own)
     done = threading.Event()
     with StopRequest():
         thread = threading.Thread(target=done.wait)
@@ -118,16 +121,7 @@ def signal_after_training(config: dict[str, Any], directory: Path, process: Coll
     os.kill(os.getpid(), signal.SIGUSR1)
     done.set()
     thread.join()
-    return process.rank
-
-
-def rank_infos(config: dict[str, Any], directory: Path, process: Collectives, **_: Any) -> list[dict[str, Any]]:
-    """Return the environment variables, process group and cores that each rank gets."""
-    names = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
-    own: dict[str, Any] = {name: os.environ.get(name) for name in names}
-    own |= {"group": (torch.distributed.get_rank(), torch.distributed.get_world_size())}
-    own |= {"cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None}
-    return process.all_gather(own)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

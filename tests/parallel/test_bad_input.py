@@ -10,7 +10,7 @@ import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session, train_in
 
 import runner.parallel.launch.processes
-from runner.config.errors import ABSENT, ConfigError
+from runner.config.errors import ConfigError
 
 
 class Bad(NamedTuple):
@@ -31,32 +31,21 @@ TABLE = [
     # processes
     Bad("parallel=ddp parallel.processes=0", "parallel.processes", "0", ["≥ 1"]),
     Bad("parallel=ddp parallel.processes=two", "parallel.processes", "two", ["parallel.processes=2"]),
-    Bad("parallel=hogwild parallel.processes=null", "parallel.processes", "None", ["conf/parallel/hogwild.yaml"]),
-    Bad("parallel=ddp parallel.processes=2.5", "parallel.processes", "2.5", ["conf/parallel/ddp.yaml"]),
-    Bad("parallel=ddp parallel.processes=9999999", "parallel.processes", "9999999", ["≤ 4096"]),
     Bad("parallel=ddp parallel.processes=4", "parallel.processes", "4", ["2 GPUs may be used", "at most 2"], gpus=2),
     # the batch
     Bad("parallel=ddp parallel.processes=4 batch_size=2", "batch_size", "2", ["batch_size=4"]),
     Bad("parallel=fsdp parallel.processes=3 batch_size=64", "batch_size", "64", ["batch_size=63 or batch_size=66"]),
-    Bad("parallel=ddp batch_size=9", "batch_size", "9", ["batch_size=8 or batch_size=10"]),
-    # timeouts
-    Bad("parallel=ddp parallel.timeout=inf", "parallel.timeout", "inf", ["≤ 86400"]),
     # devices
     Bad("parallel=hogwild device=cuda", "device.kind", "cuda", ["parallel=ddp"], gpus=2),
-    Bad("parallel=hogwild device=mps", "device.kind", "mps", ["device=cpu"]),
     Bad("parallel=ddp device=mps", "device.kind", "mps", ["tensors of a Metal device", "parallel=single"]),
     Bad("parallel=fsdp device=cuda", "device.kind", "cuda", ["torch finds no CUDA device", "device=auto"]),
     Bad(
         "parallel=ddp device=cuda device.index=2", "device.index", "2", ["2 CUDA devices are visible", "0 to 1"], gpus=2
     ),
     Bad("parallel=ddp device=cuda device.indices=[0,7]", "device.indices", "[0, 7]", ["0 to 1"], gpus=2),
-    Bad("parallel=dp device=cuda device.indices=[0,7]", "device.indices", "[0, 7]", ["0 to 1"], gpus=2),
-    Bad("parallel=ddp device=cuda device.indices=[0,0]", "device.indices", "[0, 0]", ["device.indices=[0,1]"], gpus=2),
     # options
     Bad("parallel=ddp parallel.static_graph=true accumulation=2", "parallel.static_graph", "True", ["accumulation=1"]),
     Bad("parallel=ddp parallel.compression=zip", "parallel.compression", "zip", ["powersgd"]),
-    Bad("parallel=ddp parallel.bucket_mb=0", "parallel.bucket_mb", "0.0", ["> 0"]),
-    Bad("parallel=ddp +parallel.members=3", "parallel.members", str(ABSENT), ["max_restarts"]),
 ]
 
 

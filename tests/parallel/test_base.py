@@ -6,26 +6,9 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 
-from runner.batching import Plan
 from runner.config.errors import ConfigError
 from runner.parallel.base import move
-from runner.parallel.collectives import Collectives
 from runner.parallel.launch.cluster import RankInfo
-
-
-def test_a_single_process_does_all_of_the_work() -> None:
-    run = build_composed_run(*TINY_CPU)
-    session = prepare_session(run)
-    assert (session.rank, session.world_size, session.device) == (0, 1, torch.device("cpu"))
-    assert session.plan == Plan(run.batch_size, seed=run.seed)
-    assert run.parallel.scalars() == {}
-    assert run.parallel.combine_overflow(torch.zeros(())) is None
-
-
-def test_each_data_parallel_rank_has_its_own_shard_and_random_numbers() -> None:
-    run = build_composed_run(*TINY_CPU, "parallel=ddp", "batch_size=10")
-    found = run.session(Collectives([torch.device("cpu")], 2, 5)).plan
-    assert found == Plan(10, seed=run.seed, data_shard=(2, 5), eval_shard=(2, 5), rng_stream=2)
 
 
 @pytest.mark.parametrize("mode", ["single", "dp", "model", "hogwild", "pipeline parallel.engine=streams"])

@@ -101,34 +101,6 @@ def without_codegen(run: Run, session: Session) -> None:
     session.workload.build_model = network
 
 
-@pytest.mark.parametrize(
-    ("options", "split"),
-    [([], True), (["parallel.bucket_mb=0.5"], False), (["parallel.sync_batch_norm=true"], False)],
-)
-def test_the_compiler_splits_a_network_at_buckets_if_it_can(
-    options: list[str], split: bool, ranks: Ranks, tmp_path: Path
-) -> None:
-    """Only the compiler's setting is checked, because a wrong setting fails only after a minute of compiling."""
-    given = ("parallel=ddp", "compile=true", *options)
-    assert ranks(2).call_on_all(compiler_splits, compose_config(*TINY_CPU, *BATCH_NORM, *given)) == [split] * 2
-
-
-def compiler_splits(config: dict[str, Any]) -> bool:
-    with connected_session(config) as (run, session):
-        run.parallel.place(session.workload.build_model(), session)
-    return bool(torch._dynamo.config.optimize_ddp)  # type: ignore[attr-defined]
-
-
-def test_averaged_running_means_are_exact_and_variances_are_not() -> None:
-    """Running statistics averaged over two shards are compared with those of the whole batch, as described in `DDP`.
-
-    Only the first layer after the first step is compared, because the inputs of later layers and steps differ.
-    """
-    whole, parts = plain_batch_norm(1, num_steps=1), plain_batch_norm(2, num_steps=1)
-    assert torch.allclose(parts["bn1.running_mean"], whole["bn1.running_mean"], rtol=1e-12, atol=1e-15)
-    assert not torch.allclose(parts["bn1.running_var"], whole["bn1.running_var"], rtol=1e-6)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Communication of gradients
 
@@ -137,17 +109,13 @@ def test_averaged_running_means_are_exact_and_variances_are_not() -> None:
     ("compression", "least", "most"),
     [("fp16", 1e-7, 1e-2), ("bf16", 1e-6, 5e-2), ("powersgd", 1e-3, 1.0)],
 )
-def test_training_with_compressed_gradients_rounds_but_still_learns(
+def test_training_with_compressed_gradients_rounds(
     compression: str, least: float, most: float, ranks: Ranks, tmp_path: Path
 ) -> None:
     overrides = (*PLAIN_LOOP_OVERRIDES, "optimizer.lr=0.05", "parallel=ddp", f"parallel.compression={compression}")
-    ranks(2).train(compose_config(*TINY_CPU, *overrides), tmp_path / "short")
+    ranks(2).train(compose_config(*TINY_CPU, *overrides), tmp_path)
     plain = plain_loop(build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES), OPTIMIZER_CASES["sgd"][1])
-    assert least < largest_difference(weights_at(tmp_path / "short", STEPS), plain.weights) < most
-    if compression == "powersgd":  # the only one that is not close to training without compression
-        longer = ("steps=150", "log_every=150", "schedule=cosine")  # with a constant rate, accuracy varies by 0.1
-        result = ranks(2).train(compose_config(*TINY_CPU, *overrides, *longer), tmp_path / "long")
-        assert result.metrics["eval/accuracy"] > 0.8
+    assert least < largest_difference(weights_at(tmp_path, STEPS), plain.weights) < most
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

@@ -264,15 +264,12 @@ def test_processes_without_held_out_samples_do_not_hang(mode: str, trained, rank
 SGD = (*COMMON, *OPTIMIZER_CASES["sgd"][0])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "16"])
-def test_16_bit_precision_rounds_as_a_single_process_does(
-    precision: str, trained, ranks: Ranks, tmp_path: Path
-) -> None:
+def test_16_bit_precision_rounds_as_a_single_process_does(trained, ranks: Ranks, tmp_path: Path) -> None:
     """Two processes are compared with one process that accumulates the gradients of the same two micro-batches.
 
     The tolerance is larger for FSDP, which also rounds parameters that autocast keeps in float32.
     """
-    overrides, plain = (*SGD, f"precision={precision}"), reference()[0]
+    overrides, plain = (*SGD, "precision=bf16"), reference()[0]
     alone = weights_at(trained(*overrides, "accumulation=2", directory="alone").directory, STEPS)
     for mode, tolerance in (("ddp", 1e-6), ("fsdp", 0.01), ("pipeline parallel.num_micro_batches=2", 1e-6)):
         directory = tmp_path / mode.partition(" ")[0]

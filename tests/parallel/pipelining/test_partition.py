@@ -15,15 +15,7 @@ from models.convnet import ConvNet
 from runner.config.errors import ConfigError
 from runner.model.base import without_memory
 from runner.parallel.pipelining import partition
-from runner.parallel.pipelining.partition import (
-    BlockProfile,
-    Partition,
-    balanced,
-    blocks_of,
-    format_partition,
-    positions_of,
-    profile_blocks,
-)
+from runner.parallel.pipelining.partition import Partition, balanced, blocks_of, positions_of, profile_blocks
 from runner.precision import BFloat16, Precision
 
 NAMES = ["stem", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "head"]
@@ -70,13 +62,6 @@ def test_balanced_minimizes_the_time_of_the_slowest_stage(num_stages: int) -> No
         assert len(found) == num_stages - 1
         assert found == sorted(set(found))
     assert balanced([9, 1, 1, 1, 1], 3) == [1, 3], "even stages among equally fast partitions"
-
-
-@pytest.mark.parametrize("cuts", [[], [1], "layer2"])
-def test_invalid_cuts_options_are_refused(cuts: Any) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        Partition(cuts=cuts)
-    assert refusal.value.key == "cuts"
 
 
 def test_the_checks_allocate_no_weights() -> None:
@@ -144,9 +129,3 @@ def test_shapes_and_dtypes_are_found_and_the_network_is_unchanged(timed: bool) -
     assert all((profile.seconds > 0) is timed for profile in profiles)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.training
-
-
-def test_stages_are_formatted_with_their_shares() -> None:
-    profiles = [BlockProfile(name, seconds, (), torch.float32) for name, seconds in (("a", 1), ("b", 2), ("c", 1))]
-    assert format_partition(profiles, [0, 1, 3]) == "a (25%) | b … c (75%)"
-    assert format_partition([profile._replace(seconds=0.0) for profile in profiles], [0, 2, 3]) == "a … b | c"

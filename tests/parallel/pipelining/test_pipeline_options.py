@@ -30,6 +30,7 @@ def refusal(*overrides: str) -> ConfigError:
         ("parallel.cuts=[conv3]", "cuts", "conv3", "did you mean conv2 or conv1?"),
         ("parallel.cuts=[head] parallel.stages=3", "stages", 3, "parallel.stages=null"),
         ("parallel.cuts=3", "cuts", 3, "parallel.cuts=[layer3]"),
+        ("parallel.cuts=[]", "cuts", [], "parallel.cuts=[layer3]"),
         ("parallel.stages=5", "stages", 5, "parallel.stages=4"),
         ("parallel.processes=1", "processes", 1, "parallel.engine=streams"),
         ("parallel.stages=4 parallel.processes=2", "stages", 4, "parallel.stages=2"),
@@ -112,10 +113,3 @@ def test_more_stages_than_devices_are_refused(overrides: str, key: str, got: obj
     error = refusal(*overrides.split())
     assert (error.key, error.got) == (key, got)
     assert remedy in error.remedy
-
-
-@pytest.mark.usefixtures("_two_gpus")
-@pytest.mark.parametrize("mode", ["model", "pipeline parallel.engine=streams"])
-def test_gpus_are_used_in_the_order_of_device_indices(mode: str) -> None:
-    session = prepare(*f"parallel={mode} device.indices=[1,0]".split())
-    assert session.devices == [torch.device("cuda", 1), torch.device("cuda", 0)]

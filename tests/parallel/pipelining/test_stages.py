@@ -44,11 +44,6 @@ def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last:
         torch.testing.assert_close(convolution.weight.grad, gradient)
 
 
-def test_a_stage_computes_under_autocast() -> None:
-    stage = StageModule([nn.Linear(3, 2)], False, False, False, lambda: torch.autocast("cpu", torch.bfloat16))
-    assert stage(torch.ones(1, 3)).dtype == torch.bfloat16
-
-
 def test_every_tensor_belongs_to_one_stage() -> None:
     model = ResNet(18, num_classes=5)
     model.register_parameter("conv1_extra", nn.Parameter(torch.zeros(())))  # in no block: it belongs to the first stage
