@@ -1,8 +1,9 @@
-"""A residual network of half the width: equally deep, with a quarter of the parameters to compute, send and save."""
+"""A residual network of an eighth of the width, equally deep, with fewer parameters to compute, send and save."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,9 @@ class NarrowResNet(ResNet):
         self.fc = torch.nn.Linear(self.inplanes, num_classes)
 
     def _make_layer(self, block: Any, planes: int, *arguments: Any, **options: Any) -> torch.nn.Sequential:
-        return super()._make_layer(block, planes // 2, *arguments, **options)
+        if self._norm_layer is not torch.nn.BatchNorm2d:
+            self._norm_layer = partial(torch.nn.GroupNorm, 8)  # by default 32, which is more than there are channels
+        return super()._make_layer(block, planes // 8, *arguments, **options)
 
 
 def use_narrow_resnet(run: Run, session: Session | None = None) -> Run:
