@@ -58,7 +58,6 @@ class Display:
         self._num_before = len(states)
 
     def line(self, text: str) -> None:
-        """Print `text`."""
         self._console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
     def started(self, job: Job, slot: str) -> None:
@@ -74,14 +73,7 @@ class Display:
         self.line(f"{self.title(job)}: already {state}, {os.path.relpath(job.directory)}")
 
     def ended(self, job: Job, state: str, error: str, result: Mapping[str, Any]) -> None:
-        """Show how a job ended. If several jobs are refused for the same reason, show only the first.
-
-        Args:
-            job: the job.
-            state: `done`, `crashed`, `refused`, `diverged`, `stopped` or `pruned`.
-            error: the error message, if the job failed.
-            result: the result of the job; empty if the job has no result.
-        """
+        """Show how a job ended. If several jobs are refused for the same reason, show only the first."""
         self._rows.pop(job.number, None)
         self._states[job.number] = state
         if state == "refused":

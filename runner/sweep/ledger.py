@@ -53,7 +53,7 @@ class Ledger:
     can run the sweep. If the sweep is new and none of its jobs has run, its directory is removed at the end.
 
     Args:
-        typed: the overrides on the command line.
+        typed: the overrides on the command line; the attribute has those that identify the sweep, canonical and sorted.
         root: the directory that contains all sweeps with the same value of the config key `name`.
         resume: `auto` or `never`.
         has_more: a function `has_more(path, ledger)` that returns whether the complete sweep at `path`, with the same
@@ -61,8 +61,6 @@ class Ledger:
 
     Attributes:
         path: the directory of the sweep.
-        typed: the overrides that identify the sweep, sorted and canonical, without those that may change when it is
-            resumed, such as `resume=auto`.
         jobs: the entry of each job that was started or refused, by number; `runner.storage.ledger_file` has its keys.
         num_jobs: the number of all jobs; 0 until the caller sets it.
 

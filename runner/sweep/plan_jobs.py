@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,10 @@ REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
 
 
 class Planner:
-    """The planner of a sweep's jobs.
+    """The planner of a sweep's `jobs`; `config_dir` is the value of the flag `--config-dir`.
 
     Composing a config takes 50 ms. Therefore, the planner composes only one config for all jobs with the same overrides
     of config groups and devices (`parallel.…`, `device.…`). Later, the command of each job composes the job's config.
-
-    Args:
-        jobs: the combinations of values in the sweep.
-        config_dir: the directory of `--config-dir`; None if the flag was not typed.
 
     Attributes:
         config: the config of the first job that can run, or is refused because of a swept key, of which other values
@@ -151,15 +147,13 @@ class GridJobs(JobSource):
     """A job source with one job for each combination of the swept values."""
 
     def __init__(self, jobs: SweepJobs, planner: Planner):
-        self._jobs, self._planner = jobs, planner
-        self._all: Iterator[tuple[int, list[str]]] = enumerate(jobs)
+        self._num_jobs, self._jobs = len(jobs), starmap(planner.plan, enumerate(jobs))
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return self._num_jobs
 
     def next(self) -> Job | None:
-        number, overrides = next(self._all, (-1, []))
-        return None if number < 0 else self._planner.plan(number, overrides)
+        return next(self._jobs, None)
 
 
 def _shared(overrides: list[str]) -> tuple[str, ...]:

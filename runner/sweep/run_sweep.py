@@ -38,8 +38,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
 
     Args:
         jobs: the combinations of values in the sweep.
-        typed: the overrides on the command line.
-        config_dir: the directory of `--config-dir`; None if the flag was not typed.
+        typed: the overrides on the command line, and `config_dir` that of `--config-dir`.
         preloaded: modules that the jobs import, so that they may be imported for all jobs at once.
 
     Raises:
@@ -63,9 +62,6 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
         source = GridJobs(jobs, planner) if search is None else search
         ledger.num_jobs = len(source)
         print(f"{len(source):,} job{'s' * (len(source) != 1)}", file=sys.stderr)
-        if search is not None and engine.search != "grid" and search.num_planned < engine.trials:
-            what = f"there are only {search.num_planned:,} combinations, and each is tried once"
-            print(f"sweep.trials={engine.trials}: {what}", file=sys.stderr)
         display = Display(len(source), jobs.swept)
         with engine.connect(len(source), ledger.path) as pool, closing(display):
             codes = Scheduler(source, pool, ledger, engine, display).run(stop)

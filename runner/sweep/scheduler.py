@@ -6,8 +6,8 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from runner.config.errors import ConfigError
@@ -45,11 +45,7 @@ class JobSource(ABC):
         """Return the total number of jobs."""
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
-        """Process the exit code and the result of job `number`, which has ended.
-
-        Raises:
-            ConfigError: if the result shows that the sweep cannot continue, for example because the metric is missing.
-        """
+        """Process the exit code and the result of job `number`; raise a ConfigError if the sweep cannot continue."""
 
     def close(self) -> None:
         """Finish the work of this source, when no job is running anymore."""
@@ -59,9 +55,8 @@ class JobSource(ABC):
         return num_settled >= len(self)
 
     def unpromising(self, running: Collection[int]) -> list[int]:
-        """Return those of the `running` jobs that should save a checkpoint and stop, because others are better.
-
-        `next` may later return a stopped job again. The job then continues from its checkpoint.
+        """Return those of the `running` jobs that should save and stop, because others are better; `next` may later
+        return a stopped job again, which then continues from its checkpoint.
         """
         return []
 
@@ -84,17 +79,14 @@ class Scheduler:
     def run(self, stop: StopRequest) -> list[int]:
         """Run all jobs, and return their exit codes in the order of their numbers.
 
-        A pruned job counts as done (0). If the sweep is stopped, jobs that have not begun are missing from the list.
-
-        Args:
-            stop: the handler of stop signals. After the first stop signal, the running jobs save a checkpoint and exit
-                with code 75.
+        A pruned job counts as done (0). After the first stop signal, which `stop` receives, the running jobs save and
+        exit with code 75; jobs that have not begun are missing from the list.
 
         Raises:
             KeyboardInterrupt: if the user presses Ctrl-C after a stop signal.
-            StorageError: if the ledger, or the study of a search, cannot be written.
-            ConfigError: if a cluster rejects the first jobs, or if the result of a job shows that the sweep cannot
-                continue. As after a StorageError, the running jobs have saved a checkpoint and exited before.
+            StorageError: if the ledger, or the study of a search, cannot be written. The running jobs have saved.
+            ConfigError: the same, if the result of a job shows that the sweep cannot continue; or if a cluster rejects
+                the first jobs.
         """
         settled = self.ledger.settled_states.items()
         self.display.settled_before({number: state for number, state in settled if number < len(self.source)})
@@ -115,7 +107,6 @@ class Scheduler:
         return [self._codes[number] for number in sorted(self._codes)]
 
     def stop(self, reason: str, hint: str = "") -> None:
-        """Start no more jobs, and ask the running jobs to save a checkpoint and exit; print the `reason` and a hint."""
         if self._stopping:
             return
         self._stopping = True
@@ -137,11 +128,9 @@ class Scheduler:
     def _next(self) -> Job | None:
         if self._waiting:
             return self._waiting.popleft()
-        try:
+        with self._errors_stop_the_sweep():
             return self.source.next()
-        except OSError as error:  # a search records its trials in a file
-            self._fail(error)
-            return None
+        return None
 
     def _start(self, job: Job) -> bool:
         """Start `job`, unless it is settled or refused; return False if it has to wait until the pool has room."""
@@ -149,7 +138,8 @@ class Scheduler:
         if code is not None:
             self._codes[job.number] = code
             self.display.known(job, STATES[code])
-            self._tell(job.number, code, read_result(job.directory))
+            with self._errors_stop_the_sweep():
+                self.source.tell(job.number, code, read_result(job.directory))
             return True
         if job.refusal:
             self._record(job, REFUSED, error=job.refusal)
@@ -200,7 +190,8 @@ class Scheduler:
         self._codes[job.number] = DONE if state == "pruned" else code
         self._update(job, state=state, code=code, error=error, **more)
         self.display.ended(job, state, error, result)
-        self._tell(job.number, code, result)
+        with self._errors_stop_the_sweep():
+            self.source.tell(job.number, code, result)
 
     def _reason(self, job: Job, code: int, result: dict[str, Any]) -> str:
         """Return the reason why a job ended with `code`, in its own words; empty if it is done or was stopped."""
@@ -210,26 +201,22 @@ class Scheduler:
         said = "\n".join(result.get("error", "").splitlines()[:10])
         return said or (printed.rpartition("\n")[2] if code == CRASHED else "")
 
-    def _tell(self, number: int, code: int, result: dict[str, Any]) -> None:
-        try:
-            self.source.tell(number, code, result)
-        except (ConfigError, OSError) as error:
-            self._fail(error)
-
     def _update(self, job: Job, **changes: Any) -> None:
-        """Update the entry of `job` in the ledger. If it cannot be written, stop the sweep, which could not resume."""
         known = {"overrides": list(job.overrides), "config_hash": job.config_hash, "directory": job.directory.name}
-        try:
+        with self._errors_stop_the_sweep():
             self.ledger.update(job.number, **known, **changes)
-        except StorageError as error:
-            self._fail(error)
 
-    def _fail(self, error: StorageError | ConfigError | OSError) -> None:
-        if isinstance(error, OSError):
-            error = StorageError(error.filename or self.ledger.path, str(error.strerror))
-        if self._error is None:
-            self._error = error
-            self.stop(str(error).splitlines()[0].rstrip(";:"))
+    @contextmanager
+    def _errors_stop_the_sweep(self) -> Iterator[None]:
+        """A context in which the ledger or the study is written: without them, the sweep could not be resumed."""
+        try:
+            yield
+        except (StorageError, ConfigError, OSError) as error:
+            if isinstance(error, OSError):
+                error = StorageError(error.filename or self.ledger.path, str(error.strerror))
+            if self._error is None:
+                self._error = error
+                self.stop(str(error).splitlines()[0].rstrip(";:"))
 
 
 def how_it_died(ended: Ended) -> str:

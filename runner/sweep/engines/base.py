@@ -21,44 +21,26 @@ class Demand(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A job of a sweep.
+    """A job of a sweep."""
 
-    Args:
-        number: its number, from 0.
-        arguments: those of its command, `python -m runner`.
-        console: the file to which the command prints.
-        demand: what it needs.
-        earlier: if a command that was killed had started it, the slot that `submit` returned then. It must be checked
-            before use, because anybody may have written the ledger from which it was read.
-        is_changed: whether its config has changed since then.
-        overrides: its overrides, which are also among the arguments.
-        directory: its run directory.
-        config_hash: a hash of its config.
-        refusal: the error message, if the config is already known to be invalid.
-    """
-
-    number: int
-    arguments: list[str]
-    console: Path
+    number: int  # from 0
+    arguments: list[str]  # of its command, `python -m runner`
+    console: Path  # the file to which the command prints
     demand: Demand = Demand()
-    earlier: str = ""
-    is_changed: bool = False
-    overrides: Sequence[str] = ()
-    directory: Path = Path()
+    earlier: str = ""  # what `submit` returned for it in a command that was killed; anybody may have written it
+    is_changed: bool = False  # whether its config has changed since then
+    overrides: Sequence[str] = ()  # they are also among the arguments
+    directory: Path = Path()  # its run directory
     config_hash: str = ""
-    refusal: str = ""
+    refusal: str = ""  # the error message, if the config is already known to be invalid
 
 
 class Ended(NamedTuple):
-    """The end of a job.
-
-    Its exit code is negative if a signal killed it (-9 for SIGKILL), and None if the engine does not know it, for the
-    `reason` that, for example, the machine has failed.
-    """
+    """The end of a job."""
 
     number: int
-    code: int | None
-    reason: str = ""
+    code: int | None  # negative if a signal killed it (-9 for SIGKILL); None: unknown
+    reason: str = ""  # why it is unknown, for example because the machine has failed
 
 
 class Pool(ABC):
@@ -72,9 +54,7 @@ class Pool(ABC):
     def submit(self, job: Job) -> str | None:
         """Start `job`, or take over the process that a killed command started for it.
 
-        Returns:
-            The devices or the queue entry of the job, as the user sees them, for example `GPU 0`; None if the job
-            cannot be started yet.
+        Return its devices or queue entry, as the user sees them, for example `GPU 0`; None if it cannot start yet.
 
         Raises:
             ConfigError: if the job can never run here, because it needs more resources than there are.
@@ -82,9 +62,7 @@ class Pool(ABC):
 
     @abstractmethod
     def wait(self, seconds: float) -> list[Ended]:
-        """Return the jobs that have ended since the last call.
-
-        If no job has ended, wait until one does, but at most `seconds` seconds.
+        """Return the jobs that have ended since the last call. If none has, wait for one, but at most `seconds`.
 
         Raises:
             ConfigError: if a cluster rejects the first jobs, probably because of an invalid option.
@@ -102,6 +80,12 @@ class Pool(ABC):
 MAX_TRIALS = 10_000
 """The maximum number of trials of a search."""
 
+_CHOICES = {
+    "on_failure": ("continue", "stop"),
+    "search": ("random", "tpe", "grid"),
+    "goal": ("min", "max"),
+    "prune": ("median", "halving"),
+}
 _ONLY_IN_SEARCH = ("trials", "seeds", "metric", "goal", "prune", "sampler_seed")
 """Options that have no effect without a search."""
 
@@ -122,52 +106,39 @@ class Engine(ABC):
 
     def __post_init__(self) -> None:
         check_range(self, "retries", least=0, most=1000)
-        check_choice(self, "on_failure", ("continue", "stop"))
-        if self.search is not None:
-            check_choice(self, "search", ("random", "tpe", "grid"))
+        for key, choices in _CHOICES.items():
+            if getattr(self, key) is not None:
+                check_choice(self, key, choices)
         for key in _ONLY_IN_SEARCH if self.search is None else ():
             given, default = getattr(self, key), getattr(Engine, key)
             check(given == default, key, given, "only a search has this option", "add sweep.search=tpe")
         check_range(self, "trials", least=1, most=MAX_TRIALS)
         check_range(self, "seeds", least=1, most=100)
         check_range(self, "sampler_seed", least=0, most=2**31 - 1)
-        if self.goal is not None:
-            check_choice(self, "goal", ("min", "max"))
-        if self.prune is not None:
-            check_choice(self, "prune", ("median", "halving"))
 
     def check_auto(self, key: str, most: int) -> None:
         """Check that the option `key` is `auto` or a whole number from 1 to `most`."""
         value = getattr(self, key)
+        check(
+            value == "auto" or isinstance(value, int), key, value, "it is neither auto nor a number", f"sweep.{key}=2"
+        )
         if value != "auto":
-            known = isinstance(value, int)
-            check(known, key, value, "it is neither auto nor a whole number", f"sweep.{key}=2")
             check_range(self, key, least=1, most=most)
 
     def prepare(self, *modules: str) -> None:
         """Begin slow preparations for the first job, such as the import of `modules`, which the jobs need."""
 
     def demand_elsewhere(self, threads: int | None) -> Demand | None:
-        """Return the demand of a job that needs devices that this machine, perhaps a login node, does not have.
-
-        Args:
-            threads: the number of CPU threads of each process; None: the engine chooses the number.
-
-        Returns:
-            The demand; None if the engine runs jobs only on this machine.
+        """Return the demand of a job that needs devices that this machine, perhaps a login node, does not have; None if
+        the engine runs jobs only here.
 
         Raises:
             ConfigError: if the option for the number of GPUs is not set.
         """
-        return None
 
     @abstractmethod
     def connect(self, num_jobs: int, path: Path) -> AbstractContextManager[Pool]:
-        """Return a context manager that yields the pool. At the end of the context, `Pool.kill` is called.
-
-        Args:
-            num_jobs: the number of jobs in the sweep.
-            path: the directory of the sweep.
+        """Return a context of the pool for the sweep in `path`. At its end, `Pool.kill` is called.
 
         Raises:
             ConfigError: if the engine cannot be used, for example because a package is not installed.

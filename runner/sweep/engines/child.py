@@ -36,19 +36,12 @@ _SECONDS_TO_BE_KILLED = 120.0
 
 
 class Task(NamedTuple):
-    """The command that a child process runs, as plain strings, because a task is sent to another machine.
+    """The command that a child process runs, as plain strings, because a task is sent to another machine."""
 
-    Args:
-        words: the arguments of the Python interpreter.
-        console: the absolute path of the file for everything that the command prints.
-        directory: the working directory of the command.
-        variables: environment variables, which take precedence over those of the parent process.
-    """
-
-    words: list[str]
-    console: str
+    words: list[str]  # the arguments of the Python interpreter
+    console: str  # the absolute path of the file for everything that the command prints
     directory: str
-    variables: dict[str, str]
+    variables: dict[str, str]  # they take precedence over those of the parent process
 
 
 def task(arguments: list[str], console: Path, variables: dict[str, str]) -> Task:
@@ -71,14 +64,7 @@ class Child:
 
         The task holds a lock on its console file: if the job was started twice, the second task waits until the first
         one has ended, and then resumes the run. If the task is stopped before it begins, or before it can handle
-        signals, its exit code is 75.
-
-        Args:
-            variables: further environment variables; they take precedence over those of the task.
-            first_line: text that is written to the console file before the task begins.
-
-        Raises:
-            OSError: if the console file cannot be opened, for example because it is a symbolic link.
+        signals, its exit code is 75. The `variables` are added to its environment, and `first_line` to its console.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         console = os.open(self.task.console, flags, 0o666)
@@ -132,11 +118,6 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def say(self, line: str) -> None:
-        """Add a line to the console file."""
-        with suppress(OSError), open(self.task.console, "a", encoding="utf-8") as file:
-            print(line, file=file)
-
 
 def _locked(console: int) -> bool:
     try:
@@ -158,13 +139,11 @@ def _environment() -> dict[str, str]:
 class SlurmTask:
     """A task that saves a checkpoint and is requeued when its time limit is reached, or when SLURM preempts it.
 
-    The task handles all of these signals except SIGUSR2, for which submitit calls `checkpoint`:
-
-    - SIGUSR2: the time limit is reached, or the job is preempted. The job saves a checkpoint, and is requeued.
+    - SIGUSR2, for which submitit calls `checkpoint`: the time limit is reached, or the job is preempted. The job saves
+      a checkpoint, and is requeued.
     - SIGTERM: SLURM is going to kill the job, because the job was canceled or preempted. The job saves a checkpoint,
       and the task then waits until it is killed or receives SIGUSR2. SLURM itself requeues a preempted job.
-    - SIGHUP: the scheduler of the sweep stops the job. The job saves a checkpoint, and ends.
-    - SIGINT: the scheduler of the sweep kills the job.
+    - `STOP`: the job saves a checkpoint, and ends. `KILL`: it ends at once.
 
     When the job has ended for good, its exit code is written to the file `end`.
     """
@@ -174,9 +153,8 @@ class SlurmTask:
 
     def __call__(self) -> int:
         self._child, self._stopping, self._terminated = Child(self.task), False, False
-        signal.signal(STOP, self._stop)
-        signal.signal(KILL, self._kill)
-        signal.signal(signal.SIGTERM, self._terminate)
+        for number in (STOP, KILL, signal.SIGTERM):
+            signal.signal(number, self._handle)
         name = "_".join(filter(None, map(os.environ.get, ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"))))
         line = f"SLURM job {name or os.environ.get('SLURM_JOB_ID', '?')} on {socket.gethostname()}\n"
         try:
@@ -189,7 +167,8 @@ class SlurmTask:
             if self._child.code is None:
                 raise
             if self._was_saved():
-                self._child.say(f"SLURM has not requeued the job, which can be resumed: {error}")
+                with suppress(OSError), open(self.task.console, "a", encoding="utf-8") as file:
+                    print(f"SLURM has not requeued the job, which can be resumed: {error}", file=file)
         code = self._child.wait()
         part = Path(f"{self.end}.part")
         part.write_text(f"{code}\n", encoding="utf-8")
@@ -207,17 +186,13 @@ class SlurmTask:
     def _was_saved(self) -> bool:
         return self._child.code == STOPPED and not self._stopping
 
-    def _stop(self, *_: object) -> None:
-        self._stopping = True
-        self._child.stop()
-
-    def _kill(self, *_: object) -> None:
-        self._stopping = True
-        self._child.kill()
-
-    def _terminate(self, *_: object) -> None:
-        self._terminated = True
-        self._child.stop()
+    def _handle(self, number: int, _: object) -> None:
+        self._stopping |= number in (STOP, KILL)
+        self._terminated |= number == signal.SIGTERM
+        if number == KILL:
+            self._child.kill()
+        else:
+            self._child.stop()
 
 
 def import_ray() -> Any:
