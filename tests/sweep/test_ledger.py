@@ -26,11 +26,8 @@ OpenLedger = Callable[..., Ledger]
 def open_ledger(tmp_path: Path) -> Iterator[OpenLedger]:
     """A function that opens ledgers in `tmp_path`; they are closed at the end of the test."""
     with ExitStack() as stack:
-
-        def opened_ledger(typed: list[str], resume: str = "auto") -> Ledger:
-            return stack.enter_context(Ledger(typed, tmp_path / "sweeps" / "a", resume))
-
-        yield opened_ledger
+        root = tmp_path / "sweeps" / "a"
+        yield lambda typed, resume="auto": stack.enter_context(Ledger(typed, root, resume))
 
 
 def record_finished_job(ledger: Ledger, number: int, code: int, config_hash: str = "a") -> None:
@@ -85,36 +82,18 @@ def test_secrets_are_not_in_the_ledger_and_names_need_not_be_utf_8(open_ledger: 
     assert open_ledger(["data.token=s3cret", root, "seed=1,2"]).path == ledger.path, "it is found again with the secret"
 
 
-def test_sweeps_match_regardless_of_override_order_and_sweep_options(open_ledger: OpenLedger, tmp_path: Path) -> None:
-    typed = ["seed=1,2", "resume=auto", "output_root=x", "sweep.slots=2", "sweep=local", "epochs=1"]
-    assert (
-        open_ledger(typed, "never").typed
-        == open_ledger(["epochs=1", "seed=1,2"], "never").typed
-        == ["epochs=1", "seed=1,2"]
-    )
-    path = write_ledger(
-        tmp_path,
-        {
-            "typed": ["epochs=1", "seed=1,2"],
-            "complete": False,
-            "jobs": {"0": {"code": 3, "config_hash": "a"}, "1": {"state": "running", "config_hash": "a"}},
-        },
-    )
+def test_sweeps_match_regardless_of_the_order_and_the_spelling_of_overrides(
+    open_ledger: OpenLedger, tmp_path: Path
+) -> None:
+    jobs = {"0": {"code": 3, "config_hash": "a"}, "1": {"state": "running", "config_hash": "a"}}
+    path = write_ledger(tmp_path, {"typed": ["epochs=1", "seed=1,2"], "complete": False, "jobs": jobs})
+    of_sweep = ["resume=auto", "output_root=x", "sweep.slots=2", "sweep=local", "++sweep.retries=1", "+output_root=x"]
+    typed = ["seed=3", "++seed=1,2", *of_sweep, "++epochs=1"]
     ledger = open_ledger(typed)
-    assert ledger.path == path
+    assert (ledger.path, ledger.typed) == (path, ["epochs=1", "seed=1,2"])
     assert ledger.settled(0, "a") == 3, "diverged is a result"
-    assert ledger.settled(0, "b") is None
-    assert ledger.settled(1, "a") is None
-    assert ledger.settled(2, "a") is None
-    assert open_ledger(["epochs=2"]).path != path
-    assert open_ledger(typed, "never").path != path
-
-
-def test_the_spelling_of_an_override_does_not_make_another_sweep(open_ledger: OpenLedger, tmp_path: Path) -> None:
-    path = write_ledger(tmp_path, {"typed": ["seed=1,2", "x=a"], "complete": False, "jobs": {}})
-    typed = ["seed=3", "++seed=1,2", "++x=a", "++resume=auto", "++sweep.retries=1", "+output_root=x"]
-    assert open_ledger(typed).path == path
-    assert read_ledger(path)["typed"] == ["seed=1,2", "x=a"]
+    assert [ledger.settled(*job) for job in ((0, "b"), (1, "a"), (2, "a"))] == [None] * 3
+    assert path not in (open_ledger(["epochs=2"]).path, open_ledger(typed, "never").path)
 
 
 def test_hard_links_in_a_sweep_change_no_other_file(open_ledger: OpenLedger, tmp_path: Path) -> None:
@@ -179,17 +158,12 @@ def test_a_sweep_that_another_process_runs_is_refused_and_not_changed(open_ledge
 VALID: dict[str, Any] = {"typed": ["seed=1,2"], "complete": False, "jobs": {"0": {"code": 0, "config_hash": "a"}}}
 DAMAGED: dict[str, bytes] = {
     "half of it": json.dumps(VALID).encode()[:30],
-    "bytes": bytes(range(256)),
     "nested deeply": b"[" * 100_000,
-    "a number of many digits": b'{"typed": ' + b"9" * 5000 + b"}",
 }
 OTHER_TYPES: list[dict[str, Any]] = [
-    {"complete": "no"},
     {"jobs": [1]},
-    {"jobs": {"0": 3}},
     {"jobs": {"0": {"code": 0}}},
-    {"jobs": {"0": {"code": "0", "config_hash": "a"}}},
-    {"jobs": {"0": {"config_hash": "a", "tries": 10**9}}},
+    {"jobs": {"0": {"code": "0", "config_hash": "a", "tries": 1}}},
     {"jobs": {"1" * 1000: {"config_hash": "a"}}},
 ]
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import signal
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.fake_pool import FakePool
 
-from runner.config.errors import check
+from runner.config.errors import ConfigError, check
 from runner.result import EXIT_CODES
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import StorageError
 from runner.sweep.display import Display
-from runner.sweep.engines.base import Ended, Engine, Job
+from runner.sweep.engines.base import Engine, Job
 from runner.sweep.engines.local import Local
 from runner.sweep.ledger import Ledger, console_file
-from runner.sweep.scheduler import STATES, JobSource, Scheduler, how_it_died
+from runner.sweep.scheduler import STATES, JobSource, Scheduler
 from runner.system.signals import StopRequest
 
 
@@ -61,8 +58,8 @@ class FakeJobSource(JobSource):
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    with ExitStack() as stack:
-        yield stack.enter_context(Ledger(["seed=0,1,2,3"], tmp_path / "sweeps" / "a", "auto"))
+    with Ledger(["seed=0,1,2,3"], tmp_path / "sweeps" / "a", "auto") as opened:
+        yield opened
 
 
 def run_scheduler(ledger: Ledger, jobs: FakeJobSource, pool: FakePool, options: Engine | None = None) -> list[int]:
@@ -115,7 +112,13 @@ def test_a_job_with_an_invalid_config_is_refused_without_being_started(
 
 
 @pytest.mark.parametrize(
-    ("code", "text"), [(1, "the last words of job 1"), (-9, "was killed by SIGKILL"), (None, "was lost")]
+    ("code", "text"),
+    [
+        (1, "the last words of job 1"),
+        (-9, "was killed by SIGKILL"),
+        (77, "ended with exit code 77"),
+        (None, "was lost"),
+    ],
 )
 def test_a_crashed_job_is_started_again_as_often_as_retries_allows(
     code: int | None, text: str, ledger: Ledger, capsys: pytest.CaptureFixture[str]
@@ -219,17 +222,18 @@ def test_the_result_tells_how_a_job_ended_whose_exit_code_is_unknown(ledger: Led
     assert run_scheduler(ledger, FakeJobSource(ledger.path, 1), FakePool({0: [None]})) == [3]
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left", "study.log"), ConfigError("a", 1, "b", "c")])
 @pytest.mark.parametrize("where", ["next", "tell"])
-def test_a_study_that_cannot_be_written_stops_the_sweep(where: str, ledger: Ledger) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "study.log")
+def test_a_study_that_cannot_go_on_stops_the_sweep(where: str, error: Exception, ledger: Ledger) -> None:
+    def fail(*_: object) -> None:
+        raise error
 
     jobs, pool = FakeJobSource(ledger.path, 4), FakePool({}, slots=2)
     if where == "tell":
-        jobs.tell = full  # pyright: ignore[reportAttributeAccessIssue]
+        jobs.tell = fail  # pyright: ignore[reportAttributeAccessIssue]
     else:
-        jobs.on_next = lambda: full() if jobs.num_yielded == 2 else None
-    with pytest.raises(StorageError, match=r"study\.log cannot be written: No space left"):
+        jobs.on_next = lambda: fail() if jobs.num_yielded == 2 else None
+    with pytest.raises((StorageError, ConfigError), match=r"study\.log cannot be written: No space left|a: got 1: b"):
         run_scheduler(ledger, jobs, pool)
     assert pool.running == []
     assert pool.stopped
@@ -255,20 +259,3 @@ def test_unpromising_jobs_are_stopped_and_may_continue_later(ledger: Ledger) -> 
     assert states(ledger) == ["done", "done"]
     ledger.end(len(ledger.settled_states) == 2)
     assert read_ledger(ledger.path)["complete"]
-
-
-def test_a_sweep_is_complete_with_pruned_jobs(ledger: Ledger) -> None:
-    class Search(FakeJobSource):
-        def unpromising(self, running: Collection[int]) -> list[int]:
-            return list(running)
-
-    assert run_scheduler(ledger, Search(ledger.path, 2), FakePool({})) == [0, 0], "no failure"
-    assert states(ledger) == ["done", "pruned"]
-    ledger.end(len(ledger.settled_states) == 2)
-    assert read_ledger(ledger.path)["complete"]
-
-
-def test_how_a_job_died() -> None:
-    assert how_it_died(Ended(0, -signal.SIGSEGV)) == "was killed by SIGSEGV"
-    assert how_it_died(Ended(0, 77)) == "ended with exit code 77"
-    assert how_it_died(Ended(0, None, "node 3 is down")) == "was lost: node 3 is down"

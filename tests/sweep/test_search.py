@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import statistics
 import sys
@@ -39,10 +38,7 @@ EPOCHS = Dimension("epochs", ("epochs",), [["epochs=2"]])
 
 
 def has_key(groups: list[str], key: str) -> bool:
-    """Return whether the config has `key` if the options in `groups` are chosen.
-
-    The config has `optimizer.momentum` only with `optimizer=sgd`. It always has all other keys.
-    """
+    """Only the option `optimizer=sgd` has a momentum; all other keys are always there."""
     return key != "optimizer.momentum" or groups == ["optimizer=sgd"]
 
 
@@ -81,17 +77,14 @@ class FakeTrainingPool(FakePool):
         ended = super().wait(seconds)
         for each in ended:
             self.done += [each.number] if each.code == 0 else []
-            best = {"metric": "eval/loss", "value": loss(self.overrides[each.number]), "step": 3}
-            status = {0: "done", 3: "diverged", 75: "stopped"}.get(
-                each.code if each.code is not None else -1, "crashed"
-            )
-            self.write(each.number, {"status": status, "steps": 3, "best": best, "metrics": {}})
+            self.write(each.number, loss(self.overrides[each.number]))
         return ended
 
-    def write(self, number: int, result: dict[str, Any]) -> None:
+    def write(self, number: int, value: float) -> None:
         directory = self.path / f"{number:03d}"
         directory.mkdir(exist_ok=True)
-        (directory / "result.json").write_text(json.dumps(result))
+        best = {"metric": "eval/loss", "value": value, "step": 3}
+        (directory / "result.json").write_text(json.dumps({"status": "done", "steps": 3, "best": best}))
 
 
 @contextmanager
@@ -189,12 +182,8 @@ def test_the_value_of_a_trial_is_the_mean_over_its_seeds(tmp_path: Path) -> None
 def test_failed_trials_have_no_value(tmp_path: Path) -> None:
     options = Local(search="random", trials=4)
     with open_search(tmp_path, options) as source:
-        assert run(source, FakeTrainingPool(source._ledger.path, codes={0: [1], 1: [3], 2: [2]}), options) == [
-            1,
-            3,
-            2,
-            0,
-        ]
+        pool = FakeTrainingPool(source._ledger.path, codes={0: [1], 1: [3], 2: [2]})
+        assert run(source, pool, options) == [1, 3, 2, 0]
         assert [state for state, _, _ in study(source)] == ["FAIL", "PRUNED", "FAIL", "COMPLETE"]
 
 
@@ -211,37 +200,16 @@ def test_a_trial_that_was_interrupted_is_resumed(tmp_path: Path) -> None:
         assert [state for state, _, _ in study(source)] == ["COMPLETE", "COMPLETE"]
 
 
-@pytest.mark.parametrize(
-    ("metrics", "why"), [({}, "but nothing;"), ({"eval/loss": 1.0, "eval/los": "NaN"}, "but eval/los, eval/loss;")]
-)
-def test_a_metric_that_the_jobs_do_not_measure_ends_the_search(
-    metrics: dict[str, float], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(pool: FakeTrainingPool, number: int, result: dict[str, Any]) -> None:
-        complete(pool, number, result | {"metrics": metrics})
-
-    complete = FakeTrainingPool.write
-    monkeypatch.setattr(FakeTrainingPool, "write", write)
-    options = Local(search="random", trials=4)
-    with open_search(tmp_path, options, objective=Objective("eval/los", "min", best=False)) as source:
-        pool = FakeTrainingPool(source._ledger.path)
-        with pytest.raises(ConfigError, match=re.escape(why)) as refusal:
-            run(source, pool, options)
-        assert refusal.value.key == "sweep.metric"
-        assert pool.started == [0]
-
-
 class SimulatedKill(BaseException):
     """Raised at a write of the ledger or the study, to end the command as SIGKILL would."""
 
 
 @pytest.fixture
 def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Callable[[], int]]:
-    """Return a function `kill_at(n)`, which makes write number n raise `SimulatedKill`; None for no kill.
+    """A function `kill_at(n)`, which makes write n of the ledger or the study raise `SimulatedKill`; None for no kill.
 
-    Writes of the ledger and writes of the study are counted together. If write n is a write of the ledger, nothing is
-    written; if it is a write of the study, only a part is written. `kill_at` returns a function that returns the number
-    of writes since the call of `kill_at`.
+    Nothing of the ledger is written then, and a part of the study. `kill_at` returns a function that returns the number
+    of writes since its call.
     """
     from optuna.storages.journal import JournalFileBackend
 
@@ -340,59 +308,53 @@ def test_a_study_with_another_hard_link_is_copied_before_it_is_continued(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("options", "dimensions", "goal"),
     [
-        ("other space", "another space"),
-        ("other metric", "another space"),
-        ("other search", r"another .* sweep\.search"),
-        ("other seeds", r"another .* sweep\.seeds"),
-        ("damaged", "damaged"),
+        ({}, [LR, OPTIMIZER], "min"),
+        ({}, [], "max"),
+        ({"search": "tpe"}, [], "min"),
+        ({"seeds": 2}, [], "min"),
+        ("damaged", [], "min"),
     ],
 )
-def test_a_damaged_study_or_one_of_another_search_is_refused(change: str, words: str, tmp_path: Path) -> None:
-    options = Local(search="random", trials=2)
-    with open_search(tmp_path, options) as source:
+def test_a_damaged_study_or_one_of_another_search_is_refused(
+    options: Any, dimensions: list[Dimension], goal: str, tmp_path: Path
+) -> None:
+    with open_search(tmp_path, Local(search="random", trials=2)) as source:
         path = begin(source)
-    if change == "damaged":
+    words = "another space, metric, sweep.search or sweep.seeds"
+    if options == "damaged":
         path.write_text('{"op_code": 99}\n[]\n')
-    what = space(LR, OPTIMIZER) if change == "other space" else None
-    objective = LOSS._replace(goal="max") if change == "other metric" else LOSS
-    search, seeds = "tpe" if change == "other search" else "random", 2 if change == "other seeds" else 1
-    other = Local(search=search, seeds=seeds, trials=2)
-    with pytest.raises(ConfigError, match=words) as refusal, open_search(tmp_path, other, what, objective):
+        words, options = "damaged", {}
+    other = Local(**{"search": "random", "trials": 2, **options})
+    refused = pytest.raises(ConfigError, match=words)
+    with refused as refusal, open_search(tmp_path, other, space(*dimensions), LOSS._replace(goal=goal)):
         pass
     assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
 
 
-def test_a_finished_search_continues_with_more_trials_and_another_sampler_seed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = set()
-    for trials, sampler_seed, started in ((2, 0, [0, 1]), (5, 7, [2, 3, 4])):
-        options = Local(search="random", trials=trials, sampler_seed=sampler_seed)
-        with open_search(tmp_path, options) as source:
-            paths.add(source._ledger.path)
-            pool = FakeTrainingPool(source._ledger.path)
-            assert run(source, pool, options) == [0] * len(started)
-            assert pool.started == started
-        assert f"\n{trials} of {trials} jobs done\n" in capsys.readouterr().out
-    assert len(paths) == 1
-
-
 @pytest.mark.parametrize(
-    "other", [{"trials": 3}, {"trials": 2}, {"trials": 9, "search": "tpe"}, {"trials": 9, "seeds": 2}]
+    ("other", "started"),
+    [
+        ({"trials": 5, "sampler_seed": 7}, [3, 4]),
+        ({"trials": 3}, [0, 1, 2]),
+        ({"trials": 2}, [0, 1]),
+        ({"trials": 4, "search": "tpe"}, [0, 1, 2, 3]),
+        ({"trials": 2, "seeds": 2}, [0, 1, 2, 3]),
+    ],
 )
-def test_a_finished_search_without_more_trials_or_of_another_kind_begins_anew(
-    other: dict[str, Any], tmp_path: Path
+def test_a_finished_search_of_the_same_kind_continues_with_more_trials(
+    other: dict[str, Any], started: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = set()
     for options in (Local(search="random", trials=3), Local(**{"search": "random", **other})):
         with open_search(tmp_path, options) as source:
             paths.add(source._ledger.path)
             pool = FakeTrainingPool(source._ledger.path)
-            run(source, pool, options)
-            assert len(pool.started) == options.trials * options.seeds
-    assert len(paths) == 2
+            assert run(source, pool, options) == [0] * len(pool.started)
+    assert pool.started == started
+    assert len(paths) == (1 if started[0] else 2)
+    assert f"\n{started[-1] + 1} of {started[-1] + 1} jobs done\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("search", "slots", "killed"), [("tpe", 3, False), ("tpe", 1, True), ("random", 3, True)])
@@ -454,9 +416,7 @@ class FakeEvaluatingPool(FakeTrainingPool):
                 code = 0 if i == 9 else None
             if code is not None:
                 self.running.remove(number)
-                best = {"metric": "eval/loss", "value": self.loss_after(number, 9), "step": 9}
-                status = "done" if code == 0 else "stopped"
-                self.write(number, {"status": status, "steps": 9, "best": best, "metrics": {}})
+                self.write(number, self.loss_after(number, 9))
                 ended.append(Ended(number, code))
         return ended
 
@@ -498,24 +458,19 @@ def test_the_median_rule_stops_a_trial_only_if_it_is_compared_with_four_others(t
 
 def test_pruned_trials_stay_pruned_when_a_search_is_resumed(tmp_path: Path) -> None:
     """One of their run directories, which contain their evaluations, was deleted."""
-    options = Local(search="random", trials=8, prune="median")
-    stop = StopRequest()
+    options, stop = Local(search="random", trials=8, prune="median"), StopRequest()
+
+    def loss_after(number: int, i: int) -> float:
+        stop.received = "SIGTERM" if number == 6 else ""
+        return float(number)
+
     with open_search(tmp_path, options) as source:
-        pool = FakeEvaluatingPool(source._ledger.path, 1, lambda number, i: float(number))
-        wait = pool.wait
-
-        def stopping(seconds: float) -> list[Ended]:
-            if len(pool.started) == 7:
-                stop.received = "SIGTERM"
-            return wait(seconds)
-
-        pool.wait = stopping  # type: ignore[method-assign]
+        pool = FakeEvaluatingPool(source._ledger.path, 1, loss_after)
         Scheduler(source, pool, source._ledger, options, Display(8, ["lr"])).run(stop)
         source.close()
         pruned = [number for number, entry in source._ledger.jobs.items() if entry["state"] == "pruned"]
         assert {4, 5} <= set(pruned)
-        for number in pruned[:1]:
-            shutil.rmtree(source._ledger.path / f"{number:03d}")
+        shutil.rmtree(source._ledger.path / f"{pruned[0]:03d}")
     with open_search(tmp_path, options) as source:
         again = FakeEvaluatingPool(source._ledger.path, 1, lambda number, i: float(number))
         again.evaluations = pool.evaluations
@@ -524,11 +479,11 @@ def test_pruned_trials_stay_pruned_when_a_search_is_resumed(tmp_path: Path) -> N
         assert [state for state, _, _ in study(source)] == ["COMPLETE"] * 4 + ["PRUNED"] * 4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The objective, which is read from results that anybody may have written
-
-
 @pytest.mark.parametrize("best", [True, False])
 def test_the_value_is_the_best_or_the_last_one(best: bool) -> None:
-    result = {"metrics": {"eval/loss": 3}, "best": {"metric": "eval/loss", "value": 1.5, "step": 2}}
+    result = {"metrics": {"eval/loss": 3, "lr": "NaN"}, "best": {"metric": "eval/loss", "value": 1.5, "step": 2}}
     assert Objective("eval/loss", "min", best).value(result) == (1.5 if best else 3.0)
+    for tag, of, why in (("eval/los", result, "but eval/loss, lr;"), ("lr", result, "but"), ("x", {}, "but nothing;")):
+        with pytest.raises(ConfigError, match=why) as refused:
+            Objective(tag, "min", best).value(of)
+        assert (refused.value.key, refused.value.got) == ("sweep.metric", tag)

@@ -32,11 +32,6 @@ def test_parse_zip_returns_the_name_and_the_members(word: str, members: list[str
     assert parse_zip(word) == ("p", members)
 
 
-@pytest.mark.parametrize("word", ["seed=1,2", "p=zipped(a=[1],b=[2])", "zip(a=[1],b=[2])", "p=[zip]"])
-def test_parse_zip_returns_none_for_other_overrides(word: str) -> None:
-    assert parse_zip(word) is None
-
-
 def test_paired_values_are_combined_with_others_but_not_with_each_other() -> None:
     sweep = jobs("pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])", "seed=1,2", "precision=bf16")
     assert sweep.swept == ["seed", "optimizer", "optimizer.lr"]
@@ -150,12 +145,6 @@ def test_intervals_that_cannot_be_searched_are_refused(typed: str, words: str) -
     with pytest.raises(ConfigError) as refusal:
         jobs(f"optimizer.lr={typed}", "sweep.search=tpe")
     assert words in str(refusal.value)
-
-
-def test_an_interval_without_a_search_is_refused_with_the_option_to_use() -> None:
-    with pytest.raises(ConfigError) as refusal:
-        jobs("optimizer.lr=interval(0,1)")
-    assert "sweep.search=tpe" in refusal.value.remedy
 
 
 @pytest.mark.parametrize("workload", ["classifier", "regression"])

@@ -9,10 +9,12 @@ import signal
 from collections.abc import Iterator
 from multiprocessing import active_children, forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.command import wait_until
 from helpers.compose import TINY_CPU
+from helpers.pool_jobs import exit_codes_of
 
 from runner.config.errors import ConfigError
 from runner.storage import run_directory
@@ -33,50 +35,32 @@ def job(tmp_path: Path, number: int, *arguments: str, **demand: int) -> Job:
     return Job(number, words, tmp_path / f"{number}.txt", Demand(**demand))
 
 
-def ended(pool: Pool, *wanted: int) -> dict[int, int | None]:
-    """Wait until all jobs in `wanted` have ended, and return the exit codes of the jobs that have ended."""
-    codes: dict[int, int | None] = {}
-    wait_until(
-        lambda: (codes.update({each.number: each.code for each in pool.wait(0.1)}), set(codes) >= set(wanted))[1]
-    )
-    return codes
-
-
 def test_jobs_run_concurrently_as_commands_and_print_to_their_files(pool: Pool, tmp_path: Path) -> None:
     for number, word in enumerate(("steps=1000000", "optimizer.lrr=1")):
         assert pool.submit(job(tmp_path, number, word)) is not None
-    assert ended(pool, 1) == {1: 2}
+    assert exit_codes_of(pool, 1) == {1: 2}
     [process] = [each for each in active_children() if each.name == "job 0"]
     os.kill(process.pid or 0, signal.SIGSEGV)
-    assert ended(pool, 0) == {0: -signal.SIGSEGV}
+    assert exit_codes_of(pool, 0) == {0: -signal.SIGSEGV}
     pool.submit(job(tmp_path, 2, "steps=2"))
-    assert ended(pool, 2) == {2: 0}
+    assert exit_codes_of(pool, 2) == {2: 0}
     assert json.loads((tmp_path / "2" / "result.json").read_text())["status"] == "done"
     assert "done after step 2/2" in (tmp_path / "2.txt").read_text()
     assert (tmp_path / "1.txt").read_text() == "optimizer.lrr: there is no such key;\n  did you mean optimizer.lr?\n"
 
 
-def test_a_stopped_job_saves_and_a_killed_job_does_not(pool: Pool, tmp_path: Path) -> None:
-    for number in (0, 1):
-        pool.submit(job(tmp_path, number, "steps=1000000", "save_every=5"))
+def test_a_stopped_job_saves_and_a_killed_job_ends_with_its_ranks_and_does_not(pool: Pool, tmp_path: Path) -> None:
+    pool.submit(job(tmp_path, 0, "steps=1000000", "save_every=5"))
+    pool.submit(job(tmp_path, 1, "steps=1000000", "save_every=5", "parallel=ddp"))
     wait_until(lambda: all(list((tmp_path / n / "checkpoints").glob("step_*")) for n in "01"))
     assert is_locked(tmp_path / "0.txt")
     pool.stop([0])
-    assert ended(pool, 0) == {0: 75}
+    assert exit_codes_of(pool, 0) == {0: 75}
     assert not is_locked(tmp_path / "0.txt")
     assert is_locked(tmp_path / "1.txt"), "the other one goes on"
     pool.kill()
-    assert not is_locked(tmp_path / "1.txt")
+    wait_until(lambda: not is_locked(tmp_path / "1.txt"), what="a rank is left")
     assert not (tmp_path / "1" / "result.json").exists()
-
-
-def test_killing_a_job_ends_its_ranks(pool: Pool, tmp_path: Path) -> None:
-    pool.submit(job(tmp_path, 0, "steps=1000000", "save_every=5", "parallel=ddp", processes=2))
-    wait_until(lambda: list((tmp_path / "0" / "checkpoints").glob("step_*")))
-    assert is_locked(tmp_path / "0.txt")
-    pool.kill()
-    wait_until(lambda: not is_locked(tmp_path / "0.txt"), what="a rank is left")
-    assert not (tmp_path / "0" / "result.json").exists(), "it had no time to end by itself"
 
 
 def test_jobs_go_on_when_the_fork_server_is_killed(pool: Pool, tmp_path: Path) -> None:
@@ -87,14 +71,14 @@ def test_jobs_go_on_when_the_fork_server_is_killed(pool: Pool, tmp_path: Path) -
     wait_until(lambda: (tmp_path / "0" / "result.json").exists() and not is_locked(tmp_path / "0.txt"))
     wait_until(lambda: list((tmp_path / "1" / "checkpoints").glob("step_*")))  # before its first step, none is saved
     os.kill(server, signal.SIGKILL)
-    assert ended(pool, 0) == {0: None}, "the result in its directory tells"
+    assert exit_codes_of(pool, 0) == {0: None}, "the result in its directory tells"
     assert pool.wait(0) == []
     assert pool.submit(job(tmp_path, 2, processes=1024)) is None, "the second job still has its core"
     pool.stop([1])
-    assert ended(pool, 1) == {1: None}
+    assert exit_codes_of(pool, 1) == {1: None}
     assert run_directory.read_result(tmp_path / "1")["status"] == "stopped"
     pool.submit(job(tmp_path, 2, "steps=2"))
-    assert ended(pool, 2) == {2: 0}
+    assert exit_codes_of(pool, 2) == {2: 0}
 
 
 def test_a_job_that_a_killed_command_left_running_is_waited_for(pool: Pool, tmp_path: Path) -> None:
@@ -104,10 +88,10 @@ def test_a_job_that_a_killed_command_left_running_is_waited_for(pool: Pool, tmp_
         pool.submit(job(tmp_path, 0, "steps=2"))
         assert pool.wait(0.3) == []
         pool.stop([0])
-        assert ended(pool, 0) == {0: 75}
+        assert exit_codes_of(pool, 0) == {0: 75}
         pool.submit(job(tmp_path, 0, "steps=2"))
         assert pool.wait(0.3) == []
-    assert ended(pool, 0) == {0: 0}
+    assert exit_codes_of(pool, 0) == {0: 0}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,27 +132,22 @@ def submitted(pool: LocalPool, *demands: Demand) -> list[str | None]:
 
 
 @pytest.mark.parametrize(
-    ("slots", "threads", "num_jobs", "demands", "slots_given"),
+    ("options", "demands", "wanted"),
     [
-        ("auto", "auto", 20, [Demand()] * 9, ["1 core"] * 8 + [None]),
-        ("auto", "auto", 2, [Demand()] * 2, ["4 cores"] * 2),
-        ("auto", 3, 20, [Demand()] * 3, ["3 cores", "3 cores", None]),
-        (2, "auto", 20, [Demand()] * 3, ["4 cores", "4 cores", None]),
-        (1, "auto", 20, [Demand()] * 2, ["8 cores", None]),
-        ("auto", "auto", 20, [Demand(processes=3), Demand(processes=6), Demand()], ["3 cores", None, "1 core"]),
-        ("auto", "auto", 20, [Demand(threads=99), Demand()], ["8 cores", None]),
-        ("auto", 2, 20, [Demand(processes=2), Demand(threads=1)], ["4 cores", "1 core"]),
+        (("auto", "auto", 20), [Demand()] * 9, ["1 core"] * 8 + [None]),
+        (("auto", "auto", 2), [Demand()] * 2, ["4 cores"] * 2),
+        (("auto", 3, 20), [Demand()] * 3, ["3 cores", "3 cores", None]),
+        ((2, "auto", 20), [Demand()] * 3, ["4 cores", "4 cores", None]),
+        ((1, "auto", 20), [Demand()] * 2, ["8 cores", None]),
+        (("auto", "auto", 20), [Demand(processes=3), Demand(processes=6), Demand()], ["3 cores", None, "1 core"]),
+        (("auto", "auto", 20), [Demand(threads=99), Demand()], ["8 cores", None]),
+        (("auto", 2, 20), [Demand(processes=2), Demand(threads=1)], ["4 cores", "1 core"]),
     ],
 )
 def test_the_cores_are_divided_among_the_jobs(
-    slots: int | str,
-    threads: int | str,
-    num_jobs: int,
-    demands: list[Demand],
-    slots_given: list[str | None],
-    machine: dict[str, list],
+    options: tuple[Any, Any, int], demands: list[Demand], wanted: list[str | None], machine: dict[str, list]
 ) -> None:
-    assert submitted(LocalPool(slots, threads, num_jobs), *demands) == slots_given
+    assert submitted(LocalPool(*options), *demands) == wanted
     used = [core for args in machine["started"] for core in args[2]]
     assert len(used) == len(set(used)), "a core has one job"
 
@@ -183,7 +162,7 @@ def test_each_job_has_gpus_of_its_own(machine: dict[str, list]) -> None:
     assert submitted(pool, Demand(gpus=1)) == ["GPU 0"]
 
 
-def test_a_job_waits_for_a_gpu_that_another_user_occupies(
+def test_a_job_waits_for_a_gpu_that_another_user_occupies_and_is_refused_if_there_are_too_few(
     machine: dict[str, list], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine["gpus"], machine["busy"] = ["0", "1"], ["0"]
@@ -191,12 +170,8 @@ def test_a_job_waits_for_a_gpu_that_another_user_occupies(
     pool = LocalPool("auto", "auto", 20)
     assert submitted(pool, Demand(gpus=2), Demand(gpus=1)) == [None, "GPU 1"]
     assert caplog.messages == ["waiting for a GPU: others use GPU 0"]
-
-
-def test_a_job_that_needs_more_gpus_than_there_are_is_refused(machine: dict[str, list]) -> None:
-    machine["gpus"] = ["0"]
-    with pytest.raises(ConfigError, match="1 GPUs are visible, and job 0 needs 2"):
-        submitted(LocalPool("auto", "auto", 20), Demand(gpus=2))
+    with pytest.raises(ConfigError, match="2 GPUs are visible, and job 0 needs 3"):
+        submitted(pool, Demand(gpus=3))
 
 
 @pytest.mark.parametrize(
