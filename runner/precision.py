@@ -27,10 +27,7 @@ class Precision:
     description: ClassVar[str] = "float32"
 
     tolerance: ClassVar[float] = 1e-6
-    """The largest expected relative difference of weights and gradients between a parallel mode and a single device.
-
-    Parallel modes add numbers in a different order; the difference is measured after a few steps.
-    """
+    """The largest relative difference of weights, after a few steps, to expect between a mode and a single device."""
 
     def check_device(self, device: torch.device) -> None:
         """Raise a `ConfigError` if `device` does not support this precision."""
@@ -69,13 +66,12 @@ class Precision:
 
         Args:
             optimizer: the optimizer of the parameters.
-            clip: function that clips the gradients and returns their norm before clipping; None for no clipping.
-            combine_overflow: function that is called with an overflow flag, and sets it in place to its maximum over
-                the ranks. It is needed if ranks hold the gradients of different parameters of one model.
+            clip: function that clips the gradients and returns their norm before; None for no clipping.
+            combine_overflow: function that sets an overflow flag, in place, to its maximum over the ranks, if they hold
+                the gradients of different parameters.
 
         Returns:
-            The norm of the gradients before clipping, a scalar tensor on the device; None if `clip` is None and the
-            precision uses no loss scaling.
+            The norm before clipping, a scalar on the device; None if `clip` is None and there is no loss scaling.
         """
         norm = clip() if clip is not None else None
         optimizer.step()
@@ -158,11 +154,7 @@ class Float16(BFloat16):
 
     On a CPU, where float16 convolutions are about 50 times slower, and on Metal, autocast uses bfloat16 instead, with a
     warning. An update whose gradients overflow is skipped, and neither the schedule nor an average of the weights or a
-    target network advances.
-
-    Args:
-        init_scale: the initial loss scale.
-        growth_interval: number of steps without overflow after which the scale is doubled.
+    target network advances. The options are explained in `conf/precision/16.yaml`.
     """
 
     description: ClassVar[str] = "float16 autocast with loss scaling on CUDA, bfloat16 elsewhere; float32 weights"

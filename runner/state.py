@@ -86,13 +86,12 @@ class State:
         return self.step if self.stopping.reason else self.session.num_steps
 
     def resume(self) -> None:
-        """Load the newest intact checkpoint of the run directory, if there is one; called on every rank.
+        """Load the newest intact checkpoint of the run directory, or of those up to the one that `resume` names.
 
-        If the option `resume` names a checkpoint, later ones are ignored.
+        Called on every rank.
 
         Raises:
-            ConfigError: if all checkpoints are damaged, or the content of the newest intact one does not fit this run.
-                A part of the content may have been loaded.
+            ConfigError: if all are damaged, or the content, part of which may be loaded by then, does not fit this run.
         """
         named = named_checkpoint(self.run.resume)
         last_step = math.inf if named is None else step_of(named) or 0

@@ -112,11 +112,10 @@ def prepare(run: Run, session: Session, directory: Path, with_table: bool = Fals
 
 
 def initial_state(run: Run, session: Session, directory: Path, with_table: bool = False) -> State:
-    """Return the state of the run before its first step, with the model on its devices.
+    """Return the state of the run before its first step, with the model on its devices, and a table of it for the log.
 
     The weights depend only on the seed of the plan; later random numbers also depend on the process. This function
-    seeds torch's global generator, and resets the global timer and the peak of the memory. `with_table` adds a table
-    of the model for the log.
+    seeds torch's global generator, and resets the global timer and the peak of the memory.
 
     Raises:
         ConfigError: if the model or the optimizer cannot be built from the config.

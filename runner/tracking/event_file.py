@@ -1,13 +1,11 @@
 """Writes TensorBoard event files synchronously, and reads scalars from those of a run.
 
-A file that is read may be damaged, or written by somebody else. TensorBoard's own reader and writer compute the
-checksums of images byte by byte in Python. `torch.utils.tensorboard.SummaryWriter` is not used, for two reasons:
+A file that is read may be damaged, or written by somebody else. `torch.utils.tensorboard.SummaryWriter` is not used:
 
-- If a resumed session repeats steps, TensorBoard shows the values in the file that it reads last. TensorBoard reads
-  files in the order of their names. If two sessions start in the same second, SummaryWriter gives their files names
-  that may not be in the order of the sessions.
-- The writer thread of SummaryWriter competes with the training loop for the GIL, and reports a full disk only at the
-  next event.
+- TensorBoard shows the values in the file that comes last by name, and the names that SummaryWriter gives to the files
+  of sessions that start in the same second may be in another order than the sessions.
+- Its thread competes with the training loop for the GIL, reports a full disk only at the next event, and computes the
+  checksums of images byte by byte in Python.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -42,10 +40,7 @@ MAX_EVENT_BYTES = 1_000_000
 """The maximum size of an event with scalars. Larger events, which contain images, are skipped without being read."""
 
 _NAME = re.compile(r"events\.out\.tfevents\.([0-9]{1,18})(?![0-9])")
-"""A pattern for the name of an event file, which contains the number of its session.
-
-A number with more than 18 digits is ignored: it is not from a session, and might make the next file name too long.
-"""
+"""The name of an event file, with the number of its session. A longer number might make the next name too long."""
 
 
 class EventFile:
@@ -117,15 +112,10 @@ def picture(tag: str, encoded: bytes, height: int, width: int) -> Summary:
 
 
 def scalars(directory: Path, tags: Container[str] | None = None) -> dict[str, dict[int, float]]:
-    """Return the scalars of a run: for each tag, a dict from steps to values, in the order of the steps.
+    """Return the finite scalars of the run in `directory`: for each tag, the values by step, in the order of the steps.
 
-    If a resumed session repeats steps of an earlier session, the values of the resumed session are returned. Values
-    that are not finite are left out. Each file is read up to its first damaged event. If there is more than can be
-    read, a warning is logged.
-
-    Args:
-        directory: a run directory.
-        tags: the TensorBoard tags to read; None for all. Tags without values are missing from the result.
+    `tags` are those to read; None for all. Of steps that a resumed session has repeated, its values are returned. Each
+    file is read up to its first damaged event. If there is more than can be read, a warning is logged.
     """
     curves = {
         tag: {step: value for step, value in values.items() if math.isfinite(value)}

@@ -52,10 +52,7 @@ class RemoteTracker(Tracker, ABC):
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Refuse a saved config, which may come from somebody else, that determines where data is sent.
-
-        `values` are the options in the saved config, without those that the command line overrides; none is replaced.
-        """
+        """Refuse a saved config that determines where data is sent, by other `values` than the defaults."""
         defaults = {each.name: each.default for each in fields(cls)}
         for key in cls.destinations:
             value = values.get(key, defaults[key])

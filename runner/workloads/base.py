@@ -43,7 +43,6 @@ class Workload(ABC):
     split: str = field(default="", init=False)
     """The part of the data that is evaluated (see `session_with_data`); empty in training, or without parts."""
 
-    # -----------------------------------------------------------------------------------------------------------------
     # What is trained, and how long
 
     def prepare(self) -> None:
@@ -75,20 +74,13 @@ class Workload(ABC):
 
     @abstractmethod
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:
-        """Yield the micro-batches of this process for all steps after `after_step`, without end.
+        """Yield this process's micro-batches, on `device`, of all steps after `after_step`, without end.
 
-        Args:
-            model: the model that is trained, for workloads whose data depends on it.
-            plan: how batches are split over processes and micro-batches.
-            after_step: the last optimizer step that has been done; 0 at the start of a run.
-            device: device of the batches.
+        `model` is the one that is trained, for workloads whose data depends on it.
         """
 
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Any] | None:
-        """Return micro-batches of the sizes of `batches`, without end, made inside `fake_tensors`: they have no values.
-
-        None (the default) means that `batches` itself works with fake tensors.
-        """
+        """Return what `batches` does, as `fake_tensors`; None (the default) if `batches` itself works with them."""
         return None
 
     @abstractmethod
@@ -101,7 +93,6 @@ class Workload(ABC):
     def close(self) -> None:
         """End the processes that were started for batches and evaluations; they are started again when needed."""
 
-    # -----------------------------------------------------------------------------------------------------------------
     # Evaluation
 
     def eval_metrics(self) -> dict[str, str]:
@@ -112,9 +103,9 @@ class Workload(ABC):
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:
-        """Return the metric sums over the `shard` (index, number of shards) of the evaluation data.
+        """Return the metric sums over the `shard` (index, number of shards) of the evaluation data, each sample once.
 
-        Each sample counts once. `infer` returns the outputs of the model for inputs on `device`.
+        `infer` returns the outputs of the model for inputs on `device`.
         """
 
     @abstractmethod
@@ -126,13 +117,9 @@ class Workload(ABC):
         return outputs.mean(0)
 
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
-        """Return images and videos of the last evaluation by TensorBoard tag, given the sums over all ranks; on rank 0.
-
-        Images are RGB, uint8 [3, height, width]; videos are uint8 [frames, 3, height, width].
-        """
+        """Return pictures of the last evaluation, as in `Tracker.images`, given the sums over all ranks; on rank 0."""
         return {}
 
-    # -----------------------------------------------------------------------------------------------------------------
     # What a checkpoint says about the data
 
     def signature(self) -> dict[str, Any]:
@@ -155,20 +142,14 @@ class Workload(ABC):
         """Use the normalization and the order of columns in `saved`, the signature of the checkpoint to resume."""
 
     def check_same_samples(self, saved: Mapping[str, Any]) -> str:
-        """Check on rank 0 that the samples are those of the checkpoint with the signature `saved`.
-
-        Return what has changed, in words, if the user accepts other samples; otherwise an empty string.
-        """
+        """Refuse other samples than those of the signature `saved`, or return in words what is accepted; on rank 0."""
         return ""
 
     def session_with_data(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
-        """Prepare for the evaluation of a checkpoint, without training; called instead of `prepare`.
+        """Prepare for the evaluation of a checkpoint with the signature `saved`; called instead of `prepare`.
 
-        Args:
-            saved: the signature of the checkpoint; empty if it has none.
-            split: `train`, `val`, `test` or `all`. None is the held-out samples or, if the data is not that of the
-                checkpoint, the first of `Data.splits`.
-            is_other: whether the user has named data for the evaluation.
+        `split` is `train`, `val`, `test` or `all`. None is the held-out samples or, if the user has named other data
+        (`is_other`), the first of `Data.splits`.
         """
         if split is not None:
             raise ConfigError("--split", split, f"{type(self).__name__} does not divide its data", "leave it out")
@@ -182,7 +163,6 @@ class Workload(ABC):
         self.prepare()
         return self.build_model()
 
-    # -----------------------------------------------------------------------------------------------------------------
     # Reports and state
 
     def describe(self) -> dict[str, str]:

@@ -140,9 +140,6 @@ class DQN(Workload):
     def input_shape(self) -> tuple[int, ...]:
         return self.env.shape
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Acting, which produces the batches
-
     def batches(
         self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device
     ) -> Iterator[Transitions]:
@@ -179,11 +176,8 @@ class DQN(Workload):
                 yield unpack(rows.to(device))
 
     def _due(self, step: int) -> float:
-        """Return the number of environment steps of each process before optimizer step `step`; it may be fractional.
-
-        Reduced, so that a rounding error does not cause an additional environment step.
-        """
-        return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count
+        """Return the number of environment steps of each process before optimizer step `step`; it may be fractional."""
+        return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count  # a rounding error must not add a step
 
     def _epsilon(self, env_steps: int) -> float:
         """Return the probability of a random action after `env_steps` steps of all processes."""
@@ -226,10 +220,7 @@ class DQN(Workload):
             raise ConfigError("workload.replay_size", self.replay_size, why, remedy) from None
 
     def _resume(self, actor: Actor, last_step: int) -> None:
-        """Restore the saved state of this process; `last_step` is the last optimizer step that it has done.
-
-        If nothing was saved for this process, fill its replay buffer with transitions of random actions.
-        """
+        """Restore what was saved for this process, whose last step was `last_step`, or fill its replay at random."""
         if self._saved:
             try:
                 with self._memory_errors():
@@ -246,9 +237,6 @@ class DQN(Workload):
         num_envs = actor.vector.num_envs
         actor.num_steps = math.ceil(self._due(last_step) / num_envs) * num_envs
         self._logged = (_training_time(), actor.num_steps * self._count)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Learning
 
     def loss(self, model: torch.nn.Module, batch: Transitions) -> tuple[torch.Tensor, BatchSums]:
         # A single forward pass for both networks, as wrappers such as DDP expect.
@@ -268,9 +256,6 @@ class DQN(Workload):
     def after_step(self, model: torch.nn.Module, step: int) -> None:
         if step % self.target_every == 0:
             cast("WithTarget", model).update_target(self.target_tau)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Evaluation, logging and checkpoints
 
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
