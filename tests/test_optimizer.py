@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import option_content
+from helpers.plain_loop import MuonAndAdamW
 
 from runner.config.errors import ConfigError
 from runner.config.schema import build
@@ -52,25 +53,8 @@ CASES: list[tuple[Optimizer, Callable[[Iterable], torch.optim.Optimizer]]] = [
         lambda p: torch.optim.Adagrad(p, 0.01, 0.1, 0.1),
     ),
     (Named(lr=0.01, name="Rprop"), lambda p: torch.optim.Rprop(p, 0.01)),
-    (Muon(lr=0.01, weight_decay=0.1, momentum=0.8, nesterov=False, ns_steps=4), lambda p: TwoOptimizers(list(p))),
+    (Muon(lr=0.003, weight_decay=0.1), lambda p: MuonAndAdamW(list(p))),
 ]
-
-
-class TwoOptimizers:
-    """Muon for matrices and AdamW for vectors, side by side."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        matrices, vectors = ([p for p in parameters if p.dim() == number] for number in (2, 1))
-        self.muon = torch.optim.Muon(matrices, 0.01, 0.1, 0.8, False, ns_steps=4, adjust_lr_fn="match_rms_adamw")
-        self.adamw = torch.optim.AdamW(vectors, 0.01, weight_decay=0.1)
-
-    def step(self) -> None:
-        self.muon.step()
-        self.adamw.step()
-
-    def zero_grad(self) -> None:
-        self.muon.zero_grad()
-        self.adamw.zero_grad()
 
 
 def network() -> torch.nn.Module:

@@ -126,8 +126,7 @@ def test_simple_writes_its_table_when_a_run_is_interrupted(tmp_path: Path, move)
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    line = next(line for line in (tmp_path / "profile" / "simple.txt").read_text().splitlines() if "data" in line)
-    assert line.split()[:3] == ["data", "1", "0.500"]
+    assert "data                1       0.500" in (tmp_path / "profile" / "simple.txt").read_text()
 
 
 def test_advanced_counts_calls_by_function(tmp_path: Path) -> None:

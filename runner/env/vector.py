@@ -175,9 +175,6 @@ class Vector:
         assert frames is not None
         return np.asarray(frames[0])
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Exact resume
-
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of the environments as plain values and tensors; None if it cannot be read."""
         envs = self.envs.envs if isinstance(self.envs, SyncVectorEnv) else [self.envs]

@@ -148,9 +148,6 @@ class Actor:
         self._ended = []
         return {"episode/return": sum(returns) / len(returns), "episode/length": sum(lengths) / len(lengths)}
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Exact resume
-
     def state_dict(self) -> dict[str, Any]:
         return {
             "replay": self.replay.state_dict(),

@@ -382,7 +382,7 @@ REFUSED: dict[str, tuple[str, object, str]] = {
     "workload.huber_delta=0": ("workload.huber_delta", 0.0, "conf/workload/dqn.yaml"),
     "workload.discount=1.1": ("workload.discount", 1.1, "conf/workload/dqn.yaml"),
     "workload.replay_ratio=0": ("workload.replay_ratio", 0.0, "conf/workload/dqn.yaml"),
-    "model.hidden=[64,0]": ("model.hidden", [64, 0], "[256,256]"),
+    "model.hidden=[64,0]": ("model.hidden", [64, 0], "conf/model/qnet.yaml"),
     "workload.overfit_batches=1": ("workload.overfit_batches", ABSENT, ""),
 }
 """By overrides: the key and the value in the error, and a part of its remedy."""
