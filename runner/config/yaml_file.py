@@ -1,4 +1,4 @@
-"""Reads and writes YAML that holds plain values only, and no number that the command line reads differently, as 010."""
+"""Reads and writes YAML that holds plain values only. Its numbers are those of the command line: 010 is a text."""
 
 from __future__ import annotations
 
@@ -15,33 +15,50 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.errors import ABSENT, ConfigError, check
 
 _TAG = "tag:yaml.org,2002:"
-_PLAIN = ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")
-_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$")
+_FLOAT = re.compile(
+    r"[-+]?(?:(?:0|[1-9][0-9_]*)(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)"
+    r"|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+)
+_FIRST = list("-+.0123456789")
 _MAX_DEPTH = 20
 """The number of collections that may be inside each other; reading is recursive."""
 
 
-def _as_omegaconf(base: Any) -> Any:
-    """Return a class of PyYAML that reads and writes as OmegaConf does: 1e3 is a number, and 2020-01-01 a text."""
+def _reader(base: Any) -> Any:
+    """Return a loader of PyYAML with the numbers of the command line, which refuses keys that are no text or double."""
 
-    class Class(base):
-        def ignore_aliases(self, data: Any) -> bool:  # only when it writes
-            return True
-
+    class Loader(base):
         yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-            first: [(tag, pattern) for tag, pattern in found if tag != f"{_TAG}timestamp"]
+            first: [(tag, pattern) for tag, pattern in found if tag in (f"{_TAG}null", f"{_TAG}bool")]
             for first, found in base.yaml_implicit_resolvers.items()
         }
 
-    number = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
-    Class.add_implicit_resolver(f"{_TAG}float", number, list("-+.0123456789"))
-    return Class
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = {key.value for key, _ in node.value if key.tag == f"{_TAG}str" and key.value}
+            if len(names) < len(node.value):
+                why = "a key is not a text, or is there twice"
+                raise yaml.constructor.ConstructorError(None, None, why, node.start_mark)
+            return super().construct_mapping(node, deep)
+
+    Loader.add_implicit_resolver(f"{_TAG}int", _INTEGER, _FIRST)
+    Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, _FIRST)
+    return Loader
 
 
-_PythonLoader = _as_omegaconf(yaml.SafeLoader)  # reads lone surrogates, of the names of files, but is slow
-_Loader = _as_omegaconf(getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # libyaml is fast, but not everywhere
-_Dumper = _as_omegaconf(getattr(yaml, "CSafeDumper", yaml.SafeDumper))
+_PythonLoader = _reader(yaml.SafeLoader)  # reads lone surrogates, of the names of files, but is slow
+_Loader = _reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # libyaml is fast, but not everywhere
 _MAX_SLOW = 100_000
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
+    """Quotes a text that any reader of YAML would take for a number or a date, and repeats values instead of naming."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_implicit_resolver(f"{_TAG}float", _FLOAT, _FIRST)
 
 
 def yaml_text(values: Any) -> str:
@@ -59,8 +76,7 @@ def read_config(path: Path) -> Any:
     """Return the content of a YAML file as an OmegaConf node; an empty mapping if the file is empty.
 
     Raises:
-        ConfigError: if the file cannot be read or parsed, or holds anything but plain values. The error names the key
-            with the wrong value, or the path of the file if no single key is wrong.
+        ConfigError: with the path as its key, if the file cannot be read or parsed, or holds anything but plain values.
     """
     name = os.path.relpath(path)
     try:
@@ -75,64 +91,29 @@ def read_config(path: Path) -> Any:
         raise ConfigError(name, ABSENT, why, "correct the file") from None
 
 
-def plain_values(text: str, name: str, *, anchors: bool = True) -> Any:
+def plain_values(text: str, name: str) -> Any:
     """Return the values in a YAML text; None if it is empty. References (`${…}`) are not resolved.
 
     Args:
         text: the YAML text.
-        name: what an error calls the text: the path of the file.
-        anchors: whether `*NAME` may repeat a value. It can make a small text enormous: not in untrusted texts.
+        name: the key of an error: the path of the file.
 
     Raises:
-        ConfigError: if the text cannot be parsed, or holds anything but plain values.
+        ConfigError: if the text cannot be parsed, or has a tag (`!TYPE`) or an alias (`*NAME`), which can make a small
+            text enormous.
     """
+    loader, depth = _PythonLoader if "\\ud" in text and len(text) < _MAX_SLOW else _Loader, 0
     try:
-        loader_class = _PythonLoader if "\\ud" in text and len(text) < _MAX_SLOW else _Loader
-        depth = 0
-        for event in yaml.parse(text, loader_class):  # before libyaml composes it, which would overflow the stack
+        for event in yaml.parse(text, loader):  # before libyaml composes it, which would overflow the stack
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            check(depth <= _MAX_DEPTH, name, ABSENT, "it is nested too deeply", "values are at most lists of lists")
-            named = isinstance(event, yaml.AliasEvent) and not anchors
-            check(not named, name, ABSENT, "it has an alias (*NAME)", "write out the value")
-        loader = loader_class(text)
-        try:
-            if (root := loader.get_single_node()) is None:
-                return None
-            _check(root, "", name, ())
-            return loader.construct_document(root)
-        finally:
-            loader.dispose()
+            is_plain = not isinstance(event, yaml.AliasEvent) and getattr(event, "tag", None) is None
+            if depth > _MAX_DEPTH or not is_plain:
+                why = f"line {event.start_mark.line + 1} has a tag (!TYPE), an alias (*NAME) or too many levels"
+                raise ConfigError(name, ABSENT, why, "write a plain value; ${KEY} refers to another one")
+        return yaml.load(text, loader)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(name, ABSENT, f"it is not valid YAML{line}: {error.problem}", "correct that line") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         why = f"it is not valid YAML: {str(error).splitlines()[0]}"
         raise ConfigError(name, ABSENT, why, "correct the file") from None
-
-
-def _check(node: yaml.Node, key: str, file: str, above: tuple[yaml.Node, ...]) -> None:
-    """Check that `node`, at `key` of `file` and inside the nodes `above`, and all below it are plain values."""
-    place = f"({file}, line {node.start_mark.line + 1})"
-    short = node.tag.removeprefix(_TAG)
-    if node in above:
-        raise ConfigError(key or file, ABSENT, f"it contains itself {place}", "write out the value")
-    if short not in _PLAIN:
-        remedy = "write a number, a text, true, false, null, a list or a mapping"
-        raise ConfigError(key or file, ABSENT, f"the YAML type !!{short} is not allowed {place}", remedy)
-    if isinstance(node, yaml.ScalarNode):
-        number = node.value if short in ("int", "float") else "0"
-        if ":" in number or re.match("[-+]?0[0-9_]", number) or (short == "int" and not _INTEGER.fullmatch(number)):
-            why, remedy = f"YAML and the command line read this number differently {place}", "or a text in quotes"
-            raise ConfigError(key, node.value, why, f"write a decimal number without leading zeros, {remedy}")
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _check(item, key, file, (*above, node))
-    elif isinstance(node, yaml.MappingNode):
-        names: set[str] = set()
-        for name, value in node.value:
-            is_text = isinstance(name, yaml.ScalarNode) and name.tag in (f"{_TAG}str", f"{_TAG}merge") and name.value
-            check(bool(is_text), key or file, ABSENT, f"a key must be a text {place}", "write KEY: VALUE")
-            if name.value in names:
-                raise ConfigError(file, ABSENT, f"{name.value} is in it twice {place}", "leave one of them out")
-            names.add(name.value)
-            _check(value, f"{key}.{name.value}".lstrip("."), file, (*above, node))

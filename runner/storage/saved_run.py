@@ -65,7 +65,7 @@ def parse_config(content: bytes) -> dict[str, Any]:
 
 def _plain(content: bytes, kind: type) -> Any:
     try:
-        values = plain_values(content.decode(), "file", anchors=False)
+        values = plain_values(content.decode(), "file")
     except UnicodeDecodeError as error:
         raise UnreadableConfigError(str(error)) from None
     except ConfigError as error:
