@@ -48,7 +48,7 @@ def help_text(config_dir: str | None = None, words: Sequence[str] = ()) -> str:
             "GROUP=OPTION --help also lists the keys of the option",
             "--summary prints a table of the network, and trains nothing",
             "--run-directory DIR trains in DIR, not in a new directory in output_root",
-            "--cfg job prints the composed config, -p KEY a part of it, --resolve without references",
+            "--cfg job prints the composed config",
             "--config-dir DIR adds your own options · --version",
             "-sc install=SHELL prints what completes the command in bash, zsh or fish",
         ]

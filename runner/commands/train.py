@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,23 +14,16 @@ from runner.system.lazy_import import import_lazily
 import_lazily("torch", "torchvision")
 
 from runner.commands import COMMANDS  # noqa: E402
-from runner.commands.arguments import Parser, report_error  # noqa: E402
+from runner.commands.arguments import Parser, command  # noqa: E402
 from runner.commands.help import help_text  # noqa: E402
 from runner.config.errors import ABSENT, check, did_you_mean  # noqa: E402
 from runner.config.options import groups  # noqa: E402
 from runner.config.overrides import checked_path, quoted, resumed  # noqa: E402
 from runner.system import __version__  # noqa: E402
-from runner.system.console import (  # noqa: E402
-    DONE,
-    INTERRUPTED,
-    REFUSED,
-    STOPPED,
-    output_code,
-)
+from runner.system.console import DONE, REFUSED, STOPPED, output_code  # noqa: E402
 from runner.system.signals import CommandSignals  # noqa: E402
 
 if TYPE_CHECKING:
-    from runner.config.composition import Job
     from runner.run import Run
 
 RUN_DIRECTORY = "--run-directory"
@@ -52,27 +44,22 @@ def main() -> int:
         return run_command(sys.argv[1:])
 
 
-def run_command(arguments: list[str]) -> int:
+@command
+def run_command(arguments: Sequence[str] | None) -> int:
     """Run the command with `arguments`, and return the exit code."""
     try:
-        codes = _run(arguments)
-        printed = output_code()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        codes = _run(list(arguments or []))
     except SystemExit as stop:  # a stop signal before training, or during a sweep
         return stop.code if stop.code in (DONE, STOPPED) else REFUSED
-    except Exception as error:
-        return report_error(error)
+    printed = output_code()
     return next((code for code in codes if code != DONE), DONE) if codes else printed
 
 
 def parser() -> Parser:
     """Return the parser of the command that trains."""
     parser = Parser("", None, overrides=True, add_help=False)
-    for flag in (["--help", "-h"], ["--version"], ["--resolve"]):
+    for flag in (["--help", "-h"], ["--version"]):
         parser.add_argument(*flag, action="store_true")
-    parser.add_argument("--package", "-p", metavar="KEY")
     parser.add_argument(RUN_DIRECTORY, metavar="DIR")
     what = parser.add_mutually_exclusive_group()
     for flag in (["--multirun", "-m"], ["--summary"], ["--shell-completion", "-sc"]):
@@ -94,10 +81,14 @@ def _run(arguments: list[str]) -> list[int]:
     if options.version:
         print(f"runner {__version__}")
         return []
-    for flag in ("package", "resolve"):
-        needless = getattr(options, flag) and not options.cfg
-        check(not needless, f"--{flag}", ABSENT, "it has an effect only with --cfg", "add --cfg job")
-    directory = _run_directory(options)
+    directory = options.run_directory
+    if directory is not None:
+        check(directory != "", RUN_DIRECTORY, ABSENT, "it has no value", f"{RUN_DIRECTORY}=DIR")
+        why, remedy = "a sweep chooses the directories of its jobs", "output_root=DIR says where the sweep is written"
+        check(not options.multirun, RUN_DIRECTORY, directory, why, remedy)
+        why, remedy = "resume=RUN continues in the directory of the run", "type resume=auto, or leave one out"
+        check(resumed(options.overrides) is None, RUN_DIRECTORY, directory, why, remedy)
+        directory = Path(os.path.abspath(checked_path(RUN_DIRECTORY, directory)))
     from runner.api.composing import compose_run, composer_of
     from runner.config.composition import Composer
 
@@ -110,33 +101,13 @@ def _run(arguments: list[str]) -> list[int]:
     composer = composer_of(options.overrides, options.config_dir)
     if options.shell_completion:
         composer.complete(options.overrides)
-    elif options.cfg:
-        print(composer.show(options.overrides, options.package, options.resolve), end="")
-    else:
-        compose = partial(compose_run, composer)
-        return _run_single(compose(options.overrides), compose, directory, options)
-    return []
+        return []
+    job = compose_run(composer, options.overrides)
+    if options.cfg:
+        from runner.storage.saved_config import config_yaml
 
-
-def _run_directory(options: Namespace) -> Path | None:
-    """Return the absolute path of `--run-directory`; None if the flag was not typed."""
-    value = options.run_directory
-    if value is None:
-        return None
-    check(value != "", RUN_DIRECTORY, ABSENT, "it has no value", f"{RUN_DIRECTORY}=DIR")
-    why, remedy = "a sweep chooses the directories of its jobs", "output_root=DIR says where the sweep is written"
-    check(not options.multirun, RUN_DIRECTORY, value, why, remedy)
-    why, remedy = (
-        "resume=RUN continues in the directory of the run",
-        f"{RUN_DIRECTORY}=RUN resume=auto, or leave one out",
-    )
-    check(resumed(options.overrides) is None, RUN_DIRECTORY, value, why, remedy)
-    return Path(os.path.abspath(checked_path(RUN_DIRECTORY, value)))
-
-
-def _run_single(
-    job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None, options: Namespace
-) -> list[int]:
+        print(config_yaml(job.config), end="")
+        return []
     from runner.run import build_run
 
     run = build_run(job.config)
@@ -146,7 +117,7 @@ def _run_single(
     if run.accumulation.steps == "auto":
         from runner.planning.auto_accumulation import with_accumulation
 
-        job = with_accumulation(job, compose, directory)
+        job = with_accumulation(job, partial(compose_run, composer), directory)
         run = build_run(job.config)
     if getattr(run.parallel, "in_processes", False):
         from runner.parallel.launch.processes import start_rank_server

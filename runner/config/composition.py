@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
-from runner.config.hydra_errors import blamed, config_error
+from runner.config.hydra_errors import config_error
 from runner.config.option_source import OptionFiles
 from runner.config.options import CONF
 from runner.config.overrides import LOCATION_KEYS, override_key, quoted
@@ -90,7 +90,6 @@ class Composer:
         """Compose the config of a single run from overrides as they are typed."""
         with composition_errors():
             config = self._load([quoted(word, sweep=False) for word in overrides], RunMode.RUN)
-            _set_log_level(config)
             if swept := ", ".join(map(str, config.hydra.sweeper.params or {})):
                 print(f"one run of a study over {swept}: add -m for all", file=sys.stderr)
             return _job(config)
@@ -98,9 +97,7 @@ class Composer:
     def sweep(self, overrides: list[str]) -> DictConfig:
         """Compose the config that all jobs of a sweep have in common, including the config node `hydra`."""
         with composition_errors():
-            config = self._load(overrides, RunMode.MULTIRUN)
-            _set_log_level(config)
-            return config
+            return self._load(overrides, RunMode.MULTIRUN)
 
     def job(self, sweep: DictConfig, number: int, overrides: list[str]) -> Job:
         """Compose the config of the job `number`, from 0, of a `sweep` that the method `sweep` has returned."""
@@ -110,23 +107,6 @@ class Composer:
             with open_dict(config):
                 config.hydra.job.id, config.hydra.job.num = str(number), number
             return _job(config)
-
-    def show(self, overrides: Iterable[str], package: str | None = None, resolve: bool = False) -> str:
-        """Return the composed config, or its part with the key `package`, as YAML, with or without references."""
-        with composition_errors():
-            config = self._load([quoted(word, sweep=False) for word in overrides], RunMode.RUN)
-            HydraConfig.instance().set_config(config)
-            with read_write(config), open_dict(config):
-                del config["hydra"]
-            shown = OmegaConf.select(config, package) if package else config
-            if shown is None:
-                nearest = did_you_mean(str(package), (str(key) for key in config))
-                raise ConfigError("--package", package, "the config has no such key;", nearest)
-            if not OmegaConf.is_config(shown):
-                return f"{shown}\n"
-            if resolve:
-                OmegaConf.resolve(shown)
-            return (f"# @package {package}\n" if package else "") + OmegaConf.to_yaml(shown)
 
     def complete(self, words: list[str]) -> None:
         """Install, remove or answer the tab completion of a shell, as in `--shell-completion install=bash`."""
@@ -152,27 +132,27 @@ class Composer:
         words = list(with_several_trackers(overrides))
         try:
             config = self._loader.load_configuration(self._root, words, mode)
-            if named := self._named_trackers(config):
-                more = [f"+tracking@tracking.trackers.{name}={name}" for name in named]
-                config.tracking.trackers = self._loader.load_configuration(
-                    self._root, [*words, *more], mode
-                ).tracking.trackers
         except Exception as error:
-            raise self._explained(error, words, mode) from error
+            raise self._blamed(error, words, mode) from error
+        if config.hydra.verbose:
+            logging.getLogger().setLevel(logging.DEBUG)
+        if named := self._named_trackers(config):
+            words += [f"+tracking@tracking.trackers.{name}={name}" for name in named]
+            config.tracking.trackers = self._loader.load_configuration(self._root, words, mode).tracking.trackers
         typed = set(map(override_key, words))
         if typed & _LENGTHS and "steps" not in typed:
             OmegaConf.update(config, "steps", None)
         return config
 
-    def _explained(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
-        """Return a config error that names the override at fault, or `error` if that needs no help or is not found."""
-        if config_error(error) is None:
-            for count, override in enumerate(overrides, start=1):
-                try:
-                    self._loader.load_configuration(self._root, overrides[:count], mode)
-                except Exception as first:
-                    if str(first) == str(error):
-                        return blamed(error, override)
+    def _blamed(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
+        """Return a config error that names the override at fault, if `error` does not say which one it is."""
+        for count, override in enumerate(overrides if config_error(error) is None else [], start=1):
+            try:
+                self._loader.load_configuration(self._root, overrides[:count], mode)
+            except Exception as first:
+                key, _, value = override.partition("=")
+                why = f"Hydra cannot use it ({str(first).splitlines()[0]})"
+                return ConfigError(override_key(key), value or ABSENT, why, f"leave {key} out, or choose another value")
         return error
 
     def _named_trackers(self, config: DictConfig) -> list[str]:
@@ -231,16 +211,6 @@ def register_saved(config: Mapping[str, Any], groups: Collection[str], absent: C
     return _SAVED
 
 
-def _set_log_level(config: DictConfig) -> None:
-    """Show the debug messages of the loggers that `hydra.verbose` names, or of all loggers if it is true."""
-    verbose = config.hydra.verbose
-    names = list(verbose) if OmegaConf.is_list(verbose) else [verbose]
-    is_known = isinstance(verbose, bool) or all(isinstance(name, str) and name for name in names)
-    check(is_known, "hydra.verbose", verbose, "it must be true, false or names of loggers", "hydra.verbose=true")
-    for name in names if verbose is not False else []:
-        logging.getLogger(None if name is True else name).setLevel(logging.DEBUG)
-
-
 def _job(config: DictConfig) -> Job:
     HydraConfig.instance().set_config(config)  # interpolations may refer to it
     overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)["task"]  # pyright: ignore
@@ -291,8 +261,5 @@ def composition_errors() -> Iterator[None]:
         yield
     except (ConfigError, HydraException, OmegaConfBaseException):
         raise
-    except RecursionError:
-        remedy = "values are at most lists of lists"
-        raise ConfigError("config", ABSENT, "a value is nested too deeply, or refers to itself", remedy) from None
     except Exception as error:  # errors that Hydra does not wrap
         raise HydraException(f"{type(error).__name__}: {error}") from error

@@ -106,9 +106,7 @@ def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
     near = difflib.get_close_matches(word.lower(), spelled, n=3, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(spelled[name] for name in near)}?"
-    names = [*spelled.values()]
-    shown = ", ".join(names if len(names) <= _MAX_NAMES else [*names[:_MAX_NAMES], "…"])
-    return f"choose from: {shown}" if spelled else "it has none"
+    return f"choose from: {', '.join(spelled.values())}" if spelled else "it has none"
 
 
 @contextmanager
@@ -127,12 +125,8 @@ def see_comments(component: object) -> str:
 
 
 _MAX_SHOWN = 80  # characters of a key or a value that a message shows
-_MAX_NAMES = 1000  # names that a message shows; a table can have 100,000 columns
 
 
 def _shortened(value: object) -> str:
-    try:
-        text = "null" if value is None else repr(value)
-    except ValueError:  # Python writes integers of at most 4300 digits
-        text = "a number of thousands of digits"
+    text = "null" if value is None else repr(value)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "…"

@@ -12,7 +12,6 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.errors import ABSENT, ConfigError, did_you_mean
 from runner.config.options import groups, option_keys, root_keys
 from runner.config.other_names import type_instead
-from runner.config.overrides import override_key
 
 
 def explain(error: Exception) -> str:
@@ -27,16 +26,6 @@ def config_error(error: Exception) -> ConfigError | None:
         return error
     translations = (_no_such_option, _no_such_key, _several_values, _syntax_error, _unresolved)
     return next((found for translate in translations if (found := translate(error)) is not None), None)
-
-
-def blamed(error: Exception, override: str) -> ConfigError:
-    """Return a config error that names `override` as the cause of `error`, which `config_error` cannot translate."""
-    key, _, value = override.partition("=")
-    why = next((line for line in _lines(error) if not line.startswith("Error merging")), "it cannot be composed")
-    remedy = f"leave {key} out, or choose another value"
-    if added := key[: len(key) - len(key.lstrip("+"))]:
-        remedy = f"without the {added}: {override_key(override)}=…"
-    return ConfigError(override_key(override), value or ABSENT, f"Hydra cannot use it ({why})", remedy)
 
 
 def _lines(error: Exception) -> list[str]:
@@ -85,21 +74,14 @@ def _other_key(key: str, chosen: Collection[str]) -> str:
     """
     group, _, name = key.partition(".")
     keys = {option: option_keys(group, option) for option in groups().get(group, [])}
-    other = type_instead(key)
     if not keys:
-        for near in difflib.get_close_matches(group.lower(), groups(), n=1):
-            if any(name in option_keys(near, option) for option in groups()[near]):
-                return f"did you mean {near}.{name}?"
-        return other or did_you_mean(group, root_keys())
-    if not name:
-        return did_you_mean(group, root_keys())
+        return type_instead(key) or did_you_mean(group, root_keys())
     if owners := [f"{group}={option}" for option, names in keys.items() if name in names]:
         return f"it is a key of {', '.join(owners)}; another {group} is chosen"
     known = {name for names in keys.values() for name in names}
-    is_near = bool(difflib.get_close_matches(name.lower(), known, n=1))
-    if other and not is_near:
-        return other
-    return did_you_mean(name, known if is_near else chosen or known, f"{group}.")
+    if difflib.get_close_matches(name.lower(), known, n=1):
+        return did_you_mean(name, known, f"{group}.")
+    return type_instead(key) or did_you_mean(name, chosen or known, f"{group}.")
 
 
 def _several_values(error: Exception) -> ConfigError | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,11 @@ class OptionFiles(ConfigSource):
             raise ConfigLoadError(f"Config not found : {path}")
         content = read_config(path)
         header = self._get_header_dict(path.read_text(encoding="utf-8")[:512])
-        _check_hydra(OmegaConf.to_container(content), header, os.path.relpath(path))
+        values: Any = OmegaConf.to_container(content)
+        for key, value in (values.get("hydra") or {}).items():
+            if key not in HYDRA_KEYS and (key != "sweeper" or {*value} != {"params"}):
+                why = f"{os.path.relpath(path)} sets this key of Hydra, which only composes the config here"
+                raise ConfigError(f"hydra.{key}", ABSENT, why, f"only {', '.join(HYDRA_KEYS)} have an effect")
         return ConfigResult(self.provider, self.full_path(), content, header)
 
     def available(self) -> bool:
@@ -57,17 +59,3 @@ class OptionFiles(ConfigSource):
 
     def _path(self, config_path: str) -> Path:
         return Path(self.path, self._normalize_file_name(config_path))
-
-
-def _check_hydra(content: Any, header: Mapping[str, str | None], file: str) -> None:
-    """Check that an option file sets no key of Hydra other than `HYDRA_KEYS`: Hydra only composes the config here."""
-    node = content.get("hydra") or {}
-    entries = [entry for entry in content.get("defaults") or [] if isinstance(entry, dict)]
-    chosen = [str(group).split()[-1].lstrip("/") for entry in entries for group in entry]
-    keys = [key for key in (*chosen, header.get("package") or "") if re.match(r"hydra\b", key)]
-    for key, value in node.items() if isinstance(node, dict) else [("", node)]:
-        if key not in HYDRA_KEYS and not (key == "sweeper" and isinstance(value, dict) and {*value} <= {"params"}):
-            keys.append(f"hydra.{key}")
-    for key in keys:
-        why = f"{file} sets this key of Hydra, which only composes the config here"
-        raise ConfigError(key, ABSENT, why, f"only {', '.join(HYDRA_KEYS)} have an effect")

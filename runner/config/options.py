@@ -65,10 +65,7 @@ def option_file(cls: type) -> str:
     If several files name the class, return their folder; if no file does, return the path of the root config.
     """
     named = re.compile(rf"^ *_target_: {re.escape(f'{cls.__module__}.{cls.__qualname__}')}\b", re.MULTILINE)
-    folder = CONF / f"{cls.__module__}.".split(".")[1]  # most groups are named after their module
-    for files in (folder.glob("*.yaml"), CONF.rglob("*.yaml")):
-        if found := [path for path in sorted(files) if named.search(path.read_text(encoding="utf-8"))]:
-            break
+    found = [path for path in sorted(CONF.rglob("*.yaml")) if named.search(path.read_text(encoding="utf-8"))]
     if len(found) > 1:
         return f"conf/{found[0].parent.relative_to(CONF).as_posix()}/"
     return f"conf/{found[0].relative_to(CONF).as_posix()}" if found else "conf/config.yaml"

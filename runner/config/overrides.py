@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from runner.config.errors import ABSENT, ConfigError, did_you_mean
+from runner.config.errors import ABSENT, ConfigError
 from runner.config.options import groups, groups_in_defaults
 from runner.config.other_names import type_instead
 
@@ -30,8 +29,6 @@ _LISTS_OF_TEXTS = ("data.inputs", "data.targets", "model.freeze", "model.unfreez
 _LIST_ITEM = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^][,'"\s](?:[^][,'"]*[^][,'"\s])?""")
 _QUOTED = re.compile(r"""(['"])([\w.+-]+)\1""")
 _ALLOWED_HYDRA_KEY = re.compile(r"hydra\.(verbose|searchpath|sweeper\.params(\.[\w./@-]+)?)")
-_MAX_NESTED, _MAX_CHARACTERS = 20, 100_000
-"""Limits of a value: Hydra's parser would hang or crash beyond them."""
 
 
 def override_key(override: str) -> str:
@@ -82,8 +79,7 @@ def checked_override(word: str) -> str:
     """Return `word`, which Hydra may then parse.
 
     Raises:
-        ConfigError: if it is not of the form KEY=VALUE, sets a key of Hydra that has no effect here, names an option
-            outside its group, or is so long or so deeply nested that Hydra's parser would hang.
+        ConfigError: if it is not of the form KEY=VALUE, or sets a key of Hydra that has no effect here.
     """
     match = _OVERRIDE.fullmatch(word)
     if not match and not _DELETION.fullmatch(word):
@@ -96,12 +92,6 @@ def checked_override(word: str) -> str:
     if re.match(r"hydra(?:[./@]|$)", name) and not allowed:
         remedy = type_instead(name) or f"only {', '.join(f'hydra.{each}' for each in HYDRA_KEYS)} can be set"
         raise ConfigError(key, value or ABSENT, "Hydra only composes the config: this would have no effect", remedy)
-    depths = itertools.accumulate((char in "[{(") - (char in "]})") for char in value)
-    if max(depths, default=0) > _MAX_NESTED or len(value) > _MAX_CHARACTERS:
-        why = f"it has more than {_MAX_CHARACTERS:,} characters, or is nested more than {_MAX_NESTED} deep"
-        raise ConfigError(key, value, why, "put it into an option file, with fewer levels")
-    if key.lstrip("+") in groups_in_defaults() and (value.startswith("/") or ".." in value.split("/")):
-        raise ConfigError(key, value, "an option is a file in its group", did_you_mean(value, groups().get(name, [])))
     return word
 
 

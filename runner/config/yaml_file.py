@@ -51,7 +51,10 @@ _Loader = _reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # libyaml is f
 _MAX_SLOW = 100_000
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
+_SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Dumper(_SafeDumper):
     """Quotes a text that any reader of YAML would take for a number or a date, and repeats values instead of naming."""
 
     def ignore_aliases(self, data: Any) -> bool:

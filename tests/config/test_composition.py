@@ -37,11 +37,8 @@ def options(directory: Path, name: str, text: str) -> Composer:
 
 SECTIONS = {
     "hydra: {launcher: {_target_: helpers.plugin_component.PluginSGD}}": "hydra.launcher",
-    "hydra: {callbacks: {x: {_target_: helpers.plugin_component.PluginSGD}}}": "hydra.callbacks",
     "hydra: {run: {dir: x}}": "hydra.run",
-    "hydra: {job: {env_set: {X: y}}}": "hydra.job",
     "hydra: {sweeper: {max_batch_size: 1}}": "hydra.sweeper",
-    "defaults:\n  - override /hydra/job_logging: stdout\n  - _self_": "hydra/job_logging",
 }
 
 
@@ -68,18 +65,14 @@ def test_hydra_verbose_searchpath_and_sweeper_params_are_allowed(tmp_path: Path)
     ("config", "wanted"),
     [
         ({"a": 1, "b": "${a}"}, {"a": 1, "b": 1}),
-        ({"a": "${oc.env:SECRET}"}, {"a": "${oc.env:SECRET}"}),
+        ({"a": {"b": ["${oc.env:SECRET}"]}}, {"a": {"b": ["${oc.env:SECRET}"]}}),
         ({"a": "x ${oc.env:SECRET} y"}, {"a": "x ${oc.env:SECRET} y"}),
         ({"a": "${oc.env:NONE,7}"}, {"a": "${oc.env:NONE,7}"}),
-        ({"a": {"b": ["${oc.env:SECRET}"]}}, {"a": {"b": ["${oc.env:SECRET}"]}}),
         ({"a": "${oc.env:SECRET}", "b": "${a}/c"}, {"a": "${oc.env:SECRET}", "b": "${oc.env:SECRET}/c"}),
         ({"a": "${oc.env:SECRET}/${b}", "b": "${c}", "c": 5}, {"a": "${oc.env:SECRET}/5", "b": 5, "c": 5}),
         ({"a": "${b}/${oc.env:SECRET}", "b": 5}, {"a": "5/${oc.env:SECRET}", "b": 5}),
         ({"a": "{${oc.env:SECRET}}${b}}", "b": 5}, {"a": "{${oc.env:SECRET}}5}", "b": 5}),
-        ({"a": "${oc.env:NONE,${oc.env:SECRET}}"}, {"a": "${oc.env:NONE,${oc.env:SECRET}}"}),
         ({"a": "${oc.decode:${oc.env:NUMBER}}/${b}", "b": 5}, {"a": "${oc.decode:${oc.env:NUMBER}}/5", "b": 5}),
-        ({"a": "\0env:SECRET\0", "b": "${oc.env:NONE}"}, {"a": "\0env:SECRET\0", "b": "${oc.env:NONE}"}),
-        ({"a": "${oc.env:NONE,${b}}", "b": 5}, {"a": "${oc.env:NONE,5}", "b": 5}),
         ({"a": "${oc.env:SECRET,x:${b}}${b}", "b": 5}, {"a": "${oc.env:SECRET,x:5}5", "b": 5}),
         ({"a": "${oc.env:SECRET,{}}${b}", "b": 5}, {"a": "${oc.env:SECRET,{}}5", "b": 5}),
         ({"a": "${oc.env:A,${oc.env:B,${oc.env:SECRET}}}"}, {"a": "${oc.env:A,${oc.env:B,${oc.env:SECRET}}}"}),
@@ -147,12 +140,6 @@ def test_the_jobs_of_a_sweep_are_all_combinations_of_the_values() -> None:
     job = jobs.compose(4, words[4])
     assert (job.config["seed"], job.config["optimizer"]["_target_"]) == (2, "runner.optimizer.SGD")
     assert HydraConfig.get().job.num == 4
-
-
-def test_an_error_that_hydra_reports_without_a_key_names_the_override() -> None:
-    with pytest.raises(ConfigError) as refusal:
-        Composer().run(["seed=1", "accumulation=[16]", "batch_size=8"])
-    assert (refusal.value.key, refusal.value.got) == ("accumulation", "[16]")
 
 
 @pytest.mark.parametrize("name", ["", "/nowhere", "~nobody-of-this-name/x", "x" * 5000])

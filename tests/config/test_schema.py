@@ -276,24 +276,6 @@ def test_an_environment_variable_that_is_not_set_is_named() -> None:
     assert "SURELY_NOT_SET" in refusal.value.why
 
 
-@dataclass
-class Opening(Part):
-    """A component that opens the file `path`; `label` is another text option."""
-
-    label: str
-    path: str
-
-    def __post_init__(self) -> None:
-        Path(self.path).read_text()
-
-
-def test_an_os_error_is_refused_by_the_key_of_the_path(tmp_path: Path) -> None:
-    path = str(tmp_path / "absent")
-    with pytest.raises(ConfigError) as refusal:
-        build({"_target_": "runner.tests.Opening", "label": "a", "path": path}, Part, "opening")
-    assert (refusal.value.key, refusal.value.got) == ("opening.path", path)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Packages whose classes may be named
 
