@@ -104,7 +104,7 @@ def _run(arguments: list[str]) -> list[int]:
         return []
     job = compose_run(composer, options.overrides)
     if options.cfg:
-        from runner.storage.saved_config import config_yaml
+        from runner.storage.saved_run import config_yaml
 
         print(config_yaml(job.config), end="")
         return []
