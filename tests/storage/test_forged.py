@@ -159,20 +159,17 @@ def test_weights_of_another_form_are_refused(forger: Callable[[str], Forger]) ->
     assert run.with_content("model.safetensors", {k: t for k, t in content.items() if k != key}) == "refused"
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "state.pt", "rank_0.pt"])
-@pytest.mark.parametrize("content", [b"", b"PK\5\6" + bytes(18), b"[]", b"\x80\x02]."], ids=range(4))
-def test_a_file_of_another_format_is_refused(forger: Callable[[str], Forger], file: str, content: bytes) -> None:
+def test_a_file_of_another_format_or_with_unrelated_content_is_refused(forger: Callable[[str], Forger]) -> None:
     run = forger("sgd")
-    (run.path / file).write_bytes(content)
-    rewrite_manifest(run.path)
-    assert run.outcome() == "refused"
-
-
-@pytest.mark.parametrize("content", [None, 3, [], {}], ids=range(4))
-def test_a_file_with_unrelated_content_is_refused(forger: Callable[[str], Forger], content: Any) -> None:
-    run = forger("sgd")
-    assert run.with_content("state.pt", content) == "refused"
-    assert run.with_content("rank_0.pt", content) == "refused" or content == {}  # {} means that there is no state
+    for file in ("model.safetensors", "state.pt", "rank_0.pt"):
+        for content in (b"", b"PK\5\6" + bytes(18), b"[]", b"\x80\x02]."):
+            run.restore()
+            (run.path / file).write_bytes(content)
+            rewrite_manifest(run.path)
+            assert run.outcome() == "refused", (file, content)
+    for value in (None, 3, [], {}):
+        assert run.with_content("state.pt", value) == "refused"
+        assert run.with_content("rank_0.pt", value) == "refused" or value == {}  # {} means that there is no state
 
 
 def test_deep_content_is_refused(forger: Callable[[str], Forger]) -> None:

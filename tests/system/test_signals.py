@@ -175,17 +175,6 @@ def test_a_thread_installs_no_handlers() -> None:
     assert seen == [("", before)]
 
 
-def test_a_signal_is_received_even_if_the_terminal_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(*_: object) -> int:
-        raise BrokenPipeError
-
-    with StopRequest() as stop:
-        monkeypatch.setattr(os, "write", gone)
-        os.kill(os.getpid(), signal.SIGTERM)
-        monkeypatch.undo()
-        assert stop.received == "SIGTERM"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Signals to a command that is training
 

@@ -86,11 +86,9 @@ Last error:
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously"),
-    RuntimeError("CUDA driver error: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("FIND was unable to find an engine to execute this computation"),
-    torch.distributed.DistBackendError(f"{NCCL}Cuda failure 2 'out of memory'"),
     torch.distributed.DistBackendError(f"{NCCL}Failed to CUDA calloc async 608 bytes"),
     RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB)."),
     RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: not enough memory: you tried to allocate"),
@@ -102,7 +100,6 @@ OUT_OF_MEMORY = [
 ]
 OTHERS = [
     RuntimeError("MPS backend is not available"),
-    torch.AcceleratorError("CUDA error: device-side assert triggered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
     torch.distributed.DistBackendError(f"{NCCL}Cuda failure 700 'an illegal memory access was encountered'"),
     OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
