@@ -138,14 +138,11 @@ def _beginning(claim: Claim, run: Run, overrides: list[str]) -> Callable[[], Non
 
 
 def _begin(path: Path, files: Mapping[Path, bytes], named: Path | None, key: str) -> None:
-    """Write `files`, and rename the earlier result and the checkpoints after `named`; all, or nothing.
-
-    If the files are there, which hold the time of the session, one of its processes has begun it.
-    """
+    """Write `files`, and rename the earlier result and the checkpoints after `named`; all, or nothing."""
     try:
         with suppress(OSError):
             if all(read_regular(file, len(content)) == content for file, content in files.items()):
-                return
+                return  # they hold the time of the session: one of its processes has begun it
         superseded = _later_checkpoints(named)
         superseded += [path / run_directory.RESULT] if (path / run_directory.RESULT).exists() else []
         with renamed_together(files):
@@ -263,9 +260,7 @@ def _unfinished(run: Run, parent: Path) -> Claim | None:
     """Claim the newest unfinished run in `parent` with the config of `run`, or log in what the nearest differs."""
     nearest, fewest = None, []
     for path in reversed(run_directory.readable_entries(parent)):
-        if path.is_symlink():  # such as `latest`; the run itself is in this directory, or belongs to another one
-            continue
-        if run_directory.read_result(path).get("status") == "done":
+        if path.is_symlink() or run_directory.read_result(path).get("status") == "done":  # a link such as `latest`
             continue
         found = _differences(path, run)
         if found:

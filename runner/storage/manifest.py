@@ -68,10 +68,7 @@ def saved_text(directory: Path, name: str) -> str | None:
             return None
         content = read_regular(directory / name, MAX_BYTES)
         _verify(directory / name, hashlib.sha256(content).hexdigest(), sha256)
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise untrusted(directory, f"{name} is not UTF-8: {error.reason}") from None
+    return content.decode(errors="replace")
 
 
 def untrusted(directory: Path, why: str) -> ConfigError:

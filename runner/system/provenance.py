@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -117,7 +116,6 @@ def collect_findings(findings: list[str], what: str) -> Iterator[None]:
     findings += [f"{what}: {_first_line(warning.message)}" for warning in caught]
 
 
-@cache
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -126,5 +124,4 @@ def _version(package: str) -> str | None:
 
 
 def _first_line(message: object) -> str:
-    lines = str(message).strip().splitlines()
-    return lines[0] if lines else "no reason given"
+    return str(message).strip().partition("\n")[0]
