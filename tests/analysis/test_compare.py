@@ -108,9 +108,7 @@ def test_many_differing_keys_are_shown_in_one_column_without_broken_words(
     write_run_directory(tmp_path / "b", "optimizer.lr=0.2", *more, **evaluation_entries(0.95, 0.85))
     words = compared(capsys, tmp_path).split()
     assert words[:2] == ["options", "runs"]
-    assert {"optimizer.lr=0.2", "optimizer.weight_decay=0.5", "schedule=cosine", "workload.label_smoothing=0.25"} <= {
-        *words
-    }
+    assert {"optimizer.lr=0.2", *more[:3]} <= {*words}
     assert words.index("optimizer.lr=0.2") < words.index("optimizer.lr=0.1")  # the best row is still the first
     assert "optimizer.lr,schedule," in compared(capsys, tmp_path, "--csv")  # in CSV, each key has a column
 
@@ -204,14 +202,12 @@ def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(
     ("arguments", "why"),
     [
         (["absent"], "PATH: got 'absent': there is no such directory\n  name a run directory"),
-        (["x" * 300], "PATH: got 'xxx"),
         (["~nobody-of-this-name/x"], "PATH: got '~nobody-of-this-name/x': there is no such directory"),
         (["empty"], "PATH: got 'empty': it contains no run\n  name a run directory"),
         (
             ["sweep", "--metric", "accuracies"],
             "--metric: got 'accuracies': no run that is done has this metric;\n  did",
         ),
-        (["sweep", "--best"], "--best: there is no such flag;"),
     ],
 )
 def test_invalid_paths_and_options_are_refused(
@@ -265,11 +261,9 @@ def test_options_are_labeled_by_file_name_without_the_keys_they_set(tmp_path: Pa
     ("mean", "deviation", "text"),
     [
         (5.3171, 0.0523, "5.317 ± 0.052"),
-        (5.3171, 5.23, "5.3 ± 5.2"),
         (123.4, 52.3, "123 ± 52"),
         (0.001234, 0.0000523, "0.001234 ± 0.000052"),
         (5.0, 0.0, "5.0000 ± 0.0000"),
-        (0.0, 0.0, "0.0 ± 0.0"),
         (5.31789, math.nan, "5.318"),
     ],
 )

@@ -343,15 +343,6 @@ def test_special_characters_in_values_keys_and_metrics_are_escaped(
         assert any(drawn[:10] in each for each in texts)
 
 
-def test_runs_in_a_directory_of_any_name_are_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = Sweep(tmp_path / os.fsdecode(b"a b=c%d" + b"a\nb" + b"a\xffb" + b"x" * 200))
-    for lr in (0.1, 0.2):
-        sweep.add(2.0, f"optimizer.lr={lr}")
-    assert plot.main([str(sweep.path)]) == 0
-    assert capsys.readouterr().out.encode()
-    assert (sweep.path / "plots" / "sweep.png").is_file()
-
-
 def test_a_config_that_no_run_can_have_does_not_stop_plotting(sweep: Sweep) -> None:
     for size, value in itertools.product((3, 7), ("many", -3, 10**20, None)):
         directory = sweep.add(1.0, "parallel=pipeline", f"parallel.split_size={size}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.compose import TINY_CPU, build_composed_run
+from helpers.compose import build_composed_run
 
 from runner.config.errors import ConfigError
 from runner.planning.auto_accumulation import fitting_accumulation
@@ -21,12 +21,7 @@ TYPED = ("model=tiny", "data.size=8", "device=cpu", "batch_size=512")
 
 
 class FakeTrials:
-    """A replacement for `Trial` that raises an out-of-memory error for fewer than `least` micro-batches.
-
-    Args:
-        least: the smallest number of micro-batches that fits.
-        error: if not None, every attempt raises this error, regardless of `least`.
-    """
+    """A replacement for `Trial` that raises `error`, or an error for fewer than `least` micro-batches."""
 
     def __init__(self, least: int = 1, error: TrialError | None = None):
         self.least, self.error = least, error
@@ -61,14 +56,10 @@ def needed(count: int, *typed: str) -> float:
     return needed_bytes(session.device, [rank.peak_bytes for rank in trace(run, session)])
 
 
-def test_a_config_that_clearly_fits_is_not_tried() -> None:
+def test_what_clearly_fits_or_is_predicted_not_to_fit_is_not_tried() -> None:
     attempts = FakeTrials()
     assert fitting(100e9, attempts)[0] == 1
     assert attempts.counts == []
-
-
-def test_counts_that_are_predicted_not_to_fit_are_not_tried() -> None:
-    attempts = FakeTrials()
     between = (needed(2) + needed(4)) / 2
     found, said = fitting(between, attempts)
     assert (found, attempts.counts) == (4, [4])
@@ -114,9 +105,3 @@ def test_smaller_batches_of_batch_normalization_are_reported() -> None:
     _, said = fitting(1.2 * needed(1, *resnet), FakeTrials(least=2), *resnet)
     assert said[-1].endswith("batch normalization sees smaller batches (model.norm=group avoids this)")
     assert "batch normalization" not in said[0]
-
-
-def test_auto_accumulation_counts_as_one_until_it_is_chosen() -> None:
-    assert build_composed_run(*TINY_CPU, "accumulation=auto").accumulation.count == 1
-    with pytest.raises(ConfigError, match="accumulation"):
-        build_composed_run(*TINY_CPU, "accumulation.steps=many")

@@ -135,9 +135,8 @@ def test_memory_is_broken_down_by_kind() -> None:
 
 
 def test_allocations_of_the_optimizer_step_count_as_temporary() -> None:
-    [rank] = planned(
-        *TINY_CPU, "model.hidden=10000", "batch_size=2", "steps=1", "optimizer=adamw", "optimizer.fused=false"
-    )
+    adamw = ("optimizer=adamw", "optimizer.fused=false")
+    [rank] = planned(*TINY_CPU, "model.hidden=10000", "batch_size=2", "steps=1", *adamw)
     weights = rank.kept["parameters"]
     assert rank.peak["gradients"] == weights, "the peak is in the update"
     assert rank.peak["temporary"] > weights / 2
@@ -173,10 +172,8 @@ def test_stages_that_a_run_balances_by_time_are_planned_by_their_operations(engi
 
 def test_pipeline_stages_have_their_own_layers() -> None:
     first, second = planned(*RESNET, *PIPELINE)
-    assert (first.blocks[0], first.blocks[-1], second.blocks[0], second.blocks[-1]) == (
-        *("stem", "layer2.1"),
-        *("layer3.0", "head"),
-    )
+    ends = [first.blocks[0], first.blocks[-1], second.blocks[0], second.blocks[-1]]
+    assert ends == ["stem", "layer2.1", "layer3.0", "head"]
     assert not first.saved.keys() & second.saved.keys()
     [whole] = planned(*RESNET)
     assert first.saved | second.saved == whole.saved
@@ -240,13 +237,8 @@ def _network(*overrides: str) -> torch.nn.Module:
 
 def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, *RESNET, "parallel=ddp", "accumulation=2", "epochs=3", "steps=null")
-    assert found["batch"] == {
-        "batch_size": 16,
-        "data_shards": 2,
-        "accumulation": 2,
-        "pipeline_micro_batches": 1,
-        "samples_per_pass": 4,
-    }
+    batch = {"batch_size": 16, "data_shards": 2, "accumulation": 2, "pipeline_micro_batches": 1, "samples_per_pass": 4}
+    assert found["batch"] == batch
     assert found["length"] == {"steps": 12, "samples": 192, "steps_per_epoch": 4.0, "epochs": 3.0}
     assert [rank["samples"] for rank in found["ranks"]] == [[0, 8], [8, 16]]
     weights = sum(p.numel() * 4 for p in _network(*RESNET).parameters())
@@ -262,16 +254,8 @@ def test_the_memory_of_a_gpu_is_that_which_counts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     ranks = trace(run, session)
     found = report_of(run, session, ranks)["host"]
-    assert found == {
-        "memory_of": "cuda:1 (GPU)",
-        "tensor_bytes": ranks[0].peak_bytes,
-        "available_bytes": 7_000_000_000,
-    }
-
-
-def test_keep_0_is_planned_with_the_disk_space_of_keep_1(capsys: pytest.CaptureFixture[str]) -> None:
-    one, none = (report(capsys, *TINY_CPU, f"keep={count}")["checkpoint"] for count in (1, 0))
-    assert none == one == {"bytes": one["bytes"], "disk_bytes": 3 * one["bytes"]}
+    assert found is not None
+    assert list(found.values()) == ["cuda:1 (GPU)", ranks[0].peak_bytes, 7_000_000_000]
 
 
 def test_bubbles_are_reported_for_each_schedule_and_split_size(capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,8 +295,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formulas(
 
 
 def test_workers_wait_for_the_slowest_stage() -> None:
-    """Of two stages that take 1 and 3, the second computes 8 × 3, after 1; the first computes 8 of 25."""
-    [*_, row] = bubbles(["gpipe"], 2, 8, [1.0, 3.0])
+    [*_, row] = bubbles(["gpipe"], 2, 8, [1.0, 3.0])  # the second computes 8 × 3, after 1; the first 8 of 25
     assert row["gpipe"] == pytest.approx(1 - (8 + 24) / (2 * 25))
 
 
@@ -342,19 +325,13 @@ def test_a_config_that_does_not_fit_is_reported_with_changes_that_fit(capsys: py
 
 REFUSED = {
     "--devices 0": "--devices",
-    "--devices many": "--devices",
     "--memory 80iB": "--memory",
-    "--memory 0GB": "--memory",
     "--memory 80": "--memory",
     "outputs/nope": "directory: got 'outputs/nope'",
-    "outputs/nope-seed=1+lr=2": "directory: got 'outputs/nope-seed=1+lr=2'",
-    "--measure": "--measure",
     "resume=outputs/classifier/run": "resume",
-    "optimizer.lr=0.1,0.2": "optimizer.lr",
     "batch_size=3 accumulation=2": "batch_size",
     "parallel=pipeline workload=dqn": "workload",
     "parallel=ddp parallel.processes=4 --devices 2": "parallel.processes",
-    "model=resnet19": "model",
     "model=resnet18 data=synthetic data.size=16 parallel=ddp --devices 8 batch_size=8": "batch_size",
 }
 
@@ -384,11 +361,7 @@ def test_a_run_is_planned_from_its_directory(tmp_path: Path, capsys: pytest.Capt
     assert changed["measured"] is None, "it has not trained like this"
     (run / "result.json").write_text(json.dumps(result | {"step_seconds": {"median": "soon"}}))
     assert report(capsys, str(run))["measured"] is None
-
-
-def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"directory: got '{tmp_path}'")
+    assert plan.main([str(tmp_path)]) == 2, "it is not a run"
 
 
 def test_ranks_with_the_same_work_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:

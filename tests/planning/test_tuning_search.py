@@ -19,12 +19,11 @@ class SimulatedMachine:
     """A simulated machine on which the steps of each candidate take a known time, multiplied by noise and `slowness`.
 
     Args:
-        seconds: a dict from the overrides of each candidate, joined by spaces, to the seconds of one step.
+        seconds: the seconds of one step of each candidate, by its overrides, joined by spaces.
         noise: standard deviation of the logarithm of a burst's time.
-        startup: a dict from the overrides of a candidate, joined by spaces, to the seconds until its first step is
-            done. Candidates that are not in the dict need one second.
+        startup: the seconds until the first step of a candidate is done; one second if it is left out.
         slowness: function that takes the time of the clock and returns the factor by which step times are multiplied.
-        results: the kind of effect of each candidate; `last bits` of those that are not in the dict.
+        results: the kind of effect of each candidate; `last bits` if it is left out.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class SimulatedMachine:
         self.results = {"": BITWISE} | (results or {})
         self.now, self.random, self.running = 0.0, random.Random(0), 0
         self.trained: dict[str, float] = {}
-        self.patience: list[float] = []
 
     def judge(self, overrides: Overrides) -> Candidate:
         name = " ".join(overrides)
@@ -67,7 +65,6 @@ class SimulatedTrial:
 
     def burst(self, seconds: float) -> Burst:
         machine = self.machine
-        machine.patience.append(seconds)
         each = machine.seconds[self.name] * machine.slowness(machine.now)
         each *= machine.random.lognormvariate(0.0, machine.noise)
         if each < 0:
@@ -116,15 +113,6 @@ def test_slow_candidates_cost_little_time() -> None:
     assert max(machine.trained[f"slow{i}"] for i in range(10)) < machine.trained["fast"] / 2
 
 
-def test_the_budget_is_kept() -> None:
-    seconds = {"": 0.010, **{f"c{i}": 0.010 + 0.0001 * i for i in range(30)}}
-    machine = SimulatedMachine(seconds, 0.05, startup={f"c{i}": 4.0 for i in range(30)})
-    search = machine.search(budget=30.0)
-    chosen(search, group(seconds))
-    assert machine.now < 31
-    assert sum(row.reason == BUDGET_SPENT for row in search.candidates) > 20
-
-
 def test_every_group_has_its_turn() -> None:
     """A group with many candidates that start slowly takes the turn of no other group, and time is left to compile."""
     many = [f"parallel={i}" for i in range(30)]
@@ -144,15 +132,8 @@ def test_every_group_has_its_turn() -> None:
 def test_groups_are_combined_with_the_fastest_so_far() -> None:
     machine = SimulatedMachine({"": 0.010, "a": 0.008, "b": 0.012, "a c": 0.006, "a c d": 0.007, "a c e": 0.006})
     search = machine.search()
-    assert chosen(search, group("ab"), group("c", "2"), group("de", "3")) == "a c", "a tie, and it was there before"
+    assert chosen(search, group("aba"), group("c", "2"), group("de", "3")) == "a c", "a tie, and it was there before"
     assert list(statuses(search)) == ["", "a", "b", "a c", "a c d", "a c e"]
-
-
-def test_a_candidate_with_a_known_config_is_not_measured_again() -> None:
-    machine = SimulatedMachine({"": 0.010, "a": 0.008})
-    search = machine.search()
-    chosen(search, group(["a", "a"]), group([], "none"))
-    assert list(statuses(search)) == ["", "a"]
 
 
 def test_a_tie_keeps_the_baseline() -> None:
@@ -191,12 +172,6 @@ def test_a_baseline_that_fails_is_an_error() -> None:
         chosen(SimulatedMachine({"": -1.0}).search())
     with pytest.raises(TooLateError):
         chosen(SimulatedMachine({"": 1.0}, startup={"": 100.0}).search())
-
-
-def test_a_burst_may_take_ten_times_its_usual_time() -> None:
-    machine = SimulatedMachine({"": 30.0})
-    chosen(machine.search(budget=600.0))
-    assert max(machine.patience[1:]) >= 60
 
 
 def test_rows_as_plain_values() -> None:
