@@ -10,20 +10,16 @@ import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from helpers.compose import TINY_CPU
 from helpers.disk_faults import DiskFault, inject_disk_fault
-from helpers.dry_run import run_in_this_process
+from helpers.dry_run import disturbed_at, run_in_this_process
 from helpers.fault_checks import assert_newest_checkpoint_valid, assert_no_temporary_files, assert_one_value_per_step
 from helpers.faults import RUN_ALL_FAULTS as ALL
 from helpers.runs import assert_bitwise_equal, run_outcome
-
-import runner.training
 
 OPTIONS = (*TINY_CPU, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=3")
 OPTIONS += ("log_every=1", "name=a", "resume=auto")
@@ -143,18 +139,6 @@ def test_disk_errors_outside_of_checkpoints_are_reported_and_lose_no_checkpoint(
     code, console = run_in_this_process([*OPTIONS[:-1], f"resume={path}"], tmp_path)
     assert code == 0, console
     assert_bitwise_equal({**run_outcome(path), "curves": undisturbed["curves"]}, undisturbed)
-
-
-def disturbed_at(step: int, act: Callable[[Path], None]) -> Any:
-    """Patch `train_step` so that it calls `act` with the run directory before step `step`."""
-    original = runner.training.train_step
-
-    def train_step(state: Any, batches: Any, number: Any, log_due: bool) -> Any:
-        if number.number == step:
-            act(state.directory)
-        return original(state, batches, number, log_due)
-
-    return mock.patch("runner.training.train_step", train_step)
 
 
 @pytest.mark.parametrize("what", ["", "checkpoints"])

@@ -14,16 +14,14 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import safetensors.torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
-from helpers.dry_run import run_in_this_process
+from helpers.dry_run import disturbed_at, run_in_this_process
 from helpers.faults import RUN_ALL_FAULTS as ALL
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome, write_images
 
-import runner.training
 from runner.analysis.comparison import Comparison
 from runner.analysis.tables import as_csv, terminal
 from runner.commands import plot
@@ -72,14 +70,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def crashed(cwd: Path, *arguments: str) -> str:
     """Run the command so that it crashes in its third step, and return the console output."""
-    original = runner.training.train_step
 
-    def train_step(state: Any, batches: Any, step: Any, log_due: bool) -> Any:
-        if step.number == 3:
-            raise RuntimeError("the power of the device is gone")
-        return original(state, batches, step, log_due)
+    def fail(_: Path) -> None:
+        raise RuntimeError("the power of the device is gone")
 
-    with mock.patch("runner.training.train_step", train_step):
+    with disturbed_at(3, fail):
         code, console = run_in_this_process([*OPTIONS, *arguments], cwd)
     assert code == 1, console
     return console
@@ -91,35 +86,10 @@ def said(console: str, what: str) -> list[str]:
     return shlex.split(line.partition(": ")[2])
 
 
-def assert_resumes_as_said(console: str, cwd: Path, undisturbed: dict[str, Any], plots: bool = False) -> None:
-    python, flag, module, *arguments = said(console, "resume")
-    assert (python, flag, module) == ("python", "-m", "runner")
-    code, console = run_in_this_process(arguments, cwd)
-    assert code == 0, console
-    assert "Traceback" not in console
-    [found] = said(console, "run")
-    run = cwd / os.fsdecode(os.fsencode(found))
-    assert_bitwise_equal(outcome_of(run), undisturbed)
-    assert json.loads((run / "result.json").read_text())["status"] == "done"
-    if plots:
-        assert_plots(run.parent)
-
-
 def outcome_of(run: Path) -> dict[str, Any]:
     """Return the outcome of a run, read from a copy: TensorBoard cannot read directories whose name is not UTF-8."""
     with tempfile.TemporaryDirectory() as copy:
         return run_outcome(Path(shutil.copytree(run, Path(copy, "run"))))
-
-
-def assert_plots(path: Path) -> None:
-    if ALL:
-        with contextlib.redirect_stdout(io.StringIO()):
-            assert plot.main([str(path.absolute())]) == 0
-        return
-    compared = Comparison([path])
-    assert len(compared.rows) == 1
-    assert terminal(compared, 160)
-    assert as_csv(compared).encode()
 
 
 def assert_refused(code: int, console: str, key: str, then: str = ": got ") -> None:
@@ -139,7 +109,22 @@ def test_a_run_with_an_unusual_directory_output_root_and_name_resumes_and_is_plo
     words = (f"output_root=./{name}/runs", f"name={name}") if named else ()
     console = crashed(cwd, *words)
     assert not named or (cwd / name / "runs" / name).is_dir(), list(cwd.iterdir())
-    assert_resumes_as_said(console, cwd, undisturbed, plots=True)
+    python, flag, module, *arguments = said(console, "resume")
+    assert (python, flag, module) == ("python", "-m", "runner")
+    code, console = run_in_this_process(arguments, cwd)
+    assert code == 0, console
+    assert "Traceback" not in console
+    [found] = said(console, "run")
+    run = cwd / os.fsdecode(os.fsencode(found))
+    assert_bitwise_equal(outcome_of(run), undisturbed)
+    assert json.loads((run / "result.json").read_text())["status"] == "done"
+    if ALL:
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert plot.main([str(run.parent.absolute())]) == 0
+    compared = Comparison([run.parent])
+    assert len(compared.rows) == 1
+    assert terminal(compared, 160)
+    assert as_csv(compared).encode()
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, *INTERPRETED])

@@ -14,6 +14,7 @@ from unittest import mock
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
+from runner import training
 from runner.api.run_job import trained, write_result
 from runner.commands.train import run_command
 from runner.parallel.session import Session
@@ -74,6 +75,18 @@ def run_in_this_process(arguments: list[str], cwd: Path, trained: Callable[..., 
         with mock.patch("runner.api.run_job.trained", trained), mock.patch.object(sys, "argv", ["runner"]):
             code = run_command(arguments)
     return code, console.getvalue()
+
+
+def disturbed_at(step: int, act: Callable[[Path], None]) -> Any:
+    """Patch `train_step` so that it calls `act` with the run directory before step `step`."""
+    original = training.train_step
+
+    def train_step(state: Any, batches: Any, number: Any, log_due: bool) -> Any:
+        if number.number == step:
+            act(state.directory)
+        return original(state, batches, number, log_due)
+
+    return mock.patch("runner.training.train_step", train_step)
 
 
 @contextlib.contextmanager

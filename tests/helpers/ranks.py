@@ -36,16 +36,10 @@ class PersistentRanks:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.count):
             ours, theirs = multiprocessing.Pipe()
-            variables = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self.count),
-                "LOCAL_WORLD_SIZE": str(self.count),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is in this process, not in rank 0
-                "OMP_NUM_THREADS": "1",
-            }
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            variables |= {"WORLD_SIZE": str(self.count), "LOCAL_WORLD_SIZE": str(self.count)}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
+            variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is in this process, not in rank 0
             context: Any = multiprocessing.get_context(METHOD)
             process = context.Process(target=_serve, args=(theirs, variables), daemon=True)
             process.start()
@@ -57,34 +51,29 @@ class PersistentRanks:
         """Return the result of `function(*arguments)` on each rank. After an error, the next call starts new ranks."""
         if not self.processes:
             self.start()
-        for pipe in self.pipes:
-            try:
-                pipe.send((function, arguments))
-            except BrokenPipeError:
-                raise self._lost(pipe) from None
         answers: dict[Any, Any] = {}
-        while len(answers) < self.count:
-            ready: list[Any] = connection.wait([pipe for pipe in self.pipes if pipe not in answers], TIMEOUT_SECONDS)
-            for pipe in ready:
-                try:
+        try:
+            for pipe in self.pipes:
+                pipe.send((function, arguments))
+            while len(answers) < self.count:
+                ready: list[Any] = connection.wait(
+                    [each for each in self.pipes if each not in answers], TIMEOUT_SECONDS
+                )
+                if not ready:
+                    raise TimeoutError(f"{len(answers)} of {self.count} ranks answered within {TIMEOUT_SECONDS:g} s")
+                for pipe in ready:
                     answers[pipe], trouble = pipe.recv()
-                except EOFError:
-                    raise self._lost(pipe) from None
-                if trouble:
-                    self.close()
-                    raise answers[pipe] from RuntimeError(trouble)
-            if not ready:
-                self.close()
-                raise TimeoutError(f"{len(answers)} of {self.count} ranks answered within {TIMEOUT_SECONDS:g} s")
+                    if trouble:
+                        raise answers[pipe] from RuntimeError(trouble)
+        except (EOFError, BrokenPipeError):
+            ended = connection.wait([process.sentinel for process in self.processes], TIMEOUT_SECONDS)
+            codes = {rank: each.exitcode for rank, each in enumerate(self.processes) if each.sentinel in ended}
+            self.close()
+            raise RuntimeError(f"ranks ended with these exit codes: {codes}") from None
+        except BaseException:
+            self.close()
+            raise
         return [answers[pipe] for pipe in self.pipes]
-
-    def _lost(self, pipe: Connection) -> RuntimeError:
-        """End all ranks, and return an error that says how the rank behind `pipe` ended."""
-        rank = self.pipes.index(pipe)
-        process = self.processes[rank]
-        process.join(TIMEOUT_SECONDS)
-        self.close()
-        return RuntimeError(f"rank {rank} ended with exit code {process.exitcode}")
 
     def train(self, config: dict[str, Any], directory: Path, change: Callable[..., Any] | None = None) -> Any:
         """Train the run of `config` in `directory`, and return rank 0's result; `change` gets each run and session."""

@@ -216,7 +216,7 @@ def test_an_expected_difference_is_explained(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["parallel=ddp", workload("Float32Attention")], "something here computes in fewer than 64 bits"),
+        (["parallel=ddp", workload("Float32")], "something here computes in fewer than 64 bits"),
         (["accumulation=2", workload("AmplifiesRounding")], "on a single device alone"),
         (["accumulation=2", workload("Diverges")], "on a single device, the loss is not finite at step 1"),
     ],
