@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import TIMEOUT_SECONDS, child_environment
+from helpers.command import TIMEOUT_SECONDS, child_environment, wait_until
 
 from runner.data.base import DataError
 from runner.data.workers import Workers, default_count
@@ -100,64 +101,43 @@ def test_one_set_of_workers_serves_iterations_that_overlap_or_are_not_completed(
     workers.close()
 
 
-def stop(processes) -> None:
-    for process in processes:
-        os.kill(process.pid, signal.SIGSTOP)
-
-
-@pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
-def test_a_worker_that_died_or_stopped_between_two_passes_raises_an_error(fate, others):
-    workers = Workers(1)
-    assert len(list(workers.read(Squares(), jobs(4)))) == 4
-    workers.timeout = 1
-    for process in set(multiprocessing.active_children()) - others:
-        os.kill(process.pid, getattr(signal, fate))  # pyright: ignore[reportArgumentType]
+def error_of(results: Iterator[torch.Tensor]) -> DataError:
     with pytest.raises(DataError) as raised:
-        list(workers.read(Squares(), jobs(4)))
-    assert {"SIGKILL": "SIGKILL", "SIGSTOP": " 1 s"}[fate] in raised.value.why
-    assert set(multiprocessing.active_children()) <= others
-
-
-def read_to_the_end(results, first: int = 0) -> tuple[DataError, float]:
-    """Read until a `DataError` is raised; return the error, and the seconds since the last result."""
-    since = time.monotonic()
-    try:
-        for number, result in enumerate(results, start=first):
-            assert result[0] == number**2
-            since = time.monotonic()
-    except DataError as error:
-        return error, time.monotonic() - since
-    pytest.fail("no error came")
-
-
-@pytest.mark.parametrize("fate", ["SIGKILL", "SIGBUS"])
-def test_a_killed_worker_raises_an_error_at_once(fate, others):
-    error, _ = read_to_the_end(Workers(2, timeout=2 * TIMEOUT_SECONDS).read(Squares(), jobs(1000, 0, {20: fate})))
-    assert fate in error.why
-    assert "data.workers=0" in error.remedy, "not the timeout's"
-    assert set(multiprocessing.active_children()) <= others
-
-
-def test_a_suspended_worker_raises_an_error_after_the_timeout(others):
-    workers = Workers(2)
-    results = workers.read(Squares(), jobs(1000, 0.01, {20: "SIGSTOP"}))
-    assert next(results)[0] == 0
-    workers.timeout = 2  # set only after the workers have started, which may take long
-    error, seconds = read_to_the_end(results, first=1)
-    assert " 2 s" in error.why
-    assert "data.timeout" in error.remedy
-    assert seconds > 1, "it was waited for"
-    assert set(multiprocessing.active_children()) <= others
-
-
-def test_workers_suspended_while_they_send_batches_raise_an_error(others):
-    workers = Workers(2)
-    results = workers.read(Squares(), jobs(100_000))
-    next(results)
-    stop(set(multiprocessing.active_children()) - others)  # perhaps before they have sent the memory of a batch
-    workers.timeout = 1
-    with pytest.raises(DataError, match="no batch arrived within 1 s"):
         list(results)
+    return raised.value
+
+
+@pytest.mark.parametrize(("fate", "when"), [("SIGKILL", "idle"), ("SIGKILL", "loading"), ("SIGBUS", "loading")])
+def test_a_killed_worker_raises_an_error_at_once(fate: str, when: str, others):
+    workers = Workers(2, timeout=2 * TIMEOUT_SECONDS)
+    if when == "idle":
+        assert len(list(workers.read(Squares(), jobs(4)))) == 4
+        for process in set(multiprocessing.active_children()) - others:
+            os.kill(process.pid, signal.SIGKILL)  # pyright: ignore[reportArgumentType]
+    error = error_of(workers.read(Squares(), jobs(1000, 0, {20: fate})))
+    assert fate in error.why, "not the timeout"
+    assert "data.workers=0" in error.remedy
+    assert set(multiprocessing.active_children()) <= others
+
+
+@pytest.mark.parametrize("when", ["idle", "loading", "sending"])
+def test_a_suspended_worker_raises_an_error_after_the_timeout(when: str, others):
+    workers = Workers(2)
+    results = workers.read(
+        Squares(), jobs(*{"idle": (4,), "loading": (1000, 0.01, {20: "SIGSTOP"}), "sending": (10**5,)}[when])
+    )
+    assert next(results)[0] == 0
+    if when == "idle":
+        list(results)
+    if when != "loading":  # perhaps before they have sent the memory of a batch
+        for process in set(multiprocessing.active_children()) - others:
+            os.kill(process.pid, signal.SIGSTOP)  # pyright: ignore[reportArgumentType]
+    workers.timeout = 1.5  # set only after the workers have started, which may take long
+    since = time.monotonic()
+    error = error_of(workers.read(Squares(), jobs(4)) if when == "idle" else results)
+    assert "no batch arrived within 1.5 s" in error.why
+    assert "data.timeout" in error.remedy
+    assert time.monotonic() - since > 1, "it was waited for"
     assert set(multiprocessing.active_children()) <= others
 
 
@@ -189,79 +169,40 @@ def test_the_default_leaves_a_core_to_each_training_process(monkeypatch, cores, 
 # Workers of a process that ends
 
 
-@pytest.fixture
-def program():
-    """Return a function that starts a process that reads with two workers.
-
-    The function returns the process, and a list of three process ids: those of the workers and that of their parent.
-    """
-    started: list[tuple[subprocess.Popen[str], list[int]]] = []
-
-    def start(what: str) -> tuple[subprocess.Popen[str], list[int]]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "helpers.programs", "read_with_workers", what],
-            env=child_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        pids = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(pids) == 2
-        started.append((process, [*pids, parent(pids[0])]))
-        return started[-1]
-
-    yield start
-    for process, pids in started:  # processes that a failed test has left
-        process.kill()
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate()
-
-
-def status(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name: state, parent, …; an empty list if there is no process."""
+def is_running(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between opening and reading
-        return []
+        return False
 
 
-def parent(pid: int) -> int:
-    return int(status(pid)[1])
-
-
-def left_after(pids: list[int], seconds: float) -> list[int]:
-    end = time.monotonic() + seconds
-    left = pids
-    while left and time.monotonic() < end:
-        left = [pid for pid in left if status(pid)[:1] not in ([], ["Z"])]
-        time.sleep(0.02)
-    return left
-
-
-on_linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
-
-
-@on_linux
-def test_workers_ignore_signals_and_end_when_their_run_is_killed(program):
-    process, pids = program("endless")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        for pid in pids:
-            os.kill(pid, number)
-    time.sleep(0.3)
-    assert process.poll() is None
-    assert left_after(pids, 0.1) == pids
-    process.kill()
-    assert left_after(pids, TIMEOUT_SECONDS) == []
-
-
-@on_linux
-def test_a_run_exits_with_its_workers_although_the_generator_is_open(program):
-    process, pids = program("exit")
-    assert process.wait(TIMEOUT_SECONDS) == 0
-    assert left_after(pids, TIMEOUT_SECONDS) == []
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
+@pytest.mark.parametrize("what", ["endless", "exit"])
+def test_workers_end_with_their_run_whether_it_is_killed_or_exits_and_ignore_signals(what: str) -> None:
+    """A run that exits has an open generator."""
+    words = [sys.executable, "-m", "helpers.programs", "read_with_workers", what]
+    pids = []
+    with subprocess.Popen(
+        words, env=child_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            pids = [int(pid) for pid in process.stdout.readline().split()]
+            assert len(pids) == 2
+            if what == "endless":
+                for number, pid in itertools.product((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), pids):
+                    os.kill(pid, number)
+                time.sleep(0.3)
+                assert process.poll() is None
+                assert all(map(is_running, pids))
+                process.kill()
+            assert process.wait(TIMEOUT_SECONDS) == (0 if what == "exit" else -signal.SIGKILL)
+            wait_until(lambda: not any(map(is_running, pids)))
+        finally:
+            process.kill()
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,26 +217,21 @@ can_mount = pytest.mark.skipif(
 )
 
 
-def read(count: int, option: str) -> str:
-    """Return what `read_megabytes COUNT` prints if /dev/shm is mounted with `option`."""
-    mount = f"mount -t tmpfs -o {option} tmpfs /dev/shm"
-    words = [*NAMESPACE, "sh", "-c", f'{mount} && exec "$0" -m helpers.programs read_megabytes {count}', sys.executable]
-    options = {"env": child_environment(), "capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
-    ended = subprocess.run(words, check=True, **options)  # type: ignore[call-overload]
-    return ended.stdout
-
-
-@can_mount
-def test_batches_are_read_if_those_that_are_loaded_in_advance_fit() -> None:
-    assert read(12, "size=8m") == "12\n"
-
-
 @can_mount
 @pytest.mark.parametrize(
-    ("option", "why"), [("size=256k", "it has no room for a batch"), ("ro", "data workers cannot be started: ")]
+    ("option", "said"),
+    [
+        ("size=8m", "12"),
+        ("size=256k", "/dev/shm: it has no room for a batch"),
+        ("ro", "/dev/shm: data workers cannot be started: "),
+    ],
+    ids=["enough", "too little", "none"],
 )
-def test_too_little_shared_memory_is_an_error_with_a_remedy(option: str, why: str) -> None:
-    said = read(12, option)  # two workers, each with two batches in advance
-    assert said.startswith(f"/dev/shm: {why}")
-    assert "docker run --shm-size=" in said
-    assert "data.workers=0" in said
+def test_too_little_shared_memory_is_an_error_with_a_remedy(option: str, said: str) -> None:
+    mount = f"mount -t tmpfs -o {option} tmpfs /dev/shm"  # two workers, each with two batches of 1 MB in advance
+    words = [*NAMESPACE, "sh", "-c", f'{mount} && exec "$0" -m helpers.programs read_megabytes 12', sys.executable]
+    ended = subprocess.run(
+        words, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
+    )
+    assert ended.stdout.startswith(said)
+    assert ("docker run --shm-size=" in ended.stdout, "data.workers=0" in ended.stdout) == (said != "12",) * 2
