@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runner import seeds
-from runner.seeds import derive, random_bytes, random_state, set_random_state, uniforms
+from runner.seeds import derive, random_bytes, random_state, sample_seeds, set_random_state, uniforms
 
 WORD = (1 << 64) - 1
 
@@ -71,3 +71,11 @@ def test_the_generators_of_all_devices_of_a_process_are_saved(monkeypatch: pytes
     assert torch.equal(torch.rand(3, generator=generators[1]), wanted[2])
     assert torch.equal(torch.rand(3, generator=generators[0]), wanted[0])
     assert saved.keys() == {"cpu", "cuda", "cuda 1"}
+
+
+def test_sample_seeds_differ_by_seed_epoch_and_sample():
+    samples = torch.arange(100)
+    seeds = [sample_seeds(seed, torch.full((100,), epoch), samples) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({value for each in seeds for value in each}) == 400
+    assert sample_seeds(0, torch.zeros(1, dtype=torch.int64), torch.tensor([42])) == [seeds[0][42]]
+    assert all(0 <= value < 1 << 63 for each in seeds for value in each)

@@ -102,8 +102,11 @@ def test_every_row_is_its_sample_augmented_with_the_random_numbers_of_its_seed()
         assert torch.equal(levels(batch), torch.cat((indices[:, None], draws), 1))
 
 
-def test_any_number_of_workers_gives_bitwise_the_same_batches(photos):
+def test_any_number_of_workers_gives_bitwise_the_same_batches_and_no_global_generator_changes(photos):
+    before = torch.get_rng_state(), numpy.random.get_state()[1].copy()
     reference, samples = take(photographed(photos, 0), Plan(6, seed=5), 0, 9), photographed(photos, 3)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (numpy.random.get_state()[1] == before[1]).all()
     assert_same(take(samples, Plan(6, seed=5), 0, 9), reference)
     assert_same(take(samples, Plan(6, seed=5), 4, 5), reference[4:])
     samples.close()
@@ -116,13 +119,6 @@ def test_batches_do_not_depend_on_how_they_are_divided(photos, accumulation, wor
         parts = [take(samples, Plan(12, accumulation, (r, world_size)), step, accumulation) for r in range(world_size)]
         joined = [torch.cat(tensors) for tensors in zip(*itertools.chain(*parts), strict=True)]
         assert_same([Batch(*joined)], [whole])
-
-
-def test_streams_do_not_change_the_global_rng_states(photos):
-    before = torch.get_rng_state(), numpy.random.get_state()[1].copy()
-    take(photographed(photos, 0), Plan(6), 0, 5)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (numpy.random.get_state()[1] == before[1]).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,26 +194,20 @@ def test_each_unreadable_file_is_logged_once_and_counted_once(caplog):
     assert len(notes["skipped_files"]) == 20
 
 
-NAME = os.fsdecode(b"a\xff\n.png")
-
-
 def test_a_name_that_is_not_utf_8_is_escaped_in_the_result_and_the_log(caplog):
-    unreadable = Unreadable(skip=True)
-    unreadable.add(NAME, "damaged")
+    unreadable, name = Unreadable(skip=True), os.fsdecode(b"a\xff\n.png")
+    unreadable.add(name, "damaged")
     result = made_up(unreadable=unreadable).extra_results(alone)
     assert result == {"skipped_images": 1, "skipped_files": ["a\\xff\n.png"]}
     assert caplog.messages == ["skipped a\\xff\n.png: damaged"]
     with pytest.raises(DataError) as error:
-        Unreadable(skip=False).add(NAME, "damaged")
+        Unreadable(skip=False).add(name, "damaged")
     assert error.value.what == "a\\xff\n.png"
 
 
-def test_if_no_training_file_can_be_read_the_run_ends():
+def test_if_no_file_can_be_read_training_ends_and_a_shard_is_empty():
     with pytest.raises(DataError, match="none of them can be read"):
         take(made_up(damaged=tuple(range(20))), Plan(20), 0, 1)
-
-
-def test_a_shard_without_a_readable_file_is_empty():
     samples = made_up(damaged=tuple(range(10)))
     assert [list(samples.in_order(8, (shard, 2), CPU)) for shard in (0, 0)] == [[], []]
     assert sum(len(batch.targets) for batch in samples.in_order(8, (1, 2), CPU)) == 10
@@ -290,20 +280,6 @@ def test_a_closed_stream_waits_for_its_copies_and_closes_its_source():
     batches.close()
     assert cuda.calls[-1] == ("synchronize", "copy")
     assert list(source) == []
-
-
-def test_on_the_cpu_batches_pass_through_one_at_a_time():
-    taken = []
-
-    def source():
-        for number in range(3):
-            taken.append(number)
-            yield torch.tensor([number]), torch.tensor([-number])
-
-    batches = to_device(source(), torch.device("cpu"))
-    for number, (x, y) in enumerate(batches):
-        assert (x.item(), y.item()) == (number, -number)
-        assert taken == list(range(number + 1))  # no batch is loaded ahead, because it would only take memory
 
 
 @pytest.mark.gpu
