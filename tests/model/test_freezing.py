@@ -72,16 +72,10 @@ def test_frozen_batch_normalization_keeps_its_statistics_and_uses_them() -> None
     assert list(model.state_dict()) == list(reference.state_dict())
 
 
-def test_batch_normalization_with_a_trained_parameter_is_not_frozen() -> None:
+def test_batch_normalization_is_frozen_as_a_whole_and_parallel_modes_do_not_convert_it() -> None:
     model = network()
     freeze(model, ["*.bias", "layer1"], [])
-    assert type(model.bn1) is nn.BatchNorm2d
-    assert isinstance(model.get_submodule("layer1.0.bn1"), FrozenBatchNorm)
-
-
-def test_parallel_modes_do_not_convert_frozen_batch_normalization() -> None:
-    model = network()
-    freeze(model, ["layer1"], [])
+    assert type(model.bn1) is nn.BatchNorm2d, "its weight is trained"
     convert_sync_batch_norm(model, torch.device("cpu"))
     batch_norm.defer(model)
     assert type(model.get_submodule("layer1.0.bn1")) is FrozenBatchNorm

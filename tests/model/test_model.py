@@ -73,7 +73,6 @@ def test_options_are_passed_to_the_network() -> None:
         (ResNet, {"depth": 20}, "depth"),
         (ResNet, {"norm": "layer"}, "norm"),
         (ConvNet, {"weights": "absent.pt"}, "weights"),
-        (ConvNet, {"weights": "weights.onnx"}, "weights"),
         (ResNet, {"reset_head": True}, "reset_head"),
     ],
 )
@@ -107,6 +106,7 @@ def spellings(state: dict[str, torch.Tensor]) -> dict[str, Any]:
         "state_dict.pt": {"epoch": 3, "state_dict": wrapped, "best": 0.5},
         "model_state_dict.pt": {"model_state_dict": state, "optimizer_state_dict": {"lr": 0.1}},
         "model.pt": {"model": state},
+        "auxiliary.pt": state | {"AuxLogits.fc.weight": torch.zeros(3)},
         "half.pt": {name: tensor.half() for name, tensor in state.items()},
         "lightning.ckpt": {"state_dict": {f"net.{name}": tensor for name, tensor in state.items()}},
     }
@@ -125,7 +125,7 @@ def test_weights_load_from_every_supported_format(tmp_path: Path, spelling: str)
     path = spelled(tmp_path, spelling, saved)
     loaded = ConvNet(weights=path).build(SHAPE, 10).state_dict()
     if not spelling.endswith((".safetensors", ".ckpt")):  # the former sorts the names
-        assert list(read_weights(path)) == list(saved)
+        assert list(read_weights(path))[: len(saved)] == list(saved)
     for name, tensor in saved.items():
         assert loaded[name].dtype == torch.float32
         assert torch.equal(loaded[name], tensor.half().float() if spelling == "half.pt" else tensor)
@@ -152,13 +152,6 @@ def test_a_head_for_other_classes_is_refused_unless_reset_head_is_set(tmp_path: 
     loaded, fresh = ConvNet(weights=path, reset_head=True).build(SHAPE, 10).state_dict(), small().state_dict()
     for name, tensor in loaded.items():
         assert torch.equal(tensor, fresh[name] if name.startswith("head.") else state[name])
-
-
-def test_weights_of_auxiliary_classifiers_are_ignored(tmp_path: Path) -> None:
-    network = ConvNet().build(SHAPE, 10)
-    path = spelled(tmp_path, "plain.pt", network.state_dict() | {"AuxLogits.fc.weight": torch.zeros(3)})
-    loaded = ConvNet(weights=path).build(SHAPE, 10)
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), network.parameters(), strict=True))
 
 
 def test_reset_head_needs_a_network_with_blocks(tmp_path: Path) -> None:
@@ -190,23 +183,17 @@ class Marker:
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        ({"weights": Marker()}, "UnpicklingError: it contains"),
-        ([1, 2], "state_dict"),
-        ({}, "state_dict"),
-        ({"state_dict": {}}, "state_dict"),
-        ({"epoch": 3}, "state_dict"),
-        ({1: torch.zeros(1)}, "state_dict"),
-        (torch.zeros(3), "state_dict"),
-    ],
+    "content",
+    [{"weights": Marker()}, [1, 2], {}, {"state_dict": {}}, {"epoch": 3}, {1: torch.zeros(1)}, torch.zeros(3)],
+    ids=["class", "list", "empty", "nested", "number", "index", "tensor"],
 )
-def test_a_file_without_a_state_dict_is_refused(tmp_path: Path, content: object, why: str) -> None:
-    torch.save(content, tmp_path / "weights.pt")
+def test_a_file_without_a_state_dict_is_refused(tmp_path: Path, content: object) -> None:
     path = str(tmp_path / "weights.pt")
+    torch.save(content, path)
     with pytest.raises(ConfigError) as refused:
         ConvNet(weights=path).build(SHAPE, 10)
     assert (refused.value.key, refused.value.got) == ("weights", path)
+    why = "UnpicklingError: it contains" if "Marker" in str(content) else "state_dict"
     assert f"{refused.value.why}\n".count(why) == 1
     assert "torch.save(model.state_dict()" in refused.value.remedy
 
