@@ -48,16 +48,12 @@ def test_smallest_input_leaves_one_pixel_and_a_smaller_one_is_refused(
 
 def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once() -> None:
     network, x = ConvNet(1, 28, 28, 10), torch.randn(3, 1, 28, 28)
+    before = torch.get_rng_state()
     expected = network(x)
+    assert torch.equal(torch.get_rng_state(), before), "no random number is drawn without dropout"
     for _, stage in network.blocks():
         x = stage(x)
     assert torch.equal(x, expected)
     assert [name for name, _ in network.blocks()] == ["conv1", "conv2", "hidden", "head"]
     in_stages = [id(p) for _, stage in network.blocks() for p in stage.parameters()]
     assert in_stages == [id(p) for p in network.parameters()]
-
-
-def test_without_dropout_no_random_number_is_drawn() -> None:
-    network, before = ConvNet(1, 28, 28, 10), torch.get_rng_state()
-    network(torch.zeros(2, 1, 28, 28))
-    assert torch.equal(torch.get_rng_state(), before)

@@ -11,31 +11,23 @@ from torch.nn.functional import cross_entropy
 
 from models.resnet import ResNet
 
-REFERENCES = {
-    18: torchvision.models.resnet18,
-    34: torchvision.models.resnet34,
-    50: torchvision.models.resnet50,
-    101: torchvision.models.resnet101,
-    152: torchvision.models.resnet152,
-}
 
-
-@pytest.mark.parametrize("depth", REFERENCES)
+@pytest.mark.parametrize("depth", [18, 34, 50, 101, 152])
 def test_names_and_shapes_are_those_of_torchvision(depth: int) -> None:
     with torch.device("meta"):
-        ours, theirs = ResNet(depth), REFERENCES[depth](weights=None)
-
-    def shapes(network: nn.Module) -> list[tuple[str, torch.Size]]:
-        return [(name, tensor.shape) for name, tensor in network.state_dict().items()]
-
-    assert shapes(ours) == shapes(theirs)
-    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+        networks = ResNet(depth), torchvision.models.get_model(f"resnet{depth}")
+    for tensors in (
+        [[*network.state_dict().items()] for network in networks],
+        [[*network.named_parameters()] for network in networks],
+    ):
+        ours, theirs = ([(name, tensor.shape) for name, tensor in each] for each in tensors)
+        assert ours == theirs
 
 
 @pytest.mark.parametrize("depth", [18, 50])
 def test_outputs_gradients_and_statistics_are_those_of_torchvision(depth: int) -> None:
     torch.manual_seed(0)
-    ours, theirs = ResNet(depth, num_classes=10), REFERENCES[depth](weights=None, num_classes=10)
+    ours, theirs = ResNet(depth, num_classes=10), torchvision.models.get_model(f"resnet{depth}", num_classes=10)
     ours.load_state_dict(theirs.state_dict())
     x, y = torch.randn(4, 3, 48, 48), torch.tensor([0, 3, 9, 3])
     outputs = []
@@ -86,19 +78,14 @@ def test_a_copy_uses_its_own_weights(copied) -> None:
 
 
 @pytest.mark.parametrize(
-    ("channels", "stem", "norm"),
-    [(1, "imagenet", "batch"), (3, "cifar", "group"), (4, "imagenet", "group"), (1, "cifar", "batch")],
+    ("channels", "stem", "norm"), [(1, "imagenet", "batch"), (3, "cifar", "group"), (4, "imagenet", "group")]
 )
 def test_any_number_of_channels_works_with_any_stem_and_norm(channels: int, stem: str, norm: str) -> None:
-    network = ResNet(18, channels, 7, stem, norm)
-    assert network(torch.randn(2, channels, 32, 32)).shape == (2, 7)
-    assert network.conv1.weight.shape[1] == channels
-
-
-def test_cifar_stem_keeps_the_size_and_has_he_initialization() -> None:
     torch.manual_seed(0)
-    network = ResNet(18, stem="cifar")
-    stem = dict(network.blocks())["stem"]
-    assert stem(torch.randn(2, 3, 32, 32)).shape == (2, 64, 32, 32)
-    # He initialization with fan-out: a variance of 2 / (64 channels × 3×3)
-    assert network.conv1.weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)
+    network, x = ResNet(18, channels, 7, stem, norm), torch.randn(2, channels, 32, 32)
+    assert network(x).shape == (2, 7)
+    side, kernel = (32, 3) if stem == "cifar" else (8, 7)
+    assert dict(network.blocks())["stem"](x).shape == (2, 64, side, side)
+    # He initialization with fan-out: a variance of 2 / (64 channels × kernel²)
+    assert network.conv1.weight.std().item() == pytest.approx((2 / (64 * kernel**2)) ** 0.5, rel=0.05)
+    assert network.conv1.weight.shape[1] == channels

@@ -10,8 +10,8 @@ from torch import nn
 
 from models import torchvision_networks
 from models.blocks import blocks_of
-from models.layers import FrozenBatchNorm
 from models.torchvision_networks import CHAINS, checkpoint_activations
+from runner.model.base import freeze
 
 SMALLEST = {
     "alexnet": 64,
@@ -51,12 +51,6 @@ def inputs(name: str) -> torch.Tensor:
     return torch.randn(2, 2, SMALLEST[name], SMALLEST[name], generator=torch.Generator().manual_seed(1))
 
 
-def test_there_is_a_test_network_of_each_supported_class() -> None:
-    with torch.device("meta"):
-        networks = [torchvision_networks.create(name, (3, side, side), 5, {}) for name, side in SMALLEST.items()]
-    assert {type(each).__mro__[1] for each in networks} == set(CHAINS)
-
-
 @pytest.mark.parametrize("name", SMALLEST)
 def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once(name: str) -> None:
     """In float64, in which every network has different outputs for the two samples.
@@ -78,15 +72,19 @@ def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once(name:
     assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
     names = [block for block, _ in blocks]
     assert len(set(names)) == len(names)
+    freeze(model, ["*"], ["head"])  # which replaces batch normalization
+    assert [block for block, _ in blocks_of(model)] == names
     assert (names[0], names[-1]) == ("stem", "head")
     bias = list(model.parameters())[-1]
     assert bias.shape == (5,), "that of the last layer"
     assert id(bias) in {id(parameter) for parameter in blocks[-1][1].parameters()}
 
 
-def test_a_network_that_is_not_a_chain_of_blocks_lists_no_blocks() -> None:
+def test_the_classes_of_the_test_networks_list_blocks_and_others_do_not() -> None:
     """MaxViT even has a submodule that is named `blocks`."""
     with torch.device("meta"):
+        networks = [torchvision_networks.create(name, (3, side, side), 5, {}) for name, side in SMALLEST.items()]
+        assert {type(each).__mro__[1] for each in networks} == set(CHAINS)
         model = torchvision_networks.create("maxvit_t", (3, 224, 224), 5, {})
     assert isinstance(model.get_submodule("blocks"), nn.ModuleList)
     assert blocks_of(model) == []
@@ -105,12 +103,3 @@ def test_recomputing_activations_changes_neither_gradients_nor_buffers(name: str
     for one, other in zip(plain.buffers(), recomputed.buffers(), strict=True):
         assert torch.equal(one, other)
     assert [block for block, _ in blocks_of(recomputed)] == [block for block, _ in blocks_of(plain)]
-
-
-def test_freezing_batch_normalization_does_not_change_the_blocks() -> None:
-    model = network("resnet18")
-    before = [name for name, _ in blocks_of(model)]
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.__class__ = FrozenBatchNorm  # pyright: ignore[reportAttributeAccessIssue]
-    assert [name for name, _ in blocks_of(model)] == before
