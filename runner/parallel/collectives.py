@@ -17,9 +17,6 @@ from runner.config.errors import ABSENT, ConfigError
 from runner.parallel.launch.supervisor import LostError
 from runner.tracking.metrics import MetricSums
 
-MAX_MESSAGE_BYTES = 2**30
-"""Size limit of a message, which is a config, measurements, or one sample, but never a model."""
-
 T = TypeVar("T")
 
 
@@ -62,10 +59,7 @@ class Collectives:
 
     In the subclasses for several processes, all ranks must make the same calls.
 
-    Args:
-        devices: the devices on which the process computes; the first one holds the batches and the metrics.
-        rank: the rank of the process.
-        world_size: the number of processes of the run.
+    The process computes on `devices`; the first one holds the batches and the metrics.
     """
 
     timeout = math.inf
@@ -96,21 +90,14 @@ class Collectives:
         """Wait until every rank has reached this call."""
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0, and return its result on every rank.
+        """Call `make` on rank 0, and return its result, which `encode` must take, on every rank.
 
-        Raises:
-            ConfigError: on every rank, if `make` raised it.
-            LostError: on the other ranks, if `make` raised any other exception.
-            ValueError: on every rank, if the result has values that cannot be sent (see `encode`).
+        If `make` raises a `ConfigError`, it is raised on every rank; any other error is a `LostError` on other ranks.
         """
         return make()
 
     def on_all_ranks(self, make: Callable[[], T]) -> T:
-        """Call `make` on every rank, and return its result.
-
-        Raises:
-            ConfigError: on every rank, if `make` raised it on one of them; that of the lowest such rank.
-        """
+        """Call `make` on every rank, and return its result; raise the `ConfigError` of the lowest rank on all ranks."""
         return make()
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -131,10 +118,7 @@ class Collectives:
 class ProcessGroup(Collectives):
     """The collectives of several processes, over the default process group of `torch.distributed`.
 
-    Args:
-        devices: the devices of this process.
-        timeout: seconds that a rank waits for the others.
-        shared_state: memory that the processes of this machine share; only used in a subclass.
+    `shared_state` is memory that the processes of this machine share, for subclasses.
     """
 
     def __init__(self, devices: Sequence[torch.device], timeout: float, shared_state: Any = None):
@@ -190,8 +174,6 @@ class ProcessGroup(Collectives):
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         torch.distributed.all_gather(sizes, torch.tensor([len(message)]))
         longest = max(int(size) for size in sizes)
-        if longest > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {longest} bytes from another rank: at most {MAX_MESSAGE_BYTES} are read")
         padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         torch.distributed.all_gather(padded, torch.nn.functional.pad(message, (0, longest - len(message))))
         return [decode(each[: int(size)].numpy().tobytes()) for each, size in zip(padded, sizes, strict=True)]

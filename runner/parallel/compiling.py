@@ -29,13 +29,8 @@ def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 def compile_in_place(module: torch.nn.Module, how: bool | str, blocks: Sequence[torch.nn.Module] | None = None) -> None:
     """Compile `module`, a network or a stage of it, without changing the names of its parameters.
 
-    Args:
-        module: the module.
-        how: true to compile `module` as a whole; `blocks` to compile each of its blocks; false to compile nothing.
-        blocks: the blocks of `module`; None for the blocks that `modules_of_blocks` returns.
-
-    Raises:
-        ConfigError: if `how` is `blocks`, and there are no blocks to compile.
+    `how` is the option `compile`. `blocks` are those of `module`, by default what `modules_of_blocks` returns; if there
+    are none to compile, a `ConfigError` is raised.
     """
     if how == "blocks":
         found = modules_of_blocks(module) if blocks is None else blocks

@@ -29,20 +29,12 @@ _MEASURE_EVERY = 16  # steps between two measurements of how far others move the
 
 
 class SharedState(NamedTuple):
-    """The shared memory of the workers.
+    """The shared memory of the workers: of the model's parameters and buffers, and int64 counts."""
 
-    Args:
-        memory: uint8 [num_bytes]: the model's parameters and buffers.
-        updates: int64 [num_workers]: the number of updates of each worker. An update is counted just before it is made.
-        stop_requested: int64 [1]: 1 if any worker was asked to stop.
-        last_update: int64 [1]: the number of updates that each worker makes before it stops; 0 until rank 0 has chosen
-            this number.
-    """
-
-    memory: torch.Tensor
-    updates: torch.Tensor
-    stop_requested: torch.Tensor
-    last_update: torch.Tensor
+    memory: torch.Tensor  # uint8 [num_bytes]
+    updates: torch.Tensor  # [num_workers]; an update is counted just before it is made
+    stop_requested: torch.Tensor  # [1]: 1 if any worker was asked to stop
+    last_update: torch.Tensor  # [1]: the number of updates before each worker stops; 0 until rank 0 has chosen it
 
 
 class SharedMemoryCollectives(ProcessGroup):
@@ -84,10 +76,8 @@ class Hogwild(MultiProcess):
     """Lock-free training: each worker computes gradients of a shared model and updates the model without locks.
 
     Niu et al., HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent (2011). The workers divide
-    the global batches among themselves, and each worker has its own optimizer. The number of steps is the same as in
-    other modes. While a worker computes a gradient, other workers may update the weights, so that results differ from
-    run to run. With only one worker, the results are exactly those of `parallel=single`. Before logging, evaluating or
-    saving, the workers wait for each other. The mode runs on the CPU of a single machine.
+    the global batches among themselves, and each has an optimizer. Before logging, evaluating or saving, they wait for
+    each other. With only one worker, the results are exactly those of `parallel=single`.
 
     A checkpoint holds the model and the optimizer state of worker 0, from which other modes can resume. In
     addition, each worker's own optimizer state is in the file of its rank (`rank_0.pt`, …).

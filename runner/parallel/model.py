@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -56,8 +54,8 @@ class ModelParallel(Partition, Parallel):
             log.warning(
                 "parallel=model: there is one device, %s: nothing is split, this is parallel=single", devices[0]
             )
-            self._forward: Any = model
-            return super()._place(model, session)
+            self._stages: list[torch.nn.Module] = [super()._place(model, session)]
+            return model
         profiles = profile_blocks(model, first_inputs(model, session), session, timed=self.cuts == "auto")
         stages = [torch.nn.Sequential(*blocks) for blocks in self.cut(model, profiles, len(devices))]
         move(model, devices[0], session.channels_last)
@@ -65,8 +63,13 @@ class ModelParallel(Partition, Parallel):
             stage.to(device)
             compile_in_place(stage, session.compile, list(stage))
         session.precision.convert(stages[0])  # the inputs are passed to the first stage, not to the whole network
-        self._forward = partial(_forward, stages, devices)
+        self._stages = list(stages)
         return model
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage, device in zip(self._stages, self._session.devices, strict=True):
+            x = stage(x.to(device, non_blocking=True))
+        return x
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
         workload, precision = supervised(self._session.workload), self._session.precision
@@ -80,9 +83,3 @@ class ModelParallel(Partition, Parallel):
 
     def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return self._forward(inputs).to(inputs.device)
-
-
-def _forward(stages: Sequence[torch.nn.Module], devices: list[torch.device], x: torch.Tensor) -> torch.Tensor:
-    for stage, device in zip(stages, devices, strict=True):
-        x = stage(x.to(device, non_blocking=True))
-    return x

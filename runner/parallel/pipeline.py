@@ -145,11 +145,10 @@ class Pipeline(Partition, MultiProcess):
         spec, described = session.collectives.from_rank_0(lambda: self._profiles(model, session))
         inputs, profiles = ActivationSpec(*spec), [BlockProfile(*each) for each in described]
         stages = self.cut(model, profiles, count)
-        size, chunks = session.plan.chunk_size, session.plan.chunks
-        if chunks == 1:
+        size = session.plan.chunk_size
+        if session.plan.chunks == 1:
             log.warning("one micro-batch of %d samples: one stage computes at a time, nothing overlaps", size)
-        *between, last = (profiles[stop - 1] for stop in accumulate(map(len, stages)))
-        passed = [ActivationSpec(each.shape, each.dtype) for each in between]
+        ends = [profiles[stop - 1] for stop in accumulate(map(len, stages))]
         numbers = range(count)  # of the stages in this process
         if self.in_processes:
             check_split_backward(self.schedule, model)
@@ -171,8 +170,9 @@ class Pipeline(Partition, MultiProcess):
         if self.in_processes:
             from runner.parallel.pipelining.process_engine import ProcessEngine
 
-            activations, device = [inputs, *passed, ActivationSpec(last.shape, last.dtype)], session.device
-            self._engine = ProcessEngine(placed, activations, self.schedule, size, chunks, device, self._timeline)
+            activations = [inputs, *(ActivationSpec(each.shape, each.dtype) for each in ends)]
+            rest = session.plan, session.device, self._timeline
+            self._engine = ProcessEngine(placed, activations, self.schedule, *rest)
         else:
             from runner.parallel.pipelining.streams import StreamEngine
 

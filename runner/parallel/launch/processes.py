@@ -48,8 +48,7 @@ class Launcher:
     def connect(self) -> Iterator[Collectives]:
         """Yield the collectives of this process, for the checks before training.
 
-        If `launch` starts the ranks, they are those of rank 0, not yet connected to the others. If torchrun or SLURM
-        has started this process, it joins the process group.
+        If `launch` starts the ranks, they are those of rank 0, not yet connected to the others.
         """
         before_training()
         yield Collectives(self.devices)

@@ -223,7 +223,7 @@ class Supervisor:
                     self.progress[rank], self.stalled = message, 0.0
 
     def _broken(self) -> bool:
-        failed = any(report is not None and not report.succeeded for report in self.reports)
+        failed = any(report and not report.succeeded for report in self.reports)
         return failed or bool(self._dead()) or max(self.silence) > self.timeout or self._has_stalled()
 
     def _has_stalled(self) -> bool:

@@ -66,11 +66,7 @@ class Partition:
             positions_of(self.cuts, names)
 
     def cut(self, model: torch.nn.Module, profiles: Sequence[BlockProfile], count: int) -> list[list[torch.nn.Module]]:
-        """Return the blocks of each of `count` stages of `model`, given the `profiles` of its blocks.
-
-        Raises:
-            ConfigError: if two stages share a tensor.
-        """
+        """Return the blocks of each of `count` stages of `model`, given the `profiles` of its blocks."""
         if self.cuts == "auto":
             inner = balanced([profile.seconds for profile in profiles], count)
         else:
@@ -86,10 +82,8 @@ class Partition:
     ) -> dict[str, int]:
         """Return a dict from the name of each parameter and buffer of `model` to the number of its stage.
 
-        A tensor that is not part of any block belongs to stage 0. `stages` are the blocks of each stage.
-
-        Raises:
-            ConfigError: if two stages share a tensor.
+        A tensor that is not part of any block belongs to stage 0. `stages` are the blocks of each stage. If two stages
+        share a tensor, a `ConfigError` is raised.
         """
         names = {id(tensor): name for name, tensor in named_tensors(model)}
         stage_of: dict[int, int] = {}
@@ -102,11 +96,7 @@ class Partition:
 
 
 def supervised(workload: Workload) -> SupervisedWorkload:
-    """Return `workload`, after checking that it can be trained with a network that is split into stages.
-
-    Raises:
-        ConfigError: if the loss of `workload` needs more than the network's outputs and the targets.
-    """
+    """Return `workload`; raise a `ConfigError` if its loss needs more than the network's outputs and the targets."""
     if not isinstance(workload, SupervisedWorkload):
         why = "its loss is not criterion(model(inputs), targets), which is all that a split network can compute"
         raise ConfigError("workload", type(workload).__name__, why, "parallel=ddp or fsdp spread it over processes")
@@ -114,16 +104,11 @@ def supervised(workload: Workload) -> SupervisedWorkload:
 
 
 def blocks_of(model: torch.nn.Module) -> Blocks:
-    """Return the blocks of `model`.
-
-    Raises:
-        ConfigError: if `model` lists no blocks.
-    """
+    """Return the blocks of `model`; raise a `ConfigError` if it lists none."""
     if found := listed_blocks(model):
         return found
     why = "it does not say where it can be split: it has no blocks()"
-    remedy = "choose another model (convnet, resnet50, torchvision, …), parallel=ddp or fsdp, "
-    remedy += "or give the network a method blocks() that returns [(name, module), …] in forward order"
+    remedy = "another model, parallel=ddp or fsdp, or a method blocks() that returns [(name, module), …] in order"
     raise ConfigError("model", type(model).__name__, why, remedy)
 
 
@@ -172,7 +157,7 @@ class BlockProfile(NamedTuple):
 
 
 def first_inputs(model: torch.nn.Module, session: Session, size: int | None = None) -> torch.Tensor:
-    """Return the inputs of the first micro-batch: only the first `size` samples, or all samples if `size` is None."""
+    """Return the first `size` inputs of the first micro-batch, or all if `size` is None."""
     with closing(cast(Any, session.workload.batches(model, session.plan, 0, session.device))) as batches:
         return next(batches).inputs[:size]
 

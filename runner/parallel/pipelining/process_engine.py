@@ -9,6 +9,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import pipelining
 
+from runner.batching import Plan
 from runner.parallel.pipelining.schedules import ONE_STAGE_EACH
 from runner.parallel.pipelining.stages import ActivationSpec, Loss, StageModule
 from runner.parallel.pipelining.timeline import Timeline
@@ -28,8 +29,7 @@ class ProcessEngine:
         stages: stages of this process, by the number of the stage.
         activations: specs of the activations before the first stage and after each stage, for all processes.
         schedule: one of `SCHEDULES`.
-        size, num_micros: number of samples per micro-batch, and of micro-batches per call of `train`.
-        device, timeline: those of this process.
+        plan, device, timeline: those of this process.
     """
 
     def __init__(
@@ -37,29 +37,25 @@ class ProcessEngine:
         stages: dict[int, StageModule],
         activations: Sequence[ActivationSpec],
         schedule: str,
-        size: int,
-        num_micros: int,
+        plan: Plan,
         device: torch.device,
         timeline: Timeline,
     ):
-        self.stages, self.activations, self.size, self.device = stages, activations, size, device
+        self.stages, self.activations, self.size, self.device = stages, activations, plan.chunk_size, device
         self.num_stages = len(activations) - 1
         self.has_first, self.has_last = 0 in stages, self.num_stages - 1 in stages
         self._loss: Loss | None = None
-        timed_stages = [
-            _TimedStage(
-                stage,
-                number,
-                self.num_stages,
-                device,
-                input_args=_example(activations[number], size, number > 0),
-                output_args=_example(activations[number + 1], size, True),
-                timeline=timeline,
-            )
-            for number, stage in stages.items()
-        ]
-        scheduled = timed_stages[0] if schedule in ONE_STAGE_EACH else timed_stages
-        self._schedule = _CLASSES[schedule](scheduled, num_micros, loss_fn=self._loss_of, scale_grads=False)
+        timed = []
+        for number, stage in stages.items():
+            example = {"input_args": self._example(number, number > 0), "output_args": self._example(number + 1, True)}
+            timed.append(_TimedStage(stage, number, self.num_stages, device, timeline=timeline, **example))
+        scheduled = timed[0] if schedule in ONE_STAGE_EACH else timed
+        self._schedule = _CLASSES[schedule](scheduled, plan.chunks, loss_fn=self._loss_of, scale_grads=False)
+
+    def _example(self, number: int, requires_grad: bool) -> torch.Tensor:
+        """Return a meta tensor like the activations before stage `number`, by which torch allocates its buffers."""
+        example = self.activations[number].empty(self.size, torch.device("meta"))
+        return example.requires_grad_(requires_grad and example.is_floating_point())
 
     def _loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
@@ -103,9 +99,8 @@ class ProcessEngine:
         for start in range(0, count, self.size):
             stop = min(start + self.size, count)
             for number, stage in self.stages.items():
-                x = stage(
-                    inputs[start:stop] if inputs is not None and number == 0 else self._received(number, stop - start)
-                )
+                is_first = number == 0 and inputs is not None
+                x = stage(inputs[start:stop] if is_first else self._received(number, stop - start))
                 if number == self.num_stages - 1:
                     outputs.append(x.contiguous())
                 else:
@@ -122,12 +117,6 @@ class ProcessEngine:
 
     def _rank_of(self, number: int) -> int:
         return number % dist.get_world_size()
-
-
-def _example(spec: ActivationSpec, count: int, requires_grad: bool) -> torch.Tensor:
-    """Return a meta tensor like the activations of `count` samples; it tells torch which buffers to allocate."""
-    example = spec.empty(count, torch.device("meta"))
-    return example.requires_grad_(requires_grad and example.is_floating_point())
 
 
 class _TimedStage(pipelining.PipelineStage):
