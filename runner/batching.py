@@ -17,6 +17,7 @@ import torch
 
 from runner.config.errors import ConfigError, check_range
 from runner.seeds import derive
+from runner.system.accelerator import has_streams
 
 
 @dataclass
@@ -207,7 +208,7 @@ class SampleOrder:
         if epoch not in self._permutations:
             generator = torch.Generator().manual_seed(derive(self.seed, "order", epoch))
             permutation = torch.randperm(self.num_samples, generator=generator)
-            if self.device.type == "cuda":  # pinned, so that the copy does not block the host
+            if has_streams(self.device):  # pinned, so that the copy does not block the host
                 permutation = permutation.pin_memory().to(self.device, non_blocking=True)
             # The previous epoch is kept too, because a batch may span two epochs.
             self._permutations = {e: p for e, p in self._permutations.items() if e == epoch - 1}

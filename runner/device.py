@@ -6,12 +6,13 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from runner.config.errors import ConfigError, check, check_choice, check_range
+from runner.config.errors import ConfigError, check, check_range
+from runner.system import accelerator
 from runner.system.cpu import cores_per_process, cpu_model, local_world_size, seconds_without_core, usable_core_numbers
 from runner.system.memory import freed_memory_kept
 
@@ -26,79 +27,94 @@ class Device:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice(self, "kind", ("auto", "cpu", "cuda", "mps"))
+        if self.kind not in ("auto", "cpu"):
+            try:
+                torch.device(self.kind, 0)
+            except RuntimeError:
+                known = "auto, cpu, cuda, mps, xpu, or the device type that a plugin of torch adds"
+                raise ConfigError("kind", self.kind, "torch has no devices of this type", known) from None
         check_range(self, "index", least=0)
         check_range(self, "threads", least=1, most=1024)
-        if self.index is not None and self.kind not in ("auto", "cuda"):
-            why = f"device={self.kind} has no numbered devices"
-            raise ConfigError("index", self.index, why, "leave device.index=null, or choose device=cuda")
         if self.index is not None and self.indices not in ([], [self.index]):
             why = f"device.indices={self.indices} names other devices"
             raise ConfigError("index", self.index, why, "leave one of the two out")
         if len(set(self.indices)) < len(self.indices) or any(index < 0 for index in self.indices):
             why = "they must be distinct and not negative"
             raise ConfigError("indices", self.indices, why, "for example device.indices=[0,1]")
+        if self.kind == "cpu":
+            self.check_unnumbered()
 
-    def resolve(self) -> torch.device:
-        """Return the device to compute on.
+    def resolved_kind(self) -> str:
+        """Return the device type to compute on: that of the accelerator, or `cpu`, if it is to be chosen."""
+        return (accelerator.accelerator_type() or "cpu") if self.kind == "auto" else self.kind
 
-        Raises:
-            ConfigError: if the requested device is not available.
-        """
-        kind = self.kind
-        if kind == "auto":
-            kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        if kind == "cuda":
-            return self.resolve_all(only_first=True)[0]
-        self.check_unnumbered(kind)
-        if kind == "mps":
-            check(torch.backends.mps.is_available(), "kind", kind, "this machine has no Metal device", _AVAILABLE)
-        return torch.device(kind)
-
-    def check_unnumbered(self, kind: str) -> None:
-        """Raise a `ConfigError` if a CUDA device is requested by index, for a run on the device `cpu` or `mps`."""
-        why = f"the device is the {kind}"
+    def check_unnumbered(self) -> None:
+        """Raise a `ConfigError` if a device is requested by index, for a run on the CPU."""
+        why = "the device is the cpu"
         check(self.index is None, "index", self.index, why, "leave device.index=null")
         check(not self.indices, "indices", self.indices, why, "leave device.indices=[]")
 
-    def resolve_all(self, only_first: bool = False) -> list[torch.device]:
-        """Return the CUDA devices to compute on: those that `index` or `indices` selects, or all visible devices.
+    def resolve(self) -> torch.device:
+        """Return the device to compute on: the first of `resolve_all`."""
+        return self.resolve_all()[0]
+
+    def resolve_all(self) -> list[torch.device]:
+        """Return the devices to compute on: those that `index` or `indices` selects, all visible ones, or the CPU.
 
         Raises:
             ConfigError: if a requested device is not available.
         """
+        kind = self.resolved_kind()
+        if kind == "cpu":
+            self.check_unnumbered()
+            return [torch.device("cpu")]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        of_visible = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-        check(torch.cuda.is_available(), "kind", "cuda", f"torch finds no CUDA device{of_visible}", _AVAILABLE)
-        count = torch.cuda.device_count()
+        of_visible = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None and kind == "cuda" else ""
+        if why := accelerator.why_unavailable(kind):
+            raise ConfigError("kind", kind, f"{why}{of_visible}", _AVAILABLE)
+        count = torch.accelerator.device_count()
         key, chosen = ("index", [self.index]) if self.index is not None else ("indices", self.indices or range(count))
-        why = f"{count} CUDA devices are visible{of_visible}"
+        why = f"{count} {kind.upper()} device{'s are' if count > 1 else ' is'} visible{of_visible}"
         check(all(index < count for index in chosen), key, getattr(self, key), why, f"choose from 0 to {count - 1}")
-        return [torch.device("cuda", index) for index in chosen[: 1 if only_first else None]]
+        return [torch.device(kind, index) for index in chosen]
 
     @contextmanager
     def settings(self, device: torch.device, deterministic: bool, num_data_workers: int = 0) -> Iterator[None]:
-        """Set torch's global flags for one run, the current CUDA device among them, and restore them afterwards.
+        """Set torch's global flags for one run, the current device among them, and restore them afterwards.
 
         The environment variable CUBLAS_WORKSPACE_CONFIG is set, and stays set. On a CPU, freed memory is kept in the
         process during the run (see `runner.system.memory`).
+
+        Raises:
+            ConfigError: if `device` cannot be used: another process has it alone, or all of its memory, or torch has no
+                code for it.
         """
         before = torch.get_num_threads(), torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
         if deterministic:
             # https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.set_num_threads(self.threads or default_threads(device, num_data_workers))
-        torch.backends.cudnn.benchmark = device.type == "cuda" and not deterministic
+        torch.backends.cudnn.benchmark = device.type != "cpu" and not deterministic
         _use_deterministic(deterministic)
         try:
-            # Not `set_device`, which would make a context on the device that it restores.
-            current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-            with current, freed_memory_kept() if device.type == "cpu" else nullcontext():
+            # Not `set_device_index`, which would make a context on the device that it restores.
+            on_cpu = device.type == "cpu"
+            with freed_memory_kept() if on_cpu else torch.accelerator.device_index(device.index):
+                if not on_cpu:
+                    _check_usable(device)
                 yield
         finally:
             torch.set_num_threads(before[0])
             torch.backends.cudnn.benchmark = before[1]
             _use_deterministic(before[2])
+
+
+def _check_usable(device: torch.device) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise ConfigError("device.kind", str(device), f"its first use failed: {why}", _AVAILABLE) from error
 
 
 _AVAILABLE = "device=auto chooses an available device; `python -m runner doctor` lists them"
@@ -166,20 +182,17 @@ def _use_deterministic(wanted: bool) -> None:
 
 def device_name(device: torch.device) -> str:
     """Return the name of `device`, followed by the name of the hardware: `cuda:0 (NVIDIA H200)`."""
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({cpu_model()})"
+    properties = None if device.type == "cpu" else accelerator.properties(device)
+    return f"{device} ({cpu_model() if properties is None else properties.name})"  # Metal's GPU is part of the CPU
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the type of sums over many samples on `device`: float64, or float32 on Metal, which has no float64."""
-    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    """Return the type of sums over many samples on `device`: float64, or float32 if it has no float64."""
+    return torch.float64 if device.type == "cpu" or accelerator.has_float64(device) else torch.float32
 
 
 def synchronize(*devices: torch.device) -> None:
     """Wait until all work that is queued on `devices` has finished."""
     for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        elif device.type == "mps":
-            torch.mps.synchronize()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)

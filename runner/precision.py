@@ -12,6 +12,7 @@ import torch
 
 from runner.config.errors import check, check_range
 from runner.storage.content_checks import check_like
+from runner.system import accelerator
 from runner.system.torch_private import found_inf_flags
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class TF32(Precision):
     tolerance: ClassVar[float] = 5e-3
 
     def prepare(self, device: torch.device) -> None:
-        supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        supported = accelerator.has_tf32(device)
         _allow_tf32(supported)  # not on a CPU, where the flag may allow oneDNN to use a lower precision
         if not supported:
             log.warning("precision=tf32: %s has no TF32 units, so it computes in float32", device)
@@ -116,7 +117,8 @@ class Double(Precision):
     tolerance: ClassVar[float] = 1e-13
 
     def check_device(self, device: torch.device) -> None:
-        check(device.type != "mps", "precision", "64", "Metal has no float64", "choose device=cpu or precision=32")
+        supported = device.type == "cpu" or accelerator.has_float64(device)
+        check(supported, "precision", "64", f"{device} has no float64", "choose device=cpu or precision=32")
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         # Every data set yields float32 inputs; a hook of the model converts them in all parallel modes.
@@ -150,14 +152,15 @@ class BFloat16(Precision):
 
 @dataclass
 class Float16(BFloat16):
-    """float16 autocast with loss scaling on CUDA (Micikevicius et al., Mixed Precision Training, 2018).
+    """float16 autocast with loss scaling on an accelerator (Micikevicius et al., Mixed Precision Training, 2018).
 
-    On a CPU, where float16 convolutions are about 50 times slower, and on Metal, autocast uses bfloat16 instead, with a
-    warning. An update whose gradients overflow is skipped, and neither the schedule nor an average of the weights or a
-    target network advances. The options are explained in `conf/precision/16.yaml`.
+    On a CPU, where float16 convolutions are about 50 times slower, and on a device where torch does not scale
+    gradients, autocast uses bfloat16 instead, with a warning. An update whose gradients overflow is skipped, and
+    neither the schedule nor an average of the weights or a target network advances. The options are explained in
+    `conf/precision/16.yaml`.
     """
 
-    description: ClassVar[str] = "float16 autocast with loss scaling on CUDA, bfloat16 elsewhere; float32 weights"
+    description: ClassVar[str] = "float16 autocast with loss scaling on a GPU, bfloat16 on a CPU; float32 weights"
 
     init_scale: float = 65536.0
     growth_interval: int = 2000
@@ -167,17 +170,19 @@ class Float16(BFloat16):
         check_range(self, "growth_interval", least=1)
         self._scaler: torch.amp.GradScaler | None = None
         self._skipped = 0
-        self._pending: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._pending: tuple[torch.Tensor, torch.Event | None] | None = None
 
     def prepare(self, device: torch.device) -> None:
         super().prepare(device)
-        if device.type != "cuda":
+        if not accelerator.scales_float16(device):
             log.warning("precision=16: %s computes in bfloat16, as it has no fast float16", device.type)
             return
-        self._scaler = torch.amp.GradScaler("cuda", init_scale=self.init_scale, growth_interval=self.growth_interval)
+        self._scaler = torch.amp.GradScaler(
+            device.type, init_scale=self.init_scale, growth_interval=self.growth_interval
+        )
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
-        return torch.float16 if device.type == "cuda" else torch.bfloat16
+        return torch.float16 if accelerator.scales_float16(device) else torch.bfloat16
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self._scaler is None else self._scaler.scale(loss)
@@ -205,7 +210,9 @@ class Float16(BFloat16):
         finite = torch.isfinite(norm)
         for found_inf in flags[:1]:  # an overflow may be on another rank or device than the norm
             finite = finite & (found_inf.to(norm.device, non_blocking=True) == 0)
-        self._pending = finite.to("cpu", non_blocking=True), _record_event(norm.device)
+        in_background = accelerator.has_streams(norm.device)
+        copy = finite.to("cpu", non_blocking=in_background)
+        self._pending = copy, _record_event(norm.device) if in_background else None
         return norm
 
     def num_skipped(self) -> int:
@@ -246,11 +253,9 @@ def _inputs_to_double(_: torch.nn.Module, inputs: tuple) -> tuple:
     return tuple(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs)
 
 
-def _record_event(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))  # by default, it would be a stream of the current device
+def _record_event(device: torch.device) -> torch.Event:
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))  # by default, it would be a stream of the current device
     return event
 
 

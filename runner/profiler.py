@@ -132,13 +132,12 @@ class Trace(Profiler):
 
     @contextmanager
     def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
-        on_cuda = devices[0].type == "cuda"
-        if not on_cuda:
+        on_cpu = devices[0].type == "cpu"
+        if on_cpu:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # suppresses a warning that there is no GPU
-        kinds = torch.profiler.ProfilerActivity
         self._is_written = False
         self._profile = torch.profiler.profile(
-            activities=[kinds.CPU, kinds.CUDA] if on_cuda else [kinds.CPU],
+            activities=[torch.profiler.ProfilerActivity.CPU] if on_cpu else torch.profiler.supported_activities(),
             schedule=torch.profiler.schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1),
             on_trace_ready=partial(self._write, _folder(directory), devices[0]),
             record_shapes=self.record_shapes,
@@ -157,7 +156,7 @@ class Trace(Profiler):
     def _write(self, folder: Path, device: torch.device, profile: torch.profiler.profile) -> None:
         self._is_written = True
         averages = profile.key_averages(group_by_input_shape=self.record_shapes)
-        kind = "device" if device.type == "cuda" else "cpu"
+        kind = "cpu" if device.type == "cpu" else "device"
         table = averages.table(sort_by=f"self_{kind}_time_total", row_limit=100)
         with _failures_logged():
             profile.export_chrome_trace(str(folder / "trace.json.gz"))

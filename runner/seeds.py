@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from runner.system import accelerator
+
 # The constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) in
 # two's complement, because torch's int64 arithmetic wraps around.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -43,7 +45,7 @@ def random_state(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
     """Return the states of torch's default generators, which dropout uses, of the CPU and of `devices`."""
     state = {"cpu": torch.get_rng_state()}
     for name, device in _generator_names(devices).items():
-        state[name] = torch.mps.get_rng_state() if device.type == "mps" else torch.cuda.get_rng_state(device)
+        state[name] = accelerator.random_state(device)
     return state
 
 
@@ -51,10 +53,8 @@ def set_random_state(state: dict[str, torch.Tensor], devices: Sequence[torch.dev
     """Set the generators to `state`, of `random_state`; those that are not in it do not change."""
     torch.set_rng_state(state["cpu"])
     for name, device in _generator_names(devices).items():
-        if name in state and device.type == "mps":
-            torch.mps.set_rng_state(state[name])
-        elif name in state:
-            torch.cuda.set_rng_state(state[name], device)
+        if name in state:
+            accelerator.set_random_state(device, state[name])
 
 
 def _generator_names(devices: Sequence[torch.device]) -> dict[str, torch.device]:

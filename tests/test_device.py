@@ -6,10 +6,11 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from helpers.fake_cuda import simulate_accelerators
 
 import runner.device
 from runner.config.errors import ConfigError
@@ -22,9 +23,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def set_up(num_cuda: int = 0, mps: bool = False) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_cuda > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_cuda)
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        simulate_accelerators(monkeypatch, num_cuda or int(mps), "cuda" if num_cuda or not mps else "mps")
 
     return set_up
 
@@ -37,9 +36,9 @@ def refusal(device: Device) -> ConfigError:
 
 @pytest.mark.parametrize(
     ("num_cuda", "mps", "expected"),
-    [(0, False, "cpu"), (0, True, "mps"), (1, False, "cuda:0"), (3, True, "cuda:0")],
+    [(0, False, "cpu"), (0, True, "mps:0"), (1, False, "cuda:0"), (3, False, "cuda:0")],
 )
-def test_auto_takes_cuda_then_metal_then_the_cpu(machine, num_cuda: int, mps: bool, expected: str) -> None:
+def test_auto_takes_the_accelerator_of_torch_or_the_cpu(machine, num_cuda: int, mps: bool, expected: str) -> None:
     machine(num_cuda, mps)
     assert Device().resolve() == torch.device(expected)
 
@@ -72,11 +71,10 @@ def test_the_first_of_the_named_devices_is_used_by_a_mode_with_one(machine) -> N
 
 def test_synchronize_waits_for_the_device_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("mps"))
-    for name in ("cpu", "cuda:1", "mps"):
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    for name in ("cpu", "cuda:1", "mps:0"):
         runner.device.synchronize(torch.device(name))
-    assert waited == [torch.device("cuda:1"), "mps"]
+    assert waited == [torch.device("cuda:1"), torch.device("mps:0")]
 
 
 def switches() -> tuple:
@@ -89,16 +87,17 @@ def test_settings_apply_during_the_run_and_are_restored(deterministic: bool, mon
     taken = []
 
     @contextmanager
-    def current(device: torch.device) -> Iterator[None]:  # which also restores the current device, without a context
-        taken.append(device)
+    def current(index: int) -> Iterator[None]:  # which also restores the current device, without a context
+        taken.append(index)
         yield
 
-    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch.accelerator, "device_index", current)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # the first use
     before = switches()
     with Device(threads=2).settings(torch.device("cuda:1"), deterministic):
         assert switches() == (2, not deterministic, deterministic)
     assert switches() == before
-    assert taken == [torch.device("cuda:1")]
+    assert taken == [1]
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's value is kept
 
     def fail() -> None:
@@ -109,6 +108,32 @@ def test_settings_apply_during_the_run_and_are_restored(deterministic: bool, mon
     with pytest.raises(ZeroDivisionError):
         fail()
     assert switches() == before
+
+
+@pytest.mark.parametrize("message", ["CUDA error: all CUDA-capable devices are busy or unavailable", "out of memory"])
+def test_a_device_that_another_process_has_is_refused(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(f"{message}\nsee there")
+
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    monkeypatch.setattr(torch, "zeros", fail)
+    before = switches()
+    with (
+        pytest.raises(ConfigError, match=f"its first use failed: {message}\n") as refused,
+        Device().settings(torch.device("cuda:1"), deterministic=True),
+    ):
+        pass
+    assert (refused.value.key, refused.value.got) == ("device.kind", "cuda:1")
+    assert switches() == before
+
+
+def test_an_accelerator_of_another_type_is_refused_in_words(machine) -> None:
+    machine(1)
+    assert "cuda" in refusal(Device(kind="xpu")).why
+    machine(0)
+    assert "built for cuda only" in refusal(Device(kind="xpu")).why
+    with pytest.raises(ConfigError, match="torch has no devices of this type"):
+        Device(kind="graphics")
 
 
 @pytest.mark.parametrize(

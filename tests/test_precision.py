@@ -18,6 +18,7 @@ import runner.precision
 from runner.config.errors import ConfigError
 from runner.optimizer import SGD
 from runner.precision import TF32, BFloat16, Double, Float16, Precision
+from runner.system import accelerator
 
 CPU = torch.device("cpu")
 
@@ -150,7 +151,8 @@ def test_64_gives_the_gradients_of_a_double_loop() -> None:
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_64_is_refused_on_metal() -> None:
+def test_64_is_refused_on_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "has_float64", lambda device: False)
     with pytest.raises(ConfigError) as refused:
         Double().check_device(torch.device("mps"))
     assert (refused.value.key, refused.value.got) == ("precision", "64")
@@ -296,11 +298,10 @@ def test_any_precision_loads_the_state_of_any_other(kind: type[Precision]) -> No
 def test_the_event_after_the_flag_is_recorded_on_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On that of the current device, a skipped step on another one could be missed, and the averages advance."""
     recorded: list[str] = []
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=recorded.append))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch, "Event", lambda device: SimpleNamespace(record=recorded.append))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
     assert runner.precision._record_event(torch.device("cuda:1")) is not None
     assert recorded == ["stream of cuda:1"]
-    assert runner.precision._record_event(CPU) is None
 
 
 @pytest.mark.gpu

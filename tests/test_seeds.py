@@ -9,6 +9,7 @@ import torch
 
 from runner import seeds
 from runner.seeds import derive, random_bytes, random_state, sample_seeds, set_random_state, uniforms
+from runner.system import accelerator
 
 WORD = (1 << 64) - 1
 
@@ -62,8 +63,10 @@ def test_random_bytes_are_those_of_the_reference_whatever_the_chunk(count, monke
 
 def test_the_generators_of_all_devices_of_a_process_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     generators = [torch.Generator().manual_seed(seed) for seed in range(3)]  # stand for those of three GPUs
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[device.index].get_state())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: generators[device.index].set_state(state))
+    monkeypatch.setattr(accelerator, "random_state", lambda device: generators[device.index].get_state())
+    monkeypatch.setattr(
+        accelerator, "set_random_state", lambda device, state: generators[device.index].set_state(state)
+    )
     first, second, third = (torch.device("cuda", index) for index in range(3))
     saved = random_state([third, first])
     wanted = [torch.rand(3, generator=generator) for generator in generators]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from runner.system import accelerator
 from runner.system.forkserver import server_stopped
 from runner.system.lazy_import import undo_defer
 
@@ -20,7 +21,7 @@ from runner.system.lazy_import import undo_defer
 def settings_kept() -> Iterator[None]:
     """A context in which a run may change global settings. They are restored at the end of the context.
 
-    These are the environment variables, logging, random states, the current CUDA device, torch's threads and defaults,
+    These are the environment variables, logging, random states, the current device, torch's threads and defaults,
     the fork server, the deferred import of the compiler and what garbage collection excludes.
     Inside the context, torch has its original default dtype and device, gradients are enabled, and autocast is
     disabled, so that the caller's choices do not affect the run.
@@ -34,12 +35,12 @@ def settings_kept() -> Iterator[None]:
         later(_restore_interpreter, warnings.showwarning, gc.get_freeze_count())
         restored.enter_context(server_stopped())
 
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-        restored.enter_context(torch.random.fork_rng(devices))
-        if devices:
-            restored.enter_context(torch.cuda.device(torch.cuda.current_device()))
-        if torch.backends.mps.is_available():
-            later(torch.mps.set_rng_state, torch.mps.get_rng_state())
+        later(torch.set_rng_state, torch.get_rng_state())
+        kind = accelerator.accelerator_type()
+        if kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+            for device in (torch.device(kind, index) for index in range(torch.accelerator.device_count())):
+                later(accelerator.set_random_state, device, accelerator.random_state(device))
+            restored.enter_context(torch.accelerator.device_index(torch.accelerator.current_device_index()))
 
         later(torch.set_num_threads, torch.get_num_threads())
         later(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
@@ -51,11 +52,11 @@ def settings_kept() -> Iterator[None]:
             torch.set_default_device(None)
         restored.enter_context(torch.inference_mode(False))
         restored.enter_context(torch.enable_grad())
-        for kind in ("cpu", "cuda", "mps"):
-            if torch.is_autocast_enabled(kind):
+        for device_type in ("cpu", kind or "cpu"):
+            if torch.is_autocast_enabled(device_type):
                 # Without the cache of weights, as it is emptied only at the end of the caller's context: a run that
                 # enables autocast again would use the weights of its first step in all steps.
-                restored.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
+                restored.enter_context(torch.autocast(device_type, enabled=False, cache_enabled=False))
         yield
 
 

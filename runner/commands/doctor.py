@@ -16,6 +16,7 @@ from rich.text import Text
 from runner.analysis.output import print_report
 from runner.commands.arguments import Parser, command
 from runner.config.options import description, option_files
+from runner.system.accelerator import peers, properties
 from runner.system.console import DONE
 from runner.system.cpu import usable_core_numbers
 from runner.system.provenance import collect_findings, environment
@@ -42,9 +43,9 @@ def gather() -> dict[str, Any]:
     """
     report = environment()
     devices, findings = report["devices"], report["findings"]
+    for device in devices:
+        _add_details(device, len(devices), findings)
     on_cuda = [device for device in devices if device["device"].startswith("cuda")]
-    for index, device in enumerate(on_cuda):
-        _add_cuda_details(device, index, len(on_cuda), findings)
     report["driver"] = _add_clocks(on_cuda, findings)
     distributed, cudnn = torch.distributed.is_available(), None
     with collect_findings(findings, "cuDNN"):
@@ -72,18 +73,18 @@ def gather() -> dict[str, Any]:
     return report
 
 
-def _add_cuda_details(device: dict[str, Any], index: int, count: int, findings: list[str]) -> None:
-    """Add further properties of CUDA device `index` of `count`, some of which need a CUDA context."""
-    device |= {"uuid": str(torch.cuda.get_device_properties(index).uuid), "free_bytes": None, "computes": False}
+def _add_details(device: dict[str, Any], count: int, findings: list[str]) -> None:
+    """Add further properties of one of `count` devices, some of which need a context on it."""
+    name, here = device["device"], torch.device(device["device"])
+    device |= {"uuid": str(getattr(properties(here), "uuid", "")), "free_bytes": None, "computes": False}
     device |= {"current": False, "peers": []}
-    with collect_findings(findings, f"cuda:{index}"):
-        device["current"] = torch.cuda.current_device() == index
-        others = (other for other in range(count) if other != index)
-        device["peers"] = [f"cuda:{other}" for other in others if torch.cuda.can_device_access_peer(index, other)]
-        device["free_bytes"] = torch.cuda.mem_get_info(index)[0]
-        device["computes"] = computes(f"cuda:{index}")
+    with collect_findings(findings, name):
+        device["current"] = torch.accelerator.current_device_index() == here.index
+        device["peers"] = [f"cuda:{other}" for other in peers(here, count)]
+        device["free_bytes"] = torch.accelerator.get_memory_info(here)[0]
+        device["computes"] = computes(name)
         if not device["computes"]:
-            findings.append(f"cuda:{index}: a sum of ones is wrong")
+            findings.append(f"{name}: a sum of ones is wrong")
 
 
 def computes(device: str) -> bool:
@@ -153,8 +154,8 @@ def render(report: dict[str, Any]) -> Group:
     """Render the report that `gather` returns as tables."""
     names = [precision for precision in report["precisions"][0] if precision != "precision"]
     precisions = ([p["precision"], *(p[name] for name in names)] for p in report["precisions"])
-    count = sum("uuid" in device for device in report["devices"])
-    where = f"{count} CUDA device{'s' * (count != 1)}" if count else f"the CPU: {report['cpu']['allowed_cores']} cores"
+    count = len(report["devices"])
+    where = f"{count} accelerator{'s' * (count != 1)}" if count else f"the CPU: {report['cpu']['allowed_cores']} cores"
     versions, source = report["versions"] | {"driver": report["driver"]}, report["source"]
     if source is not None:
         commit = "–" if source["commit"] is None else source["commit"]

@@ -18,6 +18,7 @@ from runner.data.base import Batch, DataError, LabeledSamples, shard_bounds
 from runner.data.decode import normalized, per_channel
 from runner.data.workers import Workers
 from runner.seeds import sample_seeds
+from runner.system.accelerator import has_streams
 from runner.system.copy_stream import CopyStream, Tensors, Transfer
 from runner.system.secrets import printable
 
@@ -93,7 +94,7 @@ class FileSamples(LabeledSamples):
     """Labeled images in files, which `fetch` loads in `workers`; one file and one class index for each sample.
 
     `mean` and `std`, of each channel, are those of pixels in [0, 1]. Batches are loaded into page-locked memory if
-    `pin_memory`, or if it is None and the device is CUDA. `unreadable` may be shared with another `FileSamples`.
+    `pin_memory`, or if it is None and the device has streams. `unreadable` may be shared with another `FileSamples`.
     `center` is the side of the central square of evaluations (see `ImageInput`); `content` returns the `fingerprint`.
     """
 
@@ -118,7 +119,7 @@ class FileSamples(LabeledSamples):
 
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         order = SampleOrder(len(self), seed)
-        if self.pin_memory and device.type != "cuda":  # here, as there may be many evaluations
+        if self.pin_memory and not has_streams(device):  # here, as there may be many evaluations
             log.warning("data.pin_memory=true has no effect on device type %s", device.type)
 
         def jobs() -> Iterator[Job]:
@@ -214,19 +215,19 @@ class FileSamples(LabeledSamples):
 
 
 def to_device(
-    batches: Generator[Tensors], device: torch.device, pin_memory: bool = False, cuda: Any = None
+    batches: Generator[Tensors], device: torch.device, pin_memory: bool = False, backend: Any = None
 ) -> Generator[Tensors]:
     """Yield `batches`, tuples of CPU tensors, after copying them to `device`; ready for use on the current stream.
 
-    For a CUDA device, the next batch is copied on a separate stream while the model computes, from page-locked memory
-    if `pin_memory`. `cuda` replaces `torch.cuda` in tests.
+    For a device with streams, the next batch is copied on a separate one while the model computes, from page-locked
+    memory if `pin_memory`. `backend` replaces torch in tests.
     """
     with closing(batches):
-        if device.type != "cuda":
+        if backend is None and not has_streams(device):
             for batch in batches:
                 yield tuple(tensor.to(device) for tensor in batch)
             return
-        stream = CopyStream(device, cuda or torch.cuda)
+        stream = CopyStream(device, backend or torch)
         pending: deque[Transfer] = deque()
         with closing(stream):
             for batch in batches:

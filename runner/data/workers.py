@@ -136,8 +136,7 @@ def default_count() -> int:
     Without an accelerator, about a quarter of the share: a network on a CPU takes much longer than decoding its inputs.
     """
     cores = cores_per_process()
-    accelerated = torch.cuda.is_available() or torch.backends.mps.is_available()
-    return min(8, cores - 1 if accelerated else (cores + 2) // 4, cores - 1)
+    return min(8, cores - 1 if torch.accelerator.is_available() else (cores + 2) // 4, cores - 1)
 
 
 def _begin_worker() -> None:

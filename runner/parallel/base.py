@@ -191,5 +191,4 @@ def move(model: torch.nn.Module, device: torch.device, channels_last: bool) -> N
 def devices_of_one_process(choice: Device) -> list[torch.device]:
     """Return the GPUs that `choice` selects, by default all visible ones, or the one device of another kind."""
     with errors_under("device"):
-        device = choice.resolve()
-        return choice.resolve_all() if device.type == "cuda" else [device]
+        return choice.resolve_all()

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def convert_sync_batch_norm(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Convert the batch normalization layers in `model` so that they normalize over all processes, and return `model`.
 
-    On CUDA, they become `torch.nn.SyncBatchNorm`; elsewhere, which it does not support, the class in this file.
+    They become `torch.nn.SyncBatchNorm`, or the class in this file on a CPU, which torch's does not support.
     """
-    if device.type == "cuda":
+    if device.type != "cpu":
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
         if isinstance(module, _BatchNorm):

@@ -66,7 +66,7 @@ class DDP(MultiProcess):
         broadcast = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"  # by version
         replica = wrap(
             model,
-            device_ids=[device.index] if device.type == "cuda" else None,
+            device_ids=[device.index] if device.type != "cpu" else None,
             bucket_cap_mb=self.bucket_mb,
             find_unused_parameters=self.find_unused,
             gradient_as_bucket_view=self.gradients_as_views,

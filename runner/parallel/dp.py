@@ -44,7 +44,7 @@ class DP(Parallel):
         self._replicas = model
         if len(devices) == 1:
             log.warning("parallel=dp: there is one device, %s: nothing is split, this is parallel=single", device)
-        elif device.type == "cuda":  # in `runner.planning.fake_step`, it is the CPU, which has no replicas
+        elif device.type != "cpu":  # in `runner.planning.fake_step`, it is the CPU, which has no replicas
             if (dtype := session.precision.compute_dtype(device)) is not None:
                 # DataParallel enables autocast in its threads, but does not set the dtype: they would use float16.
                 model.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(device.type, dtype))

@@ -94,7 +94,7 @@ class Hogwild(MultiProcess):
             raise ConfigError("device.kind", choice.kind, why, "choose device=cpu, or parallel=ddp")
         self._check_one_process()  # which starts the workers: others could share no memory
         with errors_under("device"):
-            choice.check_unnumbered("cpu")
+            choice.check_unnumbered()
         return self._local_processes([])
 
     def divide(self, session: Session) -> Plan:

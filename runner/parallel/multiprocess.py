@@ -72,7 +72,7 @@ class MultiProcess(Parallel, ABC):
         gpus = self._gpus(choice)
         if not gpus:
             return torch.device("cpu")
-        if torch.cuda.device_count() == 1:
+        if torch.accelerator.device_count() == 1:
             return gpus[0]
         if local_rank >= len(gpus):
             why = f"process {local_rank} of this machine has no GPU of its own"
@@ -90,15 +90,22 @@ class MultiProcess(Parallel, ABC):
 
     def _gpus(self, choice: Device) -> list[torch.device]:
         """Return the GPUs of this machine that the processes may use; an empty list if the processes run on the CPU."""
-        kind = choice.kind if choice.kind != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        kind = choice.resolved_kind()
+        if kind == "mps" and choice.kind == "auto":
+            return []
         if kind == "mps":
-            why = "tensors of a Metal device cannot be sent between processes"
+            why = "the processes would share one device"
             raise ConfigError("device.kind", kind, why, "choose device=cpu, or parallel=single")
         with errors_under("device"):
-            if kind == "cuda":
-                return choice.resolve_all()
-            choice.check_unnumbered(kind)
-        return []
+            devices = choice.resolve_all()
+        if kind == "cpu":
+            return []
+        try:
+            torch.distributed.get_default_backend_for_device(kind)
+        except ValueError:
+            why = "torch.distributed has no backend for its tensors"
+            raise ConfigError("device.kind", kind, why, "choose device=cpu, or parallel=single") from None
+        return devices
 
     def _num_processes(self, num_gpus: int) -> int:
         return self.processes if isinstance(self.processes, int) else num_gpus or 2

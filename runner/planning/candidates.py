@@ -168,7 +168,7 @@ class Candidates:
         The numbers of threads and processes are powers of two up to the number of cores or GPUs.
         """
         cores, on_cpu = len(usable_core_numbers()), self._session.device.type == "cpu"
-        counts = [2**power for power in range(9) if 2**power <= (cores if on_cpu else torch.cuda.device_count())]
+        counts = [2**power for power in range(9) if 2**power <= (cores if on_cpu else torch.accelerator.device_count())]
         threads = [count for count in reversed(counts) if on_cpu and count != torch.get_num_threads()]
         data = getattr(self.base.workload, "data", None)
         loads = data is not None and "workers" in option_fields(type(data))

@@ -16,6 +16,7 @@ from runner.parallel.collectives import Collectives
 from runner.parallel.launch.processes import LocalProcesses
 from runner.parallel.session import Session
 from runner.run import Run
+from runner.system.accelerator import total_bytes
 from runner.system.memory import host_memory
 
 _PROCESS_BYTES = 0.4e9
@@ -71,9 +72,9 @@ def available_bytes(process: Collectives) -> float:
     With CUDA, this is a fraction of the total memory of the run's GPUs; otherwise, the host memory that is available.
     """
     device = process.devices[0]
-    if device.type == "cuda":  # not `mem_get_info`, whose context would itself take memory
+    if device.type not in ("cpu", "mps"):
         count = max(process.world_size, len(process.devices))
-        return _USABLE * torch.cuda.get_device_properties(device).total_memory * count
+        return _USABLE * total_bytes(device) * count
     return host_memory()["available_bytes"] or 0
 
 
@@ -84,6 +85,6 @@ def needed_bytes(device: torch.device, peaks: Sequence[int]) -> float:
     free memory of another. Otherwise, it is the sum of the peaks, plus what each process takes besides tensors. `peaks`
     are those of the tensors of each rank in bytes, and only the type of `device` matters.
     """
-    if device.type == "cuda":
+    if device.type not in ("cpu", "mps"):
         return max(peaks) * len(peaks)
     return sum(peaks) + _PROCESS_BYTES * len(peaks)

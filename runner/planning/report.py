@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-import torch
 from rich.console import Group
 from rich.text import Text
 
@@ -21,6 +20,7 @@ from runner.planning.fake_step import RankPlan, block_flops, trace
 from runner.planning.planned_session import plan_of, prepared
 from runner.planning.step_tracker import KINDS
 from runner.run import Run
+from runner.system.accelerator import total_bytes
 from runner.system.memory import host_memory
 from runner.system.tables import flops, milliseconds, significant, size, table
 
@@ -218,11 +218,7 @@ def _machine(session: Session, ranks: Sequence[RankPlan]) -> dict[str, Any]:
     if device.type == "cpu":
         available = host_memory()["available_bytes"] or 0
         return {"memory_of": "host", "tensor_bytes": sum(peaks), "available_bytes": available}
-    if device.type == "cuda":
-        num_devices = len(session.devices)  # of each process, whose plan has the sum of their memory
-        total = torch.cuda.get_device_properties(device).total_memory * num_devices
-    else:
-        total = torch.mps.recommended_max_memory()
+    total = total_bytes(device) * len(session.devices)  # of each process, whose plan has the sum of their memory
     return {"memory_of": device_name(device), "tensor_bytes": max(peaks), "available_bytes": total}
 
 

@@ -1,4 +1,4 @@
-"""Asynchronous copies to a CUDA device on a separate stream, which overlap with computation.
+"""Asynchronous copies to an accelerator on a separate stream, which overlap with computation.
 
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
 """
@@ -20,7 +20,7 @@ class Transfer(NamedTuple):
     """Kept so that their memory is not freed too early; empty for a `PeerCopyStream`."""
     result: Tensors
     done: Any
-    """A `torch.cuda.Event` that is recorded after the last copy; None if nothing has to be copied."""
+    """A `torch.Event` that is recorded after the last copy; None if nothing has to be copied."""
 
 
 class NoCopy:
@@ -39,27 +39,27 @@ class NoCopy:
 
 
 class CopyStream(NoCopy):
-    """A stream for copies from host memory to the CUDA device `target`.
+    """A stream for copies from host memory to the accelerator `target`.
 
-    The host waits for a copy if the memory is not pinned. `cuda` is `torch.cuda`, or a substitute in tests.
+    The host waits for a copy if the memory is not pinned. `backend` is torch, or a substitute in tests.
     """
 
-    def __init__(self, target: torch.device, cuda: Any):
-        self.target, self.cuda = target, cuda
-        self.stream = cuda.Stream(target)
+    def __init__(self, target: torch.device, backend: Any = torch):
+        self.target, self.backend = target, backend
+        self.stream = backend.Stream(target)
         self._pending: deque[Transfer] = deque()
 
     def send(self, tensors: Tensors) -> Transfer:
         while self._pending and self._pending[0].done.query():
             self._pending.popleft()
-        with self.cuda.stream(self.stream):
+        with self.stream:
             result = tuple(tensor.to(self.target, non_blocking=True) for tensor in tensors)
         transfer = Transfer(tensors, result, self.stream.record_event())
         self._pending.append(transfer)  # keeps the host memory alive until the copy is done
         return transfer
 
     def receive(self, transfer: Transfer) -> Tensors:
-        current = self.cuda.current_stream(self.target)
+        current = self.backend.accelerator.current_stream(self.target)
         current.wait_event(transfer.done)
         for tensor in transfer.result:
             # The tensor was allocated on the copy stream. Without this call, its memory could be reused as soon as
@@ -73,19 +73,19 @@ class CopyStream(NoCopy):
 
 
 class PeerCopyStream(CopyStream):
-    """A stream for copies from one CUDA device to another.
+    """A stream for copies from one accelerator to another.
 
     When torch copies a tensor between two devices, the current stream of each device waits for the copy. This class
     therefore makes two separate streams current during a copy, so that the streams used for computation do not wait.
     """
 
-    def __init__(self, source: torch.device, target: torch.device, cuda: Any):
-        super().__init__(target, cuda)
-        self.source, self.source_stream = source, cuda.Stream(source)
+    def __init__(self, source: torch.device, target: torch.device, backend: Any = torch):
+        super().__init__(target, backend)
+        self.source, self.source_stream = source, backend.Stream(source)
 
     def send(self, tensors: Tensors) -> Transfer:
-        self.source_stream.wait_event(self.cuda.current_stream(self.source).record_event())
-        with self.cuda.stream(self.source_stream), self.cuda.stream(self.stream):
+        self.source_stream.wait_event(self.backend.accelerator.current_stream(self.source).record_event())
+        with self.source_stream, self.stream:
             result = tuple(tensor.to(self.target, non_blocking=True) for tensor in tensors)
             done = self.stream.record_event()
         for tensor in tensors:  # allocated on the stream that computed them: see `receive`
@@ -93,6 +93,6 @@ class PeerCopyStream(CopyStream):
         return Transfer((), result, done)
 
 
-def copy_stream(source: torch.device, target: torch.device, cuda: Any = None) -> NoCopy:
-    """Return a stream for copies between two CUDA devices, which copies nothing if they are the same."""
-    return NoCopy() if source == target else PeerCopyStream(source, target, cuda or torch.cuda)
+def copy_stream(source: torch.device, target: torch.device, backend: Any = torch) -> NoCopy:
+    """Return a stream for copies between two accelerators, which copies nothing if they are the same."""
+    return NoCopy() if source == target else PeerCopyStream(source, target, backend)

@@ -20,27 +20,26 @@ _PROC = Path("/proc/self")
 def usage(device: torch.device) -> dict[str, float]:
     """Return the peak memory usage on `device` in bytes, by TensorBoard tag, without waiting for the device.
 
-    `memory/peak` is the peak since the last `reset_peak`: of tensors on CUDA, of the process's resident set on a CPU.
-    MPS keeps no peak: it is the GPU memory that the process has now. `memory/peak_reserved`, only on CUDA, also counts
-    what the allocator caches.
+    `memory/peak` is the peak since the last `reset_peak`: of the process's resident set on a CPU, and otherwise of
+    tensors. Metal keeps no peak: it is the memory that the process has now. `memory/peak_reserved`, of other
+    accelerators, also counts what the allocator caches.
     """
-    if device.type == "cuda":
-        return {
-            "memory/peak": torch.cuda.max_memory_allocated(device),
-            "memory/peak_reserved": torch.cuda.max_memory_reserved(device),
-        }
+    if device.type == "cpu":
+        return {"memory/peak": _peak_resident_bytes()}
     if device.type == "mps":
         return {"memory/peak": torch.mps.driver_allocated_memory()}
-    return {"memory/peak": _peak_resident_bytes()}
+    return {
+        "memory/peak": torch.accelerator.max_memory_allocated(device),
+        "memory/peak_reserved": torch.accelerator.max_memory_reserved(device),
+    }
 
 
 def reset_peak(device: torch.device) -> None:
     """Free cached memory and reset the peak memory usage; on a CPU, the peak is reset only on Linux."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.init()  # without it, there are no statistics to reset
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type not in ("cpu", "mps"):
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
         try:
             (_PROC / "clear_refs").write_text("5")  # proc(5): resets VmHWM

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from runner.system import __version__
+from runner.system import __version__, accelerator
 from runner.system.cpu import cpu
 from runner.system.memory import host_memory
 from runner.system.secrets import printable, redacted, redacted_values
@@ -81,26 +81,24 @@ def versions() -> dict[str, Any]:
 def devices(findings: list[str]) -> list[dict[str, Any]]:
     """Return the properties of the accelerators that torch finds; errors and warnings are appended to `findings`.
 
-    The keys are `device`, such as `cuda:0`; `name`; `total_bytes` of memory; `capability`, None on MPS; and on CUDA
-    also `multiprocessors`.
+    The keys are `device`, such as `cuda:0`; `name`; `total_bytes` of memory; `capability`, None if the type has none;
+    and on CUDA also `multiprocessors`.
     """
     found: list[dict[str, Any]] = []
-    with collect_findings(findings, "CUDA"):
-        if torch.cuda.is_available():
-            for index in range(torch.cuda.device_count()):
-                properties = torch.cuda.get_device_properties(index)
-                found.append(
-                    {
-                        "device": f"cuda:{index}",
-                        "name": properties.name,
-                        "total_bytes": properties.total_memory,
-                        "capability": f"{properties.major}.{properties.minor}",
-                        "multiprocessors": properties.multi_processor_count,
-                    }
-                )
-    if torch.backends.mps.is_available():
-        total = torch.mps.recommended_max_memory()
-        found.append({"device": "mps", "name": cpu()["model"], "total_bytes": total, "capability": None})
+    with collect_findings(findings, "devices"):
+        kind = accelerator.accelerator_type()
+        for index in range(torch.accelerator.device_count() if kind else 0):
+            device = torch.device(f"{kind}:{index}")
+            known = accelerator.properties(device)
+            row = {
+                "device": str(device),
+                "name": getattr(known, "name", cpu()["model"]),
+                "total_bytes": accelerator.total_bytes(device),
+                "capability": f"{known.major}.{known.minor}" if hasattr(known, "major") else None,
+            }
+            if hasattr(known, "multi_processor_count"):
+                row["multiprocessors"] = known.multi_processor_count
+            found.append(row)
     return found
 
 

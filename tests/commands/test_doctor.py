@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.fake_cuda import simulate_accelerators
 from rich.console import Console
 
 from runner.commands import doctor
@@ -32,12 +33,11 @@ FREE = [77 * GIB, 3 * GIB]
 @pytest.fixture
 def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two different CUDA devices: the second is the current one, and only the first has peer access to the other."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: CARDS[index])
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: (here, there) == (0, 1))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (FREE[index], CARDS[index].total_memory))
+    simulate_accelerators(monkeypatch, 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: CARDS[torch.device(device).index])
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: (here.index, there) == (0, 1))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (FREE[device.index], 0))
     monkeypatch.setattr(doctor, "computes", lambda device: True)
 
 
@@ -113,7 +113,7 @@ def test_each_of_two_devices_is_reported_with_its_own_values() -> None:
     for shown in ("Beta 75", "3.0 GiB of 16.0 GiB", "7.5", "40", "3 of 4 MHz", "none"):
         assert shown in second
     assert "device=auto chooses cuda:0" in text
-    assert "parallel= on 2 CUDA devices" in text
+    assert "parallel= on 2 accelerators" in text
 
     table = {row["precision"]: row["cuda"] for row in report["precisions"]}  # of the older device
     assert (
@@ -143,8 +143,7 @@ def test_clocks_need_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_nvml")
 def test_a_machine_without_cuda_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    simulate_accelerators(monkeypatch, 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     report = doctor.gather()
     assert report["devices"] == []
@@ -152,7 +151,7 @@ def test_a_machine_without_cuda_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(report["precisions"][0]) == ["precision", "cpu"]
     assert "device=auto chooses the CPU" in rendered_report(report)
 
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    simulate_accelerators(monkeypatch, 1, "mps")
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
     report = doctor.gather()
     assert "12.0 GiB" in row_of(rendered_report(report), "mps")
@@ -169,11 +168,11 @@ def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch: pytest.MonkeyPa
         warnings.warn("CUDA initialization: driver too old\nsee there", stacklevel=1)
         raise RuntimeError("CUDA unknown error")
 
-    monkeypatch.setattr(torch.cuda, "is_available", broken)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: broken())
     report = doctor.gather()
     assert report["devices"] == []
-    assert "CUDA: RuntimeError: CUDA unknown error" in report["findings"]
-    assert "CUDA: CUDA initialization: driver too old" in report["findings"]
+    assert "devices: RuntimeError: CUDA unknown error" in report["findings"]
+    assert "devices: CUDA initialization: driver too old" in report["findings"]
     assert "CUDA unknown error" in rendered_report(report)
 
 

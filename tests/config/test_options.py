@@ -22,6 +22,7 @@ from runner.config.schema import build, load_class, option_fields, typed_values
 from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run, build_run
 from runner.sweep.engines.base import Engine
 from runner.sweep.sweep_jobs import SweepJobs
+from runner.system.accelerator import accelerator_type
 
 # Further overrides that an option needs.
 SMALL = ["data.num_samples=64", "data.num_classes=10", "data.size=32"]
@@ -39,16 +40,12 @@ ABSENT_HERE = {
     "data=fashion_mnist": ("data.root: got 'data'", "data/FashionMNIST/raw"),
     "data=cifar10": ("data.root: got 'data'", "data/cifar-10-batches-py"),
     "data=imagefolder": ("data.root: got 'photos'", "photos"),
-    "device=cuda": ("device.kind: got 'cuda'", "CUDA"),
-    "device=mps": ("device.kind: got 'mps'", "Metal"),
+    **{f"device={kind}": (f"device.kind: got '{kind}'", "torch") for kind in ("cuda", "mps", "xpu")},
 }
 for package in ("wandb", "mlflow", "trackio"):
     if find_spec(package) is None:
         ABSENT_HERE[f"tracking={package}"] = (f"tracking: got '{package}'", "not installed")
-if torch.cuda.is_available():
-    del ABSENT_HERE["device=cuda"]
-if torch.backends.mps.is_available():
-    del ABSENT_HERE["device=mps"]
+ABSENT_HERE.pop(f"device={accelerator_type()}", None)
 
 # Incompatible pairs of options: the beginning of the error message, and a text that it contains.
 REFUSED: dict[frozenset[str], tuple[str, str]] = {
@@ -77,9 +74,9 @@ REFUSED[frozenset(("workload=dqn", "debug=overfit"))] = ("workload.overfit_batch
 if find_spec("Box2D") is None:
     ABSENT_HERE["experiment=dqn_lunarlander"] = ("env.id: got 'LunarLander-v3'", "box2d")
     REFUSED[frozenset(("workload=dqn", "env=lunarlander"))] = ("env.id: got 'LunarLander-v3'", "box2d")
-if torch.cuda.is_available():
+if accelerator_type() == "cuda":
     REFUSED[frozenset(("parallel=hogwild", "device=cuda"))] = ("device.kind: got 'cuda'", "hogwild")
-if torch.backends.mps.is_available():
+if accelerator_type() == "mps":
     for mode in ("ddp", "fsdp", "ensemble", "hogwild"):
         REFUSED[frozenset((f"parallel={mode}", "device=mps"))] = ("device.kind: got 'mps'", "device=cpu")
 

@@ -258,7 +258,7 @@ def handed_out(number: int) -> list[tuple[Any, ...]]:
 
 def test_the_next_copy_is_queued_before_a_batch_is_yielded():
     cuda = FakeCuda()
-    for number, batch in enumerate(to_device(host(cuda, 3), CUDA, cuda=cuda), start=1):
+    for number, batch in enumerate(to_device(host(cuda, 3), CUDA, backend=cuda), start=1):
         assert [tensor.name for tensor in batch] == [f"x{number} on the device", f"y{number} on the device"]
         cuda.calls.append(("compute", number))
     assert cuda.calls == [
@@ -275,7 +275,7 @@ def test_the_next_copy_is_queued_before_a_batch_is_yielded():
 def test_a_closed_stream_waits_for_its_copies_and_closes_its_source():
     cuda = FakeCuda()
     source = host(cuda, 10)
-    batches = to_device(source, CUDA, cuda=cuda)
+    batches = to_device(source, CUDA, backend=cuda)
     next(batches)
     batches.close()
     assert cuda.calls[-1] == ("synchronize", "copy")
@@ -289,7 +289,7 @@ def test_copies_overlap_with_computation():
     weights = torch.randn(4096, 4096, device=device)
 
     def milliseconds(copy: bool, work: bool) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
         source = ((host_batch if copy else torch.ones(1),) for _ in range(20))
         begin.record()
         for _ in to_device(source, device):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.command import TIMEOUT_SECONDS, child_environment, wait_until
+from helpers.fake_cuda import simulate_accelerators
 
 from runner.data.base import DataError
 from runner.data.workers import Workers, default_count
@@ -161,7 +162,7 @@ def test_the_default_leaves_a_core_to_each_training_process(monkeypatch, cores, 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     for gpu, expected in ((False, count), (True, beside_a_gpu)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        simulate_accelerators(monkeypatch, int(gpu))
         assert default_count() == expected
 
 

@@ -1,19 +1,29 @@
-"""A fake of `torch.cuda` that records the calls of streams, events and tensors in their order."""
+"""Simulated accelerators, and a fake of torch that records the calls of streams, events and tensors in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 CUDA = torch.device("cuda")
 SECOND_CUDA = torch.device("cuda", 1)
 
 
+def simulate_accelerators(monkeypatch: pytest.MonkeyPatch, count: int, kind: str = "cuda") -> None:
+    """Let torch find `count` accelerators of the device type `kind`."""
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return torch.device(kind) if count or not check_available else None
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
 class FakeCuda:
-    """The part of `torch.cuda` that copy streams use; `calls` records what was called."""
+    """The part of torch that copy streams use, which is also its `accelerator`; `calls` records what was called."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -21,6 +31,7 @@ class FakeCuda:
         self.active: FakeStream | None = None
         self.finished: set[int] = set()
         self.num_events = 0
+        self.accelerator = self
 
     def Stream(self, device: torch.device) -> FakeStream:  # torch's name
         return FakeStream(self, f"copy{_suffix(device)}")
@@ -28,16 +39,16 @@ class FakeCuda:
     def current_stream(self, device: torch.device) -> FakeStream:
         return self.current.setdefault(device, FakeStream(self, f"compute{_suffix(device)}"))
 
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self.active = self.active, stream
-        yield
-        self.active = before
-
 
 class FakeStream:
     def __init__(self, cuda: FakeCuda, name: str):
         self.cuda, self.name = cuda, name
+
+    def __enter__(self) -> None:
+        self.before, self.cuda.active = self.cuda.active, self
+
+    def __exit__(self, *_: object) -> None:
+        self.cuda.active = self.before
 
     def record_event(self) -> FakeEvent:
         self.cuda.num_events += 1

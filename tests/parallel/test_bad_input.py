@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session, train_in
+from helpers.fake_cuda import simulate_accelerators
 
 import runner.parallel.launch.processes
 from runner.config.errors import ConfigError
@@ -37,7 +37,7 @@ TABLE = [
     Bad("parallel=fsdp parallel.processes=3 batch_size=64", "batch_size", "64", ["batch_size=63 or batch_size=66"]),
     # devices
     Bad("parallel=hogwild device=cuda", "device.kind", "cuda", ["parallel=ddp"], gpus=2),
-    Bad("parallel=ddp device=mps", "device.kind", "mps", ["tensors of a Metal device", "parallel=single"]),
+    Bad("parallel=ddp device=mps", "device.kind", "mps", ["share one device", "parallel=single"]),
     Bad("parallel=fsdp device=cuda", "device.kind", "cuda", ["torch finds no CUDA device", "device=auto"]),
     Bad(
         "parallel=ddp device=cuda device.index=2", "device.index", "2", ["2 CUDA devices are visible", "0 to 1"], gpus=2
@@ -66,8 +66,7 @@ def test_bad_input_is_refused_before_a_process_starts(
     bad: Bad, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the fork server may start, to import torch for the ranks while this process reads the data."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bad.gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: bad.gpus)
+    simulate_accelerators(monkeypatch, bad.gpus)
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run(*bad.overrides.split()))
     assert (refusal.value.key, str(refusal.value.got)) == (bad.key, bad.got)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
+from helpers.fake_cuda import simulate_accelerators
 from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights_at
 from torch import nn
 
@@ -69,8 +70,7 @@ def test_all_gpus_or_those_in_indices_are_used_in_the_given_order(
     indices: list[int], found: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    simulate_accelerators(monkeypatch, 2)
     for kind in ("auto", "cuda"):
         devices = devices_of_one_process(Device(kind=kind, indices=indices))
         assert devices == [torch.device("cuda", index) for index in found]

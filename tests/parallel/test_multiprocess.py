@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import TINY_CPU, compose_config
+from helpers.fake_cuda import simulate_accelerators
 from helpers.ranks import Ranks, connected_session
 
 from runner.config.errors import ConfigError
@@ -18,11 +19,6 @@ from runner.parallel.multiprocess import average_buffers
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(3)]
-
-
-def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
 def started_externally(monkeypatch: pytest.MonkeyPatch, rank: int) -> RankInfo:
@@ -47,7 +43,7 @@ def started_externally(monkeypatch: pytest.MonkeyPatch, rank: int) -> RankInfo:
 def test_the_devices_of_the_processes(
     visible: int, processes: Any, indices: list[int], devices: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus(monkeypatch, visible)
+    simulate_accelerators(monkeypatch, visible)
     launcher = DDP(processes=processes).launcher(Device(kind="cuda" if visible else "cpu", indices=indices))
     assert isinstance(launcher, LocalProcesses)
     assert launcher.devices == devices
@@ -66,7 +62,7 @@ def test_the_devices_of_the_processes(
 def test_an_externally_launched_process_uses_the_gpu_of_its_local_rank(
     visible: int, indices: list[int], device: torch.device, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus(monkeypatch, visible)
+    simulate_accelerators(monkeypatch, visible)
     rank_info = started_externally(monkeypatch, 1)
     launcher = DDP(processes=2, timeout=7).launcher(Device(kind="cuda" if visible else "cpu", indices=indices))
     assert isinstance(launcher, ExternalProcesses)

@@ -25,6 +25,7 @@ from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_ra
 from runner.planning.planned_session import prepared
 from runner.planning.report import bubbles, report_of, tables
 from runner.planning.step_tracker import KINDS
+from runner.system import accelerator
 from runner.system.fake_tensors import fake_process_group
 
 RESNET = ("model=resnet18", "data=synthetic", "data.size=32", "data.num_samples=64", "device=cpu", "device.threads=1")
@@ -250,8 +251,8 @@ def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys: pytest.Ca
 def test_the_memory_of_a_gpu_is_that_which_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     run = build_composed_run("model=tiny", "data.size=8", "device.threads=1")
     session = run.prepare(Collectives([torch.device("cuda", 1)]))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=7_000_000_000))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    properties = SimpleNamespace(total_memory=7_000_000_000, name="GPU")
+    monkeypatch.setattr(accelerator, "properties", lambda device: properties)
     ranks = trace(run, session)
     found = report_of(run, session, ranks)["host"]
     assert found is not None

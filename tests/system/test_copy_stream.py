@@ -89,7 +89,7 @@ def test_a_peer_copy_waits_for_its_source_and_blocks_neither_compute_stream() ->
 @pytest.mark.gpu
 def test_copies_arrive_complete_on_a_busy_device() -> None:
     device = torch.device("cuda")
-    stream = CopyStream(device, torch.cuda)
+    stream = CopyStream(device)
     weights, sums = torch.randn(4096, 4096, device=device), []
     for number in range(24):
         transfer = stream.send((torch.full((1 << 22,), number, dtype=torch.float32).pin_memory(),))

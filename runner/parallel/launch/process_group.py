@@ -64,13 +64,18 @@ def init_process_group(rank_info: RankInfo, kind: str, timeout: float, external:
     before = _open_sockets()
     torch.distributed.init_process_group(
         # Without `device_id`, NCCL connects in the first collective: when all ranks have agreed on their devices.
-        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{torch.distributed.get_default_backend_for_device(kind)}",
         store=store,
         rank=rank_info.rank,
         world_size=rank_info.world_size,
         timeout=limit if external or kind != "cpu" else _LONG,
     )
     _gloo_sockets[:] = _open_sockets() - before
+
+
+def _backend(device: torch.device) -> str:
+    """Return the library for collectives of tensors on `device`: NCCL for CUDA."""
+    return torch.distributed.get_default_backend_for_device(device)
 
 
 def destroy_process_group() -> None:

@@ -21,6 +21,7 @@ from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
 from runner.parallel.session import Session
+from runner.system.accelerator import properties
 from runner.system.console import open_console
 from runner.system.cpu import cores_per_process
 from runner.system.forkserver import start_server
@@ -140,7 +141,7 @@ class ExternalProcesses(Launcher):
             if len({kind for kind, _ in devices}) > 1:
                 kinds = ", ".join(kind for kind, _ in devices)
                 raise ConfigError("device.kind", kinds, "the ranks have devices of several kinds", "device=cpu")
-            if "cuda" in devices[0] and len(set(devices)) < count:  # with which NCCL would fail
+            if devices[0][1] and len(set(devices)) < count:  # with which NCCL would fail
                 why = "several processes have the same GPU"
                 remedy = "start one process per GPU; srun --gpus-per-task=1 gives each its own"
                 raise ConfigError("parallel.processes", count, why, remedy)
@@ -152,7 +153,7 @@ class ExternalProcesses(Launcher):
         if self.refusal is not None:
             raise self.refusal
         device = self.devices[0]
-        return device.type, str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        return device.type, "" if device.type == "cpu" else str(getattr(properties(device), "uuid", ""))
 
     def launch(
         self, train: Callable[[], Any], train_rank: Callable[[Collectives], Any], session: Session, directory: Path
@@ -172,8 +173,8 @@ class ExternalProcesses(Launcher):
 
 def init_rank(rank_info: RankInfo, device: torch.device, timeout: float, external: bool) -> None:
     """Set up this process as a rank: its GPU, its share of the CPU's threads, and the process group."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
     os.environ["LOCAL_WORLD_SIZE"] = str(rank_info.local_world_size)  # for data workers: the ranks share the cores
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_process())

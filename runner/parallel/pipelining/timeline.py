@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runner.device import synchronize
+from runner.system.accelerator import has_streams
 from runner.tracking.image_grids import font, to_tensor
 
 
@@ -77,10 +78,10 @@ class Timeline:
 
 
 def _now(device: torch.device) -> Any:
-    if device.type != "cuda":
+    if not has_streams(device):
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
     return event
 
 

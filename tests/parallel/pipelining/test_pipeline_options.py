@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from helpers.compose import build_composed_run, prepare_session
+from helpers.fake_cuda import simulate_accelerators
 
 from runner.config.errors import ConfigError
 from runner.parallel.pipeline import Pipeline
@@ -94,8 +94,7 @@ def test_unset_options_are_derived_from_the_others(overrides: str, stages: int, 
 
 @pytest.fixture
 def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    simulate_accelerators(monkeypatch, 2)
 
 
 @pytest.mark.usefixtures("_two_gpus")

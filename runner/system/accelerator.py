@@ -1,0 +1,118 @@
+"""The accelerator of this machine, through `torch.accelerator`: what one lacks is asked of it, not listed by its name.
+
+A process has accelerators of one type: the one that its torch was built for, or that a plugin of torch registered.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def accelerator_type() -> str | None:
+    """Return the device type of the accelerators that torch finds, such as `cuda` (also AMD's), or None."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def why_unavailable(kind: str) -> str:
+    """Return why this process has no accelerator of the device type `kind`; an empty string if it has one."""
+    with warnings.catch_warnings(record=True) as caught:  # of torch, such as about a driver that is too old
+        warnings.simplefilter("always")
+        found, built = accelerator_type(), torch.accelerator.current_accelerator()
+    if found == kind:
+        return ""
+    if found is not None:
+        return f"torch finds devices of type {found} here, and no others"
+    if built is None or built.type != kind:
+        return f"torch {torch.__version__} is built for {'CPUs' if built is None else built.type} only"
+    details = "".join(f": {str(warning.message).splitlines()[0]}" for warning in caught[:1])
+    return f"torch finds no {kind.upper()} device{details}"
+
+
+def properties(device: torch.device) -> Any:
+    """Return what torch knows of `device`, such as `name` and `total_memory`; None for a type without properties."""
+    find = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return None if find is None else find(device)
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the memory of `device` in bytes. On CUDA, no context is created, which would itself take memory."""
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    found = properties(device)
+    return found.total_memory if hasattr(found, "total_memory") else torch.accelerator.get_memory_info(device)[1]
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Return whether `device` computes in float64, which Metal and some GPUs of Intel do not."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).add_(1)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+@cache
+def has_streams(device: torch.device) -> bool:
+    """Return whether `device` has streams and events. The CPU has none."""
+    if device.type == "cpu":
+        return False
+    try:
+        torch.Stream(device).record_event()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+@cache
+def scales_float16(device: torch.device) -> bool:
+    """Return whether `device` trains in float16 with `torch.amp.GradScaler`, by one step of a network.
+
+    A CPU is said not to: its float16 convolutions are about 50 times slower than those in float32.
+    """
+    if device.type == "cpu":
+        return False
+    weight = torch.ones(1, 1, device=device, requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    try:
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0)
+        with torch.autocast(device.type, torch.float16):
+            loss = torch.nn.functional.linear(weight, weight).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return scaler.is_enabled()
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of torch's default random number generator of the accelerator `device`."""
+    with torch.accelerator.device_index(device.index):
+        return torch.get_device_module(device).get_rng_state()
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set torch's default random number generator of the accelerator `device` to `state`, of `random_state`."""
+    with torch.accelerator.device_index(device.index):
+        torch.get_device_module(device).set_rng_state(state)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What exists on CUDA alone
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Return whether the matrix products of `device` can be computed in TF32."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def peers(device: torch.device, count: int) -> list[int]:
+    """Return the indices of the devices, of `count`, whose memory the CUDA device `device` reads without the host."""
+    others = range(count) if device.type == "cuda" else ()
+    return [other for other in others if other != device.index and torch.cuda.can_device_access_peer(device, other)]
