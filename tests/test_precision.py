@@ -101,25 +101,30 @@ def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_32_is_plain_float32(max_norm: float | None) -> None:
-    assert equal(run(Precision(), max_norm), by_hand(None, max_norm))
+@pytest.mark.parametrize(
+    ("kind", "dtype", "warning"),
+    [
+        (Precision, None, ""),
+        (BFloat16, torch.bfloat16, ""),
+        (Float16, torch.bfloat16, "precision=16: cpu computes in bfloat16"),
+        (TF32, None, "precision=tf32: cpu has no TF32 units"),
+    ],
+)
+def test_on_a_cpu_each_precision_is_plain_float32_or_autocast(
+    kind: type[Precision],
+    dtype: torch.dtype | None,
+    warning: str,
+    max_norm: float | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    precision = kind()
+    weights = run(precision, max_norm)
+    assert equal(weights, by_hand(dtype, max_norm))
+    assert weights[0].dtype == torch.float32, "parameters stay float32"
+    assert dtype is None or not equal(weights, by_hand(None, max_norm))
+    assert warning in caplog.text
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_bf16_is_plain_autocast(max_norm: float | None) -> None:
-    weights = run(BFloat16(), max_norm)
-    assert equal(weights, by_hand(torch.bfloat16, max_norm))
-    assert weights[0].dtype == torch.float32  # parameters stay float32
-    assert not equal(weights, by_hand(None, max_norm))
-
-
-def test_16_is_bf16_on_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    precision = Float16()
-    assert equal(run(precision), by_hand(torch.bfloat16))
-    assert "precision=16: cpu computes in bfloat16" in caplog.text
-    assert precision.scalars() == {}
-    assert precision.num_skipped() == 0
+    assert (precision.scalars(), precision.num_skipped()) == ({}, 0)
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
@@ -129,12 +134,6 @@ def test_a_cpu_without_bfloat16_instructions_causes_a_warning(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if is_fast else "AVX2")
     BFloat16().prepare(CPU)
     assert ("no instructions" in caplog.text) is not is_fast
-
-
-def test_tf32_is_float32_on_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert equal(run(TF32()), by_hand())
-    assert "precision=tf32: cpu has no TF32 units" in caplog.text
-    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_64_gives_the_gradients_of_a_double_loop() -> None:

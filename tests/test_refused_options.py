@@ -12,7 +12,7 @@ from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.optimizer import SGD, Adam, AdamW, Muon
 from runner.precision import Float16
-from runner.profiler import Advanced, Trace
+from runner.profiler import Trace
 from runner.schedule import Cosine, OneCycle, Schedule, Step
 from runner.stop import Stop
 
@@ -40,7 +40,6 @@ REFUSED: list[tuple[type, str, dict[str, Any]]] = [
     (Float16, "init_scale", {"init_scale": 0.0}),
     (Float16, "init_scale", {"init_scale": math.inf}),
     (Float16, "growth_interval", {"growth_interval": 0}),
-    (Advanced, "top", {"top": 0}),
     *((Trace, key, {key: value}) for key, value in (("wait", -1), ("warmup", -1), ("active", 0))),
     *((Schedule, "warmup", {"warmup": value}) for value in (-0.1, 1.1, math.nan)),
     (Cosine, "final", {"final": 2.0}),

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.config.errors import check
 from runner.storage.files import UnsafeFileError, open_regular
 from runner.storage.run_directory import storage_errors
 from runner.tracking.base import Tracker
@@ -22,19 +21,13 @@ _MAX_LINE_BYTES = 10_000
 
 @dataclass
 class CsvFile(Tracker):
-    """A tracker that appends a line `step,tag,value` for each point of a curve; texts and images are not written.
+    """A tracker that appends a line `step,tag,value` to `curves.csv` for each point; texts and images are not written.
 
     A resumed run first removes the lines of the steps that it will repeat.
     """
 
-    file: str = "curves.csv"
-
-    def __post_init__(self) -> None:
-        plain = self.file.endswith(".csv") and "/" not in self.file and self.file.isprintable()
-        check(plain, "file", self.file, "it must be the name of a CSV file", "as in tracking.file=curves.csv")
-
     def open(self, directory: Path, first_step: int) -> None:
-        self._path, part = directory / self.file, directory / f"{self.file}.part"
+        self._path, part = directory / "curves.csv", directory / "curves.csv.part"
         with storage_errors(self._path):
             with part.open("wb") as out:
                 out.write(b"step,tag,value\r\n")

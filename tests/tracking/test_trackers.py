@@ -47,11 +47,10 @@ def points(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_a_tracker_of_the_users_is_one_of_several(tmp_path: Path) -> None:
     (tmp_path / "tracking").mkdir()
-    (tmp_path / "tracking" / "mine.yaml").write_text("defaults: [csv, _self_]\nfile: points.csv\n")
-    words = [*TINY_CPU, "steps=2", "log_every=1", "tracking=[csv,mine]"]
+    (tmp_path / "tracking" / "mine.yaml").write_text("defaults: [csv, _self_]\n")
+    words = [*TINY_CPU, "steps=2", "log_every=1", "tracking=[tensorboard,mine]"]
     train_in(tmp_path / "run", build_run(Composer(str(tmp_path)).run(words).config))
-    assert (tmp_path / "run" / "points.csv").read_text() == (tmp_path / "run" / "curves.csv").read_text()
-    assert points(tmp_path / "run")["train/loss"]
+    assert points(tmp_path / "run").keys() == scalar_curves(tmp_path / "run").keys()
 
 
 def test_several_trackers_get_every_point_once_across_a_resume(tmp_path: Path) -> None:
@@ -82,13 +81,17 @@ def test_a_resumed_run_leaves_out_incomplete_lines_of_its_csv_file(tmp_path: Pat
 def test_a_csv_file_that_cannot_be_continued_or_written_is_a_storage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (tmp_path / "large.csv").open("wb") as file:
-        file.truncate(30 << 30)  # takes no space on the disk
-    (tmp_path / "link.csv").symlink_to("large.csv")
-    for name, why in {"large.csv": "more than 4,000,000,000 bytes", "link.csv": "a symbolic link"}.items():
-        with pytest.raises(StorageError, match=why):
-            CsvFile(name).open(tmp_path, 4)
+    file = tmp_path / "curves.csv"
+    with file.open("wb") as large:
+        large.truncate(30 << 30)  # takes no space on the disk
+    with pytest.raises(StorageError, match="more than 4,000,000,000 bytes"):
+        CsvFile().open(tmp_path, 4)
+    file.rename(tmp_path / "large.csv")
+    file.symlink_to("large.csv")
+    with pytest.raises(StorageError, match="a symbolic link"):
+        CsvFile().open(tmp_path, 4)
     assert (tmp_path / "large.csv").stat().st_size == 30 << 30
+    file.unlink()
     tracker = CsvFile()
     tracker.open(tmp_path, 1)
     os.dup2(os.open("/dev/full", os.O_WRONLY), tracker._out.fileno())
@@ -104,8 +107,7 @@ def test_a_csv_file_that_cannot_be_continued_or_written_is_a_storage_error(
         (("tracking=several", "tracking.names=[csv,csv]"), "tracking.names"),
         (("tracking=several", "tracking.names=[csv,tensorbord]"), "tracking.names"),
         (("tracking=several", "tracking.names=[several]"), "tracking.names"),
-        (("tracking=several", "+tracking.trackers.csv.file=a.csv"), "tracking.trackers"),
-        (("tracking=csv", "tracking.file=../a.csv"), "tracking.file"),
+        (("tracking=several", "+tracking.trackers.wandb.mode=online"), "tracking.trackers"),
         (("tracking=wandb", "tracking.mode=on"), "tracking.mode"),
     ],
 )
