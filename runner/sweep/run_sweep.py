@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runner.analysis.sweep_summary import find_best, write_summary
-from runner.config.errors import ABSENT, ConfigError, check
+from runner.config.errors import ABSENT, ConfigError
 from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
 from runner.config.overrides import typed_path
@@ -20,7 +21,6 @@ from runner.sweep.display import Display
 from runner.sweep.ledger import OPTIONS, Ledger
 from runner.sweep.plan_jobs import GridJobs, Planner
 from runner.sweep.scheduler import Scheduler
-from runner.sweep.search import Objective, Search
 from runner.sweep.space import Space
 from runner.sweep.sweep_jobs import SweepJobs
 from runner.system.console import CRASHED, DIVERGED, DONE, REFUSED, STOPPED
@@ -28,6 +28,9 @@ from runner.system.forkserver import run_in_child
 from runner.system.import_path import is_installed
 from runner.system.signals import StopRequest
 from runner.tracking.base import Tracker
+
+if TYPE_CHECKING:
+    from runner.sweep.search import Search
 
 
 def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preloaded: Sequence[str] = ()) -> list[int]:
@@ -96,20 +99,22 @@ class StopSweep(StopRequest):
 
 def _search(jobs: SweepJobs, planner: Planner) -> Search:
     """Check the options of a search, and return what it does."""
+    from runner.sweep.search import Objective, Search  # it imports Optuna, which is optional
+
     options, (metric, goal) = jobs.engine, planner.best
-    remedy = "'optimizer.lr=interval(0.01,1)'"
-    check(bool(jobs.swept), "sweep.search", options.search, "no key has several values", remedy)
-    seeded = options.seeds > 1 and any("seed" in each.keys and each.varies for each in jobs.dimensions)
-    check(not seeded, "sweep.seeds", options.seeds, "seed is swept, too", "leave one of them out")
+    if not jobs.swept:
+        remedy = "'optimizer.lr=interval(0.01,1)'"
+        raise ConfigError("sweep.search", options.search, "no key has several values", remedy)
+    if options.seeds > 1 and "seed" in jobs.swept:
+        raise ConfigError("sweep.seeds", options.seeds, "seed is swept, too", "leave one of them out")
     tag = options.metric or f"eval/{metric}"
-    known = options.goal is not None or tag == f"eval/{metric}"
-    why = "it is not known whether larger or smaller values are better"
-    check(known, "sweep.metric", tag, why, "add sweep.goal=min or sweep.goal=max")
-    tracker = build(planner.config["tracking"], Tracker, "tracking")
-    why = "it needs the event files of TensorBoard, which the jobs do not write"
-    remedy = "tracking=tensorboard, or several: tracking=[tensorboard,csv]"
-    has_curves = any(backend.writes_event_files() for backend in tracker.backends())
-    check(options.prune is None or has_curves, "sweep.prune", options.prune, why, remedy)
+    if options.goal is None and tag != f"eval/{metric}":
+        why = "it is not known whether larger or smaller values are better"
+        raise ConfigError("sweep.metric", tag, why, "add sweep.goal=min or sweep.goal=max")
+    backends = build(planner.config["tracking"], Tracker, "tracking").backends()
+    if options.prune and not any(backend.writes_event_files() for backend in backends):
+        remedy = "tracking=tensorboard, or several: tracking=[tensorboard,csv]"
+        raise ConfigError("sweep.prune", options.prune, "it needs the event files of TensorBoard", remedy)
     objective = Objective(tag, options.goal or goal, best=options.metric is None)
     space = Space(jobs.dimensions, planner.has_key, groups_in_defaults())
     if options.search == "grid" and space.combinations is None:

@@ -16,44 +16,36 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import optuna
+from optuna.storages.journal import JournalFileBackend, JournalStorage
+from optuna.trial import FrozenTrial, TrialState
 
 from runner.config.errors import ConfigError, check, did_you_mean
 from runner.storage.files import read_regular, write_bytes
 from runner.storage.ledger_file import num_jobs
 from runner.sweep.engines.base import Engine, Job
 from runner.sweep.ledger import STUDY, Ledger
+from runner.sweep.sampling import proposed
 from runner.sweep.scheduler import JobSource
 from runner.sweep.space import Space
 from runner.system.console import CRASHED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.tracking.event_file import EventReader
-
-if TYPE_CHECKING:
-    import optuna
 
 _LIMIT_BYTES = 256_000_000
 _REMEDY = "resume=never starts another sweep"
 
 
 class Objective(NamedTuple):
-    """The metric by which a search compares its trials.
+    """The metric by which a search compares its trials."""
 
-    Args:
-        tag: the TensorBoard tag of the metric.
-        goal: `min` if smaller values are better, `max` if larger values are better.
-        best: True to compare the best values of the jobs; False to compare their last values.
-    """
-
-    tag: str
-    goal: str
-    best: bool
+    tag: str  # its TensorBoard tag
+    goal: str  # min or max
+    best: bool  # whether the best values of the jobs are compared, and not their last ones
 
     def value(self, result: dict[str, Any]) -> float:
-        """Return the value of the metric in the result of a job that is done.
-
-        Raises:
-            ConfigError: if the job did not measure the metric.
-        """
+        """Return the value in the result of a job that is done; raise a ConfigError if the job did not measure it."""
         measured, best = result.get("metrics", {}), result.get("best") or {}
         value = best["value"] if self.best and best.get("metric") == self.tag else measured.get(self.tag)
         if not isinstance(value, int | float):
@@ -119,8 +111,8 @@ class Search(JobSource):
         """Open the study in the directory of the sweep, and queue the jobs of unfinished trials.
 
         Raises:
-            ConfigError: if Optuna is not installed, or the study is damaged or belongs to a search with another space,
-                metric, `sweep.search` or `sweep.seeds`.
+            ConfigError: if the study is damaged or belongs to a search with another space, metric, `sweep.search` or
+                `sweep.seeds`.
         """
         self._ledger, self._study = ledger, self._open_study(ledger.path)
         for frozen in self._study.get_trials(deepcopy=False):
@@ -164,8 +156,6 @@ class Search(JobSource):
 
     def close(self) -> None:
         """Record paused trials as pruned in the study, if all other trials have ended and no new trial will start."""
-        from optuna.trial import TrialState
-
         unfinished = [trial for trial in self._trials.values() if not trial.is_paused]
         if self._num_asked >= self.num_trials and not unfinished:
             for trial in self._trials.values():
@@ -184,14 +174,10 @@ class Search(JobSource):
     def _num_asked(self) -> int:
         return len(self._study.get_trials(deepcopy=False))
 
-    def _add(self, trial: optuna.Trial | optuna.trial.FrozenTrial) -> None:
+    def _add(self, trial: optuna.Trial | FrozenTrial) -> None:
         """Choose the values of a new trial, or of one that an earlier command began, and queue its jobs."""
-        import optuna
-
-        from runner.sweep.sampling import proposed
-
         num_reported = 0
-        if isinstance(trial, optuna.trial.FrozenTrial):
+        if isinstance(trial, FrozenTrial):
             num_reported = len(trial.intermediate_values)
             trial = optuna.Trial(self._study, trial._trial_id)
         if self._options.search == "grid":
@@ -237,21 +223,15 @@ class Search(JobSource):
 
     def _promote(self) -> None:
         """Queue the stopped jobs of each paused trial again if the pruner, with more results, lets it continue."""
-        import optuna
-
         self._may_promote = False
-        stopped = {trial.optuna.number: trial for trial in self._trials.values() if trial.is_paused}
-        paused = {
-            number: trial
-            for number, trial in stopped.items()
-            if len(trial.codes) == self._options.seeds and {*trial.codes.values()} <= {DONE, STOPPED}
-        }
+        stopped = [each for each in self._trials.values() if each.is_paused and len(each.codes) == self._options.seeds]
+        paused = [each for each in stopped if {*each.codes.values()} <= {DONE, STOPPED}]
         if not paused:
             return
         study = optuna.create_study(direction=self._study.direction)  # in memory, because pruners write what they judge
         study.add_trials(self._study.get_trials(deepcopy=False))
-        for number, trial in paused.items():
-            frozen = study.get_trials(deepcopy=False)[number]
+        for trial in paused:
+            frozen = study.get_trials(deepcopy=False)[trial.optuna.number]
             rungs = [key for key in frozen.system_attrs if key.startswith("completed_rung_")]
             for key in rungs[-1:]:  # successive halving would judge only the next rung, which the trial has not reached
                 del frozen.system_attrs[key]
@@ -264,14 +244,10 @@ class Search(JobSource):
 
     def _finish(self, trial: Trial) -> None:
         """Record the result of a trial in the study, after all jobs of the trial have ended."""
-        from optuna.trial import TrialState
-
         del self._trials[trial.optuna.number]
         codes = set(trial.codes.values())
         if codes == {DONE}:
-            values = [trial.values[number] for number in sorted(trial.values)]
-            trial.optuna.set_user_attr("values", values)
-            self._study.tell(trial.optuna, statistics.fmean(values))
+            self._study.tell(trial.optuna, statistics.fmean(trial.values.values()))
         elif codes & {CRASHED, REFUSED}:
             self._study.tell(trial.optuna, state=TrialState.FAIL)
         else:  # it diverged: Optuna treats a pruned trial as worse than any value
@@ -280,13 +256,6 @@ class Search(JobSource):
     def _open_study(self, directory: Path) -> optuna.Study:
         """Return the study of this search in the directory of a sweep, or a new study if there is none."""
         path, options = directory / STUDY, self._options
-        try:
-            import optuna
-            from optuna.storages.journal import JournalFileBackend, JournalStorage
-        except ImportError:
-            remedy = "pip install optuna, or sweep.search=null to run all combinations of listed values"
-            why = "it needs Optuna, which is not installed"
-            raise ConfigError("sweep.search", options.search, why, remedy) from None
         optuna.logging.set_verbosity(logging.WARNING)
         pruner = optuna.pruners.NopPruner()
         if options.prune == "median":

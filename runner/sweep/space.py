@@ -22,17 +22,11 @@ class Interval(NamedTuple):
 
 
 class Dimension(NamedTuple):
-    """The values of one key of a sweep, or of several keys whose values are paired.
+    """The values of one key of a sweep, or of several keys whose values are paired."""
 
-    Args:
-        name: the config key, or the name that the user gave to the paired keys.
-        keys: the config keys that the dimension sets.
-        choices: for each value, the overrides that set it; `[[]]` if there is an `interval` instead.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    choices: list[list[str]]
+    name: str  # the config key, or the name that the user gave to the paired keys
+    keys: tuple[str, ...]  # the config keys that the dimension sets
+    choices: list[list[str]]  # for each value, the overrides that set it; `[[]]` if there is an interval instead
     interval: Interval | None = None
 
     @property

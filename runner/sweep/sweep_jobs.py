@@ -72,13 +72,15 @@ class SweepJobs:
             check(not each.varies, each.keys[0], ABSENT, "it is the same for all jobs of a sweep", "give it one value")
         self.common = [word for each in shared if not is_sweep_option(each.keys[0]) for word in each.choices[0]]
         self.dimensions = [each for each in last if each not in shared]
-        most = max(self.dimensions, key=lambda each: len(each.choices), default=None)
-        remedy = "sweep over fewer values, or in several sweeps"
-        check(len(self) <= MAX_JOBS, most.name if most else "", ABSENT, f"more than {MAX_JOBS:,} jobs", remedy)
-        keys = [key for each in self.dimensions for key in each.keys]
-        paired = [key for each in self.dimensions if len(each.keys) > 1 for key in each.keys]
-        twice = next((key for key in paired if keys.count(key) > 1), "")
-        check(not twice, twice, ABSENT, "it is paired with other keys, and set by another override", "leave one out")
+        if len(self) > MAX_JOBS:
+            most = max(self.dimensions, key=lambda each: len(each.choices)).name
+            raise ConfigError(
+                most, ABSENT, f"more than {MAX_JOBS:,} jobs", "sweep over fewer values, or in several sweeps"
+            )
+        keys = Counter(key for each in self.dimensions for key in each.keys)
+        for key in [key for each in self.dimensions if len(each.keys) > 1 for key in each.keys]:
+            why = "it is paired with other keys, and set by another override"
+            check(keys[key] == 1, key, ABSENT, why, "leave one out")
 
     @property
     def swept(self) -> list[str]:
@@ -104,24 +106,23 @@ class SweepJobs:
     def _dimension(self, override: Override) -> Dimension:
         key, value = override.get_key_element(), override.value()
         typed = str(override.input_line).partition("=")[2]
-        if not isinstance(value, IntervalSweep):
-            words = _words(override)
-            check(bool(words), key, typed, "it has no values", f"{key}=range(0,10)")
-            counts = Counter(word for [word] in words)  # there may be thousands
-            twice = next((word for word, count in counts.items() if count > 1), "")
-            why = f"{twice.partition('=')[2]} is in it twice"
-            check(not twice, key, typed, why, "a job that is repeated gives the same result: leave one out")
-            return Dimension(key, (_bare(key),), words)
-        why = "an interval has no list of values"
-        check(self.engine.search is not None, key, typed, why, f"{key}=1,2,3, or sweep.search=tpe to search it")
-        return Dimension(key, (_bare(key),), [[]], _interval(key, typed, value))
+        if isinstance(value, IntervalSweep):
+            why = "an interval has no list of values"
+            check(self.engine.search is not None, key, typed, why, f"{key}=1,2,3, or sweep.search=tpe to search it")
+            return Dimension(key, (_bare(key),), [[]], _interval(key, typed, value))
+        words = _words(override)
+        check(bool(words), key, typed, "it has no values", f"{key}=range(0,10)")
+        [(most, count)] = Counter(word for [word] in words).most_common(1)
+        if count > 1:
+            remedy = "a job that is repeated gives the same result: leave one out"
+            raise ConfigError(key, typed, f"{most.partition('=')[2]} is in it twice", remedy)
+        return Dimension(key, (_bare(key),), words)
 
     def _pairs(self, word: str) -> Dimension:
         """Return the dimension for an override of the form `NAME=zip(KEY=[…],KEY=[…])`."""
         name, members = parse_zip(word) or ("", [])
-        why = "it names the pairs, and must not be a key of the config"
         typed = word.partition("=")[2]
-        check(name not in root_keys(), name, typed, why, f"pairs={typed}")
+        check(name not in root_keys(), name, typed, "it is a key, and cannot name the pairs", f"pairs={typed}")
         overrides = self._composer.parse([quoted(member, sweep=True) for member in members])
         values = {_bare(override.get_key_element()): _words(override) for override in overrides}
         listed = ", ".join(f"{key} has {len(words):,}" for key, words in values.items())
@@ -154,14 +155,12 @@ def parse_zip(word: str) -> tuple[str, list[str]] | None:
 
 
 def _interval(key: str, typed: str, value: IntervalSweep) -> Interval:
-    low, high = value.start, value.end
-    is_range = isinstance(low, int | float) and isinstance(high, int | float) and -math.inf < low < high < math.inf
-    check(is_range, key, typed, "the interval is empty or not finite", "interval(LOW,HIGH) with LOW < HIGH")
-    assert isinstance(low, int | float)
-    assert isinstance(high, int | float)
-    check(value.tags <= {"log"}, key, typed, "the only tag of an interval is log", f"{key}=tag(log,interval(1e-4,1))")
-    log = "log" in value.tags
-    check(low > 0 or not log, key, typed, "a logarithm needs values above 0", f"{key}=tag(log,interval(1e-4,1))")
+    low, high, log = value.start, value.end, "log" in value.tags
+    remedy = f"{key}=interval(LOW,HIGH) with LOW < HIGH, or {key}=tag(log,interval(1e-4,1))"
+    if not (isinstance(low, int | float) and isinstance(high, int | float) and -math.inf < low < high < math.inf):
+        raise ConfigError(key, typed, "the interval is empty or not finite", remedy)
+    check(value.tags <= {"log"}, key, typed, "the only tag of an interval is log", remedy)
+    check(low > 0 or not log, key, typed, "a logarithm needs values above 0", remedy)
     return Interval(low, high, log, isinstance(low, int) and isinstance(high, int))
 
 

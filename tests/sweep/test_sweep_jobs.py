@@ -68,7 +68,7 @@ def test_options_that_are_numbers_can_be_paired() -> None:
         (["p=zip(seed=[1,2],batch_size=8)"], "p", "'batch_size=8' is not of the form KEY=[VALUE,VALUE]"),
         (["p=zip(seed=[1,2],q=zip(a=[1],b=[2]))"], "p", "'q=zip(a=[1]' is not of the form KEY=[VALUE"),
         (["p=zip(seed,batch_size=[8])"], "p", "'seed' is not of the form KEY=[VALUE,VALUE]"),
-        (["seed=zip(seed=[1,2],batch_size=[8,16])"], "seed", "it names the pairs"),
+        (["seed=zip(seed=[1,2],batch_size=[8,16])"], "seed", "it is a key"),
         (["p=zip(seed=[1,2],batch_size=[8,16])", "seed=3"], "seed", "set by another override"),
         (["resume=auto,never"], "resume", "the same for all jobs"),
         (["p=zip(seed=range(0,100000),batch_size=range(0,100000))"], "p", "more than 10,000 jobs"),

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from runner.config.errors import check, check_choice, check_range
+from runner.config.errors import ConfigError, check, check_choice, check_range
+from runner.system.import_path import is_installed
 
 
 class Demand(NamedTuple):
@@ -109,6 +110,9 @@ class Engine(ABC):
         for key, choices in _CHOICES.items():
             if getattr(self, key) is not None:
                 check_choice(self, key, choices)
+        if self.search is not None and not is_installed("optuna"):
+            remedy = "pip install optuna, or sweep.search=null to run all combinations of listed values"
+            raise ConfigError("search", self.search, "it needs Optuna, which is not installed", remedy)
         for key in _ONLY_IN_SEARCH if self.search is None else ():
             given, default = getattr(self, key), getattr(Engine, key)
             check(given == default, key, given, "only a search has this option", "add sweep.search=tpe")

@@ -233,9 +233,8 @@ def visible_gpus() -> list[str]:
 def busy_gpus(names: Iterable[str]) -> set[str]:
     """Return the GPUs in `names` that any process is using for computation; an empty set if NVML is not available.
 
-    Args:
-        names: the index or UUID of each GPU. NVML numbers the GPUs in the order of the PCI bus. On a machine with GPUs
-            of several models, the indices of CUDA are the same only with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    NVML numbers the GPUs in the order of the PCI bus. On a machine with GPUs of several models, the indices of CUDA are
+    the same only with CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
     try:
         import pynvml  # pyright: ignore[reportMissingImports] (optional)
@@ -246,10 +245,7 @@ def busy_gpus(names: Iterable[str]) -> set[str]:
     busy = set()
     for name in names:
         with suppress(pynvml.NVMLError):
-            by_index = name.isdecimal()
-            handle = (
-                pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
-            )
-            if pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            handle_of = pynvml.nvmlDeviceGetHandleByIndex if name.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID
+            if pynvml.nvmlDeviceGetComputeRunningProcesses(handle_of(int(name) if name.isdecimal() else name)):
                 busy.add(name)
     return busy

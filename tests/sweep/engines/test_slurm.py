@@ -21,8 +21,6 @@ from runner.sweep.engines import child, slurm
 from runner.sweep.engines.base import Demand, Ended, Job, Pool
 from runner.sweep.engines.slurm import Slurm, SlurmPool, cancel
 
-pytest.importorskip("submitit")
-
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
