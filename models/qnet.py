@@ -17,12 +17,9 @@ from models.layers import recomputable
 class QNet(nn.Sequential):
     """A multi-layer perceptron with ReLU that returns the values of all actions.
 
-    Args:
-        num_inputs: size of a flattened observation; inputs [n, …] are flattened to [n, num_inputs].
-        num_actions: number of actions; the outputs are [n, num_actions].
-        hidden: number of units in each hidden layer; if empty, the network is linear.
-        dueling: whether to use separate heads for the state value and the advantages.
-        checkpoint_activations: recompute activations in the backward pass.
+    Inputs [n, …] are flattened to [n, num_inputs]; the outputs are [n, num_actions]. There is a layer of each number of
+    `hidden` units; without any, the network is linear. With `dueling`, separate heads compute the state value and the
+    advantages. With `checkpoint_activations`, activations are recomputed in the backward pass.
     """
 
     def __init__(

@@ -57,9 +57,8 @@ class Mixing:
     CutMix. The random numbers depend on the seed and the index of the batch, and each micro-batch also loads the sample
     before its first, so that the result does not depend on how the batch is divided.
 
-    Args:
-        mixup: α of mixup (Zhang et al., mixup, 2018): two images are blended in a proportion drawn from Beta(α, α).
-        cutmix: α of CutMix (Yun et al., CutMix, 2019): a rectangle is replaced by that of the other image.
+    `mixup` is the α of mixup (Zhang et al., mixup, 2018): two images are blended in a proportion drawn from Beta(α, α).
+    `cutmix` is the α of CutMix (Yun et al., CutMix, 2019): a rectangle is replaced by that of the other image.
     """
 
     mixup: float = 0.0

@@ -36,13 +36,10 @@ class Digits(Augmented):
         check_range(self, "holdout", above=0, most=0.9)
         check_range(self, "crop", least=0, most=self.size // 2)
 
-    def load(self) -> tuple[Samples, Samples]:
-        return self._load()
-
     def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
-        return two_splits(*self._load(saved.get("image")))
+        return two_splits(*self.load(saved.get("image")))
 
-    def _load(self, normalization: Mapping[str, list[float]] | None = None) -> tuple[Samples, Samples]:
+    def load(self, normalization: Mapping[str, list[float]] | None = None) -> tuple[Samples, Samples]:
         table = torch.from_numpy(read_table())
         images = table[:, :64].reshape(-1, 1, 8, 8).to(torch.float32) / 16
         if self.size != 8:

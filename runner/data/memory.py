@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +16,17 @@ from runner.data.decode import normalized, per_channel
 from runner.seeds import sample_seeds, uniforms
 
 
+@dataclass(eq=False, repr=False)
 class ArraySamples(Samples):
     """Samples in two tensors of any dtype, `inputs` [n, *shape] and `targets` [n, …], moved to the device when used."""
 
-    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor):
-        if len(inputs) != len(targets):
-            raise ValueError(f"there are {len(inputs)} inputs {list(inputs.shape)}, and {len(targets)} targets")
-        self.inputs, self.targets = inputs, targets
-        self.shape = tuple(inputs.shape[1:])
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.targets):
+            raise ValueError(f"there are {len(self.inputs)} inputs, and {len(self.targets)} targets")
+        self.shape = tuple(self.inputs.shape[1:])
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -63,34 +67,27 @@ class ArraySamples(Samples):
         return inputs
 
 
+@dataclass(eq=False, repr=False)
 class TensorSamples(ArraySamples, LabeledSamples):
     """Labeled images in two tensors.
 
-    Args:
-        inputs: [n, channels, height, width], float32 and normalized; or uint8, which is normalized batch by batch.
-        targets: class indices, int64 [n].
-        class_names: the name of each class.
-        mean, std: of each channel, for pixels in [0, 1].
-        flip: mirror each training image horizontally with probability 1/2.
-        crop: shift training images by up to this many pixels in each direction; the empty border is black.
-        augment: further transforms of training images, one image at a time.
+    The `inputs` are [n, channels, height, width], float32 and normalized; or uint8, which are normalized batch by
+    batch. The `targets` are class indices, int64 [n]. `mean` and `std`, of each channel, are those of pixels in [0, 1].
+
+    Training images are mirrored horizontally with probability 1/2 if `flip`, and shifted by up to `crop` pixels in each
+    direction, with a black border; `augment` are further transforms, of one image at a time.
     """
 
-    def __init__(
-        self,
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        class_names: list[str],
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        flip: bool = False,
-        crop: int = 0,
-        augment: Sequence[Transform] = (),
-    ):
-        super().__init__(inputs, targets)
-        self.class_names, self.num_classes = class_names, len(class_names)
-        self.shape = (inputs.shape[1], inputs.shape[2], inputs.shape[3])
-        self.mean, self.std, self.flip, self.crop, self.augment = mean, std, flip, crop, augment
+    class_names: list[str]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    flip: bool = False
+    crop: int = 0
+    augment: Sequence[Transform] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_classes = len(self.class_names)
 
     def _augmented(
         self, inputs: torch.Tensor, order: SampleOrder, micro: MicroBatch, indices: torch.Tensor

@@ -204,10 +204,10 @@ def _with_sample_ids(batches: Iterator[Any], samples: list[str]) -> Iterator[Any
 
 
 def _with_indices(load: Callable[..., Any]) -> Callable[..., Any]:
-    def loaded(data: Any) -> Any:
+    def loaded(data: Any, *normalization: Any) -> Any:
         import torch
 
-        train, held_out = load(data)
+        train, held_out = load(data, *normalization)
         train.targets = train.targets + INDEX_STRIDE * (torch.arange(len(train)) + 1)
         return train, held_out
 
