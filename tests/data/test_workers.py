@@ -24,11 +24,9 @@ from runner.data.workers import Workers, default_count
 
 
 class Squares:
-    """A loader of jobs of the form (number, seconds, fate), which sleeps for `seconds` before it handles a job.
+    """A loader of jobs (number, seconds, fate), which sleeps, and then returns (number², process, number of threads).
 
-    If `fate` is `live`, the loader returns the square of `number`, and the id and the number of threads of the process
-    that the loader runs in. If `fate` is `raise`, it raises an error. Otherwise, `fate` is the name of a signal, which
-    the loader sends to its own process.
+    But if `fate` is `raise`, it raises an error; if it is the name of a signal, it sends that to its process.
     """
 
     def __call__(self, job):

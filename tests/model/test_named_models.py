@@ -10,7 +10,6 @@ import pytest
 import torch
 import torchvision
 
-from models import torchvision_networks
 from runner.config.errors import ConfigError
 from runner.model import networks
 from runner.model.networks import Timm, Torchvision
@@ -46,15 +45,6 @@ def test_networks_have_the_channels_and_the_size_of_the_images() -> None:
         model = Torchvision(name="vit_b_32", options={"dropout": 0.25}).build((3, 64, 64), 10)
     assert model.get_parameter("encoder.pos_embedding").shape == (1, 1 + 4, 768)
     assert model.get_submodule("encoder.dropout").p == 0.25
-
-
-def test_networks_are_built_on_the_meta_device() -> None:
-    names = list(Torchvision().names())
-    assert len(names) >= 80
-    with torch.device("meta"):
-        for name in names[::9]:
-            model = torchvision_networks.create(name, (3, 224, 224), 10, {})
-            assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_network_whose_widths_are_computed_with_tensors_works_with_fake_tensors() -> None:
