@@ -114,10 +114,8 @@ def chosen_checkpoint(run: Path, choice: str | int) -> Path:
         if not path.is_dir():
             raise ConfigError("checkpoint", choice, f"there is no {path.name}", remedy)
         return path
-    except (DamagedError, UnexpectedContentError) as error:
+    except (DamagedError, UnexpectedContentError, OSError) as error:
         raise ConfigError("checkpoint", str(run), str(error), _ANOTHER) from None
-    except OSError as error:
-        raise ConfigError("checkpoint", str(run), f"{error.filename}: {error.strerror}", _ANOTHER) from None
     except ConfigError as error:
         raise ConfigError("checkpoint", error.got, error.why, error.remedy) from None
 
