@@ -63,8 +63,7 @@ def test_gradients_are_reduced_once_a_step_and_weights_gathered_per_option(
 ) -> None:
     """Each of four blocks is gathered for the forward pass and, if it was resharded, again for the backward pass.
 
-    An evaluation between two steps does not change this. All shards are updated in one operation; by default, torch
-    updates DTensors one by one.
+    An evaluation between two steps does not change this. All shards are updated in one operation.
     """
     more = ("parallel=fsdp", "accumulation=4", f"parallel.reshard_after_forward={reshard}")
     config = compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *more)
@@ -75,12 +74,11 @@ def test_gradients_are_reduced_once_a_step_and_weights_gathered_per_option(
 
 
 def collectives(config: dict[str, Any], directory: Path) -> tuple[list[int], int, int]:
-    """In a rank: train for a step, evaluate, train for another step, and count collective operations.
+    """In a rank: train for a step, evaluate, train for another step, and count operations.
 
     Returns:
-        For each micro-batch of the first step, the total number of reduce-scatters until the end of this micro-batch;
-        the number of all-gathers during the last micro-batch of the second step; and the number of operations of the
-        optimizer that update one tensor.
+        The reduce-scatters until the end of each micro-batch of the first step, the all-gathers of the last micro-batch
+        of the second one, and the operations of the optimizer that update one tensor.
     """
     with connected_session(config) as (run, session), Operations() as seen:
         state = prepare(run, session, directory)
@@ -121,9 +119,7 @@ def evaluated(
 ) -> tuple[list[torch.Tensor], dict[str, set[str]]]:
     """Evaluate some of four batches of zeros, ones, twos and threes before and after each of two steps.
 
-    Returns:
-        The sum of the outputs over all processes, in each evaluation; and which other blocks were sharded during a pass
-        of the block `hidden`.
+    Return the sums of the outputs over all processes, and the blocks that were sharded during a pass of `hidden`.
     """
     workload, sharded = session.workload, {}
     state = prepare(run, session, directory)

@@ -72,11 +72,7 @@ def trained_in_shared_memory(config: dict[str, Any], directory: Path, process: C
 
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_workers_together_do_every_step_once(workers: int, tmp_path: Path) -> None:
-    """A round has one step of each worker. The last round is not full, and some logs are due within a round.
-
-    The last round is not full because the number of steps, 31, is not divisible by 2 or 3. Logs are due within a round
-    because their interval, 5 steps, is not divisible by 2 or 3 either.
-    """
+    """A round has one step of each worker. The last round of 31 steps is not full, and logs are due within a round."""
     schedule = ("steps=31", "log_every=5", "eval_every=10", "save_every=10", f"parallel.processes={workers}")
     result, logged = launched(tmp_path, *schedule), scalar_curves(tmp_path)
     assert (result.status, result.steps, result.world_size) == ("done", 31, workers)
@@ -88,11 +84,7 @@ def test_the_workers_together_do_every_step_once(workers: int, tmp_path: Path) -
 
 
 def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> None:
-    """Gradients are clipped in this test.
-
-    Without clipping, a stale gradient at the highest learning rate can cause a plateau of the loss. A plateau would
-    fail the test although the code has no bug.
-    """
+    """Without clipping, a stale gradient at the highest learning rate can cause a plateau of the loss."""
     schedule = ("schedule=onecycle", "steps=450", "save_every=0", "eval_every=0", "max_grad_norm=1")
     overrides = ("accumulation=1", "model.dropout=0", *schedule)
     alone = trained(*HARD, *overrides, directory="single").result.metrics["eval/accuracy"]
@@ -145,11 +137,7 @@ def test_each_worker_resumes_with_its_own_optimizer_state_and_counts(tmp_path: P
 
 
 def state_after_a_resume(config: dict[str, Any], directory: Path, process: Collectives) -> list[list[float]]:
-    """In a worker: save the optimizer state after a resume to a file. Then each worker in turn sets all weights.
-
-    Returns:
-        For each worker, the values of the weights that it sees at the end.
-    """
+    """In a worker: save the optimizer state after a resume, and return the weights that each sees, set in turn."""
     run = build_run(config)
     state = prepare(run, run.prepare(process), directory)
     assert state.step == 8
@@ -194,10 +182,7 @@ def wait_for_the_others(worker: Worker) -> None:
 @pytest.mark.parametrize("slow", [0, 2])
 @pytest.mark.parametrize("asked", [(0, 1), (2, 1), (1, 17), (2, 40)])
 def test_all_workers_stop_after_the_same_update(asked: tuple[int, int], slow: int) -> None:
-    """All workers stop after the same update even if one worker is slow.
-
-    Before each update, worker `slow` waits until the other workers are as far ahead as they may be, or have stopped.
-    """
+    """Before each update, worker `slow` waits until the others are as far ahead as they may be, or have stopped."""
     workers = workers_of(3)
     done, leads = [0, 0, 0], []
 

@@ -73,24 +73,17 @@ def check(result: Any, mode: str, precision: str, baseline: float) -> None:
     assert result.metrics["train/loss"] == pytest.approx(baseline, rel=tolerance)
 
 
-@pytest.mark.parametrize(("mode", "precision", "accumulations"), rows("single", "dp"))
-def test_in_one_process(mode: str, precision: str, accumulations: list[str], baseline: float, tmp_path: Path) -> None:
-    for accumulation in accumulations:
-        run = build_composed_run(*cell(mode, precision, accumulation))
-        check(train_in(tmp_path / accumulation, run).result, mode, precision, baseline)
-
-
-@pytest.mark.parametrize(("mode", "precision", "accumulations"), rows("ddp", "fsdp", "ensemble"))
-def test_in_two_processes(
+@pytest.mark.parametrize(("mode", "precision", "accumulations"), rows("single", "dp", "ddp", "fsdp", "ensemble"))
+def test_in_one_or_two_processes(
     mode: str, precision: str, accumulations: list[str], baseline: float, ranks: Ranks, tmp_path: Path
 ) -> None:
-    configs = {accumulation: compose_config(*cell(mode, precision, accumulation)) for accumulation in accumulations}
-    for result in ranks(2).call_on_all(train_all, configs, tmp_path)[0]:
+    configs = {each: compose_config(*cell(mode, precision, each)) for each in accumulations}
+    in_one = mode in ("single", "dp")
+    for result in train_all(configs, tmp_path) if in_one else ranks(2).call_on_all(train_all, configs, tmp_path)[0]:
         check(result, mode, precision, baseline)
 
 
 def train_all(configs: dict[str, dict[str, Any]], root: Path) -> list[Any]:
-    """In a rank: train all `configs`, and return their results."""
     return [train_in_rank(config, root / name) for name, config in configs.items()]
 
 

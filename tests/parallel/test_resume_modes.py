@@ -122,11 +122,8 @@ def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
 ) -> None:
     """A resume with another number of processes draws other random numbers, and is therefore not exact.
 
-    A rank that has no state in the checkpoint logs that its random numbers start anew.
-
-    The case ddp has two processes, because the sum of two gradients does not depend on their order. With three ddp
-    processes, a resume would be exact only up to rounding: DDP reorders its buckets after the first step of a session,
-    which changes the order in which gloo adds up the gradients of the processes.
+    With three processes of ddp, it would be exact only up to rounding: DDP reorders its buckets after the first step of
+    a session, which changes the order in which gloo adds up the gradients.
     """
     overrides = (*COMMON, "steps=24", "model.dropout=0.2", "save_every=0", "eval_every=0", f"parallel={mode}")
     overrides += ("parallel.cuts=[conv2]",) if mode == "pipeline" else ()

@@ -46,11 +46,11 @@ def external_world_size() -> int:
 
 
 def _torchrun() -> RankInfo | None:
-    values = [os.environ.get(name) for name in RankInfo().variables()]
-    if None in values:
+    names = RankInfo().variables()
+    if any(name not in os.environ for name in names):
         return None
-    *numbers, host, port = values
-    return RankInfo(*map(int, numbers), host, int(port))
+    rank, world_size, local_rank, local_world_size, host, port = (os.environ[name] for name in names)
+    return RankInfo(int(rank), int(world_size), int(local_rank), int(local_world_size), host, int(port))
 
 
 def _slurm() -> RankInfo | None:

@@ -133,11 +133,7 @@ def test_resume_after_killed_ranks_and_signals_is_bitwise_exact(
 
 
 def assert_stopped(command: Command, received: str) -> None:
-    """Fail unless a command stops after saving a checkpoint.
-
-    Args:
-        received: name of the signal that the command itself received; empty if one of its ranks received it.
-    """
+    """Fail unless a command stops after saving; `received` is its signal, empty if one of its ranks received it."""
     code, console = command.wait_for_all_processes()
     assert code == 75, console
     assert "Traceback" not in console
@@ -258,10 +254,7 @@ Work = Callable[..., Any]
 
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Return a function that trains as the command does, but calls another function in place of `train_rank`.
-
-    The first argument of the returned function is the function to call. Further arguments are overrides.
-    """
+    """Return a function of another function, called in place of `train_rank`, and of overrides, that trains."""
 
     def run_it(work: Work, *overrides: str) -> Result:
         run = build_composed_run(*LONG, "steps=30", *overrides)
@@ -309,10 +302,7 @@ def test_the_error_of_a_rank_is_printed_once_with_its_traceback(
 def test_a_full_disk_is_explained_without_a_traceback(
     rank: int, num_bytes: int, failing: Callable[..., Result], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If files are limited to 20,000 bytes, rank 0 can write its log, but not the weights.
-
-    If files are limited to 1000 bytes, rank 1 cannot write its state.
-    """
+    """With 20,000 bytes a file, rank 0 can write its log, but not the weights; with 1000, rank 1 not its state."""
     result = failing(changed(partial(rank_functions.limit_file_size, rank, num_bytes)), "save_every=5")
     assert result.status == "crashed"
     assert result.error.startswith(f"rank {rank} failed: StorageError: ")

@@ -13,14 +13,7 @@ CPU = torch.device("cpu")
 
 
 def gpipe(num_stages: int, num_micros: int, forward: list[float], backward: list[float]) -> list[Span]:
-    """Return the spans of a GPipe schedule in which each span starts as early as possible.
-
-    Args:
-        num_stages: number of stages.
-        num_micros: number of micro-batches.
-        forward: for each stage, the seconds of the forward pass of one micro-batch.
-        backward: for each stage, the seconds of the backward pass of one micro-batch.
-    """
+    """Return the spans of a GPipe schedule whose stages start as early as they can, given the seconds of each."""
     spans: list[Span] = []
     done: dict[tuple[str, int, int], float] = {}
     free = [0.0] * num_stages
