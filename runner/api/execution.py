@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from typing import Any
 
-from runner.api.caller_settings import settings_kept
+import torch
+
 from runner.api.composing import Config, compose
 from runner.api.run_job import run_one
 from runner.config.composition import Job
 from runner.planning.auto_accumulation import with_accumulation
 from runner.result import CrashedError, Result
 from runner.run import build_run
+from runner.system import accelerator
+from runner.system.forkserver import server_stopped
+from runner.system.lazy_import import undo_defer
 
 
 def train(config: Config | Sequence[str] = ()) -> Result:
@@ -45,3 +55,60 @@ def train(config: Config | Sequence[str] = ()) -> Result:
     if result.status == "crashed":
         raise CrashedError(result) from result.cause
     return result
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """A context in which a run may change global settings. They are restored at the end of the context.
+
+    These are the environment variables, logging, random states, the current device, torch's threads and defaults,
+    the fork server, the deferred import of the compiler and what garbage collection excludes.
+    Inside the context, torch has its original default dtype and device, gradients are enabled, and autocast is
+    disabled, so that the caller's choices do not affect the run.
+    """
+    with ExitStack() as restored:
+        later = restored.callback
+        later(_restore_environment, dict(os.environ))
+        logger = logging.getLogger("runner")
+        later(logger.setLevel, logger.level)
+        later(setattr, logger, "propagate", logger.propagate)
+        later(_restore_interpreter, warnings.showwarning, gc.get_freeze_count())
+        restored.enter_context(server_stopped())
+
+        later(torch.set_rng_state, torch.get_rng_state())
+        kind = accelerator.accelerator_type()
+        if kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+            for device in (torch.device(kind, index) for index in range(torch.accelerator.device_count())):
+                later(accelerator.set_random_state, device, accelerator.random_state(device))
+            restored.enter_context(torch.accelerator.device_index(torch.accelerator.current_device_index()))
+
+        later(torch.set_num_threads, torch.get_num_threads())
+        later(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        later(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        later(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        if (device := torch.get_default_device()).type != "cpu":
+            later(torch.set_default_device, device)
+            torch.set_default_device(None)
+        restored.enter_context(torch.inference_mode(False))
+        restored.enter_context(torch.enable_grad())
+        for device_type in ("cpu", kind or "cpu"):
+            if torch.is_autocast_enabled(device_type):
+                # Without the cache of weights, as it is emptied only at the end of the caller's context: a run that
+                # enables autocast again would use the weights of its first step in all steps.
+                restored.enter_context(torch.autocast(device_type, enabled=False, cache_enabled=False))
+        yield
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _restore_interpreter(show_warning: Any, num_frozen: int) -> None:
+    if warnings.showwarning is not show_warning and show_warning.__module__ == "logging":  # the run ended the capture
+        logging.captureWarnings(True)
+    undo_defer("torch._dynamo")
+    if num_frozen == 0:
+        gc.unfreeze()

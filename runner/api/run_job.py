@@ -136,22 +136,17 @@ def print_summary(run: Run, session: Session, directory: Path, result: Result) -
     if best := result.best:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     if result.directory is not None:
-        lines += _where(run, directory, result)
+        root = Path(run.output_root).resolve()
+        where = typed_path(directory)
+        lines.append(f"run: {where}")
+        if result.status != "done":
+            lines.append(f"log: {where}/log.txt")
+            if any((directory / "checkpoints").glob("step_*")):
+                other = f" optimizer.lr={run.optimizer.lr / 10:g}" if result.status == "diverged" else ""
+                lines.append(f"resume: python -m runner resume={where}{other}")
+        if any(directory.glob("events.out.tfevents.*")):  # other trackers write none
+            logs = root if directory.is_relative_to(root) else directory
+            lines.append(f"look: tensorboard --logdir {typed_path(logs)}")
     text = redacted(printable("\n".join(lines)))
     log.debug("%s", text)  # it may be impossible to print
     print(text, flush=True)
-
-
-def _where(run: Run, directory: Path, result: Result) -> list[str]:
-    root = Path(run.output_root).resolve()
-    root = root if directory.is_relative_to(root) else directory
-    where, logs = map(typed_path, (directory, root))
-    lines = [f"run: {where}"]
-    if result.status != "done":
-        lines.append(f"log: {where}/log.txt")
-        if any((directory / "checkpoints").glob("step_*")):
-            other = f" optimizer.lr={run.optimizer.lr / 10:g}" if result.status == "diverged" else ""
-            lines.append(f"resume: python -m runner resume={where}{other}")
-    if any(directory.glob("events.out.tfevents.*")):  # other trackers write none
-        lines.append(f"look: tensorboard --logdir {logs}")
-    return lines

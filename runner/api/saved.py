@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from runner.api.caller_settings import settings_kept
 from runner.api.composing import Config, compose
 from runner.api.evaluation import evaluate_checkpoint
+from runner.api.execution import settings_kept
 from runner.api.prediction import Prediction, image_files, predict
 from runner.config.errors import ConfigError, check
 from runner.data.decode import ImageInput
@@ -77,26 +76,14 @@ class SavedRun:
         """Return the scalars that the run logged to TensorBoard: for each tag, a dict from steps to values."""
         return scalars(self.directory)
 
-    def metrics(self) -> list[dict[str, float]]:
-        """Return the curves as rows, one for each logged step: `{"step": 50, "train/loss": 0.3, …}`."""
-        rows: dict[int, dict[str, float]] = {}
-        for tag, values in self.curves().items():
-            for step, value in values.items():
-                rows.setdefault(step, {"step": step})[tag] = value
-        return [rows[step] for step in sorted(rows)]
-
     def weights(self, choice: str | int = "best") -> dict[str, torch.Tensor]:
         """Return the tensors of the model by name, on the CPU: the averaged weights, if the run averages them."""
-        path = self.checkpoint(choice)
-        with _refused_if_damaged(choice):
-            checkpoint = stored.load(path)
+        checkpoint = self._read(choice, stored.load)
         return checkpoint.ema or checkpoint.tensors
 
     def signature(self, choice: str | int = "best") -> dict[str, Any]:
         """Return a description of the model's inputs and outputs (see `Workload.signature`); empty if there is none."""
-        path = self.checkpoint(choice)
-        with _refused_if_damaged(choice):
-            return saved_signature(path)
+        return self._read(choice, saved_signature)
 
     def model(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> torch.nn.Module:
         """Return the model of a checkpoint as a plain module, on the CPU and in evaluation mode.
@@ -109,7 +96,7 @@ class SavedRun:
         with settings_kept():
             run, signature = self.on_one_device(step, overrides), self.signature(step)
             if "inputs" in signature:  # before memory is allocated: the checkpoint may be anybody's
-                _check_fits(_without_memory(lambda: run.workload.saved_model(signature)), weights, path)
+                _check_fits(_without_memory(lambda: run.workload.saved_model(signature), path), weights, path)
             model = run.precision.convert(run.workload.saved_model(signature))
             _check_fits(model, weights, path)
             model.load_state_dict(weights)
@@ -165,26 +152,28 @@ class SavedRun:
         check(signature.get("image") is not None, "directory", str(self.directory), why, remedy)
         return ImageInput.from_dict(signature["image"])
 
+    def _read(self, choice: str | int, read: Callable[[Path], Any]) -> Any:
+        """Return what `read` reads from a checkpoint. A damaged one is refused."""
+        path = self.checkpoint(choice)
+        try:
+            return read(path)
+        except DamagedError as error:
+            raise ConfigError("checkpoint", choice, str(error), "choose another checkpoint of the run") from None
+
     def _step(self, choice: str | int) -> int:
         """Return the step of the checkpoint that `choice` selects now: `best` and `last` change during a run."""
         return int(self.checkpoint(choice).name.removeprefix("step_"))
 
 
-@contextmanager
-def _refused_if_damaged(choice: str | int) -> Iterator[None]:
-    """Convert a `DamagedError` raised inside the context to a `ConfigError` with the key `checkpoint`."""
-    try:
-        yield
-    except DamagedError as error:
-        raise ConfigError("checkpoint", choice, str(error), "choose another checkpoint of the run") from None
-
-
-def _without_memory(build: Callable[[], torch.nn.Module]) -> torch.nn.Module | None:
+def _without_memory(build: Callable[[], torch.nn.Module], path: Path) -> torch.nn.Module | None:
     """Return the network that `build` creates, on the meta device; None if a library cannot build the network there."""
     try:
         return without_memory(build)
     except ConfigError:
         raise
+    except ValueError as error:
+        why = f"its network cannot be built for its inputs: {error}"
+        raise ConfigError("checkpoint", str(path), why, "choose another checkpoint of the run") from None
     except Exception:  # of any type: some libraries compute with the values of tensors while they build a network
         return None
 

@@ -11,22 +11,17 @@ import io
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.analysis.output import check_writable, csv_row, one_line, write_or_refuse
 from runner.commands.arguments import Parser, command
-from runner.config.errors import ConfigError, check
+from runner.config.errors import ConfigError
 from runner.storage.files import write_text
 from runner.system.console import DONE
 from runner.system.secrets import printable
 
 if TYPE_CHECKING:
     from runner.api.prediction import Prediction
-    from runner.api.saved import SavedRun
-
-_MAX_IMAGES = 36
-"""The maximum number of images in a grid."""
 
 
 @command
@@ -37,24 +32,19 @@ def main(arguments: Sequence[str] | None) -> int:
     parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, or directories of images")
     parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
-    parser.add_argument("--grid", metavar="FILE.png", help=f"also draw the first {_MAX_IMAGES} images")
     options = parser.parsed(arguments)
     check_writable("--csv", options.csv)
-    check_writable("--grid", options.grid, ".png")
     from runner.api.saved import load
 
-    run = load(options.run)
-    predictions = run.predict(options.files, options.checkpoint)
+    predictions = load(options.run).predict(options.files, options.checkpoint)
     rows = [
         {"file": printable(each.file), "class": each.label, "probability": each.probability, "error": each.error}
         for each in predictions
     ]
     inputs = {os.path.realpath(each.file) for each in predictions}
-    for flag, path in (("--csv", options.csv), ("--grid", options.grid)):
-        if path and os.path.realpath(os.path.expanduser(path)) in inputs:
-            raise ConfigError(flag, path, "it is one of the files to predict", "name another file")
+    if options.csv and os.path.realpath(os.path.expanduser(options.csv)) in inputs:
+        raise ConfigError("--csv", options.csv, "it is one of the files to predict", "name another file")
     write_or_refuse("--csv", options.csv, lambda path: write_text(path, _as_csv(rows)))
-    write_or_refuse("--grid", options.grid, lambda path: _write_grid(path, run, options.checkpoint, predictions))
     print(json.dumps(rows, indent=2) if options.json else _as_table(predictions))
     return DONE
 
@@ -78,16 +68,3 @@ def _as_table(predictions: list[Prediction]) -> str:
         why = f": {printable(each.error)}" if each.error else ""
         lines.append(f"{set_cell_size(label, width)}  {probability}  {printable(each.file)}{why}")
     return "\n".join(lines)
-
-
-def _write_grid(path: Path, run: SavedRun, checkpoint: str, predictions: list[Prediction]) -> None:
-    """Write a PNG file with the first images that could be read, as in an evaluation, and their predicted classes."""
-    import torch
-
-    from runner.tracking.image_grids import grid, png
-
-    shown = [each for each in predictions if not each.error][:_MAX_IMAGES]
-    check(bool(shown), "--grid", str(path), "none of the images could be read", "leave it out")
-    inputs = run.image_input(checkpoint)
-    captions = [f"{each.label} {each.probability:.0%}" for each in shown]
-    path.write_bytes(png(grid(torch.stack([inputs.read(each.file) for each in shown]), captions)))

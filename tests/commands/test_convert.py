@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import runner
-from runner.commands import convert, export_program
+from runner.commands import convert
 from runner.config.overrides import text_override
 from runner.run import build_run
 
@@ -197,7 +197,7 @@ def test_an_exported_torch_program_has_the_outputs_of_the_model(run: Path) -> No
 def test_a_program_whose_outputs_differ_from_the_model_is_not_written(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(export_program.PROGRAMS, ".pt2", lambda model, inputs, *_: model(inputs) * 1.001 + 0.001)
+    monkeypatch.setitem(convert.PROGRAMS, ".pt2", lambda model, inputs, *_: model(inputs) * 1.001 + 0.001)
     assert "its outputs differ from those of the model by 0.00" in refusal(capsys, run, "model.pt2")
 
 
@@ -292,7 +292,7 @@ def test_a_pickle_that_would_run_code_is_refused_without_running_it(
 def test_invalid_sources_destinations_and_flags_are_refused_by_key(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export_program, "is_installed", lambda name: False)
+    monkeypatch.setattr(convert, "is_installed", lambda name: False)
     Path("folder").mkdir()
     torch.save({"lr": 0.1}, "no_weights.pt")
     torch.save({"weight": torch.ones(2)}, "weights.pt")

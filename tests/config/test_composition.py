@@ -133,7 +133,6 @@ def test_typed_epochs_go_before_the_steps_of_an_option_file(
 
 def test_the_jobs_of_a_sweep_are_all_combinations_of_the_values() -> None:
     jobs = SweepJobs(Composer(), ["seed=range(0,3)", "optimizer=sgd,adam", "batch_size=8"])
-    assert list(jobs.samples()) == [["seed=0", f"optimizer={name}", "batch_size=8"] for name in ("sgd", "adam")]
     assert len(jobs) == 6
     words = list(jobs)
     assert words[:2] == [["seed=0", f"optimizer={name}", "batch_size=8"] for name in ("sgd", "adam")]
