@@ -415,23 +415,18 @@ def test_a_replay_that_does_not_fit_into_the_device_is_refused(
     assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 300)
 
 
-def test_a_replay_larger_than_the_memory_of_its_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_larger_than_the_memory_of_their_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = {"available_bytes": 10**6, "limit_bytes": None, "total_bytes": 10**9}
     monkeypatch.setattr("runner.workloads.dqn.workload.host_memory", lambda: memory)
-    workload = prepared("workload.replay_size=40000")  # transitions of 44 bytes each
-    model = workload.build_model()
-
-    def begin(num_processes: int, on_this_machine: int, device: str = "cpu") -> None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_machine))
-        workload.batches(model, Plan(64, 1, (0, num_processes)), 0, torch.device(device))
-
-    for count, largest in ((1, 10**6 // 44), (2, 2 * (10**6 // 88))):
-        with pytest.raises(ConfigError) as refusal:
-            begin(count, count)
-        assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 40000)
-        assert refusal.value.remedy == f"use at most workload.replay_size={largest}"
-    begin(2, 1)
-    begin(1, 1, device="meta")  # the replay buffer is in the memory of another device
+    workload = prepared("workload.replay_size=40000")  # transitions of 44 bytes each, half of them in each process
+    model, plan = workload.build_model(), Plan(64, 1, (0, 2))
+    workload.batches(model, plan, 0, CPU)  # the other process is on another machine
+    workload.batches(model, Plan(64), 0, torch.device("meta"))  # the replay buffer is in the memory of another device
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError) as refusal:
+        workload.batches(model, plan, 0, CPU)
+    assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 40000)
+    assert refusal.value.remedy == f"use at most workload.replay_size={2 * (10**6 // 88)}"
 
 
 def test_environments_that_cannot_be_divided_evenly_are_refused() -> None:
