@@ -73,11 +73,6 @@ def init_process_group(rank_info: RankInfo, kind: str, timeout: float, external:
     _gloo_sockets[:] = _open_sockets() - before
 
 
-def _backend(device: torch.device) -> str:
-    """Return the library for collectives of tensors on `device`: NCCL for CUDA."""
-    return torch.distributed.get_default_backend_for_device(device)
-
-
 def destroy_process_group() -> None:
     """Destroy the process group, if there is one; if other ranks still use it, call `abort_process_group` instead."""
     if torch.distributed.is_initialized():

@@ -39,6 +39,10 @@ def start_rank_server() -> None:
         start_server(*PRELOADED)
 
 
+Train = Callable[[], Any]
+TrainRank = Callable[[Collectives], Any]
+
+
 class Launcher:
     """The base class of all launchers; by itself, it trains in the current process, on `devices`."""
 
@@ -54,9 +58,7 @@ class Launcher:
         before_training()
         yield Collectives(self.devices)
 
-    def launch(
-        self, train: Callable[[], Any], train_rank: Callable[[Collectives], Any], session: Session, directory: Path
-    ) -> Any:
+    def launch(self, train: Train, train_rank: TrainRank, session: Session, directory: Path) -> Any:
         """Train, in this process or in ranks that are started, and return the result of rank 0 or of this process.
 
         Args:
@@ -88,9 +90,7 @@ class LocalProcesses(Launcher):
         start_rank_server()
         yield Collectives(self.devices[:1], 0, len(self.devices))
 
-    def launch(
-        self, train: Callable[[], Any], train_rank: Callable[[Collectives], Any], session: Session, directory: Path
-    ) -> Any:
+    def launch(self, train: Train, train_rank: TrainRank, session: Session, directory: Path) -> Any:
         mode, count, restarts = self.mode, len(self.devices), 0
         work = partial(_run_rank, train_rank, mode.collectives_class, mode.timeout, directory)
         with StopRequest() as stop:
@@ -155,9 +155,7 @@ class ExternalProcesses(Launcher):
         device = self.devices[0]
         return device.type, "" if device.type == "cpu" else str(getattr(properties(device), "uuid", ""))
 
-    def launch(
-        self, train: Callable[[], Any], train_rank: Callable[[Collectives], Any], session: Session, directory: Path
-    ) -> Any:
+    def launch(self, train: Train, train_rank: TrainRank, session: Session, directory: Path) -> Any:
         try:
             return train()
         except Exception as error:
@@ -182,7 +180,7 @@ def init_rank(rank_info: RankInfo, device: torch.device, timeout: float, externa
 
 
 def _run_rank(
-    train_rank: Callable[[Collectives], Any],
+    train_rank: TrainRank,
     make_collectives: type[ProcessGroup],
     timeout: float,
     directory: Path,
