@@ -121,7 +121,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
     seen: list[int] = []
 
-    def step(_: Progress, number: int, measured: object) -> None:
+    def step(_: Progress, number: int) -> None:
         seen.append(number)
         if number == 7:  # three steps after the save
             gate.opened.set()
