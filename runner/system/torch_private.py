@@ -50,11 +50,7 @@ def defer_compiler() -> None:
         for fn in disabled:  # functions decorated with `torch._disable_dynamo`, which keep the result of `disable`
             vars(fn).pop("__dynamo_disable", None)
 
-    defer("torch._dynamo", {"graph_break": _do_nothing, "disable": disable}, forget_disabled)
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
+    defer("torch._dynamo", {"graph_break": lambda *_: None, "disable": disable}, forget_disabled)
 
 
 def split_compiled_ddp(split: bool) -> None:

@@ -1,4 +1,4 @@
-"""Tests of memory usage, compared with the numbers of the kernel and of the CUDA allocator."""
+"""Tests of what the machine has: cores and memory, from fake files in the format of Linux, and the memory in use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,98 @@ import torch
 from helpers.command import child_environment
 from helpers.programs import map_new_pages
 
-from runner.system import cpu, memory
+from runner.system import cpu as processor
+from runner.system import memory
 
 CPU = torch.device("cpu")
 MEGABYTE = 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+CPUINFO = "".join(
+    f"processor\t: {i}\nmodel name\t: Fast CPU\nphysical id\t: {i // 4}\ncore id\t: {i % 2}\n"
+    "flags\t: fpu avx2 amx_bf16\n\n"
+    for i in range(8)
+)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fake machine of 2 sockets × 2 cores × 2 threads; this process is in the control group /outer/inner.
+
+    It has 1,024,000 bytes of memory, of which 409,600 are available.
+    """
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "cpuinfo").write_text(CPUINFO)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")
+    (tmp_path / "cgroup" / "outer" / "inner").mkdir(parents=True)
+    monkeypatch.setattr(processor, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(processor, "_CGROUP", tmp_path / "cgroup")
+    # psutil reads /sys first, which a test cannot replace. These are the counts that /proc/cpuinfo would give.
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else 4)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1_024_000, available=409_600))
+    return tmp_path
+
+
+def test_the_processor_is_described(machine: Path) -> None:
+    found = processor.cpu()
+    assert (found["model"], found["physical_cores"], found["quota_cores"]) == ("Fast CPU", 4, None)
+    assert found["features"] == ["avx2", "amx_bf16"]
+    assert found["threads"] == torch.get_num_threads()
+    assert found["capability"] == torch.backends.cpu.get_cpu_capability()
+    assert found["logical_cores"] == os.cpu_count()
+
+
+def test_the_smallest_cpu_quota_of_the_group_and_its_ancestors_applies(machine: Path) -> None:
+    (machine / "cgroup" / "outer" / "inner" / "cpu.max").write_text("max 100000\n")
+    (machine / "cgroup" / "outer" / "cpu.max").write_text("150000 100000\n")
+    (machine / "cgroup" / "cpu.max").write_text("400000 100000\n")
+    assert processor.cpu()["quota_cores"] == 1.5
+    assert len(processor.usable_core_numbers()) == 1
+
+
+def test_a_group_path_of_the_host_leads_to_the_mounted_root(machine: Path) -> None:
+    """In a container, the path of the group may be its path on the host."""
+    (machine / "proc" / "self" / "cgroup").write_text("0::/docker/0123\n")
+    (machine / "cgroup" / "cpu.max").write_text("50000 100000\n")
+    (machine / "cpu.max").write_text("1 100000\n")  # outside the mounted hierarchy
+    assert processor.cpu()["quota_cores"] == 0.5
+
+
+def test_values_that_the_system_does_not_report_are_none(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("proc/cpuinfo", "proc/self/cgroup"):
+        (machine / path).unlink()
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: None)
+    found = processor.cpu()
+    assert (found["physical_cores"], found["quota_cores"], found["features"]) == (None, None, [])
+    assert found["model"] == processor.cpu_model() != ""
+
+
+def test_the_cores_of_this_process_are_those_of_the_affinity_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "_quota_cores", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 7}, raising=False)
+    assert processor.usable_core_numbers() == [1, 5, 7]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert len(processor.usable_core_numbers()) == os.cpu_count()
+
+
+@pytest.mark.skipif(processor.seconds_without_core() is None, reason="the system does not tell how long threads wait")
+def test_the_time_is_measured_for_which_a_thread_waits_for_its_core():
+    before, cores = processor.seconds_without_core(), os.sched_getaffinity(0)
+    one = {min(cores)}
+    with subprocess.Popen(["yes"], stdout=subprocess.DEVNULL) as other:
+        os.sched_setaffinity(other.pid, one)
+        os.sched_setaffinity(0, one)
+        try:
+            until = time.process_time() + 0.5
+            while time.process_time() < until:
+                pass
+            waited = processor.seconds_without_core()
+        finally:
+            os.sched_setaffinity(0, cores)
+            other.kill()
+    assert before is not None
+    assert waited is not None
+    assert waited - before > 0.1  # half a second, if both get as much
 
 
 @linux
@@ -62,25 +150,8 @@ def test_without_proc_the_peak_is_that_of_getrusage(
     assert memory.usage(CPU)["memory/peak"] == pytest.approx(peak)
 
 
-@pytest.fixture
-def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Fake control groups /, /outer and /outer/inner; this process is in the last one."""
-    (tmp_path / "proc" / "self").mkdir(parents=True)
-    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")
-    (tmp_path / "cgroup" / "outer" / "inner").mkdir(parents=True)
-    monkeypatch.setattr(cpu, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(cpu, "_CGROUP", tmp_path / "cgroup")
-    return tmp_path / "cgroup"
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake machine with 1,024,000 bytes of memory, of which 409,600 are available."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1_024_000, available=409_600))
-
-
-@pytest.mark.usefixtures("machine")
-def test_host_memory_is_in_bytes_and_a_limit_above_the_total_is_none(groups: Path) -> None:
+def test_host_memory_is_in_bytes_and_a_limit_above_the_total_is_none(machine: Path) -> None:
+    groups = machine / "cgroup"
     assert memory.host_memory() == {"total_bytes": 1_024_000, "available_bytes": 409_600, "limit_bytes": None}
     (groups / "outer" / "memory.max").write_text("2048\n")
     (groups / "outer" / "inner" / "memory.max").write_text("max\n")
@@ -89,9 +160,9 @@ def test_host_memory_is_in_bytes_and_a_limit_above_the_total_is_none(groups: Pat
     assert memory.host_memory()["limit_bytes"] is None
 
 
-@pytest.mark.usefixtures("machine")
-def test_what_the_control_group_uses_is_not_available(groups: Path) -> None:
+def test_what_the_control_group_uses_is_not_available(machine: Path) -> None:
     """The group has 5,000 bytes, of which it uses 1,300; 300 of these are cached files. Its parent has 4,500 left."""
+    groups = machine / "cgroup"
     inner, outer = groups / "outer" / "inner", groups / "outer"
     (inner / "memory.max").write_text("5000\n")
     (inner / "memory.current").write_text("1300\n")
