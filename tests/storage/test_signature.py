@@ -50,7 +50,8 @@ def test_a_checkpoint_may_have_no_signature(tmp_path: Path) -> None:
     assert saved_signature(saved(tmp_path, "")) == {}
 
 
-INVALID = [
+INVALID: list[Any] = [
+    *("{", "[" * 100_000, "[]", "3"),
     SIGNATURE | {"inputs": [1, 8, 8.5]},
     SIGNATURE | {"inputs": [1, 10**6, 10**6]},
     SIGNATURE | {"inputs": "1"},
@@ -71,10 +72,10 @@ INVALID = [
 
 
 @pytest.mark.parametrize("signature", INVALID, ids=range(len(INVALID)))
-def test_an_invalid_signature_is_refused(tmp_path: Path, signature: dict[str, Any]) -> None:
-    path = saved(tmp_path, json.dumps(signature))
-    with pytest.raises(ConfigError, match="other content than a run writes"):
-        saved_signature(path)
+def test_an_invalid_signature_is_refused(tmp_path: Path, signature: Any) -> None:
+    text = signature if isinstance(signature, str) else json.dumps(signature)
+    with pytest.raises(ConfigError, match="do not trust it"):
+        saved_signature(saved(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -93,12 +94,6 @@ def test_a_refusal_has_both_lists_or_what_is_in_one_of_them(
         check_same_names({"classes": names}, {"classes": others})
     assert refused.value.key == "data"
     assert refused.value.why == f"the model was trained with the classes {shown[0]}, and this data has {shown[1]}"
-
-
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", "3"])
-def test_a_signature_that_is_not_a_json_object_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="do not trust it"):
-        saved_signature(saved(tmp_path, text))
 
 
 def test_a_changed_file_is_damaged_unless_its_hash_is_changed_too(tmp_path: Path) -> None:
