@@ -79,10 +79,6 @@ def row_of(text: str, start: str) -> str:
     return next(line for line in text.splitlines() if line.strip().startswith(start))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Devices
-
-
 @pytest.mark.usefixtures("two_cards", "nvml")
 def test_each_of_two_devices_is_reported_with_its_own_values() -> None:
     report = json.loads(json.dumps(doctor.gather()))
@@ -158,10 +154,6 @@ def test_a_machine_without_cuda_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     assert {row["precision"]: row["mps"] for row in report["precisions"]}["64"].startswith("not available")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Errors are reported as findings, without a traceback
-
-
 @pytest.mark.usefixtures("no_nvml")
 def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> bool:
@@ -196,19 +188,11 @@ def test_more_threads_than_cores_is_a_finding(monkeypatch: pytest.MonkeyPatch) -
     assert "torch uses 64 threads on 1 usable cores: set device.threads=1" in doctor.gather()["findings"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Precisions and modes
-
-
 def test_the_meaning_of_a_precision_depends_on_the_hardware() -> None:
     assert doctor.meaning("tf32", "cuda", "10.0", ()) == "float32, matrix products in TF32"
     assert doctor.meaning("bf16", "cuda", "8.0", ()) == "bfloat16 autocast"
     assert doctor.meaning("bf16", "cpu", None, ["avx2", "amx_bf16"]) == "bfloat16 autocast"
     assert "emulated" in doctor.meaning("bf16", "cpu", None, ["avx2"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
 
 
 def test_json_on_standard_output_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:

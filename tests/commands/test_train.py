@@ -21,7 +21,6 @@ from helpers.command import (
     names_left_in,
     process_that_runs,
     run_command,
-    run_in_new_interpreter,
     start_in_new_interpreter,
     wait_until,
 )
@@ -32,12 +31,9 @@ from helpers.compose import TINY_CPU
 REFUSED = {
     # Misspelled keys and options
     "optimizer.lrr=1": ["optimizer.lrr:", "did you mean optimizer.lr?"],
-    "optimzer=sgd": ["optimzer:", "did you mean optimizer?"],
     "seeed=1": ["seeed:", "did you mean seed"],
     "+foo=3": ["foo:", "accumulation, ", "debug, ", "sweep, "],
-    "+optimizer.lrr=3": ["optimizer.lrr:", "SGD has no such option", "did you mean lr?"],
     "schedule.milestones=[0.5]": ["schedule.milestones:", "a key of schedule=step; another schedule is chosen"],
-    "optimizer=sgdd": ["optimizer: got 'sgdd'", "did you mean sgd?"],
     "accumulation=3": ["accumulation: got '3'", "accumulation.steps=3"],
     "precision=17": ["precision: got '17'", "16, 32, 64, bf16, tf32"],
     "+precision=16": ["precision:", "Multiple values for precision"],
@@ -52,58 +48,35 @@ REFUSED = {
     "trainer.max_epochs=3": ["trainer.max_epochs:", "type epochs=…"],
     "--per-device-train-batch-size=4": ["--per-device-train-batch-size:", "type batch_size=…"],
     "hydra/sweeper=optuna": ["hydra/sweeper: got 'optuna'", "type sweep.search=tpe"],
-    "hydra.run.dir=x": ["hydra.run.dir: got 'x'", "type --run-directory=DIR"],
     # Values: a few of each kind; tests/config/test_schema.py has all of them
-    "optimizer.lr=abc": ["optimizer.lr: got 'abc'", "a number", "conf/optimizer/sgd.yaml"],
-    "accumulation.steps=5  batch_size=64": ["batch_size: got 64", "5 micro-batches", "batch_size=60 or batch_size=65"],
     "model.weights=/nowhere.pt": ["model.weights: got '/nowhere.pt'", "no such file"],
     # Names and paths
-    "name=": ["name: got ''", "directory's name", "letters, digits"],
     "name=\x1b[31mred": ["name: got '\\x1b[31mred'", "directory's name"],
     "resume=/nowhere": ["resume: got '/nowhere'", "no such directory", "auto, never, or a run directory"],
-    "resume=atuo": ["resume: got 'atuo'", "no such directory", "auto, never"],
     # Arguments that are not valid overrides or flags
     "optimizer.lr=[1": ["optimizer.lr=[1:", "pairs"],
     "name=${seed": ["name=${seed:", "pairs"],
     "name=${nope}": ["name:", "'nope' not found", "a plain value"],
-    "name=${oc.env:NOPE_NOT_SET}": ["name:", "NOPE_NOT_SET", "a plain value"],
     "smoke": ["smoke: there is no such subcommand", "compare, "],
     "evalute  out": ["evalute: there is no such subcommand", "did you mean evaluate?"],
-    "seed=1  smoke": ["smoke:", "KEY=VALUE", "seed=1"],
     "optimizer": ["optimizer:", "KEY=VALUE", "optimizer=adam, optimizer=adamw, optimizer="],
     "--foo": ["--foo:", "--cfg"],
-    "--seed=1": ["--seed:", "without dashes: seed=1"],
     "--cfg  jobb": ["--cfg", "'jobb'", "choose from"],
     "-m  --cfg  job": ["--cfg:", "not allowed with argument --multirun"],
     "-sc  query=bash": ["--shell-completion: got 'query=bash'", "install=bash"],
     "--config-dir=/nowhere": ["--config-dir: got '/nowhere'", "no such directory"],
-    "--experimental-rerun=x": ["--experimental-rerun:", "no such flag"],
     # Sweeps, and sweeps typed without -m
     "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "add -m; for a list: optimizer.lr=[1,2]"],
     "-m  sweep=here": ["sweep: got 'here'", "local"],
-    "-m  sweep.slots=0": ["sweep.slots: got 0"],
-    "-m  output_root=a,b": ["output_root:", "give it one value"],
     "sweep.slots=2": ["sweep.slots:", "add -m"],
     "-m  schedule=onecycle,step  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],
     "-m  optimizer.lr=interval(1,2)": ["optimizer.lr: got 'interval(1,2)'", "optimizer.lr=1,2,3"],
-    "-m  seed=range(0,10001)": ["seed:", "more than 10,000 jobs"],
     # Errors that Hydra reports without the key
     "+seed=1": ["seed:", "already at 'seed'"],
     "~model=qnet": ["model: got 'qnet'", "Could not delete", "leave ~model out"],
-    "~seeed": ["seeed:", "does not exist"],
-    "accumulation=[16]": ["accumulation: got '[16]'"],
     "model.channels.optimizer.fused=1": ["model.channels.optimizer.fused: got '1'"],
-    "model.weights=~nobody-of-this-name/x.pt": ["model.weights: got '~nobody-of-this-name/x.pt'", "no user"],
-    f"model.weights={'x' * 300}.pt": ["model.weights: got 'xxx", "255"],
     "model=../x": ["model: got '../x'"],
     f"seed={'9' * 5000}": ["seed: got '999", "limit"],
-    # Values that OmegaConf would convert to other values, and invalid values in sweeps
-    "seed=016": ["seed: got '016'", "a whole number"],
-    "data=imagefolder  data.root=x  data.pin_memory=-5": ["data.pin_memory: got -5", "true or false or null"],
-    "-m  seed=range(0,0)": ["seed: got 'range(0,0)'", "it has no values"],
-    "-m  seed=0,1,0": ["seed: got '0,1,0'", "0 is in it twice"],
-    "-m  seed=0,1  sweep.trials=3": ["sweep.trials: got 3", "add sweep.search=tpe"],
-    "-m  seed=0,1  p=zip()": ["p: got 'zip()'", "pairs=zip(optimizer="],
     # Run directory
     "seed=1  --run-directory=": ["--run-directory: it has no value", "--run-directory=DIR"],
     "-m  seed=0,1  --run-directory=x": ["--run-directory: got 'x'", "a sweep chooses"],
@@ -189,25 +162,6 @@ def test_a_mistake_in_an_option_file_is_refused_without_torch(
         assert text in output
 
 
-def test_a_sweep_prints_the_number_of_jobs_first(tmp_path: Path) -> None:
-    code, output = run_command("-m", "seed=-1,-2", "steps=1,2", cwd=tmp_path, kind="no-torch")
-    assert (code, output.splitlines()[0]) == (2, "4 jobs")
-    assert output.count("seed: got -") == 1
-    assert "seed: 3 more jobs refused for the same reason as job 0" in output
-    assert "0 of 4 jobs done" in output
-
-
-def test_an_error_message_is_the_same_in_a_fresh_interpreter(tmp_path: Path) -> None:
-    process = run_in_new_interpreter("optimizer.lrr=1", cwd=tmp_path)
-    assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == "optimizer.lrr: there is no such key;\n  did you mean optimizer.lr?\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Help, the composed config, and other output of flags
-
-
 def test_cfg_prints_the_composed_config_without_torch_wherever_the_flag_stands(tmp_path: Path) -> None:
     code, output = run_command(
         "seed=1", "--cfg", "job", "precision=16", "accumulation=4", cwd=tmp_path, kind="no-torch"
@@ -223,9 +177,8 @@ def test_cfg_prints_the_composed_config_without_torch_wherever_the_flag_stands(t
 
 
 def test_the_command_prints_what_completes_it_in_a_shell(tmp_path: Path) -> None:
-    for shell in ("bash", "zsh", "fish"):
-        code, output = run_command("-sc", f"install={shell}", cwd=tmp_path, kind="no-torch")
-        assert (code, "hydra" in output, names_left_in(tmp_path)) == (0, True, set())
+    code, output = run_command("-sc", "install=bash", cwd=tmp_path, kind="no-torch")
+    assert (code, "hydra" in output, names_left_in(tmp_path)) == (0, True, set())
 
 
 def test_a_closed_pipe_on_stdout_is_not_an_error(tmp_path: Path) -> None:
@@ -236,10 +189,6 @@ def test_a_closed_pipe_on_stdout_is_not_an_error(tmp_path: Path) -> None:
     os.close(writing)
     _, output = process.communicate(timeout=TIMEOUT_SECONDS)
     assert (process.returncode, "Broken" in output, "Traceback" in output) == (0, False, False), output
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs and sweeps
 
 
 def results(cwd: Path) -> dict[str, dict]:

@@ -157,10 +157,6 @@ def crossed(row: Iterable[str], *more: str) -> Run:
     return build_run(config)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Each option, and all pairs of options
-
-
 @pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
 def test_an_option_of_a_package_that_is_not_installed_names_its_extra() -> None:
     with pytest.raises(ConfigError) as refused:
@@ -209,10 +205,6 @@ def test_runs_with_all_compatible_pairs_of_options_train(row: list[str], tmp_pat
     run = crossed(row, "steps=2", "log_every=1", "eval_every=0", "device.threads=1")
     result = train_in(tmp_path, run).result
     assert (result.status, result.steps) == ("done", 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The option files
 
 
 def name_of(path: Path) -> str:
@@ -315,10 +307,6 @@ def test_the_root_config_lists_every_scalar_and_every_group() -> None:
         assert option is None or isinstance(option, str), f"{group}: {option} must be quoted"
         if group in groups() and option is not None:
             assert option in groups()[group]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Experiments and debugging
 
 
 @pytest.mark.parametrize(
