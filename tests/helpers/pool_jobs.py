@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from helpers.command import wait_until
-from runner.sweep.engines.base import Ended, Pool
+from helpers.command import processes_in, wait_until
+from runner.sweep.engines.base import Demand, Ended, Job, Pool
+
+
+def job(number: int, *words: str, earlier: str = "", is_changed: bool = False, **demand: int) -> Job:
+    return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand), earlier, is_changed)
+
+
+def processes() -> set[int]:
+    """Return the IDs of the processes that jobs have started in the current directory."""
+    return processes_in(Path.cwd()).keys() - {os.getpid()}
 
 
 def reports_of_job(number: int) -> list[dict[str, Any]]:

@@ -36,13 +36,6 @@ def record_finished_job(ledger: Ledger, number: int, code: int, config_hash: str
     ledger.update(number, config_hash=config_hash, code=code)
 
 
-def test_a_sweep_cannot_be_resumed_in_the_directory_of_one_run(open_ledger: OpenLedger) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        open_ledger(["seed=1,2"], "outputs/x")
-    assert (refusal.value.key, refusal.value.got) == ("resume", "outputs/x")
-    assert "resume=auto" in refusal.value.remedy
-
-
 def test_a_sweep_in_which_no_job_ran_leaves_no_files(open_ledger: OpenLedger, tmp_path: Path) -> None:
     ledger = open_ledger(["seed=1,2"])
     assert ledger.path.parent == tmp_path / "sweeps" / "a"
@@ -55,16 +48,6 @@ def test_a_sweep_in_which_no_job_ran_leaves_no_files(open_ledger: OpenLedger, tm
     ledger.end(len(ledger.settled_states) == 2)
     ledger.__exit__()
     assert not list(tmp_path.iterdir())
-
-
-def test_update_keeps_other_keys_and_writes_each_entry_as_one_line(open_ledger: OpenLedger) -> None:
-    ledger = open_ledger(["seed=1,2"])
-    ledger.update(0, state="running", tries=1)
-    ledger.update(1, state="running", tries=1)
-    ledger.update(0, state="done", code=0, config_hash="a")
-    entries = {"0": {"state": "done", "tries": 1, "code": 0, "config_hash": "a"}, "1": {"state": "running", "tries": 1}}
-    assert json.loads((ledger.path / "sweep.json").read_text())["jobs"] == entries
-    assert len((ledger.path / "sweep.json").read_text().splitlines()) == 2 + len(entries)
 
 
 def test_secrets_are_not_in_the_ledger_and_names_need_not_be_utf_8(open_ledger: OpenLedger) -> None:

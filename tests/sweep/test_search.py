@@ -7,7 +7,7 @@ import math
 import shutil
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,25 +176,18 @@ def test_the_value_of_a_trial_is_the_mean_over_its_seeds(tmp_path: Path) -> None
             assert len({values(each)["lr"] for each in words}) == 1
 
 
-def test_failed_trials_have_no_value(tmp_path: Path) -> None:
-    options = Local(search="random", trials=4)
+def test_failed_trials_have_no_value_and_an_interrupted_one_is_resumed(tmp_path: Path) -> None:
+    options = Local(search="random", trials=5)
     with open_search(tmp_path, options) as source:
-        pool = FakeTrainingPool(source._ledger.path, codes={0: [1], 1: [3], 2: [2]})
-        assert run(source, pool, options) == [1, 3, 2, 0]
-        assert [state for state, _, _ in study(source)] == ["FAIL", "PRUNED", "FAIL", "COMPLETE"]
-
-
-def test_a_trial_that_was_interrupted_is_resumed(tmp_path: Path) -> None:
-    options = Local(search="random", trials=2)
-    with open_search(tmp_path, options) as source:
-        assert run(source, FakeTrainingPool(source._ledger.path, codes={0: [130]}), options) == [130, 0]
-        assert [state for state, _, _ in study(source)] == ["RUNNING", "COMPLETE"]
+        pool = FakeTrainingPool(source._ledger.path, codes={0: [1], 1: [3], 2: [2], 3: [130]})
+        assert run(source, pool, options) == [1, 3, 2, 130, 0]
+        assert [state for state, _, _ in study(source)] == ["FAIL", "PRUNED", "FAIL", "RUNNING", "COMPLETE"]
         assert not source._ledger._complete
     with open_search(tmp_path, options) as source:
         again = FakeTrainingPool(source._ledger.path)
         assert run(source, again, options) == [0]
-        assert again.started == [0]
-        assert [state for state, _, _ in study(source)] == ["COMPLETE", "COMPLETE"]
+        assert again.started == [3]
+        assert [state for state, _, _ in study(source)][3:] == ["COMPLETE", "COMPLETE"]
 
 
 class SimulatedKill(BaseException):
@@ -261,32 +254,16 @@ def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
         root, done, alive = tmp_path / f"killed at {number}", [], [True]
         kill_at(number)
         while alive:
-            with opened_or_killed(root, options, what) as source:
-                if source is not None:
-                    pool = FakeTrainingPool(source._ledger.path)
-                    try:
-                        run(source, pool, options)
-                        assert study(source) == wanted, number
-                        alive.clear()
-                    except SimulatedKill:
-                        pass
+            with suppress(SimulatedKill), open_search(root, options, what) as source:
+                pool = FakeTrainingPool(source._ledger.path)
+                try:
+                    run(source, pool, options)
+                finally:
                     done += [n for n in pool.done if (source._ledger.path / f"{n:03d}" / "result.json").exists()]
+                assert study(source) == wanted, number
+                alive.clear()
         assert len(done) - len(set(done)) <= 1, "a job ended, and the command was killed before it wrote that down"
         assert set(done) == set(range(12 * seeds))
-
-
-@contextmanager
-def opened_or_killed(root: Path, options: Local, what: Space | None) -> Iterator[Search | None]:
-    context = open_search(root, options, what)
-    try:
-        source = context.__enter__()
-    except SimulatedKill:
-        yield None
-        return
-    try:
-        yield source
-    finally:
-        context.__exit__(None, None, None)
 
 
 def test_a_study_with_another_hard_link_is_copied_before_it_is_continued(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from helpers import fake_run
 from helpers.command import Command, processes_in, run_command, wait_until
 from helpers.compose import TINY_CPU
 from helpers.extras import require
-from helpers.pool_jobs import exit_codes_of, reports_of_job, wait_until_ended, wait_until_started
+from helpers.pool_jobs import exit_codes_of, job, processes, reports_of_job, wait_until_ended, wait_until_started
 
 from runner.config.errors import ConfigError
 from runner.sweep.engines import child
 from runner.sweep.engines import ray as engine
-from runner.sweep.engines.base import Demand, Job, Pool
+from runner.sweep.engines.base import Pool
 from runner.sweep.engines.ray import Ray
 
 ray = require("ray")
@@ -46,15 +46,6 @@ def pool(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     with Ray().connect(9, tmp_path) as pool:
         yield pool
     wait_until(lambda: not processes(), what="a job is left")
-
-
-def processes() -> set[int]:
-    """Return the IDs of the processes that jobs have started."""
-    return processes_in(Path.cwd()).keys() - {os.getpid()}
-
-
-def job(number: int, *words: str, **demand: int) -> Job:
-    return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand))
 
 
 def test_jobs_return_their_exit_codes_and_get_the_requested_threads_and_gpus(

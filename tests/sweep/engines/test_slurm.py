@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from helpers import fake_run
-from helpers.command import STEP_GATE_PYTHONPATH, Command, processes_in, run_command, wait_until
+from helpers.command import STEP_GATE_PYTHONPATH, Command, run_command, wait_until
 from helpers.compose import TINY_CPU
 from helpers.fake_slurm import ACTIVE_STATES, FakeSlurm
-from helpers.pool_jobs import exit_codes_of, reports_of_job, wait_until_ended, wait_until_started
+from helpers.pool_jobs import exit_codes_of, job, processes, reports_of_job, wait_until_ended, wait_until_started
 
 from runner.config.errors import ConfigError
 from runner.sweep.engines import child, slurm
-from runner.sweep.engines.base import Demand, Ended, Job, Pool
+from runner.sweep.engines.base import Ended, Pool
 from runner.sweep.engines.slurm import Slurm, SlurmPool, cancel
 
 
@@ -38,19 +38,10 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlu
     wait_until(lambda: not processes(), what="a job is left")
 
 
-def processes() -> set[int]:
-    """Return the IDs of the processes that jobs have started."""
-    return processes_in(Path.cwd()).keys() - {os.getpid()}
-
-
 @pytest.fixture
 def pool(cluster: FakeSlurm) -> Iterator[Pool]:
     with Slurm(threads=2).connect(9, Path.cwd()) as pool:
         yield pool
-
-
-def job(number: int, *words: str, earlier: str = "", is_changed: bool = False, **demand: int) -> Job:
-    return Job(number, list(words), Path(f"{number}.txt").absolute(), Demand(**demand), earlier, is_changed)
 
 
 def test_jobs_with_the_same_demand_form_one_array_and_get_what_they_request(
