@@ -28,10 +28,7 @@ _MAX_ROWS = 16
 class Display:
     """A display on standard error. Without a terminal, it prints a line when a job starts or ends.
 
-    Args:
-        num_jobs: the number of jobs in the sweep.
-        swept: the config keys that have several values; the title of a job shows its values of these keys.
-        console: the terminal; None: standard error.
+    The title of a job shows its values of the config keys `swept`, which have several values.
     """
 
     def __init__(self, num_jobs: int, swept: Collection[str], console: Console | None = None):
@@ -66,11 +63,6 @@ class Display:
         self._rows[job.number] = f"{self.title(job)} ({slot})", job.console
         if not self._console.is_terminal:
             self.line(f"{self.title(job)}: started on {slot}")
-
-    def known(self, job: Job, state: str) -> None:
-        """Show that an earlier command has completed a job."""
-        self._states[job.number] = state
-        self.line(f"{self.title(job)}: already {state}, {os.path.relpath(job.directory)}")
 
     def ended(self, job: Job, state: str, error: str, result: Mapping[str, Any]) -> None:
         """Show how a job ended. If several jobs are refused for the same reason, show only the first."""

@@ -155,11 +155,7 @@ class Ledger:
         return {number: str(job.get("state", "")) for number, job in settled.items()}
 
     def end(self, complete: bool) -> None:
-        """Record that the sweep has ended; if it is not `complete`, it can be resumed.
-
-        Raises:
-            StorageError: if the ledger cannot be written.
-        """
+        """Record that the sweep has ended; if it is not `complete`, it can be resumed."""
         self._complete = complete
         self._write()
 
@@ -206,8 +202,5 @@ def _remove_if_unused(path: Path, existing: Path) -> None:
     """Remove the sweep's directory `path` and its empty parents below `existing`, unless `path` has a run directory."""
     with suppress(OSError):  # on a disk that fails, the few files stay
         if not any(entry.is_dir() and entry.name not in (CONSOLE, SLURM) for entry in path.iterdir()):
-            for folder in (CONSOLE, SLURM):
-                shutil.rmtree(path / folder, ignore_errors=True)
-            for file in (LEDGER, f".{LEDGER}.part", STUDY, ".lock"):
-                (path / file).unlink(missing_ok=True)
-            run_directory.remove_empty(path, existing)
+            shutil.rmtree(path)
+            run_directory.remove_empty(path.parent, existing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -83,15 +84,13 @@ class Planner:
 
     def has_key(self, groups: list[str], key: str) -> bool:
         """Return whether the config composed from overrides of groups has the dotted `key`; True if there is none."""
-        if tuple(groups) not in self._configs:
-            try:
-                self._configs[tuple(groups)] = self._jobs.compose(0, groups).config
-            except REFUSALS:
-                self._configs[tuple(groups)] = None
-        config: Any = self._configs[tuple(groups)]
-        if config is None:
-            return True
-        for name in key.split("."):
+        words = tuple(groups)
+        if words not in self._configs:
+            self._configs[words] = None
+            with suppress(*REFUSALS):
+                self._configs[words] = self._jobs.compose(0, groups).config
+        config: Any = self._configs[words]
+        for name in () if config is None else key.split("."):
             if not isinstance(config, dict) or name not in config:
                 return False
             config = config[name]
@@ -129,17 +128,15 @@ class Planner:
 
     def _build(self, config: dict[str, Any]) -> tuple[str, Demand]:
         run = build_run(config)
+        threads = run.device.threads
         try:
             devices = run.parallel.launcher(run.device).devices
-            gpus = len(devices) if devices[0].type == "cuda" else 0
-            demand = Demand(len(devices), gpus, run.device.threads)
+            demand = Demand(len(devices), len(devices) if devices[0].type == "cuda" else 0, threads)
         except ConfigError as error:
-            elsewhere = (
-                self._jobs.engine.demand_elsewhere(run.device.threads) if error.key.startswith("device.") else None
-            )
-            if elsewhere is None:
+            is_device = error.key.startswith("device.")
+            demand = self._jobs.engine.demand_elsewhere(threads) if is_device else None
+            if demand is None:  # otherwise, this machine may only be the login node of a cluster
                 raise
-            demand = elsewhere  # this machine may only be the login node of a cluster
         return config_hash(config), demand
 
 

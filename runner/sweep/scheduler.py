@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -137,7 +138,7 @@ class Scheduler:
         code = self.ledger.settled(job.number, job.config_hash)
         if code is not None:
             self._codes[job.number] = code
-            self.display.known(job, STATES[code])
+            self.display.line(f"{self.display.title(job)}: already {STATES[code]}, {os.path.relpath(job.directory)}")
             with self._errors_stop_the_sweep():
                 self.source.tell(job.number, code, read_result(job.directory))
             return True

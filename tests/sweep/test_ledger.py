@@ -16,7 +16,6 @@ from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
 from runner.storage.ledger_file import read_ledger
-from runner.storage.run_directory import StorageError
 from runner.sweep.ledger import Ledger, console_file
 
 OpenLedger = Callable[..., Ledger]
@@ -216,21 +215,6 @@ def test_a_sweep_directory_with_links_or_pipes_is_refused(
     assert refusal.value.key == "resume"
     assert str(refusal.value.got).startswith(str(path / folder))
     assert open_ledger(["seed=1,2"], "never").path != path
-
-
-def test_a_ledger_that_cannot_be_written_is_an_error(open_ledger: OpenLedger, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    ledger = open_ledger(["seed=1,2"])
-    monkeypatch.setattr("runner.sweep.ledger.write_text", fail)
-    with pytest.raises(StorageError) as caught:
-        ledger.update(0, code=0, config_hash="a")
-    assert (caught.value.path, caught.value.why) == (ledger.path / "sweep.json", "Read-only file system")
-    with pytest.raises(ConfigError) as refusal:
-        open_ledger(["seed=3"])
-    assert refusal.value.key == "output_root"
-    assert "Read-only file system" in refusal.value.why
 
 
 @pytest.mark.parametrize(

@@ -243,10 +243,8 @@ def test_missing_programs_and_packages_are_named(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        ({"slots": 0}, "slots"),
         ({"timeout_min": 1}, "timeout_min"),
         ({"signal_seconds": 10**6}, "signal_seconds"),
-        ({"gpus": -1}, "gpus"),
     ],
 )
 def test_impossible_options_are_refused(options: dict, key: str) -> None:
