@@ -60,14 +60,11 @@ def test_options_of_a_user_defined_directory_can_be_chosen(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["optimzer=sgd"], "optimzer"),
         (["seeed=1"], "seeed"),
         (["precision=17"], "precision"),
-        (["seed=1,2"], "seed"),
         (["sweep.slots=2"], "sweep"),
         (["seed"], "seed"),
         (["seed=[1"], "seed=[1"),
-        (["--cfg=job"], "--cfg=job"),
         (["--cfgg"], "--cfgg"),
         (["resume=nowhere"], "resume"),
         (["name=${nothing}"], "name"),

@@ -19,11 +19,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import runner
-from runner.api import saved
 from runner.api.prediction import image_files
-from runner.data.decode import ImageInput
 from runner.parallel.launch import processes
-from runner.storage.checkpoint import chosen_checkpoint
 from runner.storage.saved_run import config_text
 from runner.system.forkserver import start_server
 
@@ -169,10 +166,11 @@ def test_invalid_evaluations_are_config_errors_that_name_the_key(
     assert error.value.key == key
 
 
-def test_a_checkpoint_instead_of_a_run_directory_is_refused(run: runner.SavedRun) -> None:
-    with pytest.raises(runner.ConfigError, match=r"it is a checkpoint.*\n.*--checkpoint 12") as error:
-        runner.load(run.checkpoint("last"))
-    assert (error.value.key, str(run.directory) in error.value.remedy) == ("directory", True)
+def test_a_directory_that_is_no_run_is_refused(run: runner.SavedRun, tmp_path: Path) -> None:
+    for directory, why in ((run.checkpoint("last"), "it is a checkpoint"), (tmp_path, "there is no run")):
+        with pytest.raises(runner.ConfigError, match=why) as error:
+            runner.load(directory)
+        assert error.value.key == "directory"
 
 
 def test_data_with_other_classes_is_not_evaluated(tmp_path: Path) -> None:
@@ -199,32 +197,6 @@ def test_a_damaged_checkpoint_is_refused_and_last_means_the_previous_one(file: s
         assert error.value.key == "checkpoint"
     assert copy.checkpoint("last").name == "step_00000008"
     assert copy.classes == copy.signature(8)["classes"], "those of the newest intact checkpoint"
-
-
-def test_best_and_last_are_resolved_once_because_a_running_run_changes_them(
-    run: runner.SavedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked_for = []
-
-    def chosen(directory: Path, choice: str | int) -> Path:
-        looked_for.append(choice)
-        return chosen_checkpoint(directory, choice)
-
-    monkeypatch.setattr(saved, "chosen_checkpoint", chosen)
-    Image.new("L", (8, 8)).save("gray.png")
-    run.model("best")
-    run.predict("gray.png", "last")
-    assert [choice for choice in looked_for if isinstance(choice, str)] == ["best", "last"]
-
-
-def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(runner.ConfigError) as error:
-        runner.load(tmp_path)
-    assert error.value.key == "directory"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Predictions
 
 
 def test_predictions_are_those_of_the_evaluation(tmp_path: Path) -> None:
@@ -276,18 +248,12 @@ def test_files_without_permission_are_an_error(tmp_path: Path) -> None:
     secret = tmp_path / "images" / "secret"
     secret.mkdir(parents=True)
     (tmp_path / "images" / "image.png").touch()
-    for asked in (secret, secret / "image.png", tmp_path / "images"):
+    for asked in (secret / "image.png", tmp_path / "images"):
         with enforced_permissions(secret, 0), pytest.raises(runner.ConfigError) as error:
             image_files([asked])
         assert error.value.key == "FILES"
         assert "Permission denied" in error.value.why
     assert image_files([tmp_path / "images"]) == [str(tmp_path / "images" / "image.png")]
-
-
-def test_white_is_normalized_with_the_mean_and_the_standard_deviation() -> None:
-    values = {"shape": [3, 8, 8], "mean": [0.5] * 3, "std": [0.25] * 3, "center": 1.0}
-    inputs = ImageInput.from_dict(values)
-    assert inputs.normalized(torch.full((1, 3, 8, 8), 255, dtype=torch.uint8)).unique().tolist() == [2.0]
 
 
 def change_signature(run: runner.SavedRun, **values: Any) -> None:

@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 from runner.commands import COMMANDS
-from runner.commands.arguments import Parser
+from runner.commands.arguments import Parser, command
 from runner.config.errors import ABSENT, ConfigError
 
 
@@ -32,16 +32,6 @@ def test_flags_may_stand_anywhere(words: list[str]) -> None:
     assert (options.json, options.checkpoint, options.config_dir) == (True, "7", None)
 
 
-def test_the_best_checkpoint_is_the_default() -> None:
-    assert parser().parsed(["out/a"]).checkpoint == "best"
-
-
-def test_paths_are_told_from_overrides() -> None:
-    made = Parser("plan", None, overrides=True)
-    options = made.parsed(["a/b", "seed=1"], lambda word: "=" not in word)
-    assert (options.paths, options.overrides) == (["a/b"], ["seed=1"])
-
-
 @pytest.mark.parametrize(
     ("words", "key", "remedy"),
     [
@@ -49,9 +39,7 @@ def test_paths_are_told_from_overrides() -> None:
         (["out/a", "--nope=3"], "--nope", "choose from: --checkpoint, --config-dir, --help, --json"),
         (["out/a", "--seed=1"], "--seed", "without dashes: seed=1"),
         (["out/a", "--lr", "1"], "--lr", "type optimizer.lr=…"),
-        (["out/a", "smoke"], "smoke", "for example seed=1"),
         ([], "the following arguments are required", "python -m runner evaluate --help explains it"),
-        (["out/a", "--checkpoint"], "--checkpoint", "python -m runner evaluate --help explains it"),
     ],
 )
 def test_a_mistake_is_refused_with_a_suggestion(words: list[str], key: str, remedy: str) -> None:
@@ -68,3 +56,14 @@ def test_every_subcommand_refuses_an_unknown_flag_and_has_a_help(name: str, caps
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     assert (end.value.code, capsys.readouterr().out.startswith(f"usage: python -m runner {name}")) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ZeroDivisionError(), 1), (KeyboardInterrupt(), 130), (ConfigError("a", ABSENT, "b", "c"), 2)]
+)
+def test_an_error_of_a_subcommand_is_its_exit_code(error: BaseException, code: int) -> None:
+    @command
+    def main(arguments: object) -> int:
+        raise error
+
+    assert main([]) == code

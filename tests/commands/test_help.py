@@ -17,10 +17,8 @@ from runner.config.options import description, option_files, root_keys
 def more(tmp_path: Path) -> Path:
     """Create a directory of options for `--config-dir`, and return its path."""
     (tmp_path / "more" / "model").mkdir(parents=True)
-    (tmp_path / "more" / "flavor").mkdir()
     (tmp_path / "more" / "model" / "mine.yaml").write_text("# python -m runner model=mine\n# A network of my own.\n")
     (tmp_path / "more" / "model" / "_shared.yaml").write_text("# Inherited.\n")
-    (tmp_path / "more" / "flavor" / "sweet.yaml").write_text("# Of another group.\n")
     return tmp_path / "more"
 
 
@@ -41,8 +39,6 @@ def test_help_lists_the_options_of_a_config_dir(more: Path, tmp_path: Path) -> N
     assert code == 0, text
     lines = [line.split() for line in text.splitlines()]
     assert ["mine", "A", "network", "of", "my", "own."] in lines
-    assert ["flavor="] in lines
-    assert ["sweet", "Of", "another", "group."] in lines
     assert "_shared" not in text
     assert "mine" not in help_text()
 
@@ -52,11 +48,6 @@ def test_help_lists_the_keys_of_the_chosen_options_with_those_that_they_inherit(
     assert "\n  processes: auto " in text
     assert "\n  bucket_mb: 25.0 " in text
     assert "bucket_mb" not in help_text()
-
-
-def test_help_lists_the_flags() -> None:
-    for flag in ("--summary", "--run-directory", "--cfg", "--config-dir", "--version", "-sc"):
-        assert f"{flag} " in help_text() or f"{flag}\n" in help_text(), flag
 
 
 def test_version_prints_the_version_of_this_project(tmp_path: Path) -> None:

@@ -43,7 +43,6 @@ def test_overrides_are_written_as_a_defaults_list_and_values() -> None:
     "overrides",
     [
         ["++seed=4", "steps=null", "name="],
-        ["experiment=ten_epochs", "schedule=cosine"],
         ["experiment=[ten_epochs,dqn_mountaincar]"],
         ["experiment=ten_epochs", "debug=smoke", "seed=3"],
         ["workload=dqn", "~model", "~ema"],
