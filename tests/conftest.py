@@ -29,6 +29,9 @@ os.environ["PYTHONPATH"] = child_environment()[
     "PYTHONPATH"
 ]  # the fork server starts without what pytest adds to sys.path
 processes.PRELOADED = (*processes.PRELOADED, "helpers.preload_and_freeze")
+# Here and in all forks, nothing waits for the disk, which takes a third of the time of some tests. A power loss is
+# simulated from the calls (`helpers.power_loss`).
+os.fsync = lambda file: None  # type: ignore[assignment]
 importlib.import_module("torch._dynamo")  # the first optimizer would import it
 importlib.import_module("helpers.preload_and_freeze")
 torch.set_num_threads(1)  # tests run in several processes, which would have more threads than there are cores

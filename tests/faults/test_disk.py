@@ -145,7 +145,8 @@ def test_disk_errors_outside_of_checkpoints_are_reported_and_lose_no_checkpoint(
 @pytest.mark.parametrize("step", [1, 4, 8] if ALL else [4])
 def test_a_directory_removed_during_training_is_recreated_or_reported(what: str, step: int, tmp_path: Path) -> None:
     def remove(path: Path) -> None:
-        shutil.rmtree(path / what, ignore_errors=True)
+        while (path / what).exists():  # a checkpoint may be written meanwhile
+            shutil.rmtree(path / what, ignore_errors=True)
 
     with disturbed_at(step, remove):
         code, console = run_in_this_process(list(OPTIONS), tmp_path)
