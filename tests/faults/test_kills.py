@@ -198,8 +198,8 @@ def strike_a_worker(cwd: Path, number: signal.Signals, steps: int) -> Callable[[
 
 
 WORKER = {
-    signal.SIGKILL: r"data worker \d+: it was killed by SIGKILL, perhaps because memory ran out",
-    signal.SIGBUS: r"data worker \d+: it was killed by SIGBUS, most likely because shared memory ran out",
+    signal.SIGKILL: r"data worker \d+: it was killed by SIGKILL$",
+    signal.SIGBUS: r"data worker \d+: it was killed by SIGBUS$",
     signal.SIGSTOP: r"data workers \d+: no batch arrived within 5 s: a worker is stopped",
 }
 
