@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from runner.config.errors import ConfigError, check, check_choice, check_range, see_comments
 from runner.config.overrides import text_override
-from runner.data.augment import Augmented, Transform
+from runner.data.augment import Augmented
 from runner.data.base import Samples
 from runner.data.decode import ImageReader
 from runner.data.image_files import Fetch, FileSamples, Unreadable
@@ -34,9 +34,7 @@ class ImageFolder(Augmented):
     89,478,485 pixels; any other file with the extension of an image counts as unreadable.
     """
 
-    may_change_on_resume: ClassVar[tuple[str, ...]] = (
-        *("root", "on_error", "workers", "prefetch", "timeout", "pin_memory"),
-    )
+    may_change_on_resume = ("root", "on_error", "workers", "prefetch", "timeout", "pin_memory")
     """Options that may differ on resume: they do not affect the samples, or the fingerprint shows that they do."""
 
     root: str
@@ -70,10 +68,8 @@ class ImageFolder(Augmented):
         check_range(self, "timeout", least=1, most=86400)  # finite: a worker that hangs must not block the run forever
 
     def load(self) -> tuple[Samples, Samples]:
-        workers = self._workers()
-        train, held_out = training_and_held_out(self._directory, self.holdout)
-        build = self._builder(workers, train, held_out)
-        return build(train, augment=self.transforms(self.mean)), build(held_out)
+        splits = self._samples(training_and_held_out)
+        return splits["train"](), splits["val"]()
 
     def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
         for key in ("mean", "std"):
@@ -81,37 +77,30 @@ class ImageFolder(Augmented):
             there = list((saved.get("image") or {key: here})[key])
             remedy = f"data.{key}=[{','.join(map(str, there))}]"
             check(here == there, key, here, "the model was trained on images with another one", remedy)
-        workers = self._workers()
-        splits = splits_for_evaluation(self._directory, self.holdout)
-        build = self._builder(workers, *(splits[name] for name in ("train", "val") if name in splits))
-        classes, augment = saved.get("classes") or [], {"train": self.transforms(self.mean)}
-        return {
-            name: partial(build, _with_all(classes, files), augment=augment.get(name, ()))
-            for name, files in splits.items()
-        }
+        return self._samples(splits_for_evaluation, saved.get("classes") or [])
 
-    @property
-    def _directory(self) -> Path:
-        return Path(self.root).expanduser()
-
-    def _workers(self) -> Workers:
+    def _samples(
+        self, listed: Callable[[Path, float], dict[str, Files]], classes: Sequence[str] = ()
+    ) -> dict[str, Callable[[], Samples]]:
         workers = Workers(default_count() if self.workers is None else self.workers, self.timeout, self.prefetch)
         if workers.count:
             start_worker_server()  # starts up while the files are listed
-        return workers
-
-    def _builder(self, workers: Workers, *parts: Files) -> Callable[..., FileSamples]:
-        """Return a function that makes samples of files; `parts` are all files of the data set."""
+        root = Path(self.root).expanduser()
+        splits = listed(root, self.holdout)
+        parts = [splits[name] for name in ("train", "val") if name in splits]
+        content = cache(partial(fingerprint, root, parts))
         unreadable = Unreadable(self.on_error == "skip")
-        content = cache(partial(fingerprint, self._directory, parts))
         reader = ImageReader(self.size, self.augment, self.crop_area, self.center)
 
-        def build(classes: Files, augment: Sequence[Transform] = ()) -> FileSamples:
+        def build(name: str) -> FileSamples:
+            files = {printable(label): paths for label, paths in splits[name].items()}
+            if files.keys() <= set(classes):  # the classes of the model, of which some may have no images here
+                files = {label: files.get(label, []) for label in classes}
             return FileSamples(
-                paths=[path for paths in classes.values() for path in paths],
-                targets=[target for target, paths in enumerate(classes.values()) for _ in paths],
-                class_names=[printable(name) for name in classes],
-                fetch=Fetch(reader, (3, self.size, self.size), augment),
+                paths=[path for paths in files.values() for path in paths],
+                targets=[target for target, paths in enumerate(files.values()) for _ in paths],
+                class_names=list(files),
+                fetch=Fetch(reader, (3, self.size, self.size), self.transforms(self.mean) if name == "train" else []),
                 mean=tuple(self.mean),
                 std=tuple(self.std),
                 workers=workers,
@@ -121,13 +110,7 @@ class ImageFolder(Augmented):
                 content=content,
             )
 
-        return build
-
-
-def _with_all(classes: Sequence[str], files: Files) -> Files:
-    """Return the files of all `classes`, in their order; `files` itself if it has others."""
-    found = {printable(name): paths for name, paths in files.items()}
-    return {name: found.get(name, []) for name in classes} if found.keys() <= set(classes) else files
+        return {name: partial(build, name) for name in splits}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,8 +127,8 @@ Files = dict[str, list[str]]
 """The paths of the images of each class; classes and paths are sorted."""
 
 
-def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
-    """Return the training images and the held-out images below `root`; both have the same classes.
+def training_and_held_out(root: Path, holdout: float) -> dict[str, Files]:
+    """Return the training images, `train`, and the held-out images, `val`, below `root`, of the same classes.
 
     `root` contains either `train` and a directory of held-out images (the first that exists of `val`, `valid`,
     `validation` and `test`), both with one directory per class; or one directory per class, of each of which the
@@ -171,7 +154,7 @@ def training_and_held_out(root: Path, holdout: float) -> tuple[Files, Files]:
         raise _refusal(root, why, f"add images of them to train/, or remove them from {name}/")
     if missing := [label for label in train if label not in held_out]:
         log.info("%s: %s/ has no images of %s", root, name, _first_five(missing))
-    return train, {label: held_out.get(label, []) for label in train}
+    return {"train": train, "val": {label: held_out.get(label, []) for label in train}}
 
 
 def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
@@ -183,8 +166,7 @@ def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
     folders = {name: _classes(root / name, root) for name in _split_folders(root)}
     if not folders:
         classes = _classes(root, root)
-        train, held_out = _split(classes, root, holdout)
-        return {"all": classes, "train": train, "val": held_out}
+        return {"all": classes} | _split(classes, root, holdout)
     everything: Files = {}
     for label, paths in [pair for classes in folders.values() for pair in classes.items()]:
         everything[label] = sorted(everything.get(label, []) + paths)
@@ -215,14 +197,14 @@ def _split_folders(root: Path) -> list[str]:
     return [name for name in ("train", *HELD_OUT) if name in folders and _folders(root / name)]
 
 
-def _split(classes: Files, root: Path, holdout: float) -> tuple[Files, Files]:
+def _split(classes: Files, root: Path, holdout: float) -> dict[str, Files]:
     """Hold out the images of each class whose paths have the smallest hashes, which are the same in every run."""
     train, held_out = {}, {}
     for name, paths in classes.items():
         order = sorted(paths, key=lambda path: derive(0, "holdout", _relative(path, root).replace(os.sep, "/")))
         count = min(max(1, round(holdout * len(paths))), len(paths) - 1)
         held_out[name], train[name] = sorted(order[:count]), sorted(order[count:])
-    return train, held_out
+    return {"train": train, "val": held_out}
 
 
 def _classes(folder: Path, root: Path, for_training: bool = False) -> Files:

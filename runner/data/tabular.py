@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,7 +50,7 @@ class Tabular(Data):
     Inputs and targets are standardized by the training samples; the mean absolute error is in the units of the file.
     """
 
-    may_change_on_resume: ClassVar[tuple[str, ...]] = ("file",)
+    may_change_on_resume = ("file",)
     file: str | None = None
     inputs: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()

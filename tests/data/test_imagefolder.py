@@ -150,7 +150,7 @@ def test_a_validation_or_test_folder_has_the_held_out_images(tmp_path, name, cap
     caplog.set_level(logging.INFO)
     make(tmp_path, "train/b/1.png", "train/a/2.JPG", "train/a/1.jpeg", f"{name}/a/3.webp", f"{name}/b/deep/er/4.png")
     make(tmp_path, "test/b/9.png", "test/a/9.png") if name != "test" else None
-    train, held_out = training_and_held_out(tmp_path, 0.5)
+    train, held_out = training_and_held_out(tmp_path, 0.5).values()
     assert below(tmp_path, train) == {"a": ["train/a/1.jpeg", "train/a/2.JPG"], "b": ["train/b/1.png"]}
     assert below(tmp_path, held_out) == {"a": [f"{name}/a/3.webp"], "b": [f"{name}/b/deep/er/4.png"]}
     assert list(train) == list(held_out) == ["a", "b"]
@@ -162,14 +162,14 @@ def test_the_split_of_each_class_does_not_depend_on_the_path_of_the_folder(tmp_p
     splits = []
     for place in ("here", "there"):
         root = make(tmp_path / place, *many("cat", 100), *many("dog", 10), *many("eel", 2))
-        train, held_out = (below(root, files) for files in training_and_held_out(root, 0.2))
+        train, held_out = (below(root, files) for files in training_and_held_out(root, 0.2).values())
         splits.append((train, held_out))
         assert {name: len(paths) for name, paths in held_out.items()} == {"cat": 20, "dog": 2, "eel": 1}
         assert {name: len({*train[name], *held_out[name]}) for name in train} == {"cat": 100, "dog": 10, "eel": 2}
     assert splits[0] == splits[1]
     cats = splits[0][1]["cat"]
     assert cats[0] < "cat/020.jpg" < "cat/080.jpg" < cats[-1]  # spread over all file names
-    assert {*cats} < {*below(tmp_path / "here", training_and_held_out(tmp_path / "here", 0.5)[1])["cat"]}
+    assert {*cats} < {*below(tmp_path / "here", training_and_held_out(tmp_path / "here", 0.5)["val"])["cat"]}
 
 
 def test_files_that_are_no_images_of_a_class_are_left_out_and_counted(tmp_path, caplog):
@@ -177,7 +177,7 @@ def test_files_that_are_no_images_of_a_class_are_left_out_and_counted(tmp_path, 
     hidden = ["b/.DS_Store", "b/._1.jpg", "b/.thumbs/1.jpg", ".git/1.jpg", "__MACOSX/._b"]
     make(tmp_path, *many("a", 2), *many("b", 2), *hidden)
     make(tmp_path, "a/notes.txt", "a/more.txt", "a/README", "labels.csv", "1.png")
-    train, held_out = training_and_held_out(tmp_path, 0.5)
+    train, held_out = training_and_held_out(tmp_path, 0.5).values()
     assert sum(len(paths) for files in (train, held_out) for paths in files.values()) == 4
     kinds = "5 hidden, 2 .txt, 1 .csv, 1 .png in no class directory, 1 without extension"
     assert {*caplog.messages[0].partition("(")[2].removesuffix(")").split(", ")} == {*kinds.split(", ")}
@@ -199,7 +199,7 @@ def test_links_to_classes_are_followed_and_those_to_other_directories_counted(tm
     for name, target in {"back": root / "dog", "up": "..", "further": tmp_path}.items():
         (root / "dog" / name).symlink_to(target)
     (root / "dog" / "loop.jpg").symlink_to("loop.jpg")  # counts as an image, although it cannot be read
-    train, held_out = training_and_held_out(root, 0.5)
+    train, held_out = training_and_held_out(root, 0.5).values()
     assert [len(train["cat"] + held_out["cat"]), len(train["dog"] + held_out["dog"])] == [2, 3]
     assert "ignored 3 files and folders (3 linked folders)" in caplog.text
 
@@ -207,7 +207,7 @@ def test_links_to_classes_are_followed_and_those_to_other_directories_counted(tm
 def test_names_that_are_not_utf_8_are_found_and_train_may_be_the_name_of_a_class(tmp_path):
     for name, image in itertools.product((b"a\xff", b"train"), (b"1\xfe.jpg", b"2.jpg", b"3\n.jpg")):
         make(tmp_path, os.fsdecode(name + b"/" + image))
-    train, held_out = training_and_held_out(tmp_path, 0.3)
+    train, held_out = training_and_held_out(tmp_path, 0.3).values()
     assert [os.fsencode(name) for name in train] == [b"a\xff", b"train"]
     assert [len(paths) for files in (train, held_out) for paths in files.values()] == [2, 2, 1, 1]
 
@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {  # files, data.root, te
 def test_held_out_images_may_lack_a_class_of_the_training_images(tmp_path, caplog, files):
     make(tmp_path, *many("train/a", 2), *many("train/b", 2), *many("train/c", 2), "val/a/1.jpg", "val/c/1.jpg", *files)
     with caplog.at_level("INFO"):
-        held_out = training_and_held_out(tmp_path, 0.2)[1]
+        held_out = training_and_held_out(tmp_path, 0.2)["val"]
     assert {name: len(paths) for name, paths in held_out.items()} == {"a": 1, "b": 0, "c": 1}
     assert list(held_out) == ["a", "b", "c"]  # the index of c is that of the training images
     assert "val/ has no images of b" in caplog.text
