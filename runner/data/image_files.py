@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +132,7 @@ class FileSamples(LabeledSamples):
                 self._replace(loaded)
                 yield loaded.images, torch.tensor(loaded.job.targets)
 
-        return starmap(Batch, self._normalized(load(), device))
+        return (Batch(*tensors) for tensors in self._normalized(load(), device))
 
     def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
         mean, std = per_channel(self.mean, device), per_channel(self.std, device)

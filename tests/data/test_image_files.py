@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -69,7 +70,8 @@ def photographed(photos: list[str], workers: int, on_error: str = "raise") -> Fi
 
 
 def take(samples: Samples, plan: Plan, after_step: int, count: int) -> list[Batch]:
-    return list(itertools.islice(samples.batches(plan.stream(after_step), plan.seed, CPU), count))
+    with closing(cast(Any, samples.batches(plan.stream(after_step), plan.seed, CPU))) as stream:  # modes close it
+        return list(itertools.islice(stream, count))
 
 
 def levels(batch: Batch) -> torch.Tensor:
