@@ -155,18 +155,14 @@ class Parallel:
         return full_state.collect(model, optimizer, keep=self._session.rank == 0)
 
     def load_full_state(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        tensors: TensorDict,
-        optimizer_state: dict[str, Any],
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: TensorDict, states: dict[str, Any]
     ) -> None:
         """Load what `full_state` of this or another mode returned; called on every rank.
 
         Raises:
             UnexpectedContentError: as in `full_state.load`.
         """
-        full_state.load(model, optimizer, tensors, optimizer_state)
+        full_state.load(model, optimizer, tensors, states)
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return a copy of the part of this rank's state that `full_state` does not include."""

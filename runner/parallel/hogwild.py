@@ -158,13 +158,9 @@ class Hogwild(MultiProcess):
         }
 
     def load_full_state(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        tensors: TensorDict,
-        optimizer_state: dict[str, Any],
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: TensorDict, states: dict[str, Any]
     ) -> None:
-        super().load_full_state(model, optimizer, tensors, optimizer_state)
+        super().load_full_state(model, optimizer, tensors, states)
         self._session.collectives.barrier()  # no worker may train while another still loads
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -265,14 +265,9 @@ class Pipeline(Partition, MultiProcess):
         return {name: tensors[name] for name in names}, {name: states[name] for name in names if name in states}
 
     def load_full_state(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        tensors: TensorDict,
-        optimizer_state: dict[str, Any],
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: TensorDict, states: dict[str, Any]
     ) -> None:
         others = set(self._names) - model.state_dict().keys()
-        for saved in (tensors := dict(tensors), optimizer_state := dict(optimizer_state)):
-            for name in others & saved.keys():
-                del saved[name]
-        super().load_full_state(model, optimizer, tensors, optimizer_state)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
+        states = {name: state for name, state in states.items() if name not in others}
+        super().load_full_state(model, optimizer, tensors, states)
