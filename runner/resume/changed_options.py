@@ -65,7 +65,8 @@ def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: st
 
 
 def _compared(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
-    then, today = (_options(config.get(key)) for config in (saved, now))
+    nodes = (config.get(key) for config in (saved, now))
+    then, today = (dict(node) if isinstance(node, Mapping) else {"": node} for node in nodes)
     one, other = then.get("_target_"), today.get("_target_")
     if key == "parallel":
         classes = [load_class(name, Parallel) for name in (one, other) if name]
@@ -80,8 +81,3 @@ def _compared(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Ite
             is_same_run = full in _HOW or (name in free and full not in _DISTINCT)
             if then.get(name) != today.get(name) and not is_same_run:
                 yield Difference(full, then.get(name), today.get(name), key in _ESSENTIAL and name not in free)
-
-
-def _options(node: Any) -> dict[str, Any]:
-    """Return the options of a component; of a plain value such as the seed, `{"": node}`."""
-    return dict(node) if isinstance(node, Mapping) else {"": node}

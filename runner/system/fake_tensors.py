@@ -26,7 +26,7 @@ def fake_tensors() -> Iterator[Any]:
         stack.enter_context(patch.object(FakeTensor, "__deepcopy__", _deepcopy, create=True))
         for name, function in vars(torch.nn.init).items():
             if name.endswith("_") and not name.startswith("_") and callable(function):
-                stack.enter_context(patch.object(torch.nn.init, name, _unchanged))  # there are no values to draw
+                stack.enter_context(patch.object(torch.nn.init, name, lambda tensor, *_, **__: tensor))  # no values
         kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL", "Meta"))
         for name in _FUSED_UPDATES:
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
@@ -93,10 +93,6 @@ def _all_reduced(bucket: Any) -> Any:
     future: Any = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-def _unchanged(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor
 
 
 def _nothing(*_: Any, **__: Any) -> None:
