@@ -30,25 +30,23 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Config": "runner.api.composing",
-    "ConfigError": "runner.config.errors",
-    "CrashedError": "runner.result",
-    "Result": "runner.result",
-    "SavedRun": "runner.api.saved",
-    "compose": "runner.api.composing",
-    "load": "runner.api.saved",
-    "train": "runner.api.execution",
+    "runner.api.composing": ("Config", "compose"),
+    "runner.api.execution": ("train",),
+    "runner.api.saved": ("SavedRun", "load"),
+    "runner.config.errors": ("ConfigError",),
+    "runner.result": ("CrashedError", "Result"),
 }
-"""The module that defines each public name, imported when the name is first used: torch takes seconds to import."""
+"""The public names of modules, which are imported when a name is first used: torch takes seconds to import."""
 
 
 def __getattr__(name: str) -> "Any":
     import importlib
 
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-    return value
+    for module, names in _MODULES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(module), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

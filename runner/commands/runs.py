@@ -1,6 +1,6 @@
 """`python -m runner runs [PATH]` lists the runs below PATH, the newest last.
 
-Each is a line with its status, age, size on disk, steps, best evaluation and directory. `--paths` prints only the
+Each is a line with its status, age, steps, best evaluation and directory. `--paths` prints only the
 directories, for other commands such as `rm -r`.
 """
 
@@ -19,10 +19,8 @@ from runner.analysis.saved_runs import STATES, MeasuredRun, find_runs
 from runner.commands.arguments import Parser, command
 from runner.commands.compare import existing
 from runner.config.errors import check, did_you_mean
-from runner.storage.files import walk
 from runner.system.console import DONE
 from runner.system.secrets import printable
-from runner.system.tables import size
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "w": 7 * 86400.0}
 
@@ -67,22 +65,16 @@ def main(arguments: Sequence[str] | None) -> int:
 
 
 def _entry(run: MeasuredRun, now: float) -> dict[str, Any]:
-    """Return what is listed of `run`: its size on disk in bytes without what links lead to, its age in seconds, …"""
+    """Return what is listed of `run`."""
     path, times = run.directory, []
     for name in os.listdir(path):
         with suppress(FileNotFoundError):  # a running run has removed or renamed it
             times.append(os.lstat(path / name).st_mtime)
-    blocks = os.lstat(path).st_blocks
-    for folder, subfolders, files in walk(path):
-        for name in (*subfolders, *files):
-            with suppress(OSError):
-                blocks += os.lstat(os.path.join(folder, name)).st_blocks
     metric, best = run.best or ("", None)
     return {
         "directory": printable(str(path)).replace("\n", "\\n"),
         "status": run.state,
         "age_seconds": now - max(times, default=os.lstat(path).st_mtime),
-        "size": 512 * blocks,
         "steps": run.steps,
         "metric": printable(metric),
         "best": best,
@@ -91,13 +83,13 @@ def _entry(run: MeasuredRun, now: float) -> dict[str, Any]:
 
 def _lines(entries: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the table. The directory is the last column, because it may be long."""
-    rows = [["status", "age", "size", "steps", "best"]]
+    rows = [["status", "age", "steps", "best"]]
     for entry in entries:
         best = "" if entry["best"] is None else f"{one_line(entry['metric'])} {entry['best']:.4g}"
         age = max(0.0, entry["age_seconds"])
         unit, name = next(((u, n) for u, n in ((86400, "d"), (3600, "h"), (60, "min")) if age >= u), (1, "s"))
         steps = str(entry["steps"] or "")
-        rows.append([entry["status"], f"{age / unit:.0f} {name}", size(entry["size"]), steps, best])
+        rows.append([entry["status"], f"{age / unit:.0f} {name}", steps, best])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     directories = ["directory", *(entry["directory"] for entry in entries)]
     return [

@@ -8,15 +8,9 @@ weights, three steps by default, in float64 and in the precision of the config. 
   of an evaluation. In float64 they must agree to 1e-9 (the mean loss, which is summed in float32, to 1e-6); in the
   precision of the config they must agree to 1e-2 (TF32 to 2.5e-2, 16 bits to 0.2).
 
-The verdict is `cannot be judged` if rounding errors cannot be told apart from mistakes. There are three such cases:
-
-- Rounding to the precision of the config changes the results of the reference by more than half of the limit for this
-  precision. The verdict is nevertheless `the same` if the results of the config and the reference agree within the
-  limits above in float64, and to 1e-6 (TF32 to 5e-3, 16 bits to 4e-2) in the precision of the config.
-- The device does not support float64, and the results agree within the limit for the precision of the config, but not
-  to 1e-6 (TF32 to 5e-3, 16 bits to 4e-2).
-- The results in float64 differ by more than the limit, but by no more than 1e-5, which rounding to float32 explains.
-  This happens if something computes in float32 although float64 was requested.
+The verdict is `cannot be judged` if rounding errors cannot be told apart from mistakes: rounding alone changes the
+results of the reference by more than half of the limit, something computes in float32 although float64 was requested,
+or the device has no float64 and the results do not agree to 1e-6 (TF32 to 5e-3, 16 bits to 4e-2).
 
 Exit codes: 0: the same. 1: different. 2: the config is refused, or cannot be the same (hogwild, ensemble). 3: cannot be
 judged, which includes a config that crashes and a reference that diverges.

@@ -16,15 +16,9 @@ NAMES = {
     "workload.label_smoothing=…": "smoothing label_smoothing label_smoothing_factor",
     "epochs=…": "max_epochs num_epochs num_train_epochs n_epochs total_epochs max_epoch epoch",
     "steps=…": "max_steps num_steps num_training_steps train_steps total_steps max_iters iterations num_iterations",
-    "batch_size=…, the number of samples of one optimizer step in all processes together": (
-        "per_device_train_batch_size train_batch_size bs batch global_batch_size samples_per_gpu micro_batch_size"
-    ),
-    "accumulation.steps=…": (
-        "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accum_steps accumulation_steps"
-    ),
-    "parallel=ddp parallel.processes=…": (
-        "devices gpus num_gpus n_gpu num_devices nproc_per_node num_processes nprocs world_size"
-    ),
+    "batch_size=…, of all processes": "per_device_train_batch_size train_batch_size bs batch global_batch_size",
+    "accumulation.steps=…": "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accum_steps",
+    "parallel=ddp parallel.processes=…": "devices gpus num_gpus num_devices nproc_per_node num_processes world_size",
     "torchrun --nnodes=… -m runner parallel=ddp, on each machine": "num_nodes nodes nnodes num_machines machine_rank",
     "device=cuda, device=mps or device=cpu": "accelerator use_cuda cuda use_gpu",
     "device=cpu": "cpu no_cuda use_cpu",
@@ -48,9 +42,7 @@ NAMES = {
     "name=…": "run_name exp_name experiment_name task_name project_name hydra.job.name",
     "tracking=…": "logger loggers report_to wandb log_with use_wandb tensorboard_log tracker",
     "log_every=…": "log_interval log_every_n_steps logging_steps print_freq",
-    "eval_every=…, in steps": (
-        "val_check_interval check_val_every_n_epoch eval_steps eval_interval eval_freq eval_strategy"
-    ),
+    "eval_every=…, in steps": "val_check_interval check_val_every_n_epoch eval_steps eval_interval eval_freq",
     "save_every=…, in steps": "save_steps save_interval checkpoint_interval save_freq",
     "stop.patience=…": "patience early_stopping early_stopping_patience",
     "debug=smoke": "fast_dev_run dry_run",
