@@ -34,17 +34,8 @@ faults: .venv/ready
 	@RUNNER_FAULTS=all $(BIN)/python -m pytest --numprocesses=4 --dist=worksteal $(or $(ARGS),tests/faults)
 
 bench: .venv/bench
-	@$(BIN)/python -m benchmarks.overhead
-	@$(BIN)/python -m benchmarks.overhead --channels-last
-	@$(BIN)/python -m benchmarks.resnet
-	@$(BIN)/python -m benchmarks.parallel
-	@$(BIN)/python -m benchmarks.ddp_overhead
-	@$(BIN)/python -m benchmarks.pipeline
-	@$(BIN)/python -m benchmarks.pipeline --precision bf16
-	@$(BIN)/python -m benchmarks.dqn
-	@$(BIN)/python -m benchmarks.sweep
-	@$(BIN)/python -m benchmarks.plan
-	@$(BIN)/python -m benchmarks.tune
+	@for name in overhead "overhead --channels-last" resnet parallel ddp_overhead pipeline "pipeline --precision bf16" \
+		dqn sweep plan tune; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 .venv/ready: pyproject.toml constraints.txt
 	@echo "setting up .venv: the versions in constraints.txt (about 5 GB with torch; a minute or two)"
