@@ -7,7 +7,6 @@ import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 
 from runner.config.errors import ConfigError
-from runner.parallel.base import move
 from runner.parallel.launch.cluster import RankInfo
 
 
@@ -33,13 +32,3 @@ def test_an_evaluation_covers_every_held_out_sample_in_inference_mode() -> None:
     assert metrics.keys() == {"loss", "accuracy"}
     assert all(seen)
     assert seen
-
-
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_move_converts_weights_to_the_memory_format(channels_last: bool) -> None:
-    model = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.Linear(3, 3))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    move(model, torch.device("cpu"), channels_last)
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last) is channels_last
-    assert model[0].weight.is_contiguous() is not channels_last
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -83,20 +83,6 @@ def test_other_messages_are_refused_and_execute_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_collectives_of_one_process_are_no_ops() -> None:
-    alone, tensor = Collectives([torch.device("cpu")]), torch.tensor([1.0, 2.0])
-    sums = {"loss": tensor}
-    assert (alone.rank, alone.world_size) == (0, 1)
-    assert alone.all_reduce(sums) is sums
-    assert alone.local_share(tensor) is tensor
-    assert [alone.any_rank(True), alone.any_rank(False)] == [True, False]
-    assert alone.from_rank_0(lambda: 7) == alone.on_all_ranks(lambda: 7) == 7
-    assert alone.all_gather("x") == ["x"]
-    assert alone.gather_to_rank0(sums) is sums
-    alone.barrier()
-    alone.finish()
-
-
 def test_reductions_and_gathered_values(on_three: Callable[[Work], list[Any]], tmp_path: Path) -> None:
     first, *others = found = on_three(partial(reduced_and_gathered, tmp_path))
     for rank, each in enumerate(found):
