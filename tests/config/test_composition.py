@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import ROOT, run_command
+from helpers.command import ROOT, names_left_in, run_command
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationKeyError
 
 from runner.config.composition import Composer, resolved
 from runner.config.errors import ConfigError
@@ -21,10 +20,8 @@ from runner.sweep.sweep_jobs import SweepJobs
     [["--experimental-rerun=x.pickle"], ["hydra/launcher=joblib"], ["-m", "seed=1,2", "+hydra.job.env_set.A=b"]],
 )
 def test_the_command_refuses_hydra_keys_and_flags_and_writes_nothing(words: list[str], tmp_path: Path) -> None:
-    code, output = run_command(*words, cwd=tmp_path, kind="no-torch")
-    assert code == 2
-    assert len(output.splitlines()) == 2
-    assert {path.name for path in tmp_path.iterdir()} == {"console.txt", "code"}
+    assert run_command(*words, cwd=tmp_path, kind="no-torch")[0] == 2
+    assert names_left_in(tmp_path) == set()
 
 
 def options(directory: Path, name: str, text: str) -> Composer:
@@ -88,11 +85,6 @@ def test_references_to_the_environment_are_kept(
     monkeypatch.setenv("SECRET", "hidden")
     monkeypatch.setenv("NUMBER", "3")
     assert resolved(OmegaConf.create(config)) == wanted
-
-
-def test_an_interpolation_that_cannot_be_resolved_is_an_error() -> None:
-    with pytest.raises(InterpolationKeyError):
-        resolved(OmegaConf.create({"a": "${oc.env:SURELY_NOT_SET}", "b": "${c}"}))
 
 
 def test_interpolations_are_resolved_by_each_job_and_not_by_the_sweep() -> None:

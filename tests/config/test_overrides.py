@@ -32,23 +32,19 @@ def test_a_hydra_key_is_refused_with_any_prefix(word: str, prefix: str) -> None:
         ("precision=16", "precision='16'"),
         ("tracking=-5.0e+16", "tracking='-5.0e+16'"),
         ("tracking=true,.5", "tracking='true','.5'"),
-        ("precision=bf16", "precision=bf16"),
         ("precision=16,32,bf16", "precision='16','32',bf16"),
         ("+accumulation=4", "+accumulation='4'"),
         ("accumulation.steps=4", "accumulation.steps=4"),
         ("debug=null", "~debug"),
-        ("seed=1", "seed=1"),
         ("name=a b", "name='a b'"),
         ("name=it's", r"name='it\'s'"),
         ("name=${seed}-x", "name=${seed}-x"),
         ("name='a,b'", "name='a,b'"),
         ("output_root=/a b/ü=,c", "output_root='/a b/ü=,c'"),
         ("resume=outputs/a/000-seed=1,lr=2", "resume='outputs/a/000-seed=1,lr=2'"),
-        ("schedule.milestones=[0.5,0.7]", "schedule.milestones=[0.5,0.7]"),
         ("data.inputs=[1_0, 1.10 ,on,null,'007',a b]", "data.inputs=['1_0', '1.10' ,on,'null','007',a b]"),
         ("data.file=my table (1).csv", "data.file='my table (1).csv'"),
         ("~seed", "~seed"),
-        ("-m", "-m"),
     ],
 )
 def test_values_are_quoted_for_hydra(typed: str, wanted: str) -> None:
@@ -94,26 +90,14 @@ def test_text_options_keep_exactly_what_was_typed(value: str) -> None:
 
 @pytest.mark.parametrize(
     "word",
-    [
-        "model.weights=~nobody-of-this-name/x.pt",
-        "output_root=~nobody-of-this-name",
-        "model.weights=" + "x" * 300 + ".pt",
-        "data.root=/a/" + "ü" * 128,
-        "output_root=" + "a/" * 2100,
-    ],
+    ["model.weights=~nobody-of-this-name/x.pt", "data.root=/a/" + "ü" * 128, "output_root=" + "a/" * 2100],
+    ids=["user", "name", "path"],
 )
 def test_an_invalid_path_is_refused_with_its_key(word: str) -> None:
     key, _, value = word.partition("=")
     with pytest.raises(ConfigError) as refusal:
         quoted(word, sweep=False)
     assert (refusal.value.key, refusal.value.got) == (key, value)
-
-
-@pytest.mark.parametrize("value", ["~nobody-of-this-name", "x" * 300, "a\0b"])
-def test_an_invalid_path_to_resume_is_refused_with_its_key(value: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        resumed([f"resume={value}"])
-    assert (refusal.value.key, refusal.value.got) == ("resume", value)
 
 
 def test_groups_are_the_folders_of_conf_with_numeric_options_in_order() -> None:
@@ -128,9 +112,10 @@ def test_resumed_returns_the_directory_that_resume_names(prefix: str, tmp_path: 
     assert resumed([f"{prefix}resume={tmp_path}"]) == tmp_path
     assert resumed(["resume=auto", f"{prefix}resume={tmp_path}"]) == tmp_path, "the last one counts"
     assert resumed([f"~resume={tmp_path}"]) is None, "it deletes the key"
-    with pytest.raises(ConfigError) as refusal:
-        resumed([f"resume={tmp_path}/absent"])
-    assert (refusal.value.key, refusal.value.got) == ("resume", f"{tmp_path}/absent")
+    for value in (f"{tmp_path}/absent", "~nobody-of-this-name", "x" * 300, "a\0b"):
+        with pytest.raises(ConfigError) as refusal:
+            resumed([f"resume={value}"])
+        assert (refusal.value.key, refusal.value.got) == ("resume", value)
 
 
 def test_every_name_of_other_libraries_means_one_thing_and_none_is_ours() -> None:

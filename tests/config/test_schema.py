@@ -132,10 +132,6 @@ def test_a_missing_value_and_a_missing_group_are_refused_by_key() -> None:
     assert "conf/optimizer/" in refusal.value.remedy
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The builder
-
-
 @dataclass
 class Part:
     """The base class of a config group."""
@@ -251,17 +247,6 @@ def test_references_to_environment_variables_are_resolved_and_converted(monkeypa
     monkeypatch.setenv("LIST", "[1,2]")
     built = whole(number="${oc.env:MINE}", numbers="${oc.decode:${oc.env:LIST}}")
     assert built == Whole(Part(), 2.0, (1.0, 2.0))
-
-
-def test_an_environment_variable_that_is_not_set_is_named() -> None:
-    with pytest.raises(ConfigError) as refusal:
-        whole(number="${oc.env:SURELY_NOT_SET}")
-    assert refusal.value.key == "whole.number"
-    assert "SURELY_NOT_SET" in refusal.value.why
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Packages whose classes may be named
 
 
 @pytest.fixture

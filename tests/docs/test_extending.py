@@ -61,13 +61,11 @@ def train(site: Path, tmp_path: Path) -> Train:
 
 
 def final_weights(result: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights in the last checkpoint of a run."""
     checkpoint = result["directory"] / "checkpoints" / f"step_{result['steps']:08d}"
     return safetensors.torch.load_file(checkpoint / "model.safetensors")
 
 
 def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """The largest relative difference of any tensor, by norm."""
     assert ours.keys() == theirs.keys()
     return max(float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in theirs)
 
