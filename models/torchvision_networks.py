@@ -124,8 +124,9 @@ def _flattened(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
 def _grouped(layers: Layers) -> list[Layers]:
     """Return groups of layers that stay together, in forward order.
 
-    A module with submodules is a group. Of the layers between two such modules, each convolution or linear layer begins
-    a group, which the others (normalization, activation, pooling) join; those before the first one stay with it. In the
+    A module with submodules begins and ends a group. Of the layers between two such modules, each convolution or linear
+    layer begins a group, which the others (normalization, activation, pooling) join; those before the first one stay
+    with it. A group without parameters joins the one before: learning rates that decay by block do not count it. In the
     networks of `CHAINS`, no group begins with an in-place activation, which would overwrite the inputs of a stage.
     """
     groups: list[Layers] = []
@@ -138,7 +139,13 @@ def _grouped(layers: Layers) -> list[Layers]:
             has_main = False
         groups[-1].append((name, layer))
         has_main = has_main or is_main
-    return groups
+    joined: list[Layers] = []
+    for group in groups:
+        if joined and not any(True for _, layer in group for _ in layer.parameters()):
+            joined[-1] += group
+        else:
+            joined.append(group)
+    return joined
 
 
 def create(name: str, shape: tuple[int, ...], num_classes: int, options: Mapping[str, Any]) -> nn.Module:

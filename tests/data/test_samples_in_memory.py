@@ -182,13 +182,13 @@ def test_a_gpu_generates_the_same_images(learnable):
     assert torch.equal(one.targets, other.targets.cpu())
 
 
-@pytest.mark.parametrize(("learnable", "least", "most"), [(True, 0.95, 1.0), (False, 0.0, 0.45)])
-def test_the_nearest_class_mean_predicts_the_class_only_if_learnable(learnable, least, most):
+@pytest.mark.parametrize("learnable", [False, True])
+def test_the_nearest_class_mean_predicts_the_class_only_if_learnable(learnable):
     train, held_out = synthetic(learnable=learnable)
     means = torch.stack([train.inputs[train.targets == c].float().mean(0).flatten() for c in range(5)])
     nearest = torch.cdist(held_out.inputs.float().flatten(1), means).argmin(1)
     accuracy = (nearest == held_out.targets).float().mean()
-    assert least <= accuracy <= most
+    assert accuracy > 0.95 if learnable else accuracy < 0.45
 
 
 def test_images_of_more_than_4_gib_are_refused_before_they_are_generated():
