@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 
 from runner.analysis.comparison import Comparison
-from runner.analysis.saved_runs import MeasuredRun
 from runner.analysis.tables import format_value, text_tables
 from runner.config.errors import ConfigError
 from runner.system.secrets import printable
@@ -77,7 +76,9 @@ def _write(path: Path) -> None:
         old.unlink()
     file = EventFile(path, first_step=0)
     try:
-        metrics = [*filter(None, [compared.metric]), *_metrics(compared.runs), "time/samples_per_second"]
+        tags = dict.fromkeys(tag for run in compared.runs if run.state == "done" for tag in run.result["metrics"])
+        ordered = [printable(tag) for start in ("eval/", "train/") for tag in tags if tag.startswith(start)]
+        metrics = [*filter(None, [compared.metric]), *ordered, "time/samples_per_second"]
         file.add(hparams(examples, dict.fromkeys(metrics), texts)[0])
         file.add(text("sweep/summary", _tables(compared, path)))
     finally:
@@ -89,12 +90,6 @@ def _compared(path: Path) -> Comparison | None:
         return Comparison([path])
     except ConfigError:  # it contains no run
         return None
-
-
-def _metrics(runs: list[MeasuredRun]) -> list[str]:
-    """Return the tags of all metrics that a finished job has: those of evaluations first."""
-    tags = dict.fromkeys(printable(tag) for run in runs if run.state == "done" for tag in run.result["metrics"])
-    return [tag for start in ("eval/", "train/") for tag in tags if tag.startswith(start)]
 
 
 def _tables(compared: Comparison, path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -76,10 +77,18 @@ def fitting_accumulation(
         if needed > room:
             report(f"{what}: does not fit")
             continue
-        if (failed or needed > _CERTAIN * room) and (why := _out_of_memory(start, run)):
-            failed = True  # there is less memory than it seems, and the next attempt is made however little it needs
-            report(f"{what}: out of memory ({why})")
-            continue
+        if failed or needed > _CERTAIN * room:
+            try:
+                with closing(start(run.config, _PATIENCE)) as trial:
+                    trial.burst(_PATIENCE)  # the optimizer state is allocated at the end of the first step
+            except TrialError as error:
+                if not error.out_of_memory:
+                    raise
+                failed = (
+                    True  # there is less memory than it seems, and the next attempt is made however little it needs
+                )
+                report(f"{what}: out of memory ({error.why})")
+                continue
         if count > 1 and any(rank.normalizes for rank in ranks):
             what += "; batch normalization sees smaller batches (model.norm=group avoids this)"
         report(what)
@@ -88,18 +97,6 @@ def fitting_accumulation(
         raise refusal
     smaller = "a smaller batch_size, model.checkpoint_activations=true, parallel=fsdp, or precision=bf16"
     raise ConfigError("accumulation", "auto", "the run does not fit even with the smallest micro-batches", smaller)
-
-
-def _out_of_memory(start: Callable[..., Trial], run: Run) -> str:
-    """Train two steps of `run`; return the error if they run out of memory, and an empty text if they succeed."""
-    try:
-        with closing(start(run.config, _PATIENCE)) as trial:
-            trial.burst(_PATIENCE)  # the optimizer state is allocated at the end of the first step
-    except TrialError as error:
-        if error.out_of_memory:
-            return error.why
-        raise
-    return ""
 
 
 def with_accumulation(job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None = None) -> Job:
@@ -128,7 +125,14 @@ def with_accumulation(job: Job, compose: Callable[[Sequence[str]], Job], directo
     def divided(count: object) -> Job:
         return compose([*typed, "accumulation=1", f"accumulation.steps={count}"])
 
-    for path in _unfinished(job, directory) if job.config["resume"] == "auto" else []:
+    if job.config["resume"] != "auto":
+        paths = []
+    elif directory is not None:
+        paths = [directory]
+    else:  # the runs that it may continue, the newest first
+        entries = reversed(readable_entries(Path(job.config["output_root"], job.config["name"])))
+        paths = [path for path in entries if read_result(path).get("status") != "done"]
+    for path in paths:
         refused = (UnreadableConfigError, ConfigError, HydraException, OmegaConfBaseException)
         with suppress(*refused, KeyError, TypeError):
             saved = saved_config(path).values
@@ -138,18 +142,7 @@ def with_accumulation(job: Job, compose: Callable[[Sequence[str]], Job], directo
                 build_run(continued.config)
                 return continued
     try:
-        return divided(fitting_accumulation(lambda count: build_run(divided(count).config), _say))
+        say = partial(print, "accumulation=auto:", file=sys.stderr, flush=True)
+        return divided(fitting_accumulation(lambda count: build_run(divided(count).config), say))
     except TrialError as error:
         raise ConfigError("accumulation", "auto", error.why, "accumulation=1 shows the error in full") from None
-
-
-def _unfinished(job: Job, directory: Path | None) -> list[Path]:
-    """Return the directories of the runs that `job` may continue, the newest first."""
-    if directory is not None:
-        return [directory]
-    paths = reversed(readable_entries(Path(job.config["output_root"], job.config["name"])))
-    return [path for path in paths if read_result(path).get("status") != "done"]
-
-
-def _say(line: str) -> None:
-    print(f"accumulation=auto: {line}", file=sys.stderr, flush=True)

@@ -106,7 +106,7 @@ class Candidate:
         return other.ratio - self.ratio > max(0.01 * other.ratio, unclear)
 
 
-class Group(NamedTuple):
+class OptionGroup(NamedTuple):
     """Candidates that differ in one respect, such as the parallel mode.
 
     `options` takes the fastest run so far, and returns the overrides to try with it. `weight` is the share of the time
@@ -162,7 +162,7 @@ class Candidates:
             return ROUNDING if isinstance(run.precision, TF32) else SIXTEEN_BITS
         return LAST_BITS
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[OptionGroup]:
         """Return the groups in the order in which they are tried: compiled candidates, which start slowly, come last.
 
         The numbers of threads and processes are powers of two up to the number of cores or GPUs.
@@ -174,8 +174,8 @@ class Candidates:
         loads = data is not None and "workers" in option_fields(type(data))
         return [
             *self._values("precision", ["bf16"] if on_cpu else ["tf32", "bf16", "16"]),
-            Group("parallel", lambda run: self._modes(counts[1:]), weight=4),
-            Group("pipeline", self._pipelines, weight=2),
+            OptionGroup("parallel", lambda run: self._modes(counts[1:]), weight=4),
+            OptionGroup("pipeline", self._pipelines, weight=2),
             *self._values("device.threads", threads),
             *self._values("channels_last", [True, False] if self._has(torch.nn.Conv2d) else []),
             *self._values("accumulation", [1, 2, 4]),
@@ -186,9 +186,9 @@ class Candidates:
     def _has(self, kind: type[torch.nn.Module]) -> bool:
         return any(isinstance(module, kind) for module in self._model.modules())
 
-    def _values(self, key: str, values: Any, weight: int = 1) -> list[Group]:
+    def _values(self, key: str, values: Any, weight: int = 1) -> list[OptionGroup]:
         options = [(f"{key}={str(value).lower()}",) for value in values if self._is_free(key)]
-        return [Group(key, lambda run: options, weight)] if options else []
+        return [OptionGroup(key, lambda run: options, weight)] if options else []
 
     def _is_free(self, key: str) -> bool:
         """Return whether the user has typed neither `key` nor, if it is a config group, an option of it."""

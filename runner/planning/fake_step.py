@@ -143,8 +143,35 @@ def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankP
         tracker = StepTracker(fake_mode, further)
         run = dataclasses.replace(run, workload=_planned(run.workload, tracker))
         part = dataclasses.replace(run.session(process), compile=False, num_steps=session.num_steps)
-        with torch_refusals(run):
-            return _trace(run, part, Path(scratch), tracker)
+        with torch_refusals(run), tracker, torch.random.fork_rng(devices=[]):
+            state = prepare(run, part, Path(scratch))
+            _classify(tracker, state)
+            state.optimizer.register_step_pre_hook(lambda *_: _classify(tracker, state))
+            for parameter in state.model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda p: tracker.set_kind("gradients", (p.grad,)))
+            batches = tracker.counting(part.batches(state.model, 0))
+            state.model.train()
+            placed = sum(tracker.peak.values())
+            _create_optimizer_state(state)
+            _classify(tracker, state)
+            for step in part.plan.steps(0, 2 * part.plan.steps_per_round):
+                tracker.begin()
+                train_step(state, batches, step, log_due=False)
+                _classify(tracker, state)
+                if not tracker.current["gradients"]:
+                    break
+                # DDP keeps the memory of the gradients, but only the next step can tell it from other memory.
+            return RankPlan(
+                part.rank,
+                tracker.peak,
+                dict(tracker.current),
+                placed,
+                tracker.costs,
+                _saved(state),
+                [name for name, block in blocks_of(state.model) if any(True for _ in block.parameters())],
+                any(isinstance(module, _BatchNorm) for module in state.model.modules()),
+            )
 
 
 def _planned(workload: Workload, tracker: StepTracker) -> Workload:
@@ -174,38 +201,6 @@ def _planned_samples(samples: Samples) -> Samples:
     batches = copied.batches
     copied.batches = lambda micros, seed, device: copied.fake_batches(micros, device) or batches(micros, seed, device)
     return copied
-
-
-def _trace(run: Run, session: Session, directory: Path, tracker: StepTracker) -> RankPlan:
-    with tracker, torch.random.fork_rng(devices=[]):
-        state = prepare(run, session, directory)
-        _classify(tracker, state)
-        state.optimizer.register_step_pre_hook(lambda *_: _classify(tracker, state))
-        for parameter in state.model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p: tracker.set_kind("gradients", (p.grad,)))
-        batches = tracker.counting(session.batches(state.model, 0))
-        state.model.train()
-        placed = sum(tracker.peak.values())
-        _create_optimizer_state(state)
-        _classify(tracker, state)
-        for step in session.plan.steps(0, 2 * session.plan.steps_per_round):
-            tracker.begin()
-            train_step(state, batches, step, log_due=False)
-            _classify(tracker, state)
-            if not tracker.current["gradients"]:
-                break
-            # DDP keeps the memory of the gradients, but only the next step can tell it from other memory.
-        return RankPlan(
-            session.rank,
-            tracker.peak,
-            dict(tracker.current),
-            placed,
-            tracker.costs,
-            _saved(state),
-            [name for name, block in blocks_of(state.model) if any(True for _ in block.parameters())],
-            any(isinstance(module, _BatchNorm) for module in state.model.modules()),
-        )
 
 
 def _create_optimizer_state(state: State) -> None:

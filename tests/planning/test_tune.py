@@ -12,11 +12,9 @@ import pytest
 
 import runner
 from runner.commands import tune
-from runner.planning import search
 from runner.planning import tune as planning
-from runner.planning.search import BUDGET_SPENT
 from runner.planning.trial import TooLateError, TrialError
-from runner.planning.tune import cells, verdict, write
+from runner.planning.tune import BUDGET_SPENT, cells, verdict, write
 from runner.system.console import CRASHED, DONE, REFUSED
 
 SMALL = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1", "parallel=single")
@@ -94,7 +92,7 @@ def test_commands_with_a_user_defined_option_include_the_config_dir(tmp_path: Pa
 
 
 def test_a_config_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(search, "MAX_ROUNDS", 2)  # to save time
+    monkeypatch.setattr(planning, "MAX_ROUNDS", 2)  # to save time
     typed = [*SMALL, f"output_root={tmp_path}", "accumulation=1", "compile=false"]
     assert tune.main([*typed, "--json"]) == DONE
     found = json.loads(capsys.readouterr().out)

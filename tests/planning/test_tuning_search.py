@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from runner.planning.candidates import BITWISE, LAST_BITS, SIXTEEN_BITS, STATISTICS, Candidate, Group, Overrides
-from runner.planning.search import BUDGET_SPENT, Search
+from runner.planning.candidates import BITWISE, LAST_BITS, SIXTEEN_BITS, STATISTICS, Candidate, OptionGroup, Overrides
 from runner.planning.trial import BURST_SECONDS, Burst, TooLateError, TrialError
-from runner.planning.tune import plain
+from runner.planning.tune import BUDGET_SPENT, Search, plain
 
 
 class SimulatedMachine:
@@ -78,12 +77,12 @@ class SimulatedTrial:
         self.machine.running -= 1
 
 
-def group(names: Iterable[str], name: str = "mode", weight: int = 1) -> Group:
+def group(names: Iterable[str], name: str = "mode", weight: int = 1) -> OptionGroup:
     options: list[Overrides] = [tuple(each.split()) for each in names if each]
-    return Group(name, lambda run: options, weight)
+    return OptionGroup(name, lambda run: options, weight)
 
 
-def chosen(search: Search, *groups: Group) -> str:
+def chosen(search: Search, *groups: OptionGroup) -> str:
     return " ".join(search.run(groups).overrides)
 
 
