@@ -22,7 +22,6 @@ STEPS = ("steps=4", "save_every=2", "eval_every=0", "log_every=1")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a run of four steps with options that are not the defaults, and return its directory."""
     root = tmp_path_factory.mktemp("trained")
     words = [*TINY_CPU, *STEPS, "optimizer=adam", "optimizer.lr=0.002", "name=first", f"output_root={root}"]
     directory = runner.train(words).directory
@@ -43,7 +42,6 @@ def show(*words: str) -> dict[str, Any]:
 
 
 def refused(*words: str) -> runner.ConfigError:
-    """Train with overrides that must be refused, and return the error."""
     with pytest.raises(runner.ConfigError) as refusal:
         runner.train(words)
     return refusal.value
@@ -77,7 +75,6 @@ def test_the_saved_values_are_the_defaults(run: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["experiment", "local"])
 def test_an_option_file_cannot_name_the_run_to_resume(folder: str, run: Path, tmp_path: Path) -> None:
-    """It would be read beside the defaults, which would then replace the options of the run."""
     before = tree(run)
     mine = tmp_path / "mine" / folder / "default.yaml"
     mine.parent.mkdir(parents=True)
@@ -232,7 +229,6 @@ def test_a_run_directory_with_symlinks_or_pipes_is_refused(
 
 
 def test_the_trackers_of_a_saved_config_are_those_of_their_names(run: Path) -> None:
-    """The saved config of a stranger does not decide where the curves are sent."""
     theirs = {"mlflow": {"_target_": "runner.tracking.remote_backends.MLflow", "uri": "https://example.com"}}
     several = {"_target_": "runner.tracking.base.MultiTracker", "names": ["csv", "mlflow"], "trackers": theirs}
     change(run, tracking=several)

@@ -288,11 +288,8 @@ def test_invalid_sources_destinations_and_flags_are_refused_by_key(
         assert why in output, output
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
-def test_a_full_disk_leaves_the_existing_file_unchanged(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, out = tmp_path / "in.safetensors", tmp_path / name
+def test_a_full_disk_leaves_the_existing_file_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out, name = tmp_path / "in.safetensors", tmp_path / "weights.pt", "weights.pt"
     save_file({"a": torch.zeros(3)}, source)
     out.write_text("precious")
     with inject_disk_fault(DiskFault("fsync", name, errno.ENOSPC)) as failed:

@@ -64,10 +64,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.no_grad()
 def by_hand(run: runner.Result, seed: int) -> tuple[float, int, list[int]]:
-    """Play a greedy episode without `runner.env`; return the total reward, the number of steps, and all positions.
-
-    The positions are those of the environment before each step.
-    """
+    """Play an episode without `runner.env`; return the return, the number of steps, and the position before each."""
     assert run.directory
     model, env = runner.load(run.directory).model(), Corridor()
     observation, _ = env.reset(seed=seed)
@@ -137,8 +134,7 @@ def test_a_film_beyond_the_frame_limit_keeps_the_episodes_that_fit(
 
 
 def test_a_run_of_a_classifier_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    result = runner.train([*TINY_CPU, "steps=1"])
-    assert play.main([str(result.directory)]) == 2
+    assert play.main([str(runner.train([*TINY_CPU, "steps=1"]).directory)]) == 2
     assert "workload=dqn" in capsys.readouterr().err
 
 

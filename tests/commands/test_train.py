@@ -141,7 +141,6 @@ REFUSED_FILES = [
         ["mine/local/default.yaml:", "line 2"],
     ),
     ("local/default", f"{GLOBAL}seed: [\n", [], ["mine/local/default.yaml:", "not valid YAML in line"]),
-    ("local/default", f"{GLOBAL}output_root: ~nobody-of-this-name/x\nname: ''\n", [], ["name: got ''"]),
     ("experiment/odd", "", ["experiment=odd"], ["experiment: ", GLOBAL.strip()]),
     ("debug/odd", "seed: 3\n", ["debug=odd"], ["debug: ", GLOBAL.strip()]),
 ]
@@ -154,10 +153,7 @@ def test_a_mistake_in_an_option_file_is_refused_without_torch(
     path = tmp_path / "mine" / f"{file}.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    code, output = run_command("--config-dir=mine", *words, cwd=tmp_path, kind="no-torch")
-    assert (code, "Traceback" in output) == (2, False), output
-    assert len(output.splitlines()) <= 10, output
-    assert names_left_in(tmp_path) == {"mine"}
+    output = refusal([f"--config-dir={tmp_path / 'mine'}", *words], tmp_path / "here", "no-torch")
     for text in texts:
         assert text in output
 
