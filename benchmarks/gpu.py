@@ -1,83 +1,367 @@
-"""ResNet50 on one GPU: images per second, compared with a plain loop and with the limits of the device.
+"""Everything that only a machine with an accelerator can show, in about eight minutes for one device.
 
-`python -m benchmarks.gpu`: 224×224, bfloat16, channels_last, compiled, batch size 256. The limits are computed from a
-measured matrix product and a measured copy, not from the data sheet.
+`python -m benchmarks.gpu [--only PART,PART] [--again] [--data DIR] [--out DIR]`. Each part writes `PART.json` when it
+ends, and a part that is there already is not repeated, so that a run that was cut off goes on. Afterwards, `report.md`
+and `report.json` contain all parts: please send both in an issue. `--rehearse` runs every part with tiny sizes on the
+device that there is, which may be a CPU.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.resnet import Setting, compare
+from benchmarks.measure import interleave, result
+from benchmarks.resnet import CONTENDERS
+from runner.device import synchronize
+from runner.system.accelerator import accelerator_type, total_bytes
+from runner.system.provenance import environment
 
-GPU = Setting(size=224, batch=256, steps=100, warmup=20, dtype=torch.bfloat16, compile=True, device="cuda")
-
+PRECISIONS = ("32", "bf16", "16")
+VERDICTS = {0: "the same", 1: "DIFFERENT", 2: "refused", 3: "cannot be judged"}
+ROOT = Path(__file__).parent.parent
 TRAINING_FLOPS = 3 * 2 * 4.09e9
-"""FLOPs per image: 4.09 G multiply-adds forward (ResNet50 v1.5 at 224×224; He et al., 2016), twice that backward."""
+"""FLOPs per image of 224×224: 4.09 G multiply-adds forward (ResNet50 v1.5; He et al., 2016), twice that backward."""
+BYTES_PER_IMAGE = 90e6
+"""Memory of training, for each image of a batch, in float32."""
+
+Rows = list[list[Any]]
+"""What was looked at, and what was found."""
 
 
-def seconds(work, repeats: int = 20) -> float:
-    """Return the median time of `work` on the device, in seconds."""
+@dataclass(frozen=True)
+class Machine:
+    """The devices, and whether everything is only rehearsed."""
+
+    kind: str
+    count: int
+    tiny: bool
+    data: Path
+    out: Path
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, 0)
+
+    def modes(self) -> list[str]:
+        """Return the parallel modes that this machine can run; a CPU stands in for two devices."""
+        several = ["parallel=pipeline"] if self.count > 1 or self.kind == "cpu" else []
+        modes = [f"parallel={name}" for name in ("single", "dp", "model", "ddp", "fsdp")]
+        return [*modes, *several, "parallel=pipeline parallel.engine=streams"]
+
+    def small(self) -> list[str]:
+        """Return the options of a network that trains in milliseconds."""
+        return ["model=tiny", "data.size=8", "data.crop=0", "batch_size=64", f"device={self.kind}", "eval_every=0"]
+
+    def resnet(self) -> list[str]:
+        """Return the options of ResNet50 on images that are on the device."""
+        depth, size, batch = (18, 32, 16) if self.tiny else (50, 224, 256)
+        options = [f"model=resnet{depth}", "data=synthetic", f"data.size={size}", f"data.num_samples={4 * batch}"]
+        options += ["data.holdout=8", f"batch_size={batch}", "precision=bf16", "channels_last=true"]
+        options += [f"device={self.kind}", "optimizer.lr=0.001", "schedule=constant"]
+        return [*options, "log_every=10", "eval_every=0", "save_every=0"]
+
+    def steps(self, wanted: int) -> str:
+        return f"steps={min(wanted, 4) if self.tiny else wanted}"
+
+    def some(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Return `items`, or only the last of them in a rehearsal."""
+        return items[-1:] if self.tiny else items
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parts
+
+
+def device(machine: Machine) -> Rows:
+    """The devices, the versions, and the limits of the first device, measured by a matrix product and by a copy."""
+    found = environment()
+    rows = [[each["device"], f"{each['name']}, {each['total_bytes'] / 2**30:.1f} GiB"] for each in found["devices"]]
+    rows += [[name, str(version)] for name, version in found["versions"].items()]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows.append([f"{str(dtype).removeprefix('torch.')} products, TFLOP/s", flops_per_second(machine, dtype) / 1e12])
+    return [*rows, ["copies, bytes read and written, GB/s", bytes_per_second(machine) / 1e9]]
+
+
+def flops_per_second(machine: Machine, dtype: torch.dtype) -> float:
+    side = 256 if machine.tiny else 8192
+    a, b = (torch.randn(side, side, device=machine.device).to(dtype) for _ in range(2))
+    return 2 * side**3 / _median_seconds(machine, lambda: a @ b)
+
+
+def bytes_per_second(machine: Machine) -> float:
+    source = torch.empty(2**20 if machine.tiny else 2**30, dtype=torch.uint8, device=machine.device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _median_seconds(machine, lambda: target.copy_(source))
+
+
+def tests(machine: Machine) -> Rows:
+    """The tests that need a device, one of which fails if training waits for the device between two logs."""
+    selected = ["tests/test_seeds.py"] if machine.tiny else ["-m", "gpu", "-n", "0", "tests"]
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    failed = [line.removeprefix("FAILED ")[:200] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return [
+        ["pytest", {0: "passed", 5: "no tests"}.get(done.returncode, "failed")],
+        *([each, "failed"] for each in failed),
+    ]
+
+
+def verify(machine: Machine) -> Rows:
+    """`runner verify`: does each mode compute in each precision what one device computes?"""
+    rows: Rows = []
+    for mode in machine.some(machine.modes()):
+        for precision in machine.some(PRECISIONS):
+            options = [*mode.split(), f"precision={precision}", "accumulation=2", "model=tiny", "data.size=8"]
+            done = _runner("verify", *options, "data.crop=0", "batch_size=32", f"device={machine.kind}")
+            lines = (done.stdout + done.stderr).strip().splitlines()
+            verdict = VERDICTS.get(done.returncode, "CRASHED")
+            rows.append([f"{mode} precision={precision}", verdict, *([] if done.returncode == 0 else lines[-1:])])
+    return rows
+
+
+def resume(machine: Machine) -> Rows:
+    """A run that is killed after a checkpoint and resumed, compared bit for bit with a run that was not killed."""
+    rows: Rows = []
+    for more in machine.some(("parallel=ddp precision=bf16", "precision=16", "precision=32")):
+        options = [*machine.small(), *more.split(), "deterministic=true", "steps=400", "save_every=20", "keep=2"]
+        with tempfile.TemporaryDirectory() as scratch:
+            whole, cut = Path(scratch, "whole"), Path(scratch, "cut")
+            _train(options, whole)
+            words = [sys.executable, "-m", "runner", *options, f"--run-directory={cut}"]
+            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+            while process.poll() is None and not any(cut.glob("checkpoints/step_*/manifest.json")):
+                time.sleep(0.01)
+            was_killed = process.poll() is None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            _train([f"resume={cut}"], cut)
+            verdict = "the same weights" if _weights(whole) == _weights(cut) else "OTHER WEIGHTS"
+            rows.append([more, verdict if was_killed else f"{verdict}, but it ended before it was killed"])
+    return rows
+
+
+def memory(machine: Machine) -> Rows:
+    """A batch that does not fit into the memory, with `accumulation=auto`."""
+    least = 3 * total_bytes(machine.device) / BYTES_PER_IMAGE if not machine.tiny else 16
+    batch = 2 ** (int(least) - 1).bit_length()
+    options = [option for option in machine.resnet() if not option.startswith(("batch_size", "precision"))]
+    found = _train([*options, f"batch_size={batch}", "accumulation=auto", "steps=2", "keep=0"])
+    rows: Rows = [[f"batch_size={batch} accumulation=auto", found["status"]]]
+    return [*rows, ["peak, GiB", found["peak_memory_bytes"] / 2**30]]
+
+
+def resnet50(machine: Machine) -> Rows:
+    """ResNet50, bfloat16, channels_last: images per second of the runner and of a plain loop (goal: 0.97 of it)."""
+    rows: Rows = []
+    for compiled in machine.some((["--compile"], [])):
+        options = ["--device", machine.kind, *compiled, *(["--tiny"] if machine.tiny else [])]
+        rates = interleave("benchmarks.resnet", list(CONTENDERS), 1 if machine.tiny else 3, options)
+        each = {name: sorted(values)[len(values) // 2] for name, values in rates.items()}
+        kind = "compiled" if compiled else "eager"
+        rows += [[f"{name}, {kind}, images/s", rate] for name, rate in each.items()]
+        rows.append([f"runner / plain, {kind}", each["runner"] / each["plain"]])
+        peak = flops_per_second(machine, torch.bfloat16)
+        rows.append([f"runner, {kind}, share of the measured peak", each["runner"] * TRAINING_FLOPS / peak])
+    return rows
+
+
+def users_command(machine: Machine) -> Rows:
+    """The command of the README: `parallel=ddp precision=16 workload=resnet50`."""
+    options = ["parallel=ddp", "precision=16", "workload=resnet50", f"device={machine.kind}", "keep=0"]
+    smaller = ["model.depth=18", "data.size=32", "data.num_samples=16", "data.holdout=8", "batch_size=8", "epochs=1"]
+    found = _train([*options, *(smaller if machine.tiny else ["epochs=20"])])
+    return [["images/s", found["samples_per_second"]], ["status", found["status"]]]
+
+
+def small(machine: Machine) -> Rows:
+    """A small network and the agent, whose steps are short: on the device and on the CPU."""
+    rows: Rows = []
+    for kind in machine.some((machine.kind, "cpu")):
+        options = [option for option in machine.small() if not option.startswith("device=")]
+        found = _train([*options, f"device={kind}", machine.steps(2000), "keep=0"])
+        rows.append([f"small network, device={kind}, steps/s", found["samples_per_second"] / 64])
+        for count in machine.some((10, 50)):
+            steps = "workload.env_steps=" + ("3000" if machine.tiny else "50000")
+            agent = ["workload=dqn", f"device={kind}", f"env.num_envs={count}", steps, "workload.eval_episodes=2"]
+            began = time.perf_counter()
+            found = _train([*agent, "eval_every=0", "keep=0"])
+            seconds = found.get("seconds") or time.perf_counter() - began
+            rows.append([f"agent, {count} environments, device={kind}, environment steps/s", int(steps[19:]) / seconds])
+    return rows
+
+
+def cifar10(machine: Machine) -> Rows:
+    """CIFAR-10 from one config (airbench, hand-tuned: 94 % in 2.6 s on an A100)."""
+    if not (machine.data / "cifar-10-batches-py").is_dir():
+        return [["not run", f"there is no {machine.data}/cifar-10-batches-py (--data DIR)"]]
+    options = ["experiment=cifar10", f"data.root={machine.data}", f"device={machine.kind}", "keep=0"]
+    found = _train([*options, *(["steps=2", "batch_size=16", "model.depth=18"] if machine.tiny else [])])
+    return [["accuracy", found["metrics"]["eval/accuracy"]], ["seconds", found["seconds"]]]
+
+
+def images(machine: Machine) -> Rows:
+    """JPEG files with data workers, page-locked memory and a copy stream, beside images that are on the device."""
+    options = [option for option in machine.resnet() if not option.startswith("data")]
+    size = 32 if machine.tiny else 224
+    with tempfile.TemporaryDirectory() as scratch:
+        _write_images(Path(scratch, "photos"), 24 if machine.tiny else 2048, 2 * size)
+        of_files = ["data=imagefolder", f"data.root={scratch}/photos", f"data.size={size}", machine.steps(40)]
+        files = _train([*options, *of_files, "keep=0"])["samples_per_second"]
+    stored = _train([*machine.resnet(), machine.steps(40), "keep=0"])["samples_per_second"]
+    return [["files, images/s", files], ["on the device, images/s", stored], ["share", files / stored]]
+
+
+def modes(machine: Machine) -> Rows:
+    """ResNet50 in each parallel mode: images per second of all devices together."""
+    rows: Rows = []
+    for mode in machine.some(machine.modes()):
+        found = _train([*machine.resnet(), *mode.split(), machine.steps(20), "keep=0"])
+        rows.append([mode, found["samples_per_second"]])
+    return [[mode, rate, rate / rows[0][1]] for mode, rate in rows]
+
+
+def split_size(machine: Machine) -> Rows:
+    """The studies of the pipeline: run times over `split_size` and of three modes, with their pictures."""
+    if machine.count < 2 and not machine.tiny:
+        return [["not run", "one device"]]
+    shorter = [
+        "steps=1",
+        "seed=0",
+        "model.depth=18",
+        "data.size=32",
+        "data.num_samples=8",
+        "data.holdout=8",
+        "batch_size=8",
+    ]
+    shorter += ["parallel.split_size=4,8"]
+    rows = []
+    for study in machine.some(("resnet50_modes", "split_size")):
+        words = ["-m", f"experiment={study}", f"device={machine.kind}", *(shorter if machine.tiny else [])]
+        with tempfile.TemporaryDirectory() as scratch:
+            done = _runner(*words, f"output_root={scratch}")
+            plotted = _runner("plot", scratch, f"--out={machine.out / study}")
+            text = (done.stdout + done.stderr + plotted.stderr)[-500:]
+            rows.append([study, text if done.returncode or plotted.returncode else f"{machine.out.name}/{study}/*.png"])
+    return rows
+
+
+PARTS: dict[str, Callable[[Machine], Rows]] = {
+    part.__name__: part
+    for part in (
+        *(device, tests, verify, resume, users_command, resnet50, small, images, memory, modes),
+        *(cifar10, split_size),
+    )
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the parts that have not been run, and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--again", action="store_true", help="repeat parts that have been run")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="the directory of cifar-10-batches-py")
+    parser.add_argument("--out", type=Path, default=Path("outputs/gpu"))
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on any device")
+    options = parser.parse_args(arguments)
+    wanted = options.only.split(",")
+    if unknown := [name for name in wanted if name not in PARTS]:
+        parser.error(f"there is no part {unknown[0]}: {', '.join(PARTS)}")
+    kind = accelerator_type()
+    if kind is None and not options.rehearse:
+        parser.error("torch finds no accelerator here; `python -m runner doctor` says more, --rehearse uses the CPU")
+    count = torch.accelerator.device_count()
+    machine = Machine(kind or "cpu", count, options.rehearse, options.data.resolve(), options.out.resolve())
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in wanted:
+        path = options.out / f"{name}.json"
+        if path.exists() and not options.again:
+            continue
+        print(f"{name}: {PARTS[name].__doc__}", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        try:
+            rows = PARTS[name](machine)
+        except Exception as error:  # the other parts are of use, too
+            rows = [["FAILED", f"{type(error).__name__}: {error}"[-1500:]]]
+        part = {"rows": rows, "seconds": time.perf_counter() - began}
+        path.write_text(json.dumps(part, indent=2) + "\n", encoding="utf-8")
+    paths = {name: options.out / f"{name}.json" for name in PARTS}
+    parts = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    report = {"environment": environment(), "parts": parts}
+    (options.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    text = "\n".join(_markdown(name, part) for name, part in parts.items())
+    (options.out / "report.md").write_text(text, encoding="utf-8")
+    print(text)
+    print(f"please send {options.out}/report.md and report.json")
+
+
+def _markdown(name: str, part: dict[str, Any]) -> str:
+    def cell(value: Any) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")
+
+    width = max(2, *(len(row) for row in part["rows"]))
+    rows = ["| " + " | ".join(map(cell, [*row, *[""] * (width - len(row))])) + " |" for row in part["rows"]]
+    head = f"\n### {name} ({part['seconds']:.0f} s)\n\n{PARTS[name].__doc__}\n"
+    return "\n".join([head, "| " + " | ".join([""] * width) + " |", "|" + "---|" * width, *rows])
+
+
+def _runner(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "runner", *words], capture_output=True, text=True)
+
+
+def _train(options: Sequence[str], directory: Path | None = None) -> dict[str, Any]:
+    """Train, in a directory of its own or in `directory`, and return the result."""
+    with tempfile.TemporaryDirectory() as scratch:
+        where = f"--run-directory={directory or Path(scratch, 'run')}"
+        done = _runner(*options, *([] if "resume=" in options[0] else [where]))
+        if done.returncode:
+            text = (done.stdout + done.stderr)[-800:]
+            raise RuntimeError(f"{' '.join(options)}: exit code {done.returncode}: {text}")
+        return result(directory or Path(scratch, "run"))
+
+
+def _weights(directory: Path) -> str:
+    """Return the SHA-256 of the last weights of a run."""
+    return hashlib.sha256(max(directory.glob("checkpoints/step_*/model.safetensors")).read_bytes()).hexdigest()
+
+
+def _median_seconds(machine: Machine, work: Callable[[], object], repeats: int = 20) -> float:
     times = []
     for _ in range(repeats):
-        torch.cuda.synchronize()
+        synchronize(machine.device)
         began = time.perf_counter()
         work()
-        torch.cuda.synchronize()
+        synchronize(machine.device)
         times.append(time.perf_counter() - began)
     return sorted(times)[repeats // 2]
 
 
-def flops_per_second(side: int = 8192) -> float:
-    """Return the bfloat16 FLOPs per second of a product of two square matrices with `side` rows."""
-    a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * side**3 / seconds(lambda: a @ b)
+def _write_images(folder: Path, count: int, side: int) -> None:
+    """Write `count` JPEG files of `side` × `side` pixels, of a size like that of photos, in two class directories."""
+    from PIL import Image
 
-
-def bytes_per_second(size: int = 2**30) -> float:
-    """Return the bytes read and written per second by a copy of `size` bytes on the device."""
-    source = torch.empty(size, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * size / seconds(lambda: target.copy_(source))
-
-
-def traffic_per_image() -> float:
-    """Return the bytes of memory traffic for training on one image in bfloat16, without reuse between operations.
-
-    A convolution moves its input and its output three times: in the forward pass, for the gradient of the input, and
-    for the gradient of the weight. In the forward pass, batch normalization with its activation reads its input for the
-    statistics, reads its input again to normalize it, and writes its output. The backward pass moves as many bytes as
-    this forward pass.
-    """
-    from torchvision.models import resnet50
-
-    elements = [0]
-
-    def count(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        is_convolution = isinstance(module, torch.nn.Conv2d)
-        elements[0] += 3 * (inputs[0].numel() + output.numel()) if is_convolution else 3 * 2 * output.numel()
-
-    model = resnet50(weights=None)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Conv2d | torch.nn.BatchNorm2d):
-            module.register_forward_hook(count)
-    with torch.no_grad():
-        model.eval()(torch.zeros(1, 3, GPU.size, GPU.size))
-    return 2.0 * elements[0]
-
-
-def main() -> None:
-    """Print the limits, then measure the loops."""
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.gpu needs a CUDA device; `python -m runner doctor` lists the devices")
-    if "--run" not in sys.argv:
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-        print(f"arithmetic limit: {flops_per_second() / TRAINING_FLOPS:,.0f} images/s")
-        print(f"bandwidth limit:  {bytes_per_second() / traffic_per_image():,.0f} images/s")
-    compare("benchmarks.gpu", "gpu", GPU)
+    for number in range(count):
+        path = folder / "ab"[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        coarse = torch.randint(256, (side // 8, side // 8, 3), generator=torch.Generator().manual_seed(number))
+        Image.fromarray(coarse.byte().numpy()).resize((side, side), Image.Resampling.BICUBIC).save(path, quality=90)
 
 
 if __name__ == "__main__":

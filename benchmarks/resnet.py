@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.measure import interleave, report, write
 from benchmarks.overhead import run
+from runner.device import synchronize
 
 GOALS = {("runner", "plain"): 0.97}
 
@@ -32,6 +33,7 @@ class Setting:
 
 
 CPU = Setting(size=128, batch=16, steps=12, warmup=3, dtype=torch.float32, compile=False, device="cpu")
+GPU = Setting(size=224, batch=256, steps=40, warmup=10, dtype=torch.bfloat16, compile=False, device="cuda")
 
 
 def plain(setting: Setting) -> float:
@@ -50,7 +52,7 @@ def plain(setting: Setting) -> float:
     began = 0.0
     for step in range(setting.warmup + setting.steps):
         if step == setting.warmup:
-            _synchronize(device)
+            synchronize(device)
             began = time.perf_counter()
         rows = torch.arange(setting.batch, device=device) + step % 4 * setting.batch
         with torch.autocast(device.type, setting.dtype, enabled=setting.dtype != torch.float32):
@@ -58,7 +60,7 @@ def plain(setting: Setting) -> float:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    _synchronize(device)
+    synchronize(device)
     return setting.steps * setting.batch / (time.perf_counter() - began)
 
 
@@ -76,28 +78,26 @@ def with_runner(setting: Setting) -> float:
 CONTENDERS: dict[str, Callable[[Setting], float]] = {"plain": plain, "runner": with_runner}
 
 
-def compare(module: str, name: str, setting: Setting) -> None:
-    """Measure each loop several times, each time in a new process, and write a table.
-
-    If `--run` names a loop, measure only this loop, once and in the current process, and print the images per second.
-    """
+def main() -> None:
+    """Measure each loop several times, each time in a new process; with `--run`, one loop once, in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal")
     parser.add_argument("--run", choices=CONTENDERS)
     arguments = parser.parse_args()
+    setting = replace(CPU if arguments.device == "cpu" else GPU, device=arguments.device, compile=arguments.compile)
+    if arguments.tiny:
+        setting = replace(setting, size=32, batch=4, steps=3, warmup=1)
     if arguments.run:
         print(CONTENDERS[arguments.run](setting))
         return
-    rates = interleave(module, list(CONTENDERS), arguments.repeats)
-    kind = f"{setting.size}×{setting.size}, batch {setting.batch}, {setting.dtype}, compile={setting.compile}"
-    table = report(f"ResNet50 on {setting.device}, {kind}", "images/s", rates, GOALS)
-    write(name, [table], f"python -m {module} --repeats {arguments.repeats}")
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    rates = interleave("benchmarks.resnet", list(CONTENDERS), arguments.repeats)
+    kind = f"{setting.size}×{setting.size}, batch {setting.batch}, {setting.dtype}"
+    table = report(f"ResNet50, {kind}", "images/s", rates, GOALS)
+    write("resnet", [table], f"python -m benchmarks.resnet --repeats {arguments.repeats}")
 
 
 if __name__ == "__main__":
-    compare("benchmarks.resnet", "resnet", CPU)
+    main()

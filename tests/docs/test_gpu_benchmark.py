@@ -1,0 +1,32 @@
+"""Tests of `python -m benchmarks.gpu`: each part is rehearsed with tiny sizes on the device that there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+
+PARTS = [name for name in gpu.PARTS if name != "tests"]  # which would run pytest in pytest
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_is_rehearsed(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    gpu.main(["--rehearse", "--only", name, "--out", str(tmp_path), "--data", str(tmp_path)])
+    rows = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    assert rows
+    text = str(rows)
+    assert not any(word in text for word in ("FAILED", "CRASHED", "DIFFERENT", "OTHER WEIGHTS", "refused")), text
+    assert f"### {name} (" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    capfd.readouterr()
+    gpu.main(["--rehearse", "--only", name, "--out", str(tmp_path)])
+    assert f"{name}:" not in capfd.readouterr().err, "a part is not repeated"
+
+
+def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        gpu.main(["--only", "everything", "--out", str(tmp_path)])
+    assert refused.value.code == 2
+    assert "resnet50" in capsys.readouterr().err
