@@ -25,8 +25,8 @@ class StreamEngine:
 
     def __init__(self, stages: Sequence[StageModule], devices: Sequence[torch.device], size: int, timeline: Timeline):
         self.stages, self.devices, self.size, self._timeline = list(stages), list(devices), size, timeline
-        self._activation_copies = [copy_stream(one, other, None) for one, other in pairwise(devices)]
-        self._gradient_copies = [copy_stream(other, one, None) for one, other in pairwise(devices)]
+        self._activation_copies = [copy_stream(one, other) for one, other in pairwise(devices)]
+        self._gradient_copies = [copy_stream(other, one) for one, other in pairwise(devices)]
 
     def train(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> None:
         """Run the forward and backward passes of all micro-batches; see `ProcessEngine.train`."""
