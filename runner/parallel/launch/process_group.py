@@ -7,6 +7,7 @@ import socket
 import stat
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,6 +72,17 @@ def init_process_group(rank_info: RankInfo, kind: str, timeout: float, external:
         timeout=limit if external or kind != "cpu" else _LONG,
     )
     _gloo_sockets[:] = _open_sockets() - before
+
+
+def record_collectives(directory: Path) -> None:
+    """Let NCCL write the last collectives of this rank to `directory`/nccl_rank_N if one of them times out.
+
+    This is torch's flight recorder, for which the environment variables of a user are kept.
+    https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+    """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "nccl_rank_"))
 
 
 def destroy_process_group() -> None:

@@ -202,6 +202,8 @@ def _run_rank(
                 for stream in (1, 2):  # only rank 0 prints to the console
                     os.dup2(file, stream)
                 os.close(file)
+            if device.type == "cuda":
+                process_group.record_collectives(directory)
             init_rank(rank_info, device, timeout, external=False)
             collectives = make_collectives([device], timeout, shared_state)
             result = train_rank(collectives)

@@ -277,7 +277,9 @@ class Supervisor:
         name = signal.Signals(-code).name
         hint = " (the kernel does that where memory runs out)" if name == "SIGKILL" else ""
         # NCCL's watchdog aborts a process that has waited for the timeout, or in which an operation has failed.
-        return f"was killed by {name}{hint}", name == "SIGABRT" and time.monotonic() - self.began > self.timeout
+        waited = name == "SIGABRT" and time.monotonic() - self.began > self.timeout
+        hint = " (NCCL does that: nccl_rank_* of the run directory have the last collectives)" if waited else hint
+        return f"was killed by {name}{hint}", waited
 
     def _tell(self, message: Any) -> None:
         for pipe in self.pipes:
