@@ -116,6 +116,10 @@ class Search(JobSource):
         """
         self._ledger, self._study = ledger, self._open_study(ledger.path)
         for frozen in self._study.get_trials(deepcopy=False):
+            words = frozen.user_attrs.get(
+                "overrides", []
+            )  # they are printed as a command, and written as an experiment
+            check(self._space.contains(words), "resume", "auto", f"{ledger.path / STUDY} is damaged", _REMEDY)
             if not frozen.state.is_finished():  # an earlier command was stopped before its end
                 self._add(frozen)
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
 
@@ -43,6 +44,16 @@ class Dimension(NamedTuple):
         if self.interval is None:
             return len(self.choices)
         return self.interval.high - self.interval.low + 1 if self.interval.whole else math.inf
+
+    def contains(self, word: str) -> bool:
+        """Return whether `word` is one of the overrides that set a value of this dimension."""
+        if self.interval is None:
+            return any(word in words for words in self.choices)
+        name, _, text = word.partition("=")
+        with suppress(ValueError):
+            value = int(text) if self.interval.whole else float(text)
+            return name == self.name and repr(value) == text and self.interval.low <= value <= self.interval.high
+        return False
 
     @property
     def varies(self) -> bool:
@@ -88,6 +99,12 @@ class Space:
             overrides = self.overrides(lambda each, by_name=by_name: by_name[each.name])
             found[tuple(overrides)] = overrides
         return [*found.values()]
+
+    def contains(self, overrides: object) -> bool:
+        """Return whether `overrides`, of any type because somebody else may have written them, set values in here."""
+        return isinstance(overrides, list) and all(
+            isinstance(word, str) and any(each.contains(word) for each in self.dimensions) for word in overrides
+        )
 
     def __repr__(self) -> str:
         return json.dumps(self.dimensions)

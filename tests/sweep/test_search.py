@@ -307,6 +307,20 @@ def test_a_damaged_study_or_one_of_another_search_is_refused(
     assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
 
 
+WORDS = [["hydra.run.dir=/elsewhere"], ["lr=9"], ["lr=x"], ["lr=0.5\n"], ["momentum=\x1b]0;x\a"], [7], "words"]
+
+
+@pytest.mark.parametrize("words", WORDS, ids=repr)
+def test_a_study_with_values_from_outside_the_space_is_refused(words: object, tmp_path: Path) -> None:
+    """Those of the best trial would be printed as a command, and written as an experiment."""
+    options = Local(search="random", trials=2)
+    with open_search(tmp_path, options) as source:
+        begin(source)
+        next(iter(source._trials.values())).optuna.set_user_attr("overrides", words)
+    with pytest.raises(ConfigError, match="damaged"), open_search(tmp_path, options):
+        pass
+
+
 @pytest.mark.parametrize(
     ("other", "started"),
     [
