@@ -28,7 +28,7 @@ def options(directory: Path, name: str, text: str) -> Composer:
     """Write the option file `name` to `directory`, and return a composer with `--config-dir=directory`."""
     path = directory / f"{name}.yaml"
     path.parent.mkdir(parents=True)
-    path.write_text(f"# @package _global_\n{text}\n")
+    path.write_text(text if text.startswith("#") else f"# @package _global_\n{text}\n")
     return Composer(str(directory))
 
 
@@ -36,6 +36,8 @@ SECTIONS = {
     "hydra: {launcher: {_target_: helpers.plugin_component.PluginSGD}}": "hydra.launcher",
     "hydra: {run: {dir: x}}": "hydra.run",
     "hydra: {sweeper: {max_batch_size: 1}}": "hydra.sweeper",
+    "defaults:\n  - override /hydra/job_logging: stdout\n  - _self_": "hydra/job_logging",
+    "# @package hydra.job\nenv_set: {X: y}": "hydra.job",
 }
 
 
