@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +24,16 @@ if TYPE_CHECKING:
 
 COMMAND = ("-m", "runner")
 """The arguments with which Python runs the command; they are followed by the arguments of the job."""
+
+_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.getppid() == int(sys.argv[1]) or os._exit(137); "
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
+"""A program that becomes a command which the kernel of Linux kills when the process with the id `argv[1]` has ended.
+
+SLURM and Ray may kill the process that manages a job, and nothing would manage the job anymore. It is a program because
+a `preexec_fn` may deadlock if there are threads; `setpriv --pdeathsig` does the same, but only since util-linux 2.33.
+"""
 
 _RECHECK_SECONDS = 0.2
 
@@ -74,8 +83,7 @@ class Child:
             if self._stopped:
                 return self.wait()
             os.write(console, first_line.encode())
-            # SLURM and Ray may kill this process. The kernel then kills the task, which nothing would manage anymore.
-            with_parent = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+            with_parent = [sys.executable, "-ISc", _WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
             self._process = subprocess.Popen(
                 [*with_parent, sys.executable, *self.task.words],
                 stdin=subprocess.DEVNULL,
