@@ -111,3 +111,9 @@ def test_ranks_train_although_what_their_environments_print_can_be_neither_encod
     assert ended.stderr.isascii()
     [path] = tmp_path.glob("outputs/dqn/*")
     assert run_directory.read_result(path)["status"] == "done"
+
+    words = f" evaluate {path} {agent} parallel=single"
+    evaluated = run_in_shell(words, tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "\\xfc\n" in evaluated.stdout, "an environment printed it"
+    assert (evaluated.stdout + evaluated.stderr).isascii()

@@ -202,7 +202,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return verified_outcome(next(cwd.glob("outputs/*/*")))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+# tests/faults/test_kills.py resumes after SIGUSR2.
+@pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGUSR2])
 def test_resume_after_a_signal_is_bitwise_exact(
     number: signal.Signals, uninterrupted: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -257,9 +258,10 @@ def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path: Path) -> N
     assert not list(command.single_run_directory.glob("checkpoints/*")), "neither finished the step nor saved"
 
 
-def test_a_signal_ends_a_sweep(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path: Path) -> None:
     command = Command(tmp_path, *TRAINING, "-m", "seed=1,2", **WAIT_FOR_SIGNAL).wait_for_checkpoint()
-    command.signal_processes(signal.SIGTERM)
+    command.signal_processes(number)
     code, output = command.wait_for_all_processes()
     assert code == 75, output
     begun = sorted(tmp_path.glob("outputs/sweeps/*/*/0*/checkpoints"))  # another job may have been about to begin
