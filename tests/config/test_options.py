@@ -39,6 +39,7 @@ ABSENT_HERE = {
     "data=mnist": ("data.root: got 'data'", "data/MNIST/raw"),
     "data=fashion_mnist": ("data.root: got 'data'", "data/FashionMNIST/raw"),
     "data=cifar10": ("data.root: got 'data'", "data/cifar-10-batches-py"),
+    "experiment=cifar10": ("data.root: got 'data'", "data/cifar-10-batches-py"),
     "data=imagefolder": ("data.root: got 'photos'", "photos"),
     **{f"device={kind}": (f"device.kind: got '{kind}'", "torch") for kind in ("cuda", "mps", "xpu")},
 }
