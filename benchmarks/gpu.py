@@ -138,7 +138,8 @@ def resume(machine: Machine) -> Rows:
     """A run that is killed after a checkpoint and resumed, compared bit for bit with a run that was not killed."""
     rows: Rows = []
     for more in machine.some(("parallel=ddp precision=bf16", "precision=16", "precision=32")):
-        options = [*machine.small(), *more.split(), "deterministic=true", "steps=400", "save_every=20", "keep=2"]
+        options = [*machine.small(), *more.split(), "deterministic=true", "save_every=20", "keep=2"]
+        options.append("steps=60" if machine.tiny else "steps=400")
         with tempfile.TemporaryDirectory() as scratch:
             whole, cut = Path(scratch, "whole"), Path(scratch, "cut")
             _train(options, whole)

@@ -139,7 +139,8 @@ class Checkpoints:
     def _deleted_on_failure(self, part: Path) -> Iterator[None]:
         """Convert an OSError to a `StorageError`, and delete this rank's files in `part`: the log needs the space.
 
-        Rank 0 alone deletes the directory. If it were missing, rank 0 might fail with an error that hides the cause.
+        The directory stays if there are other ranks: without it, they would fail, too, with an error that hides the
+        cause. The next checkpoint deletes it.
         """
         try:
             yield
@@ -149,7 +150,7 @@ class Checkpoints:
             with suppress(OSError):
                 for name in names:
                     (part / name).unlink(missing_ok=True)
-                if self.rank == 0:
+                if self.world_size == 1:
                     part.rmdir()
             self.check_directory()
             raise StorageError(part, error.strerror or str(error)) from error
