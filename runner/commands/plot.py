@@ -51,7 +51,8 @@ def plot(paths: list[Path], out: Path, metric: str | None = None) -> None:
         metric: as in `Comparison`.
 
     Raises:
-        ConfigError: if there is nothing to plot, seaborn is not installed, or `out` cannot be written to.
+        ConfigError: if there is nothing to plot, seaborn is not installed, `out` cannot be written to, or has files of
+            these names that another program wrote.
     """
     check(
         is_installed("seaborn"), "seaborn", ABSENT, "it is not installed, and draws the figures", "pip install seaborn"
@@ -72,13 +73,18 @@ def _write(compared: Comparison, out: Path) -> list[Path]:
 
     check_no_link(out)
     out.mkdir(parents=True, exist_ok=True)
-    for name in NAMES:
-        (out / f"{name}.png").unlink(missing_ok=True)  # if it is a link, the link itself
-    write_text(out / "runs.csv", csv_text(_runs(compared)))
+    table, old = out / "runs.csv", [out / f"{name}.png" for name in NAMES if os.path.lexists(out / f"{name}.png")]
+    if table.exists() or old:
+        is_ours = table.is_file() and table.read_text(errors="replace").partition("\n")[0].endswith("directory")
+        why = f"{[*old, table][0].name} in it would be replaced, and this command did not write it"
+        check(is_ours, "--out", str(out), why, "choose an empty directory")
+    for path in old:
+        path.unlink()  # if it is a link, the link itself
+    write_text(table, csv_text(_runs(compared)))
     figures = {out / f"{name}.png": figure for name, figure in pictures(compared).items()}
     for path, figure in figures.items():
         figure.savefig(path)
-    return [out / "runs.csv", *figures]
+    return [table, *figures]
 
 
 def _runs(compared: Comparison) -> list[list[Any]]:

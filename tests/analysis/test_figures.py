@@ -216,7 +216,7 @@ def test_pictures_and_a_csv_file_with_every_run_are_written(sweep: Sweep, capsys
 def test_plots_are_not_written_through_symbolic_links(sweep: Sweep, tmp_path: Path) -> None:
     add_modes(sweep)
     canary, out = tmp_path / "canary", sweep.path / "plots"
-    canary.write_text("as it was")
+    canary.write_text("seed,directory")  # as a table of an earlier call
     assert plot.main([str(sweep.path)]) == 0
     for path in [path for path in out.iterdir() if path.suffix in (".csv", ".png")]:
         path.unlink()
@@ -226,7 +226,18 @@ def test_plots_are_not_written_through_symbolic_links(sweep: Sweep, tmp_path: Pa
     out.rename(tmp_path / "elsewhere")
     out.symlink_to(tmp_path / "elsewhere")
     assert plot.main([str(sweep.path)]) == 2
-    assert canary.read_text() == "as it was"
+    assert canary.read_text() == "seed,directory"
+
+
+@pytest.mark.parametrize("name", ["runs.csv", "modes.png"])
+def test_files_of_other_programs_are_not_replaced(sweep: Sweep, tmp_path: Path, name: str) -> None:
+    add_modes(sweep)
+    (tmp_path / name).write_text("mine")
+    words = [str(sweep.path), "--out", str(tmp_path)]
+    assert plot.main(words) == 2
+    assert (tmp_path / name).read_text() == "mine"
+    (tmp_path / name).unlink()
+    assert plot.main(words) == plot.main(words) == 0
 
 
 def test_several_sweeps_are_plotted_together_in_their_common_directory(
