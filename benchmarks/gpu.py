@@ -197,7 +197,7 @@ def small(machine: Machine) -> Rows:
         found = _train([*options, f"device={kind}", machine.steps(2000), "keep=0"])
         rows.append([f"small network, device={kind}, steps/s", found["samples_per_second"] / 64])
         for count in machine.some((10, 50)):
-            steps = "workload.env_steps=" + ("3000" if machine.tiny else "50000")
+            steps = "workload.env_steps=" + ("1500" if machine.tiny else "50000")
             agent = ["workload=dqn", f"device={kind}", f"env.num_envs={count}", steps, "workload.eval_episodes=2"]
             began = time.perf_counter()
             found = _train([*agent, "eval_every=0", "keep=0"])

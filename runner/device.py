@@ -145,7 +145,9 @@ def oversubscription(device: torch.device, num_data_workers: int) -> str:
         return ""
     each = f"{processes} process{'es' * (processes > 1)} with {threads} compute thread{'s' * (threads > 1)}"
     each += f" and {num_data_workers} data worker{'s' * (num_data_workers > 1)}" if num_data_workers else ""
-    return f"{each}: {total} threads compete for {cores} cores; try fewer (device.threads, data.workers)"
+    counts = {"parallel.processes": processes, "device.threads": threads, "data.workers": num_data_workers}
+    fewer = ", ".join(key for key, count in counts.items() if count > (key != "data.workers"))
+    return f"{each}: {total} threads compete for {cores} cores; try fewer ({fewer})"
 
 
 class BusyMachine:

@@ -148,7 +148,7 @@ class SavedRun:
         """Return the transform that turns images into inputs of the model, as in the evaluation of the run."""
         signature = self.signature(choice)
         why = "its checkpoint does not say how images are read"
-        remedy = "name a run that classifies square images, of this version or a later one"
+        remedy = "name a run that classifies square images"
         check(signature.get("image") is not None, "directory", str(self.directory), why, remedy)
         return ImageInput.from_dict(signature["image"])
 

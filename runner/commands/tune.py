@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None) -> int:
         found = tune(build, overrides, seconds, allowed, said)
     except TooLateError as error:
         why = f"{error.why}: that is too little time to measure the config itself"
-        raise ConfigError("--budget", options.budget, why, "type a larger one, or a smaller batch_size") from None
+        raise ConfigError("--budget", options.budget, why, f"--budget {4 * options.budget:g}") from None
     except TrialError as error:
         print(f"{'' if error.refused else 'the config cannot be trained: '}{error.why}", file=sys.stderr)
         return REFUSED if error.refused else CRASHED

@@ -10,7 +10,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.errors import ABSENT, ConfigError, did_you_mean
-from runner.config.options import groups, option_keys, root_keys
+from runner.config.options import groups, may_be_list, option_keys, root_keys
 from runner.config.other_names import type_instead
 
 
@@ -89,7 +89,7 @@ def _several_values(error: Exception) -> ConfigError | None:
     if match is None:
         return None
     key, values = match[1], match[2].replace("'", "")
-    as_list = "" if key in groups() else f"; for a list: {key}=[{values}]"
+    as_list = f"; for a list: {key}=[{values}]" if may_be_list(key) else ""
     return ConfigError(key, values, "a single run takes a single value", f"for a sweep, add -m{as_list}")
 
 

@@ -52,6 +52,13 @@ def option_keys(group: str, option: str) -> list[str]:
     return _keys(CONF / group / f"{option}.yaml", group)
 
 
+def may_be_list(key: str) -> bool:
+    """Return whether an option file lists `key`, such as `optimizer.betas`, with a list, null or auto as its value."""
+    group, _, name = key.partition(".")
+    default = re.compile(rf"^ *{re.escape(name.rpartition('.')[2])}: *(\[|(null|auto)\b)", re.MULTILINE)
+    return any(default.search(path.read_text(encoding="utf-8")) for path in CONF.glob(f"{group}/*.yaml"))
+
+
 def description(option: Path) -> str:
     """Return the first comment in an option file that is no directive (`# @package`) or example command; or ""."""
     comments = [line[1:].strip() for line in option.read_text(encoding="utf-8").splitlines() if line.startswith("#")]

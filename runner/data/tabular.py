@@ -36,7 +36,7 @@ _NAMELESS = re.compile(r"|Unnamed: \d+")
 """A pattern for the names of columns that have none: pandas calls such a column `Unnamed: 0`."""
 _NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*", re.ASCII)
 """A pattern for numbers: `float` alone takes 2020_01, nan and digits of other scripts for numbers."""
-_CSV = "the first line names the columns, all other cells are numbers; data.delimiter sets what is between them"
+_CSV = "the first line names the columns, all other cells are numbers; data.delimiter='\";\"' sets what is between them"
 _ARRAYS = "write it with numpy.savez(FILE, inputs=…, targets=…), or torch.save({'inputs': …, 'targets': …}, FILE)"
 
 Scale = tuple[torch.Tensor, torch.Tensor]

@@ -103,7 +103,7 @@ class Trial:
     def _receive(self, seconds: float) -> Any:
         """Return the next message of rank 0; raise the `TrialError` that it sends instead."""
         if not wait([self._connection], max(0.0, seconds)):
-            raise TooLateError(f"no step within {seconds:.0f} s")
+            raise TooLateError(f"no step within {max(0.0, seconds):.0f} s")
         try:
             message = self._connection.recv()
         except (EOFError, OSError):

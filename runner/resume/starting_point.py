@@ -227,7 +227,7 @@ def _check_named(run: Run, session: Session, path: Path, source: str) -> None:
     finished = result["steps"] if result.get("status") == "done" else 0
     done = max(newest, finished) if checkpoint is None else run_directory.step_of(checkpoint) or 0
     if done > session.num_steps:
-        more = f"steps={done + 1} or more, or name an earlier checkpoint of it"
+        more = f"steps={done + 1} or more, or more epochs, or name an earlier checkpoint of it"
         raise ConfigError("steps", session.num_steps, f"{done} are done already", more)
     if finished and checkpoint is None and newest == 0 and session.num_steps > finished:
         why = f"all {finished} steps are done, and the checkpoints to continue from have been deleted"

@@ -130,7 +130,7 @@ def _last_checkpoint(run: Path) -> Path:
         except DamagedError as error:
             log.warning("%s; trying the previous checkpoint", error)
     why = "none of its checkpoints is intact" if found else "it has no checkpoint yet"
-    raise ConfigError("checkpoint", str(run), why, _SAVE_ONE)
+    raise ConfigError("checkpoint", str(run), why, "train it again, or name another run" if found else _SAVE_ONE)
 
 
 def _best_checkpoint(run: Path) -> Path:

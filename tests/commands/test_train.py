@@ -66,7 +66,8 @@ REFUSED = {
     "-sc  query=bash": ["--shell-completion: got 'query=bash'", "install=bash"],
     "--config-dir=/nowhere": ["--config-dir: got '/nowhere'", "no such directory"],
     # Sweeps, and sweeps typed without -m
-    "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "add -m; for a list: optimizer.lr=[1,2]"],
+    "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "for a sweep, add -m\n"],
+    "parallel=pipeline  parallel.cuts=1,2": ["parallel.cuts: got '1,2'", "add -m; for a list: parallel.cuts=[1,2]"],
     "-m  sweep=here": ["sweep: got 'here'", "local"],
     "sweep.slots=2": ["sweep.slots:", "add -m"],
     "-m  schedule=onecycle,step  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],

@@ -13,7 +13,10 @@ PARTS = [name for name in gpu.PARTS if name != "tests"]  # which would run pytes
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_is_rehearsed(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_part_is_rehearsed(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     gpu.main(["--rehearse", "--only", name, "--out", str(tmp_path), "--data", str(tmp_path)])
     rows = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["rows"]
     assert rows
