@@ -200,7 +200,8 @@ def test_pictures_and_a_csv_file_with_every_run_are_written(sweep: Sweep, capsys
     add_modes(sweep).add(9.0, "workload=resnet50", "seed=7", status="crashed", error="OutOfMemoryError")
     out = sweep.path / "plots"
     out.mkdir()
-    (out / "sweep.png").write_text("of an earlier call")
+    (out / "runs.csv").write_text("state,directory\n")  # of an earlier call, as is the picture
+    (out / "sweep.png").write_text("of one setting")
     (out / "notes.txt").write_text("mine")
     assert plot.main([str(sweep.path)]) == 0
     names = ["runs.csv", "modes.png", "modes_and_pipeline.png", "split_size.png"]
