@@ -51,6 +51,7 @@ class Ray(ClusterEngine):
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
         remedy = "pip install ray, or sweep=local"
         check(is_installed("ray"), "sweep", "ray", "the package ray is not installed", remedy)
+        self._check_reachable()
         ray = import_ray()
         is_ours = not ray.is_initialized()
         if is_ours:
@@ -74,7 +75,6 @@ class Ray(ClusterEngine):
             "object_store_memory": _OBJECT_STORE_BYTES,
             "include_dashboard": False,
         }
-        self._check_reachable()
         options: dict[str, Any] = here if self.address is None else {"address": self.address}
         try:
             with _handlers_kept():
