@@ -1,4 +1,4 @@
-"""Everything that only a machine with an accelerator can show, in about eight minutes for one device.
+"""Everything that only a machine with an accelerator can show; planned for eight minutes on one device.
 
 `python -m benchmarks.gpu [--only PART,PART] [--again] [--data DIR] [--out DIR]`. Each part writes `PART.json` when it
 ends, and a part that is there already is not repeated, so that a run that was cut off goes on. Afterwards, `report.md`
@@ -160,8 +160,9 @@ def memory(machine: Machine) -> Rows:
     """A batch that does not fit into the memory, with `accumulation=auto`."""
     least = 3 * total_bytes(machine.device) / BYTES_PER_IMAGE if not machine.tiny else 16
     batch = 2 ** (int(least) - 1).bit_length()
-    options = [option for option in machine.resnet() if not option.startswith(("batch_size", "precision"))]
-    found = _train([*options, f"batch_size={batch}", "accumulation=auto", "steps=2", "keep=0"])
+    options = [option for option in machine.resnet() if not option.startswith("precision")]
+    larger = [f"batch_size={batch}", f"data.num_samples={batch}", "accumulation=auto"]
+    found = _train([*options, *larger, "steps=2", "keep=0"])
     rows: Rows = [[f"batch_size={batch} accumulation=auto", found["status"]]]
     return [*rows, ["peak, GiB", found["peak_memory_bytes"] / 2**30]]
 
@@ -192,7 +193,7 @@ def users_command(machine: Machine) -> Rows:
 def small(machine: Machine) -> Rows:
     """A small network and the agent, whose steps are short: on the device and on the CPU."""
     rows: Rows = []
-    for kind in machine.some((machine.kind, "cpu")):
+    for kind in machine.some(("cpu", machine.kind)):
         options = [option for option in machine.small() if not option.startswith("device=")]
         found = _train([*options, f"device={kind}", machine.steps(2000), "keep=0"])
         rows.append([f"small network, device={kind}, steps/s", found["samples_per_second"] / 64])

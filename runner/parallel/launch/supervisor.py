@@ -278,7 +278,8 @@ class Supervisor:
         hint = " (the kernel does that where memory runs out)" if name == "SIGKILL" else ""
         # NCCL's watchdog aborts a process that has waited for the timeout, or in which an operation has failed.
         waited = name == "SIGABRT" and time.monotonic() - self.began > self.timeout
-        hint = " (NCCL does that: nccl_rank_* of the run directory have the last collectives)" if waited else hint
+        if waited:
+            hint = " (on CUDA, NCCL does that if a collective times out: see nccl_rank_* of the run directory)"
         return f"was killed by {name}{hint}", waited
 
     def _tell(self, message: Any) -> None:
