@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def bytes_per_second(machine: Machine) -> float:
 
 def tests(machine: Machine) -> Rows:
     """The tests that need a device, one of which fails if training waits for the device between two logs."""
-    selected = ["tests/test_seeds.py"] if machine.tiny else ["-m", "gpu", "-n", "0", "tests"]
+    marked = [str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
+    selected = ["tests/test_seeds.py"] if machine.tiny else ["-m", "gpu", "-n", "0", *marked]
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
@@ -123,15 +125,16 @@ def tests(machine: Machine) -> Rows:
 
 def verify(machine: Machine) -> Rows:
     """`runner verify`: does each mode compute in each precision what one device computes?"""
-    rows: Rows = []
-    for mode in machine.some(machine.modes()):
-        for precision in machine.some(PRECISIONS):
-            options = [*mode.split(), f"precision={precision}", "accumulation=2", "model=tiny", "data.size=8"]
-            done = _runner("verify", *options, "data.crop=0", "batch_size=32", f"device={machine.kind}")
-            lines = (done.stdout + done.stderr).strip().splitlines()
-            verdict = VERDICTS.get(done.returncode, "CRASHED")
-            rows.append([f"{mode} precision={precision}", verdict, *([] if done.returncode == 0 else lines[-1:])])
-    return rows
+
+    def row(cell: str) -> list[str]:
+        options = [*cell.split(), "accumulation=2", "model=tiny", "data.size=8", "data.crop=0", "batch_size=32"]
+        done = _runner("verify", *options, f"device={machine.kind}")
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        return [cell, VERDICTS.get(done.returncode, "CRASHED"), *([] if done.returncode == 0 else lines[-1:])]
+
+    modes, precisions = machine.some(machine.modes()), machine.some(PRECISIONS)
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:  # nothing is timed here
+        return list(pool.map(row, [f"{mode} precision={precision}" for mode in modes for precision in precisions]))
 
 
 def resume(machine: Machine) -> Rows:
@@ -172,7 +175,7 @@ def resnet50(machine: Machine) -> Rows:
     rows: Rows = []
     for compiled in machine.some((["--compile"], [])):
         options = ["--device", machine.kind, *compiled, *(["--tiny"] if machine.tiny else [])]
-        rates = interleave("benchmarks.resnet", list(CONTENDERS), 1 if machine.tiny else 3, options)
+        rates = interleave("benchmarks.resnet", list(CONTENDERS), 1 if machine.tiny or compiled else 3, options)
         each = {name: sorted(values)[len(values) // 2] for name, values in rates.items()}
         kind = "compiled" if compiled else "eager"
         rows += [[f"{name}, {kind}, images/s", rate] for name, rate in each.items()]
