@@ -189,7 +189,7 @@ def users_command(machine: Machine) -> Rows:
     """The command of the README: `parallel=ddp precision=16 workload=resnet50`."""
     options = ["parallel=ddp", "precision=16", "workload=resnet50", f"device={machine.kind}", "keep=0"]
     smaller = ["model.depth=18", "data.size=32", "data.num_samples=16", "data.holdout=8", "batch_size=8", "epochs=1"]
-    found = _train([*options, *(smaller if machine.tiny else ["epochs=20"])])
+    found = _train([*options, *(smaller if machine.tiny else [])])
     return [["images/s", found["samples_per_second"]], ["status", found["status"]]]
 
 
