@@ -54,14 +54,11 @@ class Parser(argparse.ArgumentParser):
         """Add `--checkpoint`, which chooses a checkpoint of a run."""
         self.add_argument("--checkpoint", metavar="best|last|STEP", default=default, help="which one (default: best)")
 
-    def parsed(
-        self, arguments: Sequence[str] | None = None, is_path: Callable[[str], bool] = lambda word: False
-    ) -> argparse.Namespace:
+    def parsed(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         """Return the flags and, if the subcommand takes them, the list `overrides`.
 
         Args:
             arguments: the words of the command line; None: those of `sys.argv`.
-            is_path: whether a word among the overrides is a path. Such words become the list `paths` instead.
 
         Raises:
             ConfigError: for an unknown flag, a flag with an invalid value, or a word that is not a valid override.
@@ -77,8 +74,7 @@ class Parser(argparse.ArgumentParser):
         for word in surplus:
             raise ConfigError(word, ABSENT, "it is one word too many;", f"{self.prog} --help explains all words")
         if self._takes_overrides:
-            options.paths = [word for word in options.overrides if is_path(word)]
-            options.overrides = [checked_override(word) for word in options.overrides if not is_path(word)]
+            options.overrides = list(map(checked_override, options.overrides))
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -96,11 +92,12 @@ class Parser(argparse.ArgumentParser):
         return ConfigError(flag, ABSENT, "there is no such flag;", remedy or did_you_mean(flag, known))
 
 
-def check_not_resumed(overrides: Sequence[str], instead: str = "leave it out, and repeat the run's overrides") -> None:
+def check_not_resumed(overrides: Sequence[str]) -> None:
     """Check that `overrides` do not continue a run, for a subcommand that composes a config."""
     value = override_value(overrides, "resume")
     why = "this subcommand composes a config, and does not resume a run"
-    check(value in (None, "auto", "never"), "resume", value, why, instead)
+    remedy = "leave it out, and repeat the run's overrides"
+    check(value in (None, "auto", "never"), "resume", value, why, remedy)
 
 
 Main = Callable[[Sequence[str] | None], int]

@@ -1,4 +1,4 @@
-"""`python -m runner plan [RUN] [OVERRIDE …]` predicts what resources a run will need, without training.
+"""`python -m runner plan [OVERRIDE …]` predicts what resources a run will need, without training.
 
 One training step of each process is executed with tensors that have no values. The plan shows which process computes
 what, the peak memory of tensors by kind, the floating-point operations, the bytes that are sent, the bubble of a
@@ -7,22 +7,17 @@ pipeline, and the size of a checkpoint. A config that `python -m runner` would r
 The plan can also be made for another machine: `--devices 8 --memory 80GB` says whether the run fits and, if not, with
 which changes it would.
 
-With a run directory RUN, the config of the run is planned, and what it has measured is shown, too.
-Overrides change the config of the run; the measurements are then left out.
-
 Exit codes: 0: planned. 1: the plan crashed. 2: the config is refused. 3: planned, but it does not fit into `--memory`.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from runner.commands.arguments import Parser, check_not_resumed, command
-from runner.config.errors import ConfigError, check
+from runner.config.errors import check
 from runner.config.overrides import replaced
 from runner.system.console import DONE
 
@@ -38,10 +33,8 @@ def main(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--devices", type=int, help="number of devices of the machine (default: those of this machine)")
     parser.add_argument("--memory", help="memory of each device, such as 80GB")
-    options = parser.parsed(arguments, _is_path)
-    for word in options.paths[1:]:
-        raise ConfigError("RUN", word, "only one run is planned", "leave it out")
-    check_not_resumed(options.overrides, "name the run directory itself: python -m runner plan RUN")
+    options = parser.parsed(arguments)
+    check_not_resumed(options.overrides)
     known = options.devices is None or 1 <= options.devices <= 4096
     check(known, "--devices", options.devices, "it is not from 1 to 4096", "--devices 8")
     memory = None
@@ -50,7 +43,7 @@ def main(arguments: Sequence[str] | None) -> int:
         memory = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
         why = "it is not a number of bytes from a million, with or without a unit"
         check(1e6 <= memory < 1e30, "--memory", options.memory, why, "--memory 80GB or 80e9")
-    report = plan(options.overrides, options.config_dir, options.devices, memory, *map(Path, options.paths))
+    report = plan(options.overrides, options.config_dir, options.devices, memory)
     from runner.analysis.output import print_report
     from runner.planning.report import render
 
@@ -58,16 +51,11 @@ def main(arguments: Sequence[str] | None) -> int:
     return DOES_NOT_FIT if report["fits"] is False else DONE
 
 
-def _is_path(word: str) -> bool:
-    return os.path.isdir(word) or ("/" in word.partition("=")[0] and not word.startswith(("hydra/", "+hydra/")))
-
-
 def plan(
     overrides: Sequence[str],
     config_dir: str | None = None,
     num_devices: int | None = None,
     memory: float | None = None,
-    source: Path | None = None,
 ) -> dict[str, Any]:
     """Return the plan of a run as plain values.
 
@@ -76,39 +64,27 @@ def plan(
         config_dir: a directory with options of your own; None to use only conf/.
         num_devices: number of devices of the machine that is planned for; None to plan for the devices of this machine.
         memory: memory of each device in bytes; None to leave open whether the run fits.
-        source: the directory of a run whose config the overrides change; None to compose the config from conf/.
 
     Returns:
-        The dict of `report_of`, with `memory_bytes`, `fits` and perhaps `remedies` if `memory` is given, and with
-        `measured` if `source` is given without overrides.
+        The dict of `report_of`, with `memory_bytes`, `fits` and perhaps `remedies` if `memory` is given.
 
     Raises:
-        ConfigError: if the config is refused, or `source` has no run.
+        ConfigError: if the config is refused.
     """
-    from runner.analysis.saved_runs import find_runs
     from runner.api.composing import compose
-    from runner.api.saved import load
     from runner.planning.fake_step import trace
     from runner.planning.planned_session import prepared
     from runner.planning.report import remedies, report_of
     from runner.run import Run, build_run, check_used
 
-    resumed = [] if source is None else [f"resume={load(source).directory}"]
-
     def build(words: Sequence[str]) -> Run:
-        return build_run(dict(compose([*resumed, *words], config_dir=config_dir)))
+        return build_run(dict(compose(words, config_dir=config_dir)))
 
     run = build(overrides)
     check_used(run, overrides)
     session = prepared(run, num_devices)
     ranks = trace(run, session)
     report = report_of(run, session, ranks, num_devices)
-    if source is not None and not overrides:
-        [saved] = find_runs([source])  # unlike `load`, it checks the numbers in the result
-        if "step_seconds" in (found := saved.measures):
-            peak = saved.result.get("peak_memory_bytes", 0)
-            report["measured"] = {"seconds": found["step_seconds"], "peak_bytes": peak}
-            report["measured"]["samples_per_second"] = found.get("samples_per_second", 0.0)
     if memory is not None:
         report["memory_bytes"], report["fits"] = memory, max(rank.peak_bytes for rank in ranks) <= memory
     if report["fits"] is False:

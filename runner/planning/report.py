@@ -22,7 +22,7 @@ from runner.planning.step_tracker import KINDS
 from runner.run import Run
 from runner.system.accelerator import total_bytes
 from runner.system.memory import host_memory
-from runner.system.tables import flops, milliseconds, significant, size, table
+from runner.system.tables import flops, significant, size, table
 
 _CHECKPOINTED = "model.checkpoint_activations=true"
 
@@ -54,9 +54,7 @@ def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices
         bytes: `peak_bytes`, the maximum; `placed_bytes`, the maximum before the first step; `peak` and `kept`, by kind,
         at the peak of a step and between two steps. In `host`, which is None if `num_devices` is given, `tensor_bytes`
         is what the tensors of all processes need on a CPU, or those of the process that needs most on its GPUs.
-        `memory_bytes`, `fits` and `measured` are None, and `remedies` is empty; the caller may set them. `measured` is
-        what the run has measured: the `seconds` of a step in the median, `samples_per_second`, and `peak_bytes`, on a
-        CPU of the process of rank 0, else of the tensors of its first device.
+        `memory_bytes` and `fits` are None, and `remedies` is empty; the caller may set them.
     """
     steps, epoch, plan = session.num_steps, session.steps_per_epoch, session.plan
     checkpoint = sum({name: size for rank in ranks for name, size in rank.saved.items()}.values())
@@ -88,7 +86,6 @@ def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices
         "fits": None,
         "remedies": [],
         "notes": _notes(run, session),
-        "measured": None,
     }
 
 
@@ -285,9 +282,6 @@ def _overview(report: dict[str, Any]) -> dict[str, str]:
     if host:
         of = "available" if host["memory_of"] == "host" else f"on {host['memory_of']}"
         lines["this machine"] = f"{size(host['tensor_bytes'])} for tensors, {size(host['available_bytes'])} {of}"
-    if measured := report["measured"]:
-        rate, peak = significant(measured["samples_per_second"]), size(measured["peak_bytes"])
-        lines["measured"] = f"{milliseconds(measured['seconds'])} a step, {rate} samples/s, a peak of {peak}"
     return lines
 
 

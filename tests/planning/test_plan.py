@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
-from helpers.dry_run import run_in_this_process
 from helpers.ranks import PersistentRanks
 from helpers.runs import write_images
 from helpers.tensor_memory import measured_peak
@@ -328,7 +327,6 @@ REFUSED = {
     "--devices 0": "--devices",
     "--memory 80iB": "--memory",
     "--memory 80": "--memory",
-    "outputs/nope": "directory: got 'outputs/nope'",
     "resume=outputs/classifier/run": "resume",
     "batch_size=3 accumulation=2": "batch_size",
     "parallel=pipeline workload=dqn": "workload",
@@ -343,26 +341,6 @@ def test_mistakes_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> 
     output = capsys.readouterr()
     assert REFUSED[line] in output.err
     assert output.out == ""
-
-
-def test_a_run_is_planned_from_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, console = run_in_this_process([*TINY_CPU, "steps=3", "batch_size=32", f"output_root={tmp_path}"], tmp_path)
-    assert code == 0, console
-    [run] = (tmp_path / "classifier").iterdir()
-    result = json.loads((run / "result.json").read_text())
-    capsys.readouterr()
-    found = report(capsys, str(run))
-    assert found["batch"]["batch_size"] == 32
-    assert found["measured"]["seconds"] == result["step_seconds"]["median"]
-    assert found["measured"]["samples_per_second"] == result["samples_per_second"]
-    assert found["measured"]["peak_bytes"] == result["peak_memory_bytes"]
-    assert [row for row in tables(found)[0][2] if row[0] == "measured"]
-    changed = report(capsys, str(run), "batch_size=64")
-    assert changed["batch"]["batch_size"] == 64
-    assert changed["measured"] is None, "it has not trained like this"
-    (run / "result.json").write_text(json.dumps(result | {"step_seconds": {"median": "soon"}}))
-    assert report(capsys, str(run))["measured"] is None
-    assert plan.main([str(tmp_path)]) == 2, "it is not a run"
 
 
 def test_ranks_with_the_same_work_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
