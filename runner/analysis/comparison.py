@@ -176,7 +176,7 @@ class Comparison:
         if not run.labels:
             reason = "its config.yaml cannot be read"
         state = "damaged" if run.state == "done" else run.state
-        return Failure(self._values(run.labels), self._name(run.directory), state, run.steps, _shown(reason))
+        return Failure(self._values(run.labels), self.name(run.directory), state, run.steps, _shown(reason))
 
     def _jobs_without_run(self, sweep: Path, ledger: dict[str, Any]) -> Iterator[Failure]:
         """Yield a failure for each job that is not done and has no run directory, such as a refused job."""
@@ -188,9 +188,10 @@ class Comparison:
             if state in ("running", "queued") and not is_locked(sweep):
                 state = "killed"
             values = self._values(_typed(entry))
-            yield Failure(values, self._name(sweep / name), state, None, _shown(entry.get("error", "")))
+            yield Failure(values, self.name(sweep / name), state, None, _shown(entry.get("error", "")))
 
-    def _name(self, path: Path) -> str:
+    def name(self, path: Path) -> str:
+        """Return a path relative to the directory that contains all runs, as it is shown."""
         return one_line(redacted(os.path.relpath(path.absolute(), self._base)))
 
 

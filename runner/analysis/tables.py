@@ -5,11 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from typing import Any, NamedTuple
 
-from rich.cells import cell_len
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 
 from runner.analysis.comparison import BEST, LAST, RATE, SECONDS, STEPS, Comparison, Failure, Row
@@ -39,41 +37,38 @@ class TextTable(NamedTuple):
         escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
         return "\n".join(([f"{self.caption}:", ""] if self.caption else []) + [f"| {' | '.join(c)} |" for c in escaped])
 
-    def readable_width(self) -> int:
-        """Return the smallest width, in characters, at which no word of up to 40 characters is broken."""
-        columns = zip(self.titles, *self.rows, strict=True)
-        words = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
-        return sum(min(word, 40) + 3 for word in words)  # 3: the space between two columns
-
 
 def terminal(comparison: Comparison, width: int) -> Group:
-    """Return, for a terminal, a table of the runs that are done and a table of the runs that are not done.
+    """Return the tables of a comparison for a terminal of `width` characters.
 
-    A table without rows is left out. If the terminal, of `width` characters, is too narrow for a column per config key,
-    a single column `options` lists the keys and values of a row below one another.
+    If the terminal is too narrow for a column per config key, a single column lists the keys and values of a row.
     """
-    tables, count = text_tables(comparison), len(comparison.keys)
-    if comparison.rows and count and tables[0].readable_width() > width:
-        titles, rows, caption = tables[0]
-        pairs = [zip(titles[:count], row, strict=False) for row in rows]
-        options = ["\n".join(f"{key}={value}" for key, value in each if value) for each in pairs]
-        shorter = [[listed, *row[count:]] for listed, row in zip(options, rows, strict=True)]
-        tables[0] = TextTable(["options", *titles[count:]], shorter, caption)
-    return Group(*(table.rich() for table in tables))
+    whole, *others = (table.rich() for table in text_tables(comparison))
+    console = Console(width=10_000)
+    if comparison.keys and comparison.rows and console.measure(whole).minimum > width:
+        whole = text_tables(comparison, in_one_column=True)[0].rich()
+    return Group(whole, *others)
 
 
 def markdown(comparison: Comparison) -> str:
-    """Return the tables of `terminal` as Markdown, always with one column per config key."""
+    """Return the tables of a comparison as Markdown."""
     return "\n\n".join(table.markdown() for table in text_tables(comparison)) + "\n"
 
 
-def text_tables(comparison: Comparison) -> list[TextTable]:
-    """Return a table of the rows and a table of the failures, each only if it is not empty."""
+def text_tables(comparison: Comparison, in_one_column: bool = False) -> list[TextTable]:
+    """Return a table of the runs that are done and a table of those that are not, each only if it is not empty.
+
+    The keys of the config have a column each, or only one, `options`, with the keys and values of each row.
+    """
     measures = [name for name in COMPARED if name in comparison.measures]
-    titles = [*map(format_value, comparison.keys), "runs", *map(comparison.title, measures)]
-    rows = [
-        [*_values(comparison, row), _count(row), *(_cell(row, name) for name in measures)] for row in comparison.rows
-    ]
+    keys = list(map(format_value, comparison.keys))
+    rows = []
+    for row in comparison.rows:
+        values = _values(comparison, row)
+        listed = "\n".join(f"{key}={value}" for key, value in zip(keys, values, strict=True) if value)
+        cells = [_count(row), *(_cell(row, name) for name in measures)]
+        rows.append([*([listed] if in_one_column else values), *cells])
+    titles = [*(["options"] if in_one_column else keys), "runs", *map(comparison.title, measures)]
     failed = [[f.run, f.state, "" if f.step is None else str(f.step), f.reason] for f in comparison.failures]
     caption = f"{len(failed)} {'run is' if len(failed) == 1 else 'runs are'} not done"
     tables = TextTable(titles, rows), TextTable(["run", "state", "step", "reason"], failed, caption)
@@ -107,26 +102,18 @@ def _cell(row: Row, measure: str) -> str:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """Return one CSV table, which has a line for each row of the comparison and a line for each failure.
-
-    The standard deviation of each measure has its own column, with the suffix `_std`.
-    """
-    measures = [name for name in COMPARED if name in comparison.measures]
+    """Return a CSV table with a line for each run that is done, in the order of the rows, and for each failure."""
+    measures, keys = comparison.measures, list(map(format_value, comparison.keys))
     titles = [comparison.title(name) if name in (BEST, LAST) else name for name in measures]
-    pairs = [title + end for title in titles for end in ("", "_std")]
-    lines: list[list[Any]] = [[*map(format_value, comparison.keys), "runs", *pairs, "run", "state", "step", "reason"]]
+    lines: list[list[Any]] = [[*keys, "seed", *titles, "run", "state", "step", "reason"]]
     for row in comparison.rows:
-        spreads = [row.measures.get(name, (math.nan, math.nan)) for name in measures]
-        numbers = ["" if math.isnan(number) else number for spread in spreads for number in spread]
-        lines.append([*_values(comparison, row), len(row.runs), *numbers, "", "done", "", ""])
+        for run in row.runs:
+            numbers, name = comparison.measured(run), comparison.name(run.directory)
+            found = [numbers.get(measure, "") for measure in measures]
+            lines.append([*_values(comparison, row), run.labels.get("seed", ""), *found, name, "done", "", ""])
     for f in comparison.failures:
         step = "" if f.step is None else f.step
-        lines.append([*_values(comparison, f), "", *[""] * len(pairs), f.run, f.state, step, f.reason])
-    return csv_text(lines)
-
-
-def csv_text(lines: list[list[Any]]) -> str:
-    """Return a CSV table with these lines."""
+        lines.append([*_values(comparison, f), "", *[""] * len(measures), f.run, f.state, step, f.reason])
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows(map(csv_row, lines))
     return printable(file.getvalue())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import itertools
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,11 +72,6 @@ def log_curve(directory: Path, values: dict[int, float], first_step: int = 1, ta
 def lines(axes: Any) -> list[list[tuple[float, float]]]:
     """The points of each line that has any."""
     return [[(float(xy[0]), float(xy[1])) for xy in line.get_xydata()] for line in axes.lines if len(line.get_xydata())]
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,48 +191,52 @@ def test_the_training_metric_is_drawn_if_the_metric_was_evaluated_only_once(swee
 # The command
 
 
-def test_pictures_and_a_csv_file_with_every_run_are_written(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
-    add_modes(sweep).add(9.0, "workload=resnet50", "seed=7", status="crashed", error="OutOfMemoryError")
+def test_pictures_replace_those_of_an_earlier_call(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep.add(3.0, "workload=resnet50")
     out = sweep.path / "plots"
-    out.mkdir()
-    (out / "runs.csv").write_text("state,directory\n")  # of an earlier call, as is the picture
-    (out / "sweep.png").write_text("of one setting")
-    (out / "notes.txt").write_text("mine")
     assert plot.main([str(sweep.path)]) == 0
-    names = ["runs.csv", "modes.png", "modes_and_pipeline.png", "split_size.png"]
+    assert capsys.readouterr().out.startswith("nothing is drawn")
+    sweep.add(4.0, "workload=resnet50", "optimizer.lr=0.5")
+    assert plot.main([str(sweep.path)]) == 0
+    assert [path.name for path in out.iterdir()] == ["sweep.png"]
+    (out / "notes.txt").write_text("mine")
+    shutil.rmtree(sweep.path / "002-job")
+    add_modes(sweep)
+    capsys.readouterr()
+    assert plot.main([str(sweep.path)]) == 0
+    names = ["modes.png", "modes_and_pipeline.png", "split_size.png"]
     assert capsys.readouterr().out.splitlines() == [str(out / name) for name in names]
     assert {path.name for path in out.iterdir()} == {*names, "notes.txt"}
-    for name in names[1:]:
+    for name in names:
         assert numpy.asarray(Image.open(out / name)).std() > 10, "not a blank sheet"
-    runs = rows(out / "runs.csv")
-    assert (len(runs), runs[-1]["state"], runs[-1]["seconds per step"]) == (16, "crashed", "")
-    assert (runs[3]["parallel.split_size"], runs[3]["seed"], runs[3]["seconds per step"]) == ("12", "0", "4.0")
 
 
 def test_plots_are_not_written_through_symbolic_links(sweep: Sweep, tmp_path: Path) -> None:
-    add_modes(sweep)
-    canary, out = tmp_path / "canary", sweep.path / "plots"
-    canary.write_text("seed,directory")  # as a table of an earlier call
+    for mode in ("single", "model"):
+        sweep.add(1.0, f"parallel={mode}")
+    out, elsewhere = sweep.path / "plots", tmp_path / "elsewhere"
     assert plot.main([str(sweep.path)]) == 0
-    for path in [path for path in out.iterdir() if path.suffix in (".csv", ".png")]:
-        path.unlink()
-        path.symlink_to(canary)
-    assert plot.main([str(sweep.path)]) == 0
-    assert not any(path.is_symlink() for path in out.iterdir())
-    out.rename(tmp_path / "elsewhere")
-    out.symlink_to(tmp_path / "elsewhere")
+    [picture] = out.iterdir()
+    before = picture.read_bytes()
+    picture.rename(elsewhere)
+    picture.symlink_to(elsewhere)
     assert plot.main([str(sweep.path)]) == 2
-    assert canary.read_text() == "seed,directory"
+    picture.unlink()
+    out.rename(tmp_path / "folder")
+    out.symlink_to(tmp_path / "folder")
+    assert plot.main([str(sweep.path)]) == 2
+    assert elsewhere.read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["runs.csv", "modes.png"])
-def test_files_of_other_programs_are_not_replaced(sweep: Sweep, tmp_path: Path, name: str) -> None:
-    add_modes(sweep)
-    (tmp_path / name).write_text("mine")
+def test_files_of_other_programs_are_not_replaced(sweep: Sweep, tmp_path: Path) -> None:
+    for mode in ("single", "model"):
+        sweep.add(1.0, f"parallel={mode}")
+    file = tmp_path / "modes.png"
+    file.write_text("mine")
     words = [str(sweep.path), "--out", str(tmp_path)]
     assert plot.main(words) == 2
-    assert (tmp_path / name).read_text() == "mine"
-    (tmp_path / name).unlink()
+    assert file.read_text() == "mine"
+    file.unlink()
     assert plot.main(words) == plot.main(words) == 0
 
 
@@ -248,7 +247,6 @@ def test_several_sweeps_are_plotted_together_in_their_common_directory(
         Sweep(tmp_path / "name" / name).add(1.0, f"parallel={mode}")
     monkeypatch.chdir(tmp_path)
     assert plot.main(["name/first", str(tmp_path / "name" / "second")]) == 0
-    assert len(rows(tmp_path / "name" / "plots" / "runs.csv")) == 2
     assert (tmp_path / "name" / "plots" / "modes.png").is_file()
 
 
@@ -318,8 +316,8 @@ def test_damaged_files_do_not_stop_plotting(sweep: Sweep, capsys: pytest.Capture
         (sweep.path / f"{number}").mkdir()
         damage(sweep.path / f"{number}" / "sweep.json")
     assert plot.main([str(sweep.path)]) == 0
-    good = [row for row in rows(sweep.path / "plots" / "runs.csv") if row["optimizer.lr"] in ("0.1", "0.2")]
-    assert {"0.2"} == {row["best eval/accuracy"] for row in good if row["batch_size"] != "240"}
+    good = [row for row in sweep.compare().rows if row.values.get("batch_size") != 240]
+    assert {row.values["optimizer.lr"]: row.measures["best"].mean for row in good} == {0.1: 0.2, 0.2: 0.2}
     assert len(lines(sweep.pictures()["curves"].axes[0])) >= 2
 
 
