@@ -21,7 +21,6 @@ from runner.run import Run, check_same_config, check_used, config_hash
 from runner.storage import run_directory
 from runner.storage.checkpoint_writing import prune
 from runner.storage.files import write_json
-from runner.system.import_path import last_user_frame
 from runner.system.secrets import printable, redacted
 from runner.tracking.log_file import LogFile
 from runner.training import train, train_rank
@@ -87,7 +86,7 @@ def trained(run: Run, session: Session, launcher: Launcher, directory: Path, beg
     Raises:
         ConfigError: if torch or a rank rejects the config.
     """
-    known, trace = config_hash(run.config), ""
+    known = config_hash(run.config)
     try:
         rank_main = partial(train_rank, run.config, directory, begin=begin)
         return launcher.launch(partial(train, run, session, directory, begin), rank_main, session, directory)
@@ -95,15 +94,14 @@ def trained(run: Run, session: Session, launcher: Launcher, directory: Path, beg
         raise
     except RankError as failure:
         crashed = Result("crashed", run_directory.newest_step(directory), config_hash=known)
-        result, error, trace = failure.result or crashed, failure, failure.trace
+        result, error = failure.result or crashed, failure
         result.error = str(failure)
     except CrashedError as crash:
         result, error = crash.result, crash.__cause__ or crash
     except Exception as early:  # before the first step of this session, or after its last one
         steps = run_directory.newest_step(directory)
         result, error = Result("crashed", steps, config_hash=known, error=f"{type(early).__name__}: {early}"), early
-    if not trace and report_of(error).trace:  # unless the message of the error says enough
-        trace = last_user_frame(error)  # of this process, whose whole trace is in the log
+    trace = error.trace if isinstance(error, RankError) else report_of(error).trace
     print(printable(redacted(trace)), end="", file=sys.stderr)
     log.debug("crashed", exc_info=error)
     log.error("%s", result.error)

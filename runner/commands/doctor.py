@@ -16,13 +16,10 @@ from rich.text import Text
 from runner.analysis.output import print_report
 from runner.commands.arguments import Parser, command
 from runner.config.options import description, option_files
-from runner.system.accelerator import peers, properties
+from runner.system import accelerator
 from runner.system.console import DONE
-from runner.system.cpu import usable_core_numbers
 from runner.system.provenance import collect_findings, environment
-from runner.system.tables import pairs, table
-
-PRECISIONS = ("32", "tf32", "64", "bf16", "16")
+from runner.system.tables import pairs, size, table
 
 
 @command
@@ -63,11 +60,9 @@ def gather() -> dict[str, Any]:
     modes = option_files()["parallel"].items()
     report["parallel"] = [{"name": name, "what": description(path)} for name, path in modes]
 
-    visible, cores = os.environ.get("CUDA_VISIBLE_DEVICES"), len(usable_core_numbers())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not devices and visible is not None:
         findings.append(f"CUDA_VISIBLE_DEVICES={visible!r} leaves no CUDA device visible")
-    if (threads := report["cpu"]["threads"]) > cores:
-        findings.append(f"torch uses {threads} threads on {cores} usable cores: set device.threads={cores}")
     if report["driver"] is None and on_cuda:
         findings.append("to see the clocks: pip install nvidia-ml-py")
     return report
@@ -76,11 +71,11 @@ def gather() -> dict[str, Any]:
 def _add_details(device: dict[str, Any], count: int, findings: list[str]) -> None:
     """Add further properties of one of `count` devices, some of which need a context on it."""
     name, here = device["device"], torch.device(device["device"])
-    device |= {"uuid": str(getattr(properties(here), "uuid", "")), "free_bytes": None, "computes": False}
+    device |= {"uuid": str(getattr(accelerator.properties(here), "uuid", "")), "free_bytes": None, "computes": False}
     device |= {"current": False, "peers": []}
     with collect_findings(findings, name):
         device["current"] = torch.accelerator.current_device_index() == here.index
-        device["peers"] = [f"cuda:{other}" for other in peers(here, count)]
+        device["peers"] = [f"cuda:{other}" for other in accelerator.peers(here, count)]
         device["free_bytes"] = torch.accelerator.get_memory_info(here)[0]
         device["computes"] = computes(name)
         if not device["computes"]:
@@ -113,37 +108,27 @@ def _add_clocks(on_cuda: list[dict[str, Any]], findings: list[str]) -> str | Non
     return driver
 
 
-def _precisions(devices: list[dict[str, Any]], features: list[str]) -> list[dict[str, str]]:
-    """Return what each precision does on each kind of device: on CUDA, with the lowest compute capability."""
-    kinds: dict[str, str | None] = {"cpu": None}
-    for device in devices:
-        kind, capability = device["device"].partition(":")[0], device["capability"]
-        kinds[kind] = min(kinds.get(kind) or capability, capability, key=_as_numbers) if capability else None
-    return [
-        {"precision": name, **{kind: meaning(name, kind, capability, features) for kind, capability in kinds.items()}}
-        for name in PRECISIONS
-    ]
+def _precisions(devices: list[dict[str, Any]], features: Iterable[str]) -> list[dict[str, str]]:
+    """Return what each precision does on the CPU, and on the first device, which `device=auto` chooses."""
+    found = [torch.device("cpu"), *(torch.device(device["device"]) for device in devices[:1])]
+    meanings = {device.type: meanings_on(device, features) for device in found}
+    return [{"precision": name, **{kind: of[name] for kind, of in meanings.items()}} for name in meanings["cpu"]]
 
 
-def meaning(precision: str, kind: str, capability: str | None, features: Iterable[str]) -> str:
-    """Return what an option of `precision=` does on a kind of device (`cpu`, `cuda` or `mps`); see runner/precision.py.
-
-    It depends on the compute capability of a CUDA device, such as `8.0`, and on the instruction sets of a CPU.
-    """
-    ampere = kind == "cuda" and _as_numbers(capability or "0.0") >= (8, 0)
-    native = ampere or kind == "mps" or (kind == "cpu" and {"avx512_bf16", "amx_bf16", "bf16"} & set(features))
+def meanings_on(device: torch.device, features: Iterable[str]) -> dict[str, str]:
+    """Return what each option of `precision=` does on `device`; `features` are the instruction sets of the CPU."""
+    tf32, on_cpu = accelerator.has_tf32(device), device.type == "cpu"
+    native = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(features)) if on_cpu else tf32 or device.type != "cuda"
     brain = "bfloat16 autocast" + ("" if native else ", emulated: it may be slower than 32")
+    double = on_cpu or accelerator.has_float64(device)
+    scales = accelerator.scales_float16(device)
     return {
         "32": "float32 throughout, without TF32",
-        "tf32": "float32, matrix products in TF32" if ampere else "the same as 32: no TF32 units",
-        "64": "not available: Metal has no float64" if kind == "mps" else "float64 throughout, to check gradients",
+        "tf32": "float32, matrix products in TF32" if tf32 else "the same as 32: no TF32 units",
+        "64": "float64 throughout, to check gradients" if double else "not available: it has no float64",
         "bf16": brain,
-        "16": "float16 autocast with loss scaling" if kind == "cuda" else f"the same as bf16: {brain}",
-    }[precision]
-
-
-def _as_numbers(capability: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in capability.split("."))
+        "16": "float16 autocast with loss scaling" if scales else f"the same as bf16: {brain}",
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,7 +167,7 @@ def _devices(devices: list[dict[str, Any]]) -> RenderableType:
         [
             device["device"] + (" (current)" if device.get("current") else ""),
             device["name"],
-            f"{_size(device.get('free_bytes'))} of {_size(device['total_bytes'])}",
+            " of ".join(size(device[key]) for key in ("free_bytes", "total_bytes") if device[key] is not None),
             device["capability"],
             device.get("multiprocessors"),
             _clock(device, "clock"),
@@ -197,19 +182,15 @@ def _devices(devices: list[dict[str, Any]]) -> RenderableType:
 
 def _processor(report: dict[str, Any]) -> dict[str, Any]:
     cpu, memory = report["cpu"], report["memory"]
-    limit = f"; this process may use {_size(memory['limit_bytes'])}" if memory["limit_bytes"] else ""
+    limit = f"; this process may use {size(memory['limit_bytes'])}" if memory["limit_bytes"] else ""
     quota = f", with a quota of {cpu['quota_cores']:g} cores" if cpu["quota_cores"] else ""
     return {
         "model": cpu["model"],
         "cores": f"{cpu['physical_cores'] or '–'} physical, {cpu['logical_cores'] or '–'} logical",
         "this process": f"may use {cpu['allowed_cores']}{quota}; torch uses {cpu['threads']} threads",
         "instructions": f"{cpu['capability']} ({' '.join(cpu['features']) or 'no special instruction sets'})",
-        "memory": f"{_size(memory['available_bytes'])} free of {_size(memory['total_bytes'])}{limit}",
+        "memory": f"{size(memory['available_bytes'])} free of {size(memory['total_bytes'])}{limit}",
     }
-
-
-def _size(num_bytes: int | None) -> str:
-    return "–" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
 
 
 def _clock(device: dict[str, Any], name: str) -> str:

@@ -50,7 +50,6 @@ def help_text(config_dir: str | None = None, words: Sequence[str] = ()) -> str:
             "--run-directory DIR trains in DIR, not in a new directory in output_root",
             "--cfg job prints the composed config",
             "--config-dir DIR adds your own options · --version",
-            "-sc install=SHELL prints what completes the command in bash, zsh or fish",
         ]
     )
 

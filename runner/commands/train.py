@@ -62,7 +62,7 @@ def parser() -> Parser:
         parser.add_argument(*flag, action="store_true")
     parser.add_argument(RUN_DIRECTORY, metavar="DIR")
     what = parser.add_mutually_exclusive_group()
-    for flag in (["--multirun", "-m"], ["--summary"], ["--shell-completion", "-sc"]):
+    for flag in (["--multirun", "-m"], ["--summary"]):
         what.add_argument(*flag, action="store_true")
     what.add_argument("--cfg", "-c", choices=["job"])
     return parser
@@ -99,9 +99,6 @@ def _run(arguments: list[str]) -> list[int]:
         jobs = SweepJobs(Composer(options.config_dir), [quoted(word, sweep=True) for word in options.overrides])
         return run_sweep(jobs, options.overrides, options.config_dir, PRELOADED)
     composer = composer_of(options.overrides, options.config_dir)
-    if options.shell_completion:
-        composer.complete(options.overrides)
-        return []
     job = compose_run(composer, options.overrides)
     if options.cfg:
         from runner.storage.saved_run import config_yaml

@@ -27,7 +27,6 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException
-from hydra.plugins.completion_plugin import CompletionPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -107,21 +106,6 @@ class Composer:
             with open_dict(config):
                 config.hydra.job.id, config.hydra.job.num = str(number), number
             return _job(config)
-
-    def complete(self, words: list[str]) -> None:
-        """Install, remove or answer the tab completion of a shell, as in `--shell-completion install=bash`."""
-        plugins: Any = Plugins.instance().discover(CompletionPlugin)
-        shells = {plugin.provides(): plugin(self._loader) for plugin in plugins}
-        action, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
-        if action in ("install", "uninstall") and shell in shells:
-            getattr(shells[shell], action)()
-        elif action == "query" and shell in shells and "COMP_LINE" in os.environ:  # which the shell sets
-            with composition_errors():
-                shells[shell].query(config_name=self._root)
-        else:
-            why = f"it takes install=SHELL or uninstall=SHELL, with SHELL one of {', '.join(sorted(shells))}"
-            remedy = "for example runner -sc install=bash"
-            raise ConfigError("--shell-completion", " ".join(words), why, remedy)
 
     def parse(self, overrides: list[str]) -> list[Override]:
         """Parse overrides with Hydra's grammar."""

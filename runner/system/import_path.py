@@ -1,17 +1,14 @@
-"""Which code Python imports: this copy of the project, optional packages, and the user's own modules."""
+"""Which code Python imports: this copy of the project, and optional packages."""
 
 from __future__ import annotations
 
 import os
-import sysconfig
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 def is_installed(package: str) -> bool:
@@ -22,7 +19,8 @@ def is_installed(package: str) -> bool:
 
 def python_path() -> dict[str, str]:
     """Return environment variables that let Python import this project, but no modules in the current directory."""
-    paths = [*([] if _ROOT.name in _INSTALLED else [str(_ROOT)]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    roots = [] if _ROOT.name in ("site-packages", "dist-packages") else [str(_ROOT)]
+    paths = [*roots, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
@@ -38,15 +36,3 @@ def exported() -> Iterator[None]:
         for name in variables:
             del os.environ[name]
         os.environ.update(before)
-
-
-def last_user_frame(error: BaseException) -> str:
-    """Return the last frame of the user's code in the traceback of `error`, as Python prints it; empty if none."""
-    libraries = (Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
-    others = [_ROOT / "runner", _ROOT / "models", *libraries]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        installed = any(name in path.parts for name in _INSTALLED) or frame.filename.startswith("<")
-        if not installed and not any(path.is_relative_to(other) for other in others):
-            return "".join(traceback.format_list([frame]))
-    return ""

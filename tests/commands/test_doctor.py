@@ -16,8 +16,7 @@ from rich.console import Console
 from runner.commands import doctor
 from runner.commands.doctor import render
 from runner.config.options import option_files
-from runner.system import cpu as processor
-from runner.system import provenance
+from runner.system import accelerator, provenance
 
 GIB = 2**30
 CARDS = [
@@ -39,6 +38,13 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: (here.index, there) == (0, 1))
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (FREE[device.index], 0))
     monkeypatch.setattr(doctor, "computes", lambda device: True)
+    computing(monkeypatch, has_tf32=True, has_float64=True, scales_float16=True)
+
+
+def computing(monkeypatch: pytest.MonkeyPatch, **answers: bool) -> None:
+    """Let the functions of these names say of accelerators what they compute, and no of the CPU."""
+    for name, answer in answers.items():
+        monkeypatch.setattr(accelerator, name, lambda device, answer=answer: answer and device.type != "cpu")
 
 
 @pytest.fixture
@@ -104,19 +110,15 @@ def test_each_of_two_devices_is_reported_with_its_own_values() -> None:
 
     text = rendered_report(report)
     first, second = row_of(text, "cuda:0"), row_of(text, "cuda:1 (current)")
-    for shown in ("Alpha 9000", "77.0 GiB of 80.0 GiB", "9.0", "132", "1200 of 1980 MHz", "2600 of 2619 MHz", "cuda:1"):
+    for shown in ("Alpha 9000", "82.7 GB of 85.9 GB", "9.0", "132", "1200 of 1980 MHz", "2600 of 2619 MHz", "cuda:1"):
         assert shown in first
-    for shown in ("Beta 75", "3.0 GiB of 16.0 GiB", "7.5", "40", "3 of 4 MHz", "none"):
+    for shown in ("Beta 75", "3.2 GB of 17.2 GB", "7.5", "40", "3 of 4 MHz", "none"):
         assert shown in second
     assert "device=auto chooses cuda:0" in text
     assert "parallel= on 2 accelerators" in text
 
-    table = {row["precision"]: row["cuda"] for row in report["precisions"]}  # of the older device
-    assert (
-        list(table) == ["32", "tf32", "64", "bf16", "16"] == sorted(option_files()["precision"], key=list(table).index)
-    )
-    assert table["tf32"] == "the same as 32: no TF32 units"
-    assert "emulated" in table["bf16"]
+    table = {row["precision"]: row["cuda"] for row in report["precisions"]}
+    assert table.keys() == option_files()["precision"].keys()
     assert table["16"] == "float16 autocast with loss scaling"
     modes = {mode["name"]: mode["what"] for mode in report["parallel"]}
     assert modes.keys() == option_files()["parallel"].keys()
@@ -148,10 +150,10 @@ def test_a_machine_without_cuda_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     assert "device=auto chooses the CPU" in rendered_report(report)
 
     simulate_accelerators(monkeypatch, 1, "mps")
+    computing(monkeypatch, has_float64=False, scales_float16=True)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
     report = doctor.gather()
-    assert "12.0 GiB" in row_of(rendered_report(report), "mps")
-    assert {row["precision"]: row["mps"] for row in report["precisions"]}["64"].startswith("not available")
+    assert "12.9 GB" in row_of(rendered_report(report), "mps")
 
 
 @pytest.mark.usefixtures("no_nvml")
@@ -182,17 +184,18 @@ def test_a_device_that_cannot_compute_is_reported_as_a_finding(monkeypatch: pyte
     assert [finding for finding in report["findings"] if finding.startswith("cuda")] == [expected]
 
 
-def test_more_threads_than_cores_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "_quota_cores", lambda: 0.5)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert "torch uses 64 threads on 1 usable cores: set device.threads=1" in doctor.gather()["findings"]
-
-
-def test_the_meaning_of_a_precision_depends_on_the_hardware() -> None:
-    assert doctor.meaning("tf32", "cuda", "10.0", ()) == "float32, matrix products in TF32"
-    assert doctor.meaning("bf16", "cuda", "8.0", ()) == "bfloat16 autocast"
-    assert doctor.meaning("bf16", "cpu", None, ["avx2", "amx_bf16"]) == "bfloat16 autocast"
-    assert "emulated" in doctor.meaning("bf16", "cpu", None, ["avx2"])
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "mps"])
+@pytest.mark.parametrize("modern", [True, False])
+def test_the_meaning_of_a_precision_depends_on_what_the_device_computes(
+    kind: str, modern: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_float64 = modern and kind != "mps"
+    computing(monkeypatch, has_tf32=modern and kind == "cuda", has_float64=has_float64, scales_float16=modern)
+    found = doctor.meanings_on(torch.device(kind), ["avx2", *["amx_bf16"] * modern])
+    assert ("in TF32" in found["tf32"]) == (modern and kind == "cuda")
+    assert found["64"].startswith("float64" if has_float64 or kind == "cpu" else "not available")
+    assert ("emulated" in found["bf16"]) == (not modern and kind != "mps")
+    assert found["16"].startswith("float16" if modern and kind != "cpu" else "the same as bf16")
 
 
 def test_json_on_standard_output_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,6 @@ REFUSED = {
     "--foo": ["--foo:", "--cfg"],
     "--cfg  jobb": ["--cfg", "'jobb'", "choose from"],
     "-m  --cfg  job": ["--cfg:", "not allowed with argument --multirun"],
-    "-sc  query=bash": ["--shell-completion: got 'query=bash'", "install=bash"],
     "--config-dir=/nowhere": ["--config-dir: got '/nowhere'", "no such directory"],
     # Sweeps, and sweeps typed without -m
     "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "for a sweep, add -m\n"],
@@ -171,11 +170,6 @@ def test_cfg_prints_the_composed_config_without_torch_wherever_the_flag_stands(t
         "--cfg", "job", "name=${seed}-${oc.env:SECRET}", cwd=tmp_path, kind="no-torch", SECRET="s"
     )
     assert (code, yaml.safe_load(output)["name"]) == (0, "0-s"), "as it is saved"
-
-
-def test_the_command_prints_what_completes_it_in_a_shell(tmp_path: Path) -> None:
-    code, output = run_command("-sc", "install=bash", cwd=tmp_path, kind="no-torch")
-    assert (code, "hydra" in output, names_left_in(tmp_path)) == (0, True, set())
 
 
 def test_a_closed_pipe_on_stdout_is_not_an_error(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ HYDRA = [
 FLAGS = [
     *("--cfg job", "--cfg=hydra", "--cfg all", "--cfg", "--info", "--info searchpath", "--resolve", "-p optimizer"),
     *("--cfg job --resolve", "--config-dir=nowhere", "--config-dir=", "-cn x", "-cp x", "--experimental-rerun x"),
-    *("-r", "-sc query=bash", "-sc", "--nope", "-", "--", "-x=1", "--seed=1", "--cfg job -p nope", "-m -r"),
+    *("-r", "--nope", "-", "--", "-x=1", "--seed=1", "--cfg job -p nope", "-m -r"),
 ]
 TEXTS = st.text(
     st.one_of(

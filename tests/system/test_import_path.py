@@ -1,4 +1,4 @@
-"""Tests of what Python imports: one copy of the project in all processes, optional packages, the user's code."""
+"""Tests of what Python imports: one copy of the project in all processes and optional packages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.command import ROOT, child_environment
 
-from runner.config.errors import check
-from runner.system.import_path import is_installed, last_user_frame
+from runner.system.import_path import is_installed
 
 
 def test_ranks_import_the_copy_of_the_project_that_a_script_imports(tmp_path: Path) -> None:
@@ -43,27 +41,3 @@ def test_a_directory_without_init_file_is_not_an_installed_package(
     importlib.invalidate_caches()
     names = ("some_folder", "some_package", "nothing_of_this_name", "torch")
     assert [is_installed(name) for name in names] == [False, True, False, True]
-
-
-def ends_in_python() -> None:
-    json.loads("{")
-
-
-def ends_in_torch() -> None:
-    torch.nn.Linear(2, 3)(torch.zeros(5))
-
-
-def ends_in_this_project() -> None:
-    check(False, "key", 1, "why", "remedy")
-
-
-@pytest.mark.parametrize("call", [ends_in_python, ends_in_torch, ends_in_this_project])
-def test_the_last_frame_is_where_the_user_called_others(call) -> None:
-    with pytest.raises(Exception) as caught:
-        call()
-    error = caught.value
-    where, _ = last_user_frame(error).splitlines()[:2]
-    assert where == f'  File "{__file__}", line {call.__code__.co_firstlineno + 1}, in {call.__name__}'
-    while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
-        error.__traceback__ = error.__traceback__.tb_next
-    assert last_user_frame(error) == ""

@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,26 +90,6 @@ def test_the_cores_of_this_process_are_those_of_the_affinity_mask(monkeypatch: p
     assert processor.usable_core_numbers() == [1, 5, 7]
     monkeypatch.delattr(os, "sched_getaffinity")
     assert len(processor.usable_core_numbers()) == os.cpu_count()
-
-
-@pytest.mark.skipif(processor.seconds_without_core() is None, reason="the system does not tell how long threads wait")
-def test_the_time_is_measured_for_which_a_thread_waits_for_its_core():
-    before, cores = processor.seconds_without_core(), os.sched_getaffinity(0)
-    one = {min(cores)}
-    with subprocess.Popen(["yes"], stdout=subprocess.DEVNULL) as other:
-        os.sched_setaffinity(other.pid, one)
-        os.sched_setaffinity(0, one)
-        try:
-            until = time.process_time() + 0.5
-            while time.process_time() < until:
-                pass
-            waited = processor.seconds_without_core()
-        finally:
-            os.sched_setaffinity(0, cores)
-            other.kill()
-    assert before is not None
-    assert waited is not None
-    assert waited - before > 0.1  # half a second, if both get as much
 
 
 @linux
