@@ -10,6 +10,7 @@ gc.disable()  # until all tests are collected: importing torch takes a fifth lon
 import importlib
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ from helpers.ranks import PersistentRanks
 from runner.parallel.launch import processes
 from runner.system.forkserver import start_server
 
+if "gpu" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ and Path("/dev/nvidiactl").exists():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests are of the CPU, but for those that `-m gpu` selects
 os.environ["PYTHONPATH"] = child_environment()[
     "PYTHONPATH"
 ]  # the fork server starts without what pytest adds to sys.path
