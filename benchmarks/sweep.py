@@ -87,7 +87,7 @@ def enumerate_many() -> dict[str, Any]:
                 "seed=range(0,5000)",
                 f"output_root={scratch}",
             ]
-            line = [sys.executable, "-m", "runner", "-m", *words, "sweep.on_failure=continue", "sweep.slots=1"]
+            line = [sys.executable, "-m", "runner", "-m", *words, "sweep.slots=1"]
             start = time.perf_counter()
             process = subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
             assert process.stderr is not None

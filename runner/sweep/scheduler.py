@@ -181,8 +181,6 @@ class Scheduler:
             return
         started = self.ledger.jobs[job.number].get("started", time.time())
         self._record(job, code, error=text, seconds=round(time.time() - started, 3))
-        if code in (CRASHED, REFUSED) and self.options.on_failure == "stop":
-            self.stop(f"{self.display.title(job)} failed, and sweep.on_failure=stop")
 
     def _record(self, job: Job, code: int, error: str, **more: Any) -> None:
         result = read_result(job.directory) if code != REFUSED else {}

@@ -147,14 +147,6 @@ def test_the_reason_of_a_failure_is_the_error_in_the_result_not_the_end_of_what_
     assert ("DataError: a.png is damaged\n  skip it\n" in shown) == (status == "crashed")
 
 
-def test_a_failure_stops_the_sweep_if_on_failure_is_stop(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
-    pool = FakePool({0: [2]})
-    assert run_scheduler(ledger, FakeJobSource(ledger.path, 4), pool, Local(on_failure="stop")) == [2, 75]
-    assert pool.started == [0, 1]
-    assert states(ledger)[1] == "stopped"
-    assert "Ctrl-C" not in capsys.readouterr().err, "the first one would do nothing"
-
-
 def test_a_job_that_can_never_run_is_refused_and_the_others_run(ledger: Ledger) -> None:
     class Small(FakePool):
         def submit(self, job: Job) -> str | None:

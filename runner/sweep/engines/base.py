@@ -82,7 +82,6 @@ MAX_TRIALS = 10_000
 """The maximum number of trials of a search."""
 
 _CHOICES = {
-    "on_failure": ("continue", "stop"),
     "search": ("random", "tpe", "grid"),
     "goal": ("min", "max"),
     "prune": ("median", "halving"),
@@ -96,7 +95,6 @@ class Engine(ABC):
     """The options of a sweep, which conf/sweep/_sweep.yaml describes, and the engine that runs its jobs."""
 
     retries: int = 0
-    on_failure: str = "continue"
     search: str | None = None
     trials: int = 20
     seeds: int = 1

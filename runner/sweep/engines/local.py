@@ -8,14 +8,13 @@ on CPU cores and GPUs that no other job of the sweep uses.
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import runpy
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -31,13 +30,8 @@ from runner.system.console import CRASHED, STOPPED
 from runner.system.cpu import usable_core_numbers
 from runner.system.forkserver import METHOD, become_command, start_server
 
-log = logging.getLogger(__name__)
-
 _SERVER_DIED = 255
 """The exit code that multiprocessing reports for all children of a fork server that has died, also if they run on."""
-
-_RECHECK_GPUS = 5.0
-"""Seconds to wait before checking again whether other users still occupy the GPUs."""
 
 
 @dataclass
@@ -87,7 +81,6 @@ class LocalPool(Pool):
         self._orphans: set[int] = set()
         """Running jobs whose fork server was killed, so that their exit code will not be known."""
         self._asked_to_stop: set[int] = set()
-        self._checked_gpus = -_RECHECK_GPUS
 
     def has_room(self) -> bool:
         return len(self._running) < self._slots and bool(self._cores)
@@ -103,14 +96,10 @@ class LocalPool(Pool):
             num_cores = min(len(self._cores), max(1, self._num_cores * demand.gpus // self._num_gpus))
         else:  # a job that asks for more cores than there are gets all of them
             num_cores = min(self._num_cores, demand.processes * (demand.threads or self._threads))
-        if not self.has_room() or num_cores > len(self._cores):
+        if not self.has_room() or num_cores > len(self._cores) or demand.gpus > len(self._gpus):
             return None
-        gpus = self._free_gpus(demand.gpus)
-        if gpus is None:
-            return None
-        cores = self._cores[:num_cores]
-        self._cores = self._cores[num_cores:]
-        self._gpus = [gpu for gpu in self._gpus if gpu not in gpus]
+        cores, self._cores = self._cores[:num_cores], self._cores[num_cores:]
+        gpus, self._gpus = self._gpus[: demand.gpus], self._gpus[demand.gpus :]
         threads = demand.threads or max(1, num_cores // demand.processes)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if self._num_gpus:
@@ -121,21 +110,6 @@ class LocalPool(Pool):
         process.start()
         self._running[job.number] = _Running(process, job.console, cores, gpus)
         return f"GPU {','.join(gpus)}" if gpus else f"{num_cores} core{'s' * (num_cores > 1)}"
-
-    def _free_gpus(self, count: int) -> list[str] | None:
-        """Return `count` GPUs that neither this sweep nor another user uses; None if there are not enough."""
-        if not count:
-            return []
-        idle = self._gpus or []
-        if len(idle) < count or time.monotonic() < self._checked_gpus + _RECHECK_GPUS:
-            return None
-        busy = busy_gpus(idle)
-        free = [gpu for gpu in idle if gpu not in busy]
-        if len(free) < count:
-            self._checked_gpus = time.monotonic()
-            log.warning("waiting for a GPU: others use %s", ", ".join(f"GPU {gpu}" for gpu in sorted(busy)))
-            return None
-        return free[:count]
 
     def wait(self, seconds: float) -> list[Ended]:
         gone = [number for number in self._orphans if not is_locked(self._running[number].console)]
@@ -228,24 +202,3 @@ def visible_gpus() -> list[str]:
     if visible is None:
         return [str(index) for index in range(count)]
     return [name.strip() for name in visible.split(",") if name.strip()][:count]
-
-
-def busy_gpus(names: Iterable[str]) -> set[str]:
-    """Return the GPUs in `names` that any process is using for computation; an empty set if NVML is not available.
-
-    NVML numbers the GPUs in the order of the PCI bus. On a machine with GPUs of several models, the indices of CUDA are
-    the same only with CUDA_DEVICE_ORDER=PCI_BUS_ID.
-    """
-    try:
-        import pynvml  # pyright: ignore[reportMissingImports] (optional)
-
-        pynvml.nvmlInit()
-    except Exception:  # the package, the library or the driver is missing
-        return set()
-    busy = set()
-    for name in names:
-        with suppress(pynvml.NVMLError):
-            handle_of = pynvml.nvmlDeviceGetHandleByIndex if name.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID
-            if pynvml.nvmlDeviceGetComputeRunningProcesses(handle_of(int(name) if name.isdecimal() else name)):
-                busy.add(name)
-    return busy

@@ -111,8 +111,8 @@ class Process:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
-    """A fake machine with 8 cores. A test sets its GPUs (`gpus`) and the GPUs that other users occupy (`busy`)."""
-    has: dict[str, list] = {"gpus": [], "busy": [], "started": []}
+    """A fake machine with 8 cores. A test sets its GPUs."""
+    has: dict[str, list] = {"gpus": [], "started": []}
 
     class Context:
         def Process(self, target: object, args: tuple, name: str) -> Process:
@@ -121,7 +121,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
 
     monkeypatch.setattr(local, "usable_core_numbers", lambda: list(range(8)))
     monkeypatch.setattr(local, "visible_gpus", lambda: list(has["gpus"]))
-    monkeypatch.setattr(local, "busy_gpus", lambda names: set(has["busy"]) & set(names))
     monkeypatch.setattr(local, "get_context", lambda method: Context())
     monkeypatch.setattr(local, "wait", lambda sentinels, seconds: sentinels[:1])
     return has
@@ -160,18 +159,8 @@ def test_each_job_has_gpus_of_its_own(machine: dict[str, list]) -> None:
     assert [args[4]["CUDA_VISIBLE_DEVICES"] for args in machine["started"]] == ["0,1", "3", ""]
     assert pool.wait(0) == [Ended(0, 0)]
     assert submitted(pool, Demand(gpus=1)) == ["GPU 0"]
-
-
-def test_a_job_waits_for_a_gpu_that_another_user_occupies_and_is_refused_if_there_are_too_few(
-    machine: dict[str, list], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine["gpus"], machine["busy"] = ["0", "1"], ["0"]
-    monkeypatch.setattr(local, "_RECHECK_GPUS", 0.0)
-    pool = LocalPool("auto", "auto", 20)
-    assert submitted(pool, Demand(gpus=2), Demand(gpus=1)) == [None, "GPU 1"]
-    assert caplog.messages == ["waiting for a GPU: others use GPU 0"]
-    with pytest.raises(ConfigError, match="2 GPUs are visible, and job 0 needs 3"):
-        submitted(pool, Demand(gpus=3))
+    with pytest.raises(ConfigError, match="3 GPUs are visible, and job 0 needs 4"):
+        submitted(pool, Demand(gpus=4))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +170,7 @@ def test_a_job_waits_for_a_gpu_that_another_user_occupies_and_is_refused_if_ther
         ({"slots": "many"}, "slots"),
         ({"threads": 0}, "threads"),
         ({"retries": -1}, "retries"),
-        ({"on_failure": "explode"}, "on_failure"),
+        ({"prune": "explode", "search": "tpe"}, "prune"),
         ({"trials": 3}, "trials"),
     ],
 )
