@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -18,8 +17,6 @@ from runner.storage.files import UnsafeFileError, write_text
 from runner.storage.ledger_file import LEDGER, read_ledger
 from runner.storage.run_directory import StorageError, storage_errors
 from runner.system.secrets import printable, redacted, redacted_values
-
-log = logging.getLogger(__name__)
 
 CONSOLE = "console"
 """The folder in a sweep's directory that holds the output of the jobs, one file per job."""
@@ -56,8 +53,7 @@ class Ledger:
         typed: the overrides on the command line; the attribute has those that identify the sweep, canonical and sorted.
         root: the directory that contains all sweeps with the same value of the config key `name`.
         resume: `auto` or `never`.
-        has_more: a function `has_more(path, ledger)` that returns whether the complete sweep at `path`, with the same
-            overrides and this content of its ledger, has more jobs now, so that it is resumed, too.
+        is_search: whether it is a search, which is resumed also if it is complete, as it may have more trials now.
 
     Attributes:
         path: the directory of the sweep.
@@ -69,63 +65,40 @@ class Ledger:
             or the sweep's directory contains a link or cannot be created, locked or written to.
     """
 
-    def __init__(
-        self,
-        typed: Iterable[str],
-        root: Path,
-        resume: str,
-        has_more: Callable[[Path, dict[str, Any]], bool] = lambda *_: False,
-    ):
-        typed = list(typed)
+    def __init__(self, typed: Iterable[str], root: Path, resume: str, is_search: bool = False):
         last = {override_key(text): canonical_override(text) for text in typed}
         shown = redacted_values([text for key, text in last.items() if key.partition(".")[0] not in SHARED_KEYS])
         self.typed = sorted(printable(text) for text in shown)
         self.jobs: dict[int, dict[str, Any]] = {}
         self.num_jobs = 0
-        self._has_more = has_more
         self._lines: dict[int, str] = {}
         self._complete = False
         remedy = "resume=auto resumes the unfinished sweep with the same overrides"
         check(resume in ("auto", "never"), "resume", resume, "a sweep cannot be resumed in one run's directory", remedy)
-        self._existing: Path | None = run_directory.nearest_existing(root)
         with ExitStack() as undo:
-            path = self._unfinished(root) if resume == "auto" else None
+            path = self._resumable(root, is_search) if resume == "auto" else None
             if path is None:
-                path = root / run_directory.unique_name()
+                path, existing = root / run_directory.unique_name(), run_directory.nearest_existing(root)
                 run_directory.create(root, path.name)
-                undo.callback(_remove_if_unused, path, self._existing)
-            else:
-                self._existing = None
+                undo.callback(_remove_if_unused, path, existing)
             self.path = path
-            self._lock = undo.enter_context(_locked(path))
+            undo.enter_context(_locked(path))
             try:
                 self._write()
             except StorageError as error:
                 why = f"{LEDGER} cannot be written there ({error.why})"
                 raise ConfigError("output_root", str(root), why, "make room, or output_root=DIR elsewhere") from None
-            undo.pop_all()
+            self._undo = undo.pop_all()
 
-    def _unfinished(self, root: Path) -> Path | None:
-        """Load the newest sweep in `root` with the same overrides that is unfinished, or has more jobs now; return its
-        directory, or None if there is none.
-        """
-        newest, has_newer = "", False
+    def _resumable(self, root: Path, is_search: bool) -> Path | None:
+        """Load the newest sweep in `root` with the same overrides; return its directory, or None if there is none."""
         for path in reversed(run_directory.readable_entries(root)):
             found = read_ledger(path, self.typed)
-            if not found:
-                continue
-            is_same = found["typed"] == self.typed
-            if found["complete"] and not (is_same and not has_newer and self._has_more(path, found)):
-                has_newer |= is_same
-            elif is_same:
+            is_complete = found.get("complete") and not (is_search and (path / STUDY).is_file())
+            if found.get("typed") == self.typed and not is_complete:
                 for number, entry in found["jobs"].items():
                     self._set(int(number), entry)
                 return path
-            else:
-                newest = newest or f"{path}, has {' '.join(found['typed'])}"
-        if newest:
-            why = "no unfinished sweep has these overrides, so a new one begins; the newest, %s"
-            log.warning(why, printable(newest))
         return None
 
     def settled(self, number: int, config_hash: str) -> int | None:
@@ -163,9 +136,7 @@ class Ledger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._existing is not None:
-            _remove_if_unused(self.path, self._existing)
-        self._lock.close()
+        self._undo.close()
 
     def _set(self, number: int, entry: dict[str, Any]) -> None:
         self.jobs[number] = entry

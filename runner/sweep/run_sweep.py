@@ -57,8 +57,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
     engine, planner = jobs.engine, Planner(jobs, config_dir)
     root = Path(planner.config["output_root"], "sweeps", planner.config["name"])
     search = None if engine.search is None else _search(jobs, planner)
-    more = (lambda *_: False) if search is None else search.has_more
-    with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), more) as ledger:
+    with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), search is not None) as ledger:
         planner.path = ledger.path
         if search is not None:
             search.open(ledger)

@@ -13,7 +13,6 @@ import logging
 import statistics
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from runner.config.errors import ConfigError, check, did_you_mean
 from runner.storage.files import read_regular, write_bytes
-from runner.storage.ledger_file import num_jobs
 from runner.sweep.engines.base import Engine, Job
 from runner.sweep.ledger import STUDY, Ledger
 from runner.sweep.sampling import proposed
@@ -98,15 +96,6 @@ class Search(JobSource):
         self.num_planned = num_combinations if options.search == "grid" else min(options.trials, num_combinations)
         """The number of trials that the options ask for. No combination is tried twice."""
 
-    def has_more(self, path: Path, ledger: dict[str, Any]) -> bool:
-        """Return whether this search can continue the complete search in the directory `path`, with more trials."""
-        if not (path / STUDY).is_file() or num_jobs(ledger) >= self.num_planned * self._options.seeds:
-            return False
-        with suppress(ConfigError):  # it is another search, or damaged
-            self._open_study(path)
-            return True
-        return False
-
     def open(self, ledger: Ledger) -> None:
         """Open the study in the directory of the sweep, and queue the jobs of unfinished trials.
 
@@ -116,9 +105,7 @@ class Search(JobSource):
         """
         self._ledger, self._study = ledger, self._open_study(ledger.path)
         for frozen in self._study.get_trials(deepcopy=False):
-            words = frozen.user_attrs.get(
-                "overrides", []
-            )  # they are printed as a command, and written as an experiment
+            words = frozen.user_attrs.get("overrides", [])  # those of the best one are printed and written
             check(self._space.contains(words), "resume", "auto", f"{ledger.path / STUDY} is damaged", _REMEDY)
             if not frozen.state.is_finished():  # an earlier command was stopped before its end
                 self._add(frozen)

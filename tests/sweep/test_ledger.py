@@ -92,14 +92,6 @@ def test_hard_links_in_a_sweep_change_no_other_file(open_ledger: OpenLedger, tmp
     assert (refusal.value.key, refusal.value.got) == ("resume", str(path / "console" / "000.txt"))
 
 
-def test_a_new_sweep_says_which_overrides_the_newest_unfinished_one_has(
-    open_ledger: OpenLedger, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write_ledger(tmp_path, {"typed": ["epochs=1", "seed=1,2"], "complete": False, "jobs": {}})
-    assert open_ledger(["seed=1,2,3", "epochs=1"]).path != path
-    assert f"{path}, has epochs=1 seed=1,2\n" in caplog.text
-
-
 @pytest.mark.parametrize(("codes", "complete"), [([0, 3], True), ([0, 1], False), ([2, 0], False), ([0, 75], False)])
 def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(
     open_ledger: OpenLedger, codes: list[int], complete: bool
