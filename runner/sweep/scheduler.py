@@ -90,7 +90,7 @@ class Scheduler:
                 the first jobs.
         """
         settled = self.ledger.settled_states.items()
-        self.display.settled_before({number: state for number, state in settled if number < len(self.source)})
+        self.display.states.update((number, state) for number, state in settled if number < len(self.source))
         while not self._stopping or self._running:
             if stop.received:
                 self.stop(stop.received, "; press Ctrl-C to stop without saving")

@@ -164,7 +164,7 @@ def test_a_refusal_removes_the_directories_that_were_made_for_it(tmp_path: Path)
     assert tree(tmp_path).keys() == {"outputs"}
     code, output = run_command(*too_small, "-m", "seed=1,2", "output_root=new/er", cwd=tmp_path)
     assert (code, output.count("model.kernel_size: got 31")) == (2, 1), output
-    assert "1 more job refused" in output
+    assert "0 of 2 jobs done, 2 refused" in output
     assert tree(tmp_path).keys() == {"outputs"}
 
 
