@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from contextlib import suppress
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from runner.run import build_run, config_hash
 from runner.storage.run_directory import job_name
 from runner.sweep.engines.base import Demand, Job
 from runner.sweep.ledger import console_file
-from runner.sweep.scheduler import JobSource
 from runner.sweep.sweep_jobs import SweepJobs
 from runner.workloads.base import Workload
 
@@ -138,19 +136,6 @@ class Planner:
             if demand is None:  # otherwise, this machine may only be the login node of a cluster
                 raise
         return config_hash(config), demand
-
-
-class GridJobs(JobSource):
-    """A job source with one job for each combination of the swept values."""
-
-    def __init__(self, jobs: SweepJobs, planner: Planner):
-        self._num_jobs, self._jobs = len(jobs), starmap(planner.plan, enumerate(jobs))
-
-    def __len__(self) -> int:
-        return self._num_jobs
-
-    def next(self) -> Job | None:
-        return next(self._jobs, None)
 
 
 def _shared(overrides: list[str]) -> tuple[str, ...]:

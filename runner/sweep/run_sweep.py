@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,8 @@ from runner.parallel.launch.cluster import external_rank_info
 from runner.storage.files import write_text
 from runner.sweep.display import Display
 from runner.sweep.ledger import OPTIONS, Ledger
-from runner.sweep.plan_jobs import GridJobs, Planner
-from runner.sweep.scheduler import Scheduler
+from runner.sweep.plan_jobs import Planner
+from runner.sweep.scheduler import JobSource, Scheduler
 from runner.sweep.space import Space
 from runner.sweep.sweep_jobs import SweepJobs
 from runner.system.console import CRASHED, DIVERGED, DONE, REFUSED, STOPPED
@@ -61,7 +62,8 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
         planner.path = ledger.path
         if search is not None:
             search.open(ledger)
-        source = GridJobs(jobs, planner) if search is None else search
+        grid = JobSource(starmap(planner.plan, enumerate(jobs)), len(jobs))
+        source = grid if search is None else search
         ledger.num_jobs = len(source)
         print(f"{len(source):,} job{'s' * (len(source) != 1)}", file=sys.stderr)
         display = Display(len(source), jobs.swept)

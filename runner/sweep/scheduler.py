@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -34,16 +33,19 @@ _CODES = {state: code for code, state in reversed(STATES.items())}
 _POLL_SECONDS = 0.25
 
 
-class JobSource(ABC):
-    """The source of a sweep's jobs, such as a grid of all combinations or a search."""
+class JobSource:
+    """The jobs of a sweep, `count` in total, in their order. A search overrides what depends on the results."""
 
-    @abstractmethod
+    def __init__(self, jobs: Iterator[Job], count: int):
+        self._jobs, self._count = jobs, count
+
     def next(self) -> Job | None:
         """Return the next job; None if there is none, or if the next one depends on the results of running jobs."""
+        return next(self._jobs, None)
 
-    @abstractmethod
     def __len__(self) -> int:
         """Return the total number of jobs."""
+        return self._count
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
         """Process the exit code and the result of job `number`; raise a ConfigError if the sweep cannot continue."""

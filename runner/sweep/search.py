@@ -89,7 +89,7 @@ class Search(JobSource):
         self.objective = objective
         self._space, self._options, self._seed, self._plan = space, options, seed, plan
         self._trials: dict[int, Trial] = {}
-        self._jobs: deque[Job] = deque()
+        self._queue: deque[Job] = deque()
         self._may_promote = True
         """Whether the results have changed since the pruner judged the paused trials."""
         num_combinations = options.trials if space.combinations is None else len(space.combinations)
@@ -124,9 +124,9 @@ class Search(JobSource):
     def next(self) -> Job | None:
         if self._may_promote:
             self._promote()
-        if not self._jobs and self._num_asked < self.num_trials:
+        if not self._queue and self._num_asked < self.num_trials:
             self._add(self._study.ask())
-        return self._jobs.popleft() if self._jobs else None
+        return self._queue.popleft() if self._queue else None
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
         trial = self._trials.get(number // self._options.seeds)
@@ -183,7 +183,7 @@ class Search(JobSource):
             job = self._plan(trial.number * self._options.seeds + k, words)
             added.jobs[job.number] = job
             added.events.append(EventReader(job.directory, [self.objective.tag]))
-            self._jobs.append(job)
+            self._queue.append(job)
         if any(self._ledger.jobs.get(number, {}).get("state") == "pruned" for number in added.jobs):
             self._pause(added)
 
@@ -208,8 +208,8 @@ class Search(JobSource):
     def _pause(self, trial: Trial) -> None:
         """Pause a trial: its jobs that are still in the queue are removed from the queue."""
         trial.is_paused = True
-        for job in [job for job in self._jobs if job.number in trial.jobs]:
-            self._jobs.remove(job)
+        for job in [job for job in self._queue if job.number in trial.jobs]:
+            self._queue.remove(job)
             trial.codes[job.number] = STOPPED
 
     def _promote(self) -> None:
@@ -231,7 +231,7 @@ class Search(JobSource):
                 for job in trial.jobs.values():
                     if trial.codes[job.number] == STOPPED:
                         del trial.codes[job.number]
-                        self._jobs.append(job)
+                        self._queue.append(job)
 
     def _finish(self, trial: Trial) -> None:
         """Record the result of a trial in the study, after all jobs of the trial have ended."""

@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 
 from runner.config.composition import Composer, Job, composition_errors
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.config.options import root_keys
 from runner.config.overrides import is_sweep_option, quoted
 from runner.config.schema import build
 from runner.sweep.engines.base import Engine
@@ -30,9 +29,7 @@ MAX_JOBS = 10_000
 
 _ZIP = re.compile(r"(?P<name>[\w.-]+)=zip\((?P<members>.*)\)", re.DOTALL)
 _NEXT_MEMBER = re.compile(r",\s*(?=[+]{0,2}[\w./@-]+=)")
-_MEMBER = re.compile(
-    r"(?P<key>[+]{0,2}[\w./@-]+)=(?:(?:\[|choice\()(?P<listed>.*)[\])]|(?P<function>(?:range|sort)\(.*))", re.DOTALL
-)
+_MEMBER = re.compile(r"(?P<key>[+]{0,2}[\w./@-]+)=\[(?P<values>.*)\]", re.DOTALL)
 _EXAMPLE = "'pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])'"
 
 
@@ -121,22 +118,20 @@ class SweepJobs:
     def _pairs(self, word: str) -> Dimension:
         """Return the dimension for an override of the form `NAME=zip(KEY=[…],KEY=[…])`."""
         name, members = parse_zip(word) or ("", [])
-        typed = word.partition("=")[2]
-        check(name not in root_keys(), name, typed, "it is a key, and cannot name the pairs", f"pairs={typed}")
         overrides = self._composer.parse([quoted(member, sweep=True) for member in members])
         values = {_bare(override.get_key_element()): _words(override) for override in overrides}
         listed = ", ".join(f"{key} has {len(words):,}" for key, words in values.items())
         why = f"paired keys must have the same number of values: {listed}"
-        check(len({*map(len, values.values())}) == 1, name, typed, why, "add or remove some")
+        check(len({*map(len, values.values())}) == 1, name, word.partition("=")[2], why, "add or remove some")
         rows = zip(*values.values(), strict=True)
         return Dimension(name, tuple(values), [list(itertools.chain(*row)) for row in rows])
 
 
 def parse_zip(word: str) -> tuple[str, list[str]] | None:
-    """Parse `NAME=zip(…)`: `pairs=zip(a=[1,2],b=choice(3,4))` gives `("pairs", ["a=1,2", "b=3,4"])`, others None.
+    """Parse `NAME=zip(…)`: `pairs=zip(a=[1,2],b=[3,4])` gives `("pairs", ["a=1,2", "b=3,4"])`, others None.
 
     Raises:
-        ConfigError: if fewer than two keys are paired, a key is paired twice, or a value is not a list.
+        ConfigError: if fewer than two keys are paired, or a value is not a list.
     """
     found = _ZIP.fullmatch(word)
     if found is None:
@@ -147,9 +142,7 @@ def parse_zip(word: str) -> tuple[str, list[str]] | None:
         member = _MEMBER.fullmatch(text.strip())
         if member is None:
             raise ConfigError(name, value, f"{text.strip()!r} is not of the form KEY=[VALUE,VALUE]", _EXAMPLE)
-        key = member["key"].lstrip("+")
-        check(key not in members, name, value, f"{key} is in it twice", _EXAMPLE)
-        members[key] = f"{member['key']}={member['listed'] or member['function']}"
+        members[member["key"].lstrip("+")] = f"{member['key']}={member['values']}"
     check(len(members) > 1, name, value, "it pairs fewer than two keys", _EXAMPLE)
     return name, list(members.values())
 

@@ -44,8 +44,11 @@ class Ended(NamedTuple):
     reason: str = ""  # why it is unknown, for example because the machine has failed
 
 
-class Pool(ABC):
-    """The running jobs of a sweep."""
+class Pool(AbstractContextManager["Pool"]):
+    """The running jobs of a sweep: a context, at whose end those that still run are killed."""
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def has_room(self) -> bool:
         """Return False if no job can start now, however little it needs. If True, `submit` may still return None."""
@@ -140,7 +143,7 @@ class Engine(ABC):
 
     @abstractmethod
     def connect(self, num_jobs: int, path: Path) -> AbstractContextManager[Pool]:
-        """Return a context of the pool for the sweep in `path`. At its end, `Pool.kill` is called.
+        """Return the pool for the sweep in `path`, as a context.
 
         Raises:
             ConfigError: if the engine cannot be used, for example because a package is not installed.

@@ -14,8 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -49,14 +48,9 @@ class Local(Engine):
     def prepare(self, *modules: str) -> None:
         start_server("torch", *modules)
 
-    @contextmanager
-    def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
+    def connect(self, num_jobs: int, path: Path) -> Pool:
         self.prepare()  # unless the caller has done so
-        pool = LocalPool(self.slots, self.threads, num_jobs)
-        try:
-            yield pool
-        finally:
-            pool.kill()
+        return LocalPool(self.slots, self.threads, num_jobs)
 
 
 class _Running(NamedTuple):

@@ -56,11 +56,10 @@ class Ray(ClusterEngine):
         is_ours = not ray.is_initialized()
         if is_ours:
             self._init()
-        pool = RayPool(self)
         try:
-            yield pool
+            with RayPool(self) as pool:
+                yield pool
         finally:
-            pool.kill()
             if is_ours:
                 with _handlers_kept():
                     ray.shutdown()

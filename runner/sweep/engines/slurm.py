@@ -17,8 +17,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -89,8 +88,7 @@ class Slurm(ClusterEngine):
         check_range(self, "timeout_min", least=5, most=10**6)
         check_range(self, "signal_seconds", least=1, most=self.timeout_min * 30)
 
-    @contextmanager
-    def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
+    def connect(self, num_jobs: int, path: Path) -> Pool:
         remedy = "pip install submitit, or sweep=local"
         check(is_installed("submitit"), "sweep", "slurm", "the package submitit is not installed", remedy)
         absent = [program for program in ("sbatch", "srun", "squeue", "scancel") if shutil.which(program) is None]
@@ -102,13 +100,9 @@ class Slurm(ClusterEngine):
             raise ConfigError("resume", "auto", why, "resume=never starts another sweep")
         logging.getLogger("submitit").setLevel(logging.CRITICAL)  # what matters is reported here
         try:
-            pool = SlurmPool(self, path)
+            return SlurmPool(self, path)
         except SlurmError as error:
             raise ConfigError("sweep", "slurm", str(error), "try again, or sweep=local") from None
-        try:
-            yield pool
-        finally:
-            pool.kill()
 
 
 class _Array(NamedTuple):
