@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None) -> int:
     from runner.analysis.output import print_report
     from runner.api.composing import compose
     from runner.planning.candidates import PERMISSIONS
-    from runner.planning.trial import TooLateError, TrialError
+    from runner.planning.trial import TrialError
     from runner.planning.tune import render, tune, write
     from runner.run import build_run, check_used
 
@@ -74,12 +74,12 @@ def main(arguments: Sequence[str] | None) -> int:
     seconds = options.budget - _SAVING_SECONDS - (time.perf_counter() - began)
     try:
         found = tune(build, overrides, seconds, allowed, said)
-    except TooLateError as error:
-        why = f"{error.why}: that is too little time to measure the config itself"
-        raise ConfigError("--budget", options.budget, why, f"--budget {4 * options.budget:g}") from None
     except TrialError as error:
-        print(f"{'' if error.refused else 'the config cannot be trained: '}{error.why}", file=sys.stderr)
-        return REFUSED if error.refused else CRASHED
+        if error.status == "dropped":
+            why = f"{error.why}: that is too little time to measure the config itself"
+            raise ConfigError("--budget", options.budget, why, f"--budget {4 * options.budget:g}") from None
+        print(f"the config cannot be trained: {error.why}", file=sys.stderr)
+        return REFUSED if error.status == "refused" else CRASHED
     flags = {"config_dir": config_dir, "budget": options.budget, "allowed": allowed}
     report, directory = {"typed": list(overrides)} | flags | found, None
     try:

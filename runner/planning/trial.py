@@ -35,19 +35,16 @@ _PATIENT = 24 * 3600.0
 class TrialError(Exception):
     """Raised when a trial cannot train, with the reason `why` in one line.
 
-    `refused`: whether the config is refused. `out_of_memory`: whether the trial needed more memory than there is.
+    `status` is `refused` if the config is refused, `dropped` if the trial takes longer than it may, otherwise
+    `crashed`. `out_of_memory`: whether the trial needed more memory than there is.
     """
 
-    def __init__(self, why: str, refused: bool = False, out_of_memory: bool = False):
-        super().__init__(why, refused, out_of_memory)
-        self.why, self.refused, self.out_of_memory = why, refused, out_of_memory
+    def __init__(self, why: str, status: str = "crashed", out_of_memory: bool = False):
+        super().__init__(why, status, out_of_memory)
+        self.why, self.status, self.out_of_memory = why, status, out_of_memory
 
     def __str__(self) -> str:
         return self.why
-
-
-class TooLateError(TrialError):
-    """Raised when a trial takes longer than it may."""
 
 
 class Burst(NamedTuple):
@@ -61,8 +58,7 @@ class Trial:
     """A run with a composed config that has started, in processes of its own, and has done its first step.
 
     Raises:
-        TrialError: if the run is refused or fails.
-        TooLateError: if the start and the first step take longer than `seconds`.
+        TrialError: if the run is refused or fails, or if the start and the first step take longer than `seconds`.
     """
 
     def __init__(self, config: dict[str, Any], seconds: float):
@@ -93,8 +89,7 @@ class Trial:
         A burst has at most eight times as many iterations of the training loop as the one before it.
 
         Raises:
-            TrialError: if the run fails.
-            TooLateError: if the burst takes longer than `seconds`.
+            TrialError: if the run fails, or the burst takes longer than `seconds`.
         """
         with contextlib.suppress(OSError):  # it has died: the reason is the next message
             self._connection.send(True)
@@ -103,7 +98,7 @@ class Trial:
     def _receive(self, seconds: float) -> Any:
         """Return the next message of rank 0; raise the `TrialError` that it sends instead."""
         if not wait([self._connection], max(0.0, seconds)):
-            raise TooLateError(f"no step within {max(0.0, seconds):.0f} s")
+            raise TrialError(f"no step within {max(0.0, seconds):.0f} s", "dropped")
         try:
             message = self._connection.recv()
         except (EOFError, OSError):
@@ -151,7 +146,7 @@ def _run_trial(config: dict[str, Any], directory: str, connection: Connection) -
 
 def _reason(error: BaseException) -> TrialError:
     if isinstance(error, ConfigError):
-        return TrialError(" ".join(str(error).split()), refused=True)
+        return TrialError(" ".join(str(error).split()), "refused")
     named = f"{type(error).__name__}: {error}".removesuffix(": ")
     text = str(error) if isinstance(error, RankError | ChildProcessError) else named
     return TrialError(text.strip().splitlines()[0], out_of_memory=torch_errors.is_out_of_memory(error))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,7 @@ from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
 from runner.config.overrides import override_key
 from runner.planning.candidates import ALLOWED, RESULTS, Candidate, Candidates, Compose, OptionGroup, Overrides
-from runner.planning.trial import BURST_SECONDS, TooLateError, Trial, TrialError
+from runner.planning.trial import BURST_SECONDS, Trial, TrialError
 from runner.storage import run_directory
 from runner.storage.files import write_text
 from runner.system.cpu import cpu_model
@@ -34,8 +33,6 @@ from runner.system.tables import milliseconds, significant, size, table
 
 EXPERIMENT = "tuned"
 """The name of the experiment with the chosen overrides."""
-
-_MEASURED = ("samples_per_second", "spread", "speedup", "ties", "memory_bytes", "startup_seconds", "break_even_steps")
 
 _MUCH_SLOWER = 1.6
 """A candidate whose steps take this many times as long as the fastest one's is dropped after a single round."""
@@ -135,9 +132,7 @@ class Search:
         except TrialError as error:
             if turn is self.base:
                 raise
-            late = isinstance(error, TooLateError)
-            candidate.status = "refused" if error.refused else "dropped" if late else "crashed"
-            candidate.reason, candidate.seconds, candidate.ratios = error.why, [], []
+            candidate.status, candidate.reason, candidate.seconds, candidate.ratios = error.status, error.why, [], []
 
     def _goes_on(self, candidate: Candidate, best: Candidate, until: float) -> bool:
         """Return whether there is a reason, and the time, to compare a candidate for another round."""
@@ -217,25 +212,21 @@ def start(candidate: Candidate, seconds: float) -> Trial:
 def plain(row: Candidate, base: Candidate, samples: int) -> dict[str, Any]:
     """Return a candidate as plain values, in which what was not measured is None.
 
-    `spread` are the first and the third quartile of `samples_per_second`; `speedup` is over the baseline, with which
-    the row `ties` if they cannot be told apart; and `break_even_steps` is the number of steps after which the row has
-    made up for a slower start, None if it never does. A step has `samples` samples.
+    `speedup` is over the baseline, with which the row `ties` if they cannot be told apart. A step has `samples`
+    samples.
     """
-    found: dict[str, Any] = {"overrides": list(row.overrides), "results": row.results}
-    found |= {"status": row.status, "reason": row.reason, "rounds": len(row.seconds)} | dict.fromkeys(_MEASURED)
-    if not row.seconds:
-        return found
-    saved = base.step_seconds * (1 - row.ratio)
-    rates = [samples / seconds for seconds in row.seconds]
-    low, _, high = statistics.quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else rates * 3
-    return found | {
-        "samples_per_second": samples / row.step_seconds,
-        "spread": [low, high],
-        "speedup": 1 / row.ratio,
-        "ties": row is not base and not row.is_faster_than(base) and not base.is_faster_than(row),
-        "memory_bytes": row.memory_bytes,
-        "startup_seconds": row.startup_seconds,
-        "break_even_steps": max(0.0, (row.startup_seconds - base.startup_seconds) / saved) if saved > 0 else None,
+    known = bool(row.seconds)
+    return {
+        "overrides": list(row.overrides),
+        "results": row.results,
+        "status": row.status,
+        "reason": row.reason,
+        "rounds": len(row.seconds),
+        "samples_per_second": samples / row.step_seconds if known else None,
+        "speedup": 1 / row.ratio if known else None,
+        "ties": known and row is not base and not row.is_faster_than(base) and not base.is_faster_than(row),
+        "memory_bytes": row.memory_bytes if known else None,
+        "startup_seconds": row.startup_seconds if known else None,
     }
 
 
@@ -243,7 +234,7 @@ def write(report: dict[str, Any], output_root: str) -> Path:
     """Write `report` to a new directory in `output_root`/tuned, and return the directory.
 
     The directory has the structure of conf/, and contains the report as `tune.json` and an experiment with the typed
-    and the chosen overrides, unless a typed override deletes a key, which an option file cannot.
+    and the chosen overrides.
 
     Raises:
         ConfigError: if the directory cannot be created.
@@ -251,13 +242,19 @@ def write(report: dict[str, Any], output_root: str) -> Path:
     """
     directory = run_directory.create(Path(output_root) / "tuned", None, report["chosen"])
     write_text(directory / "tune.json", json.dumps(report, indent=2) + "\n")
-    if not deletes(report):
-        (directory / "experiment").mkdir()
-        command = experiment_command("DIRECTORY", EXPERIMENT, report["config_dir"])
-        comments = [command, f"Measured by runner tune on {cpu_model()}."]
-        text = experiment_file([*report["typed"], *report["chosen"]], comments, report["config_dir"])
-        write_text(directory / "experiment" / f"{EXPERIMENT}.yaml", text)
+    (directory / "experiment").mkdir()
+    comments = [experiment_words(report, "DIRECTORY"), f"Measured by runner tune on {cpu_model()}."]
+    text = experiment_file([*report["typed"], *report["chosen"]], comments, report["config_dir"])
+    write_text(directory / "experiment" / f"{EXPERIMENT}.yaml", text)
     return directory
+
+
+def experiment_words(report: dict[str, Any], directory: str) -> str:
+    """Return the command that trains the experiment in `directory`, and deletes keys, which an option file cannot."""
+    deleted = [
+        text for text in report["typed"] if text.startswith("~") and override_key(text) not in groups_in_defaults()
+    ]
+    return " ".join([experiment_command(directory, EXPERIMENT, report["config_dir"]), *map(shlex.quote, deleted)])
 
 
 def render(report: dict[str, Any]) -> Group:
@@ -268,28 +265,17 @@ def render(report: dict[str, Any]) -> Group:
         if row["samples_per_second"] is None:
             others[row["status"], row["reason"]].append(name)
             continue
-        arrow = "→ " * (row["overrides"] == report["chosen"])
-        rows.append([f"{arrow}{name}", *cells(row)])
-    titles = ["candidate", "results", "samples/s", "speed-up", "memory", "first step", "pays after"]
+        arrow, tie = "→ " * (row["overrides"] == report["chosen"]), ", a tie" * row["ties"]
+        rate, speedup = significant(row["samples_per_second"], 3), f"{row['speedup']:.2f} ×{tie}"
+        rows.append([f"{arrow}{name}", row["results"], rate, speedup, size(row["memory_bytes"])])
+        rows[-1].append(f"{row['startup_seconds']:.1f} s")
+    titles = ["candidate", "results", "samples/s", "speed-up", "memory", "first step"]
     parts: list[RenderableType] = [table("steps of the candidates, the fastest first", titles, rows, right_from=2)]
     if others:
         rows = [(status, reason, "\n".join(names)) for (status, reason), names in others.items()]
         parts.append(table("not measured", ["", "because", "candidates"], rows))
     whole = partial(Text, no_wrap=True, overflow="ignore")  # a command that is wrapped cannot be copied
     return Group(*parts, *map(whole, verdict(report)))
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """Return a row of the table of measured candidates, without the name of the candidate."""
-    (low, high), steps, is_other = row["spread"], row["break_even_steps"], bool(row["overrides"])
-    return [
-        row["results"],
-        f"{significant(row['samples_per_second'], 3)} ({significant(low, 3)} – {significant(high, 3)})",
-        f"{row['speedup']:.2f} ×{', a tie' if row['ties'] else ''}" if is_other else "1",
-        size(row["memory_bytes"]),
-        f"{row['startup_seconds']:.1f} s",
-        "" if not is_other else "never" if steps is None else f"{steps:,.0f} steps" if steps else "at once",
-    ]
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
@@ -304,11 +290,6 @@ def verdict(report: dict[str, Any]) -> list[str]:
     words = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *report["typed"], *report["chosen"]]
     lines.append(f"chosen: {report['speedup']:.2f} × as fast as the baseline ({report['seconds']:.0f} s)")
     lines.append(f"run:    python -m runner {shlex.join(words)}")
-    if report["directory"] is not None and not deletes(report):
-        lines.append(f"        {experiment_command(os.path.relpath(report['directory']), EXPERIMENT, config_dir)}")
+    if report["directory"] is not None:
+        lines.append(f"        {experiment_words(report, os.path.relpath(report['directory']))}")
     return lines
-
-
-def deletes(report: dict[str, Any]) -> bool:
-    """Return whether the typed overrides delete a key that is not a config group."""
-    return any(text.startswith("~") and override_key(text) not in groups_in_defaults() for text in report["typed"])

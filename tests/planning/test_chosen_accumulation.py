@@ -85,7 +85,7 @@ def test_resume_auto_is_refused_if_the_runs_cannot_be_listed(fitting: list[int],
 
 def test_a_trial_that_fails_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
-        raise TrialError("batch_size: got 63", refused=True)
+        raise TrialError("batch_size: got 63", "refused")
 
     monkeypatch.setattr(auto_accumulation, "fitting_accumulation", fail)
     with pytest.raises(ConfigError, match="batch_size: got 63"):

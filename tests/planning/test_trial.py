@@ -54,7 +54,7 @@ def test_compiled_code_is_kept_apart_from_that_of_other_runs() -> None:
 def test_a_config_that_is_refused_is_an_error() -> None:
     with pytest.raises(TrialError, match="batch_size") as caught:
         Trial(compose_config(*TINY_CPU, "batch_size=63", "parallel=ddp"), TIMEOUT_SECONDS)
-    assert caught.value.refused
+    assert caught.value.status == "refused"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_trial_that_is_killed_is_an_error(mode: str, number: signal.Signals) -
     [process, *process.children(recursive=True)][-1].send_signal(number)
     with pytest.raises(TrialError, match=number.name) as caught:
         trial.burst(TIMEOUT_SECONDS)
-    assert (caught.value.refused, caught.value.out_of_memory) == (False, number == signal.SIGKILL)
+    assert (caught.value.status, caught.value.out_of_memory) == ("crashed", number == signal.SIGKILL)
     trial.close()
 
 
@@ -106,4 +106,4 @@ def test_a_step_that_runs_out_of_memory_raises_an_out_of_memory_error() -> None:
         trial.burst(TIMEOUT_SECONDS)
     trial.close()
     assert caught.value.out_of_memory, caught.value.why
-    assert not caught.value.refused
+    assert caught.value.status == "crashed"

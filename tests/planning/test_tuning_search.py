@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runner.planning.candidates import BITWISE, LAST_BITS, SIXTEEN_BITS, STATISTICS, Candidate, OptionGroup, Overrides
-from runner.planning.trial import BURST_SECONDS, Burst, TooLateError, TrialError
+from runner.planning.trial import BURST_SECONDS, Burst, TrialError
 from runner.planning.tune import BUDGET_SPENT, Search, plain
 
 
@@ -58,7 +58,7 @@ class SimulatedTrial:
         self.startup_seconds = machine.startup.get(name, 1.0)
         if self.startup_seconds > seconds:
             machine.now += seconds
-            raise TooLateError("no step")
+            raise TrialError("no step", "dropped")
         machine.now += self.startup_seconds
         machine.running += 1
 
@@ -169,7 +169,7 @@ def test_a_candidate_that_fails_is_a_row() -> None:
 def test_a_baseline_that_fails_is_an_error() -> None:
     with pytest.raises(TrialError, match="no memory"):
         chosen(SimulatedMachine({"": -1.0}).search())
-    with pytest.raises(TooLateError):
+    with pytest.raises(TrialError, match="no step"):
         chosen(SimulatedMachine({"": 1.0}, startup={"": 100.0}).search())
 
 
@@ -180,8 +180,7 @@ def test_rows_as_plain_values() -> None:
     base, fast, skipped = (plain(row, search.base, 64) for row in search.candidates)
     assert fast["samples_per_second"] == pytest.approx(64 / 0.005)
     assert fast["speedup"] == pytest.approx(2.0)
-    assert fast["break_even_steps"] == pytest.approx(10.0 / (0.010 - 0.005))
-    assert (base["speedup"], base["break_even_steps"]) == (1.0, None)
+    assert (base["speedup"], fast["startup_seconds"]) == (1.0, 11.0)
     assert (skipped["status"], skipped["speedup"]) == ("not tried", None)
     assert base.keys() == skipped.keys()
 
