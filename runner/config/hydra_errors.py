@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection, Mapping
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.errors import ABSENT, ConfigError, did_you_mean
-from runner.config.options import groups, may_be_list, option_keys, root_keys
-from runner.config.other_names import type_instead
+from runner.config.errors import ABSENT, ConfigError, did_you_mean, near_key
+from runner.config.options import groups, option_keys, root_keys
 
 
 def explain(error: Exception) -> str:
@@ -60,28 +57,18 @@ _BY_KEY = {
 
 def _no_such_key(error: Exception) -> ConfigError | None:
     match = re.search(r"[Cc]ould not override '([^']+)'", str(error))
-    node = getattr(error.__context__, "parent_node", None)  # of OmegaConf's error: it does not have the key
-    chosen = {str(name) for name in node if name != "_target_"} if isinstance(node, Mapping) else set()
-    return match and ConfigError(match[1], ABSENT, "there is no such key;", _other_key(match[1], chosen))
+    return match and ConfigError(match[1], ABSENT, "there is no such key;", _other_key(match[1]))
 
 
-def _other_key(key: str, chosen: Collection[str]) -> str:
-    """Return a remedy for an unknown key: similar keys, other options that have the key, or all valid keys.
-
-    Args:
-        key: the unknown key, such as `optimizer.lrr`.
-        chosen: the keys of the option that is chosen in its config group; empty if they are not known.
-    """
+def _other_key(key: str) -> str:
+    """Return a remedy for an unknown key: similar keys, other options that have the key, or all keys of its group."""
     group, _, name = key.partition(".")
     keys = {option: option_keys(group, option) for option in groups().get(group, [])}
     if not keys:
-        return type_instead(key) or did_you_mean(group, root_keys())
+        return near_key(key)
     if owners := [f"{group}={option}" for option, names in keys.items() if name in names]:
         return f"it is a key of {', '.join(owners)}; another {group} is chosen"
-    known = {name for names in keys.values() for name in names}
-    if difflib.get_close_matches(name.lower(), known, n=1):
-        return did_you_mean(name, known, f"{group}.")
-    return type_instead(key) or did_you_mean(name, chosen or known, f"{group}.")
+    return did_you_mean(name, {name for names in keys.values() for name in names}, f"{group}.")
 
 
 def _several_values(error: Exception) -> ConfigError | None:
@@ -89,8 +76,8 @@ def _several_values(error: Exception) -> ConfigError | None:
     if match is None:
         return None
     key, values = match[1], match[2].replace("'", "")
-    as_list = f"; for a list: {key}=[{values}]" if may_be_list(key) else ""
-    return ConfigError(key, values, "a single run takes a single value", f"for a sweep, add -m{as_list}")
+    remedy = f"for a sweep, add -m; for a list, type {key}=[{values}]"
+    return ConfigError(key, values, "a single run takes a single value", remedy)
 
 
 def _syntax_error(error: Exception) -> ConfigError | None:

@@ -44,10 +44,10 @@ REFUSED = {
     "~optimizer": ["optimizer: got null", "nothing is chosen"],
     "~optimizer.lr": ["optimizer.lr: it has no value", "give it one; see the comments in conf/optimizer/sgd.yaml"],
     # Keys of other libraries
-    "lr=0.1": ["lr:", "type optimizer.lr=…"],
-    "trainer.max_epochs=3": ["trainer.max_epochs:", "type epochs=…"],
-    "--per-device-train-batch-size=4": ["--per-device-train-batch-size:", "type batch_size=…"],
-    "hydra/sweeper=optuna": ["hydra/sweeper: got 'optuna'", "type sweep.search=tpe"],
+    "lr=0.1": ["lr:", "did you mean optimizer.lr?"],
+    "trainer.max_epochs=3": ["trainer.max_epochs:", "did you mean epochs?"],
+    "--grad-clip=4": ["--grad-clip:", "without dashes: did you mean max_grad_norm?"],
+    "hydra/sweeper=optuna": ["hydra/sweeper: got 'optuna'", "only hydra.verbose"],
     # Values: a few of each kind; tests/config/test_schema.py has all of them
     "model.weights=/nowhere.pt": ["model.weights: got '/nowhere.pt'", "no such file"],
     # Names and paths
@@ -65,8 +65,7 @@ REFUSED = {
     "-m  --cfg  job": ["--cfg:", "not allowed with argument --multirun"],
     "--config-dir=/nowhere": ["--config-dir: got '/nowhere'", "no such directory"],
     # Sweeps, and sweeps typed without -m
-    "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "for a sweep, add -m\n"],
-    "parallel=pipeline  parallel.cuts=1,2": ["parallel.cuts: got '1,2'", "add -m; for a list: parallel.cuts=[1,2]"],
+    "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "for a sweep, add -m; for a list, type optimizer.lr=[1,2]"],
     "-m  sweep=here": ["sweep: got 'here'", "local"],
     "sweep.slots=2": ["sweep.slots:", "add -m"],
     "-m  schedule=onecycle,step  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],
