@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from PIL import Image, ImageFont
+    from PIL import Image, ImageDraw, ImageFont
 
 GOOD, BAD, PLAIN = (20, 110, 60), (185, 35, 45), (90, 90, 90)
 """The background colors (RGB) of the captions of right, wrong and unrated images."""
@@ -47,25 +47,20 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
         captions: n captions, of one or two lines, which are truncated to 160 pixels.
         good: n flags, which make the captions green (True) or red (False); None makes all captions gray.
     """
-    from PIL import Image, ImageDraw
-
     colors = [PLAIN] * len(images) if good is None else [GOOD if right else BAD for right in good]
     longer = max(images.shape[2:])
     factor = _WIDEST / longer if longer > _WIDEST else math.ceil(64 / longer)
     height, width = (max(1, round(factor * size)) for size in images.shape[2:])
-    scaling = Image.Resampling.BOX if factor < 1 else Image.Resampling.NEAREST
     lines = [[_truncated(line, _WIDEST - 8) for line in caption.split("\n")[:2]] for caption in captions]
-    longest = max((font(_FONT).getlength(line) for each in lines for line in each), default=0)
-    cell = max(width, math.ceil(longest) + 8)
+    cell = max(width, 8 + _longest(line for each in lines for line in each))
     strip = _STRIP + _LINE * (max(map(len, lines), default=1) - 1)
     cell_width, cell_height = cell + _GAP, height + strip + _GAP
     columns = max(1, math.ceil(math.sqrt(len(images))))
     rows = max(1, math.ceil(len(images) / columns))
-    canvas = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _WHITE)
-    draw = ImageDraw.Draw(canvas)
+    canvas, draw = _canvas(columns * cell_width + _GAP, rows * cell_height + _GAP)
     for i, (image, caption, color) in enumerate(zip(images, lines, colors, strict=True)):
         left, top = _GAP + i % columns * cell_width, _GAP + i // columns * cell_height
-        canvas.paste(_to_pillow(image).resize((width, height), scaling), (left + (cell - width) // 2, top))
+        canvas.paste(_to_pillow(image, (width, height)), (left + (cell - width) // 2, top))
         draw.rectangle((left, top + height, left + cell - 1, top + height + strip - 1), color)
         for number, line in enumerate(caption):
             center = (left + cell / 2, top + height + _STRIP / 2 + number * _LINE)
@@ -80,26 +75,21 @@ def class_shares(counts: torch.Tensor, class_names: Sequence[str], most: int = 4
         counts: a confusion matrix, int64 [classes, classes], whose rows are the true classes; on any device.
         class_names: the name of each class.
     """
-    from PIL import Image, ImageDraw
-
-    counts = counts.cpu()
     right, total = counts.diagonal().tolist(), counts.sum(1).tolist()
     shares = sorted((right[i] / total[i], i) for i in range(len(total)) if total[i])[:most]
     names = {i: _truncated(class_names[i], 110) for _, i in shares}
-    margin = 16 + math.ceil(max((font(_FONT).getlength(name) for name in names.values()), default=0))
+    margin = 16 + _longest(names.values())
     bar, row, top = 240, 20, 28
-    canvas = Image.new("RGB", (margin + bar + 110, top + row * len(shares) + _GAP), _WHITE)
-    draw = ImageDraw.Draw(canvas)
-    num_classes = sum(map(bool, total))
-    left_out = f" (the lowest {len(shares)} of {num_classes} classes)" if len(shares) < num_classes else ""
-    draw.text((margin, top / 2), f"accuracy of each class{left_out}", _INK, font(_FONT + 1), anchor="lm")
+    canvas, draw = _canvas(margin + bar + 110, top + row * len(shares) + _GAP)
+    title = "accuracy of each class" if len(shares) < most else f"the {most} classes with the lowest accuracy"
+    draw.text((margin, top / 2), title, _INK, font(_FONT), anchor="lm")
     for number, (share, i) in enumerate(shares):
         y = top + row * number
         draw.text((margin - 8, y + row / 2), names[i], _INK, font(_FONT), anchor="rm")
         draw.rectangle((margin, y + 3, margin + bar, y + row - 4), (232, 236, 241))
         if share:
             draw.rectangle((margin, y + 3, margin + round(share * bar), y + row - 4), _BAR)
-        text = f"{100 * share:.1f} %  of {_abbreviated(total[i])}"
+        text = f"{100 * share:.1f} %  of {total[i]}"
         draw.text((margin + bar + 8, y + row / 2), text, _INK, font(_FONT), anchor="lm")
     return to_tensor(canvas)
 
@@ -110,35 +100,27 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
     A cell with a fraction x of the samples in its row has the darkness √x, so that rare errors are visible. A matrix of
     up to 20 classes is drawn with names and counts, a larger one as a heat map. `counts` is int64 [classes, classes].
     """
-    assert len(counts) == len(class_names), f"{len(counts)} classes, {len(class_names)} names"
-    from PIL import Image, ImageDraw
-
-    counts, num_classes, small = counts.cpu(), len(counts), len(counts) <= 20
-    names = [_truncated(name, 110) for name in class_names] if small else []
-    cell = 44 if small else max(1, 800 // num_classes)
-    margin = 30 + math.ceil(max(font(_FONT).getlength(name) for name in names)) if small else 56
+    counts, num_classes = counts.cpu(), len(counts)
+    names = [_truncated(name, 110) for name in class_names] if num_classes <= 20 else []
+    cell = 44 if names else max(1, 800 // num_classes)
+    margin = 30 + _longest(names)
     end = margin + num_classes * cell
-    canvas = Image.new("RGB", (end + _GAP, end + _GAP), _WHITE)
+    canvas, draw = _canvas(end + _GAP, end + _GAP)
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)  # avoids 0/0 for a class without samples
     white, darkest = (torch.tensor(color)[:, None, None] for color in (_WHITE, _DARKEST))
     shades = (white + (darkest - white) * shares.sqrt()).round().to(torch.uint8)
-    shaded = _to_pillow(shades).resize((num_classes * cell, num_classes * cell), Image.Resampling.NEAREST)
-    canvas.paste(shaded, (margin, margin))
-    draw = ImageDraw.Draw(canvas)
-    for i, row in enumerate(counts.tolist() if small else []):
+    canvas.paste(_to_pillow(shades, (num_classes * cell, num_classes * cell)), (margin, margin))
+    for i, name in enumerate(names):
         middle = margin + (i + 0.5) * cell
-        draw.text((margin - 6, middle), names[i], _INK, font(_FONT), anchor="rm")
-        _draw_upwards(canvas, names[i], round(middle), margin - 6)
-        for j, count in enumerate(row):
+        draw.text((margin - 6, middle), name, _INK, font(_FONT), anchor="rm")
+        _draw_upwards(draw, name, middle, margin - 6)
+        for j, count in enumerate(counts[i].tolist()):
             color = _WHITE if shares[i, j] > 0.25 else _INK  # the square root is 0.5: half of the darkest blue
-            draw.text((margin + (j + 0.5) * cell, middle), _abbreviated(count), color, font(_FONT), anchor="mm")
-    if not small:
-        for index, position, across, down in ((0, margin, "l", "t"), (num_classes - 1, end, "r", "b")):
-            draw.text((position, margin - 6), str(index), _INK, font(_FONT), anchor=f"{across}s")
-            draw.text((margin - 6, position), str(index), _INK, font(_FONT), anchor=f"r{down}")
+            text = str(count) if count < 100_000 else f"{count:.0e}"
+            draw.text((margin + (j + 0.5) * cell, middle), text, color, font(_FONT), anchor="mm")
     draw.rectangle((margin - 1, margin - 1, end, end), outline=_INK)
-    draw.text(((margin + end) / 2, 4), "predicted", _INK, font(_FONT + 1), anchor="mt")
-    _draw_upwards(canvas, "true", 10, round((margin + end) / 2), _FONT + 1)
+    draw.text(((margin + end) / 2, 4), "predicted", _INK, font(_FONT), anchor="mt")
+    _draw_upwards(draw, "true", 10, (margin + end) / 2)
     return to_tensor(canvas)
 
 
@@ -149,39 +131,36 @@ def png(picture: torch.Tensor) -> bytes:
     return buffer.getvalue()
 
 
-def _draw_upwards(canvas: Image.Image, text: str, middle: int, bottom: int, size: int = _FONT) -> None:
-    """Draw `text` from bottom to top, starting at the pixel row `bottom` and centered on the pixel column `middle`."""
+def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
     from PIL import Image, ImageDraw
 
-    label = Image.new("RGB", (math.ceil(font(size).getlength(text)) + 2, size + 6), _WHITE)
-    ImageDraw.Draw(label).text((1, label.height / 2), text, _INK, font(size), anchor="lm")
-    label = label.transpose(Image.Transpose.ROTATE_90)
-    canvas.paste(label, (middle - label.width // 2, bottom - label.height))
+    canvas = Image.new("RGB", (width, height), _WHITE)
+    return canvas, ImageDraw.Draw(canvas)
+
+
+def _longest(texts: Iterable[str]) -> int:
+    return math.ceil(max(map(font(_FONT).getlength, texts), default=0))
+
+
+def _draw_upwards(draw: ImageDraw.ImageDraw, text: str, middle: float, bottom: float) -> None:
+    """Draw `text` from bottom to top, starting at the pixel row `bottom` and centered on the pixel column `middle`."""
+    from PIL import Image, ImageFont
+
+    upwards = ImageFont.TransposedFont(font(_FONT), Image.Transpose.ROTATE_90)
+    _, _, width, height = upwards.getbbox(text)
+    draw.text((round(middle - width / 2), round(bottom - height)), text, _INK, upwards)
 
 
 def _truncated(text: str, width: int) -> str:
-    text = _drawable(text)
+    """Return what fits of `text`, on one line and without accents: the font draws non-ASCII letters as boxes."""
+    text = unicodedata.normalize("NFKD", " ".join(text.translate(_SPELLED).split()))
+    text = "".join(letter for letter in text if not unicodedata.combining(letter))
     if font(_FONT).getlength(text) <= width:
         return text
     text = text[:width]  # every letter is at least one pixel wide; keeps the loop short
     while text and font(_FONT).getlength(text + "…") > width:
         text = text[:-1]
     return text + "…"
-
-
-def _drawable(text: str) -> str:
-    """Return `text` on one line and without accents, because the font draws non-ASCII letters as boxes."""
-    text = unicodedata.normalize("NFKD", " ".join(text.translate(_SPELLED).split()))
-    return "".join(letter for letter in text if not unicodedata.combining(letter))
-
-
-def _abbreviated(count: int) -> str:
-    """Return `count` in at most five characters, such as `9500k`."""
-    for letter in ("", "k", "M", "G"):
-        if count < 10_000:
-            return f"{count}{letter}"
-        count //= 1000
-    return f"{count}T"
 
 
 @functools.cache
@@ -191,17 +170,16 @@ def font(size: int) -> ImageFont.FreeTypeFont:
 
     font = ImageFont.load_default(size)
     assert isinstance(font, ImageFont.FreeTypeFont), "a font with a size is a FreeType font"
-    keep = functools.lru_cache(1000)  # the images of an evaluation have the same texts many times
-    vars(font).update(getlength=keep(font.getlength), getmask2=keep(font.getmask2))
     return font
 
 
-def _to_pillow(image: torch.Tensor) -> Image.Image:
-    """Convert a tensor, uint8 [1 or 3, height, width], to an RGB image."""
+def _to_pillow(image: torch.Tensor, size: tuple[int, int] | None = None) -> Image.Image:
+    """Convert a tensor, uint8 [1 or 3, height, width], to an RGB image, scaled to `size`, which is (width, height)."""
     from PIL import Image
 
     pixels = image.cpu().expand(3, -1, -1).permute(1, 2, 0).contiguous()
-    return Image.frombytes("RGB", (image.shape[2], image.shape[1]), pixels.numpy().tobytes())
+    picture = Image.frombytes("RGB", (image.shape[2], image.shape[1]), pixels.numpy().tobytes())
+    return picture if size is None else picture.resize(size, Image.Resampling.BOX)
 
 
 def to_tensor(canvas: Image.Image) -> torch.Tensor:

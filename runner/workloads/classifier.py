@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -48,14 +47,12 @@ class Classifier(DataWorkload[LabeledSamples]):
         check_range(self, "label_smoothing", least=0, below=1)
         check_range(self, "mixup", least=0, most=1000)
         check_range(self, "cutmix", least=0, most=1000)
-        valid = all(math.isfinite(weight) and weight >= 0 for weight in self.class_weights or [])
-        remedy = "for example workload.class_weights=[1,2.5]"
-        check(valid, "class_weights", self.class_weights, "weights must be finite and not negative", remedy)
-        counts = self.class_weights is None or any(self.class_weights)
-        check(counts, "class_weights", self.class_weights, "no class would count", remedy)
-        both = self.balance_classes and self.class_weights is not None
-        why = "workload.class_weights sets them already"
-        check(not both, "balance_classes", True, why, "leave one of the two out")
+        if self.class_weights is not None:
+            valid = any(self.class_weights) and all(0 <= weight < math.inf for weight in self.class_weights)
+            why, remedy = "weights are finite and not negative, and not all 0", "as in workload.class_weights=[1,2.5]"
+            check(valid, "class_weights", self.class_weights, why, remedy)
+            why = "workload.class_weights sets the weights already"
+            check(not self.balance_classes, "balance_classes", True, why, "leave one of the two out")
 
     def usable(self, samples: Samples) -> LabeledSamples:
         if isinstance(samples, LabeledSamples):
@@ -158,38 +155,21 @@ class Classifier(DataWorkload[LabeledSamples]):
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
         predictions, targets = sums["predictions"].cpu() - 1, sums["targets"].cpu() - 1
         confidence = sums["confidence"].cpu()
-        seen, wrong = targets >= 0, predictions != targets
-        images = {"eval/samples": self._captioned(_of_each_class(seen, targets), predictions, targets, confidence)}
-        if wrong.any():
-            chosen = _of_each_class(wrong, targets, confidence)
-            images["eval/misclassified"] = self._captioned(chosen, predictions, targets, confidence)
+        seen, wrong = (targets >= 0).nonzero().flatten(), (predictions != targets).nonzero().flatten()
+        spaced = torch.linspace(0, len(seen) - 1, min(_MAX_IMAGES, len(seen)), dtype=torch.float64).long()
+        surest = confidence[wrong].argsort(descending=True, stable=True)[:_MAX_IMAGES]
+        shown = {"eval/samples": seen[spaced], "eval/misclassified": wrong[surest]}
+        names, images = self.held_out.class_names, {}
+        for tag, rows in shown.items():
+            if not len(rows):
+                continue
+            captions, good = [], (predictions[rows] == targets[rows]).tolist()
+            for row, right in zip(rows.tolist(), good, strict=True):
+                caption = f"{names[predictions[row]]} {confidence[row] / 10:.0f}%"
+                captions.append(caption if right else f"{caption}\nis {names[targets[row]]}")
+            images[tag] = grid(self.held_out.display_images(rows.tolist()), captions, good)
         if num_classes := int(len(sums["confusion"]) ** 0.5):
             counts = sums["confusion"].cpu().view(num_classes, num_classes)
-            images["eval/confusion"] = confusion_matrix(counts, self.held_out.class_names)
-            images["eval/class_accuracy"] = class_shares(counts, self.held_out.class_names)
+            images["eval/confusion"] = confusion_matrix(counts, names)
+            images["eval/class_accuracy"] = class_shares(counts, names)
         return images
-
-    def _captioned(
-        self, rows: list[int], predictions: torch.Tensor, targets: torch.Tensor, confidence: torch.Tensor
-    ) -> torch.Tensor:
-        names = self.held_out.class_names
-        pairs = [(int(predictions[i]), int(targets[i])) for i in rows]
-        captions = [f"{names[p]} {int(confidence[i]) / 10:.0f}%" for i, (p, _) in zip(rows, pairs, strict=True)]
-        captions = [c if p == t else f"{c}\nis {names[t]}" for c, (p, t) in zip(captions, pairs, strict=True)]
-        return grid(self.held_out.display_images(rows), captions, [p == t for p, t in pairs])
-
-
-def _of_each_class(shown: torch.Tensor, targets: torch.Tensor, keys: torch.Tensor | None = None) -> list[int]:
-    """Return the indices of at most 36 samples where `shown`, int64 [m], in rounds of one sample of every class.
-
-    With `keys`, int64 [n], they are sorted by them, descending, within a class and within a round; otherwise, the
-    samples of a class keep their order, and a round is sorted by class.
-    """
-    indices = shown.nonzero().flatten()
-    if keys is not None:
-        indices = indices[keys[indices].argsort(descending=True, stable=True)]
-    rounds, turns = Counter[int](), []
-    for place, (index, label) in enumerate(zip(indices.tolist(), targets[indices].tolist(), strict=True)):
-        turns.append((rounds[label], label if keys is None else place, index))
-        rounds[label] += 1
-    return [index for _, _, index in sorted(turns)[:_MAX_IMAGES]]
