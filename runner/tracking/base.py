@@ -24,7 +24,7 @@ class Tracker:
     """
 
     def backends(self) -> list[Tracker]:
-        """Return the trackers to which everything is logged: only this one, except by `MultiTracker`."""
+        """Return the trackers to which everything is logged, which for most is this one."""
         return [self]
 
     def check(self) -> None:
@@ -82,7 +82,7 @@ class MultiTracker(Tracker):
         for name in self.names:
             if name not in self.trackers:
                 raise ConfigError("names", name, "there is no such tracker;", did_you_mean(name, self.trackers))
-        self._backends = [build(self.trackers[name], Tracker, f"trackers.{name}") for name in self.names]
+        self._trackers = [build(self.trackers[name], Tracker, f"trackers.{name}") for name in self.names]
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -90,4 +90,4 @@ class MultiTracker(Tracker):
         return {"trackers": {}}
 
     def backends(self) -> list[Tracker]:
-        return self._backends
+        return [backend for tracker in self._trackers for backend in tracker.backends()]

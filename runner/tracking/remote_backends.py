@@ -10,13 +10,21 @@ import time
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import check, check_choice
 from runner.tracking.remote import RemoteTracker
 
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
 _MAX_VALUE = 6000
 """The largest number of characters of a parameter value in MLflow; longer values are cut."""
+
+
+def _array(pixels: torch.Tensor) -> numpy.ndarray:
+    return pixels.permute(1, 2, 0).contiguous().numpy()
 
 
 @dataclass
@@ -52,7 +60,7 @@ class MLflow(RemoteTracker):
         self._run = self._client.create_run(experiment.experiment_id, run_name=directory.name).info.run_id
         return self._run
 
-    def log_scalars(self, values: dict[str, float], step: int) -> None:
+    def scalars(self, values: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(1000 * time.time())
@@ -60,21 +68,21 @@ class MLflow(RemoteTracker):
             self._run, [Metric(_mlflow_name(tag), value, now, step) for tag, value in values.items()]
         )
 
-    def log_images(self, images: dict[str, Any], step: int) -> None:
+    def images(self, images: dict[str, torch.Tensor], step: int) -> None:
         for tag, pixels in images.items():
-            self._client.log_image(self._run, pixels, f"{tag}/step_{step:08d}.png")
+            self._client.log_image(self._run, _array(pixels), f"{tag}/step_{step:08d}.png")
 
-    def log_texts(self, texts: dict[str, str]) -> None:
+    def texts(self, texts: dict[str, str], step: int) -> None:
         for tag, text in texts.items():
             self._client.log_text(self._run, text, f"{tag}.txt")
 
-    def log_config(self, config: dict[str, float | str | bool]) -> None:
+    def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
         known = self._client.get_run(self._run).data.params  # they cannot be changed, and a resumed run logs them again
         for key, value in {_mlflow_name(key): value for key, value in config.items()}.items():
             if key not in known:
                 self._client.log_param(self._run, key, str(value)[:_MAX_VALUE])
 
-    def finish(self, done: bool) -> None:
+    def close(self, done: bool) -> None:
         self._client.set_terminated(self._run, "FINISHED" if done else "KILLED")
 
 
@@ -84,7 +92,7 @@ def _mlflow_name(key: str) -> str:
 
 @dataclass
 class Trackio(RemoteTracker):
-    """A tracker that logs scalars, images and the config to Trackio, which `trackio show` displays.
+    """A tracker that logs scalars, images and the config to Trackio, which `trackio show` displays; it has no texts.
 
     https://huggingface.co/docs/trackio. The environment variable TRACKIO_DIR names the directory of Trackio's files.
     """
@@ -108,19 +116,16 @@ class Trackio(RemoteTracker):
             self._run = trackio.init(project=self.project, name=name, resume="allow", **quiet)
         return name
 
-    def log_scalars(self, values: dict[str, float], step: int) -> None:
+    def scalars(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)
 
-    def log_images(self, images: dict[str, Any], step: int) -> None:
-        self._run.log({tag: self._trackio.Image(pixels) for tag, pixels in images.items()}, step=step)
+    def images(self, images: dict[str, torch.Tensor], step: int) -> None:
+        self._run.log({tag: self._trackio.Image(_array(pixels)) for tag, pixels in images.items()}, step=step)
 
-    def log_texts(self, texts: dict[str, str]) -> None:
-        """Log nothing: Trackio saves the config only with the first data, and texts are logged before the config."""
-
-    def log_config(self, config: dict[str, float | str | bool]) -> None:
+    def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
         self._run.config.update(config)
 
-    def finish(self, done: bool) -> None:
+    def close(self, done: bool) -> None:
         with redirect_stdout(sys.stderr):
             self._run.finish()
 
@@ -161,19 +166,19 @@ class Wandb(RemoteTracker):
         self._run.define_metric("*", step_metric="step")
         return self._run.id
 
-    def log_scalars(self, values: dict[str, float], step: int) -> None:
+    def scalars(self, values: dict[str, float], step: int) -> None:
         self._run.log({"step": step, **values})
 
-    def log_images(self, images: dict[str, Any], step: int) -> None:
+    def images(self, images: dict[str, torch.Tensor], step: int) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        self._run.log({"step": step} | {tag: wandb.Image(pixels) for tag, pixels in images.items()})
+        self._run.log({"step": step} | {tag: wandb.Image(_array(pixels)) for tag, pixels in images.items()})
 
-    def log_texts(self, texts: dict[str, str]) -> None:
+    def texts(self, texts: dict[str, str], step: int) -> None:
         self._run.summary.update(texts)
 
-    def log_config(self, config: dict[str, float | str | bool]) -> None:
+    def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
         self._run.config.update(config, allow_val_change=True)
 
-    def finish(self, done: bool) -> None:
+    def close(self, done: bool) -> None:
         self._run.finish(exit_code=0 if done else 1)

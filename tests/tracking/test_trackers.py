@@ -25,10 +25,10 @@ from runner.config.composition import Composer
 from runner.config.errors import ConfigError
 from runner.run import build_run
 from runner.storage.run_directory import StorageError, check_regular
-from runner.tracking.base import MultiTracker, Tracker
+from runner.tracking.base import Tracker
 from runner.tracking.csv_file import CsvFile
 from runner.tracking.recorder import Recorder
-from runner.tracking.remote import RemoteTracker
+from runner.tracking.remote import Background, RemoteTracker
 from runner.tracking.remote_backends import Trackio, Wandb
 
 STEPS = ("steps=6", "log_every=1", "eval_every=3", "save_every=2")
@@ -68,7 +68,7 @@ def test_several_trackers_get_every_point_once_across_a_resume(tmp_path: Path) -
 
 
 def test_a_resumed_run_leaves_out_incomplete_lines_of_its_csv_file(tmp_path: Path) -> None:
-    others = [b"\xff", "²,a,1".encode(), b"9" * 5000 + b",a,1", b"2," + b"a" * 20_000 + b",1", b"4,a,1"]
+    others = [b"\xff", "²,a,1".encode(), b"9" * 5000 + b",a,1", b"4,a,1"]
     lines = [b"step,tag,value", b"1,a,0.5", *others, b'3,"b,c",0.25', b"3,to"]
     (tmp_path / "curves.csv").write_bytes(b"\r\n".join(lines))
     tracker = CsvFile()
@@ -84,7 +84,7 @@ def test_a_csv_file_that_cannot_be_continued_or_written_is_a_storage_error(
     file = tmp_path / "curves.csv"
     with file.open("wb") as large:
         large.truncate(30 << 30)  # takes no space on the disk
-    with pytest.raises(StorageError, match="more than 4,000,000,000 bytes"):
+    with pytest.raises(StorageError, match="more than 500,000,000 bytes"):
         CsvFile().open(tmp_path, 4)
     file.rename(tmp_path / "large.csv")
     file.symlink_to("large.csv")
@@ -145,8 +145,8 @@ class Opened(Tracker):
     ],
 )
 def test_if_one_of_several_trackers_fails_the_others_are_closed(broken: str, noted: list[str], tmp_path: Path) -> None:
-    several, notes = MultiTracker(["csv"], {"csv": {"_target_": "runner.tracking.csv_file.CsvFile"}}), []
-    several._backends = [Opened("a", notes), Opened("b", notes, broken), Opened("c", notes)]
+    several, notes = Tracker(), []
+    several.backends = lambda: [Opened("a", notes), Opened("b", notes, broken), Opened("c", notes)]
     with pytest.raises(OSError, match="No space left"), Recorder(several, tmp_path, 0) as recorder:
         recorder.finish()
     assert notes == noted
@@ -174,24 +174,22 @@ class Noted(RemoteTracker):
         self._note("start", identifier)
         return identifier or "id7"
 
-    def log_scalars(self, values: dict[str, float], step: int) -> None:
+    def scalars(self, values: dict[str, float], step: int) -> None:
         self._note("scalars", values, step)
 
-    def log_images(self, images: dict[str, Any], step: int) -> None:
+    def images(self, images: dict[str, Any], step: int) -> None:
         self._note("images", list(images), step)
 
-    def log_texts(self, texts: dict[str, str]) -> None:
-        self._note("texts", texts)
-
-    def log_config(self, config: dict[str, float | str | bool]) -> None:
+    def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
         self._note("config", config)
 
-    def finish(self, done: bool) -> None:
+    def close(self, done: bool) -> None:
         self._note("finish", done)
 
 
-def use(tracker: Tracker, directory: Path) -> None:
+def use(noted: Noted, directory: Path) -> None:
     """Run a session of a few calls."""
+    [tracker] = noted.backends()
     tracker.open(directory, 1)
     tracker.hyperparameters({"seed": 0}, {})
     for step in (1, 2):
@@ -243,7 +241,7 @@ def test_a_backend_that_hangs_does_not_slow_the_training(
 ) -> None:
     tracker = Noted()
     tracker.may_go_on.clear()
-    monkeypatch.setattr(Noted, "patience", 0.01)
+    monkeypatch.setattr(Background, "patience", 0.01)
     use(tracker, tmp_path)
     assert (tracker.calls, len(caplog.records)) == ([], 1)
     tracker.may_go_on.set()
