@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import csv
-import errno
+import io
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.storage.files import UnsafeFileError, open_regular
+from runner.storage.files import read_regular
 from runner.storage.run_directory import storage_errors
 from runner.tracking.base import Tracker
 
-_MAX_BYTES = 4_000_000_000
-"""The maximum size of a file that a resumed run continues, in bytes: about a hundred curves of a million points."""
-_MAX_LINE_BYTES = 10_000
+_MAX_BYTES = 500_000_000
+"""The maximum size of a file that a resumed run continues, in bytes: about a hundred curves of 100,000 points."""
 
 
 @dataclass
@@ -29,9 +27,13 @@ class CsvFile(Tracker):
     def open(self, directory: Path, first_step: int) -> None:
         self._path, part = directory / "curves.csv", directory / "curves.csv.part"
         with storage_errors(self._path):
+            saved = read_regular(self._path, _MAX_BYTES) if os.path.lexists(self._path) else b""
             with part.open("wb") as out:
                 out.write(b"step,tag,value\r\n")
-                out.writelines(line for step, line in _lines_by_step(self._path) if step < first_step)
+                for line in io.BytesIO(saved):
+                    step = line.partition(b",")[0]
+                    if line.endswith(b"\n") and step.isdigit() and len(step) < 20 and int(step) < first_step:
+                        out.write(line)
             os.replace(part, self._path)
             self._out = self._path.open("a", newline="", encoding="utf-8")
 
@@ -47,16 +49,3 @@ class CsvFile(Tracker):
     def close(self, done: bool) -> None:
         with suppress(OSError):  # `scalars` has reported it
             self._out.close()
-
-
-def _lines_by_step(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the step and the content of each whole line `step,…` of `path`, which may be absent, or somebody else's."""
-    if not os.path.lexists(path):
-        return
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > _MAX_BYTES:
-            raise UnsafeFileError(errno.EFBIG, f"it has more than {_MAX_BYTES:,} bytes", str(path))
-        while line := file.readline(_MAX_LINE_BYTES):
-            step = line.partition(b",")[0]
-            if line.endswith(b"\n") and step.isdigit() and len(step) < 20:
-                yield int(step), line

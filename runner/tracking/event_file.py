@@ -117,11 +117,7 @@ def scalars(directory: Path, tags: Container[str] | None = None) -> dict[str, di
     `tags` are those to read; None for all. Of steps that a resumed session has repeated, its values are returned. Each
     file is read up to its first damaged event. If there is more than can be read, a warning is logged.
     """
-    curves = {
-        tag: {step: value for step, value in values.items() if math.isfinite(value)}
-        for tag, values in EventReader(directory, tags).read().items()
-    }
-    return {tag: values for tag, values in curves.items() if values}
+    return EventReader(directory, tags).read()
 
 
 class EventReader:
@@ -142,7 +138,7 @@ class EventReader:
                     name = printable(str(self._directory))
                     log.warning("%s has more events than are read: its curves end at step %s", name, f"{last:,}")
                     return self._curves
-        return self._curves
+        return {tag: values for tag, values in self._curves.items() if values}
 
     def _add(self, event: Any) -> None:
         self._left -= 1 + len(event.summary.value)
@@ -152,7 +148,8 @@ class EventReader:
                 while values and next(reversed(values)) >= event.step:  # the steps of a session are in order
                     values.popitem()
         for each in event.summary.value:
-            if each.HasField("simple_value") and (self._tags is None or each.tag in self._tags):
+            wanted = self._tags is None or each.tag in self._tags
+            if wanted and each.HasField("simple_value") and math.isfinite(each.simple_value):
                 self._curves.setdefault(each.tag, {})[event.step] = each.simple_value
 
     def _new_events(self, path: Path) -> Iterator[Any]:

@@ -398,21 +398,15 @@ def test_a_config_that_cannot_run_is_refused(typed: str) -> None:
     assert remedy in refusal.value.remedy
 
 
-@pytest.mark.parametrize("method", ["__init__", "load_state_dict"])
-def test_a_replay_that_does_not_fit_into_the_device_is_refused(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Running out of memory while the buffer is created or restored says nothing against the checkpoint."""
-
+def test_a_replay_that_does_not_fit_into_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    words = (*SMALL, "workload.replay_size=300", "workload.eval_episodes=1", "save_every=2")
-    train_in(tmp_path, build_composed_run(*words, "steps=2"))
-    monkeypatch.setattr(Replay, method, fail)
+    workload = prepared()
+    monkeypatch.setattr(Replay, "__init__", fail)
     with pytest.raises(ConfigError) as refusal:
-        train_in(tmp_path, build_composed_run(*words, "steps=4"))
-    assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 300)
+        workload.batches(workload.build_model(), Plan(64), 0, CPU)
+    assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 50_000)
 
 
 def test_replays_larger_than_the_memory_of_their_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
