@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.errors import ConfigError, check
+from runner.config.errors import check
 from runner.storage.files import check_readable
 from runner.system.secrets import printable
 
@@ -70,13 +70,3 @@ def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
     check(path.parent.is_dir(), flag, value, "there is no such directory", f"mkdir -p {shlex.quote(str(path.parent))}")
     why = f"it is written as {suffix[1:].upper()}"
     check(not suffix or path.suffix.lower() == suffix, flag, value, why, f"name a {suffix} file")
-
-
-def write_or_refuse(flag: str, value: str | None, write: Callable[[Path], object]) -> None:
-    """Call `write` with the path `value` that a flag names; an error is a `ConfigError`. None: do nothing."""
-    if value is not None:
-        try:
-            write(Path(os.path.expanduser(value)))
-        except OSError as error:
-            why = f"it cannot be written: {error.strerror}"
-            raise ConfigError(flag, value, why, "make room, or write it elsewhere") from None

@@ -1,9 +1,8 @@
 """`python -m runner play RUN [OVERRIDE …]` shows a trained agent in a window; `--film FILE.gif` films it instead.
 
 The agent always takes the action with the highest value, as in an evaluation. The return and the length of each episode
-are printed. Overrides change the config of the run: `env.max_episode_steps=1000` permits longer episodes. If Ctrl-C
-ends the film, or the film would become too long, the episodes that have ended are still written to the file. Drawing
-needs pygame: pip install 'gymnasium[classic-control]'.
+are printed. Overrides change the config of the run: `env.max_episode_steps=1000` permits longer episodes. Drawing needs
+pygame: pip install 'gymnasium[classic-control]'.
 
 Exit codes: 0: played. 1: crashed. 2: there is no such run or checkpoint, the agent cannot be shown, or the film would
 become too long. 130: ended with Ctrl-C.
@@ -13,9 +12,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.analysis.output import check_writable, write_or_refuse
+from runner.analysis.output import check_writable
 from runner.commands.arguments import Parser, command
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.seeds import derive
@@ -80,19 +80,17 @@ def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: 
             check(len(frames) < _MAX_FRAMES, "--episodes", num_episodes, why, "play fewer, or shorter ones")
             frames.append(frame(vector))
 
-    whole: list[torch.Tensor] = []
-    try:
-        for episode in range(num_episodes):
-            state_seed = derive(seed, "play", episode)
-            with torch.inference_mode():
-                total, length = play_one(
-                    env, lambda batch: model(batch.to(dtype)), device, state_seed, render_mode, keep
-                )
-            print(f"episode {episode}: return {total:g}, {length} steps")
-            whole = frames.copy()
-    finally:  # the episodes that have ended are kept
-        if whole:
-            write_or_refuse("--film", film, lambda path: path.write_bytes(gif(whole, every / env.frames_per_second)))
+    for episode in range(num_episodes):
+        state_seed = derive(seed, "play", episode)
+        with torch.inference_mode():
+            total, length = play_one(env, lambda batch: model(batch.to(dtype)), device, state_seed, render_mode, keep)
+        print(f"episode {episode}: return {total:g}, {length} steps")
+    if film is not None:
+        try:
+            Path(film).expanduser().write_bytes(gif(frames, every / env.frames_per_second))
+        except OSError as error:
+            why = f"it cannot be written: {error.strerror}"
+            raise ConfigError("--film", film, why, "make room, or write it elsewhere") from None
 
 
 def _has_display() -> bool:

@@ -6,17 +6,14 @@ that cannot be read, the reason is printed. Neither the data of the run nor its 
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import os
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from runner.analysis.output import check_writable, csv_row, one_line, write_or_refuse
+from runner.analysis.output import one_line
+from runner.analysis.tables import csv_text
 from runner.commands.arguments import Parser, command
-from runner.config.errors import ConfigError
-from runner.storage.files import write_text
 from runner.system.console import DONE
 from runner.system.secrets import printable
 
@@ -30,30 +27,22 @@ def main(arguments: Sequence[str] | None) -> int:
     parser = Parser("predict", __doc__)
     parser.add_run()
     parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, or directories of images")
-    parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
-    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--csv", action="store_true", help="print CSV, not a table")
+    forms.add_argument("--json", action="store_true", help="print JSON, not a table")
     options = parser.parsed(arguments)
-    check_writable("--csv", options.csv)
     from runner.api.saved import load
 
     predictions = load(options.run).predict(options.files, options.checkpoint)
-    rows = [
-        {"file": printable(each.file), "class": each.label, "probability": each.probability, "error": each.error}
-        for each in predictions
-    ]
-    inputs = {os.path.realpath(each.file) for each in predictions}
-    if options.csv and os.path.realpath(os.path.expanduser(options.csv)) in inputs:
-        raise ConfigError("--csv", options.csv, "it is one of the files to predict", "name another file")
-    write_or_refuse("--csv", options.csv, lambda path: write_text(path, _as_csv(rows)))
-    print(json.dumps(rows, indent=2) if options.json else _as_table(predictions))
+    rows = [[printable(each.file), each.label, each.probability, each.error] for each in predictions]
+    names = ["file", "class", "probability", "error"]
+    if options.csv:
+        sys.stdout.write(csv_text([names, *rows]))
+    elif options.json:
+        print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
+    else:
+        print(_as_table(predictions))
     return DONE
-
-
-def _as_csv(rows: list[dict[str, Any]]) -> str:
-    table = csv.writer(text := io.StringIO(), lineterminator="\n")
-    table.writerow(rows[0])
-    table.writerows(csv_row(row.values()) for row in rows)
-    return text.getvalue()
 
 
 def _as_table(predictions: list[Prediction]) -> str:

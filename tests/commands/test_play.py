@@ -103,39 +103,31 @@ def test_the_film_and_the_returns_are_those_of_the_greedy_policy(
     assert len(set(every_other)) > 1
 
 
-def test_mistakes_are_refused_with_the_key(agent: runner.Result, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_refused_with_the_key(
+    agent: runner.Result, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(play, "_MAX_FRAMES", 2)
+    Path("link.gif").symlink_to("elsewhere.gif")
+    classifier = runner.train([*TINY_CPU, "steps=1"])
     capsys.readouterr()
     for words, key in {
         ("--film", "agent.png"): "--film",
         ("--film", "missing/agent.gif"): "--film",
+        ("--film", "link.gif"): "--film",
+        ("--film", "agent.gif", "--episodes", "4"): "--episodes",  # too many frames
         ("--episodes", "0"): "--episodes",
         ("--checkpoint", "7"): "checkpoint",
         ("env.idd=CartPole-v1",): "env.idd",
         (): "env",  # this environment cannot render to a window
+        ("classifier",): "directory",
     }.items():
-        assert play.main([str(agent.directory), *words]) == 2
+        run, flags = (classifier, ()) if words == ("classifier",) else (agent, words)
+        assert play.main([str(run.directory), *flags]) == 2
         captured = capsys.readouterr()
-        assert captured.out == ""
+        assert captured.out == "" or key == "--episodes"
         assert f"\n{key}:" in f"\n{captured.err}"
-    assert not list(Path().glob("*.gif"))
-
-
-def test_a_film_beyond_the_frame_limit_keeps_the_episodes_that_fit(
-    agent: runner.Result, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    *_, places = by_hand(agent, derive(0, "play", 0))
-    first = [40 * place for place in places[::2]]
-    for most in (len(first) - 1, len(first)):
-        monkeypatch.setattr(play, "_MAX_FRAMES", most)
-        assert play.main([str(agent.directory), "--film", "agent.gif", "--episodes", "4"]) == 2
-        assert f"at most {most} frames" in capsys.readouterr().err
-        assert Path("agent.gif").exists() == (most == len(first)), "the episodes that fit are kept"
-    assert shades_in("agent.gif") == first
-
-
-def test_a_run_of_a_classifier_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert play.main([str(runner.train([*TINY_CPU, "steps=1"]).directory)]) == 2
-    assert "workload=dqn" in capsys.readouterr().err
+    assert not Path("agent.gif").exists()
+    assert not Path("elsewhere.gif").exists()
 
 
 def test_a_window_shows_the_episode_and_without_a_display_a_film_is_suggested(

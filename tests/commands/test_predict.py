@@ -1,4 +1,4 @@
-"""Tests of `runner predict`: the printed table, the CSV, JSON and PNG files, and the refusal of mistakes."""
+"""Tests of `runner predict`: the table, CSV and JSON, and the refusal of mistakes."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ def run(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> runn
     return runner.load(directory)
 
 
-def test_the_files_and_the_table_have_every_prediction(run: runner.SavedRun, capsys: Told) -> None:
-    assert predict.main([str(run.directory), "photos/val", "--csv", "p.csv"]) == 0
-    broken, *lines = capsys.readouterr().out.splitlines()
-    assert predict.main([str(run.directory), "photos/val", "--json"]) == 0
+def test_the_table_csv_and_json_have_every_prediction(run: runner.SavedRun, capsys: Told) -> None:
+    shown = []
+    for form in ([], ["--csv"], ["--json"]):
+        assert predict.main([str(run.directory), "photos/val", *form]) == 0
+        shown.append(capsys.readouterr().out)
+    (broken, *lines), table, rows = shown[0].splitlines(), csv.DictReader(shown[1].splitlines()), json.loads(shown[2])
     wanted = run.predict("photos/val")
-    rows = json.loads(capsys.readouterr().out)
     assert [tuple(row.values()) for row in rows] == [(e.file, e.label, e.probability, e.error) for e in wanted]
-    with Path("p.csv").open(newline="") as file:
-        table = list(csv.DictReader(file))
     assert [{**row, "probability": float(row["probability"])} for row in table] == rows
     assert broken.split(None, 1)[1].startswith("photos/val/broken.png: ValueError: it is not an image")
     assert [line.split() for line in lines] == [[e.label, f"{e.probability:.1%}", e.file] for e in wanted[1:]]
@@ -57,27 +56,22 @@ def test_class_names_are_escaped_in_the_terminal_and_in_csv(run: runner.SavedRun
     signature = json.loads((path / "model.json").read_text())
     (path / "model.json").write_text(json.dumps(signature | {"classes": ["=1\x1b[31ma\nb\ud800", "=2" + "x" * 90_000]}))
     rewrite_manifest(path)
-    assert predict.main([str(run.directory), "photos/val", "--csv", "p.csv"]) == 0
+    assert predict.main([str(run.directory), "photos/val"]) == 0
     shown = capsys.readouterr().out
-    with Path("p.csv").open(newline="") as file:
-        assert {row["class"][:2] for row in csv.DictReader(file) if row["class"]} == {"'="}, "no formula either"
     assert shown.isascii()
     assert "\x1b" not in shown
     assert all(len(line) < 400 for line in shown.splitlines())
+    assert predict.main([str(run.directory), "photos/val", "--csv"]) == 0
+    classes = {row["class"] for row in csv.DictReader(capsys.readouterr().out.splitlines()) if row["class"]}
+    assert {name[:2] for name in classes} == {"'="}, "no formula either"
 
 
 def test_mistakes_are_refused_with_the_key(run: runner.SavedRun, capsys: Told) -> None:
     Path("empty").mkdir()
-    Path("link.csv").symlink_to("notes.csv")
     for words, key in {
         ("empty",): "FILES",
         ("nowhere.png",): "FILES",
         ("photos/val", "--checkpoint", "3"): "checkpoint",
-        ("photos/val", "--csv", "empty"): "--csv",
-        ("photos/val", "--csv", "nowhere/p.csv"): "--csv",
-        ("photos/val", "--csv", "/dev/stdout"): "--csv",
-        ("photos/val", "--csv", "link.csv"): "--csv",
-        ("photos/val", "--csv", "photos/val/broken.png"): "--csv",
     }.items():
         assert predict.main([str(run.directory), *words]) == 2
         captured = capsys.readouterr()
