@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import shlex
@@ -36,12 +38,15 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.split())[:200])
 
 
-def csv_row(cells: Iterable[Any]) -> list[Any]:
-    """Return the cells of a line of a CSV file, with `'` before a text that a spreadsheet would take for a formula.
+def csv_text(lines: Iterable[Iterable[Any]]) -> str:
+    """Return a CSV table with these lines, with `'` before a text that a spreadsheet would take for a formula.
 
     https://owasp.org/www-community/attacks/CSV_Injection
     """
-    return [f"'{cell}" if isinstance(cell, str) and _is_formula(cell) else cell for cell in cells]
+    table = csv.writer(file := io.StringIO(), lineterminator="\n")
+    for line in lines:
+        table.writerow(f"'{cell}" if isinstance(cell, str) and _is_formula(cell) else cell for cell in line)
+    return printable(file.getvalue())
 
 
 def _is_formula(text: str) -> bool:

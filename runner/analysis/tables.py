@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from typing import Any, NamedTuple
 
@@ -11,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from runner.analysis.comparison import BEST, LAST, RATE, SECONDS, STEPS, Comparison, Failure, Row
-from runner.analysis.output import csv_row
+from runner.analysis.output import csv_text
 from runner.config.overrides import as_typed
 from runner.system.secrets import printable
 from runner.system.tables import table
@@ -114,9 +112,7 @@ def as_csv(comparison: Comparison) -> str:
     for f in comparison.failures:
         step = "" if f.step is None else f.step
         lines.append([*_values(comparison, f), "", *[""] * len(measures), f.run, f.state, step, f.reason])
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(map(csv_row, lines))
-    return printable(file.getvalue())
+    return csv_text(lines)
 
 
 def as_json(comparison: Comparison) -> str:

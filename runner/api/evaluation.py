@@ -31,18 +31,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: str | None = None) -> Evaluation:
-    """Evaluate `checkpoint`. Nothing is written to its run.
-
-    The normalization is that of the checkpoint, and columns are matched by name. If the parallel mode, the device, the
-    precision and the data are those of the run, the metrics equal, to the last bit, those that the run computed at the
-    step of the checkpoint.
-
-    Args:
-        checkpoint: the path of a checkpoint in a run directory.
-        overrides: changes of the run's config, such as `["parallel=single", "data.root=…"]`.
-        split: the samples to evaluate on: `train`, `val` (the held-out samples), `test` or `all`. None chooses those
-            that the run held out; if `overrides` name other data, all of it, or `val` if it has a directory for each
-            split.
+    """Evaluate the checkpoint at this path as `SavedRun.evaluate` says. Nothing is written to its run.
 
     Raises:
         ConfigError: if the checkpoint is damaged, the config cannot run, or the data does not suit the model.

@@ -59,13 +59,7 @@ def train(config: Config | Sequence[str] = ()) -> Result:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """A context in which a run may change global settings. They are restored at the end of the context.
-
-    These are the environment variables, logging, random states, the current device, torch's threads and defaults,
-    the fork server, the deferred import of the compiler and what garbage collection excludes.
-    Inside the context, torch has its original default dtype and device, gradients are enabled, and autocast is
-    disabled, so that the caller's choices do not affect the run.
-    """
+    """A context in which the settings of the caller do not affect a run; what it changes is restored at the end."""
     with ExitStack() as restored:
         later = restored.callback
         later(_restore_environment, dict(os.environ))

@@ -26,16 +26,11 @@ class Prediction:
     label: str = ""
     """The name of the most probable class."""
     probability: float = 0.0
-    """The probability of this class, from 0 to 1."""
     error: str = ""
 
 
 def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return `paths`, with each directory replaced by the sorted paths of its images at any depth, except hidden ones.
-
-    Raises:
-        ConfigError: with the key `FILES`, if a path cannot be accessed, or there are no images in it.
-    """
+    """Return `paths`, with each directory replaced by the sorted paths of its images at any depth but hidden ones."""
     found: list[str] = []
     for path in map(Path, paths):
         text, suffixes = printable(str(path)), " ".join(EXTENSIONS)
@@ -54,14 +49,7 @@ def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 def predict(
     model: torch.nn.Module, inputs: ImageInput, classes: Sequence[str], files: Sequence[str]
 ) -> Iterator[Prediction]:
-    """Yield the prediction for each file, in the order of the files.
-
-    Args:
-        model: a classifier in evaluation mode, on the CPU, that returns logits [n, num_classes].
-        inputs: the transform from a file to an input.
-        classes: the names of the classes, in the order of the model's outputs.
-        files: paths of the files.
-    """
+    """Yield the prediction of `model`, a classifier on the CPU, for each file, in the order of the files."""
     for start in range(0, len(files), _BATCH):
         batch = files[start : start + _BATCH]
         images: dict[str, torch.Tensor] = {}

@@ -28,7 +28,6 @@ from runner.training import train, train_rank
 log = logging.getLogger(__name__)
 
 Report = Callable[[Run, Session, Path, Result], None]
-"""A function that reports the result of a run, given the run, its session, the run directory and the result."""
 
 
 def run_one(run: Run, overrides: list[str], directory: Path | None = None, report: Report = lambda *_: None) -> Result:
@@ -37,10 +36,8 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     Args:
         run: the run.
         overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
-        directory: the value of the flag `--run-directory`, which every job of a sweep has. With `resume=auto`, a run
-            that is already in this directory is resumed if it has the same config. If None, the run uses a new
-            directory in `output_root`, or the directory that `resume` determines.
-        report: function that rank 0 calls with (run, session, directory, result) after `write_result`.
+        directory: where to train; None: in a new directory in `output_root`, or in the one that `resume` determines.
+        report: what rank 0 calls at the end.
 
     Raises:
         ConfigError: if the config cannot run; no files are left behind.
@@ -81,11 +78,7 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
 
 
 def trained(run: Run, session: Session, launcher: Launcher, directory: Path, begin: Callable[[], None]) -> Result:
-    """Train a run, and return its result, even if training crashed; `begin` is that of `runner.training.train`.
-
-    Raises:
-        ConfigError: if torch or a rank rejects the config.
-    """
+    """Train a run, and return its result, even if training crashed; `begin` is that of `runner.training.train`."""
     known = config_hash(run.config)
     try:
         rank_main = partial(train_rank, run.config, directory, begin=begin)

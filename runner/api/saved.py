@@ -122,12 +122,13 @@ class SavedRun:
         """Evaluate a checkpoint, and return a dict from TensorBoard tags to the values of the metrics.
 
         On the device of the run and without overrides, the metrics equal, to the last bit, those that the run computed
-        at the step of the checkpoint.
+        at the step of the checkpoint. Normalization and columns are those of the checkpoint.
 
         Args:
             choice: the checkpoint.
             overrides: changes of the run's config.
-            split: `train`, `val`, `test` or `all`; None for the held-out samples, or all of other data in `overrides`.
+            split: `train`, `val`, `test` or `all`; None for the held-out samples. If `overrides` name other data, None
+                is all of it, or `val` if it has a directory for each split.
         """
         with settings_kept():
             return evaluate_checkpoint(self.checkpoint(choice), overrides, split).metrics

@@ -26,14 +26,10 @@ _GROUPS = CONFIG_GROUPS | WORKLOAD_INPUTS | {"workload": Workload}
 
 
 def saved_root(source: Path, overrides: Sequence[str]) -> str:
-    """Register the saved config of `source` with Hydra as a root config, and return the name of this root config.
-
-    Args:
-        source: a run directory, or a checkpoint in one.
-        overrides: the overrides on the command line. A saved value that they override need not be valid.
+    """Register the saved config of a run or checkpoint with Hydra as a root config, and return its name.
 
     Raises:
-        ConfigError: if the config cannot be read, or has an invalid value that is not overridden.
+        ConfigError: if the config cannot be read, or has an invalid value that `overrides` do not replace.
     """
     try:
         saved = saved_config(source)
@@ -49,12 +45,7 @@ def saved_root(source: Path, overrides: Sequence[str]) -> str:
 
 
 def _plain(value: Any, key: str, overridden: set[str]) -> Any:
-    """Return the saved `value` of the dotted `key`, with None for each value in it that the command line overrides.
-
-    Raises:
-        ConfigError: if a string that is not overridden is a reference (`${…}`), a missing value (`???`) or a hidden
-            credential (`***`). The user has to type such a value again.
-    """
+    """Return the saved `value` of the dotted `key`, with None for each value in it that the command line overrides."""
     if key in overridden:
         return None
     if isinstance(value, dict):
@@ -73,8 +64,7 @@ def _plain(value: Any, key: str, overridden: set[str]) -> Any:
 def _check(config: dict[str, Any], overridden: set[str]) -> None:
     """Check that every key is an option of the run or of a component, and that each value has the right type.
 
-    The values of the keys in `overridden` are not checked. Components may reject saved values that they do not trust,
-    or replace them in `config`: see `untrusted_values` of `Env`, `Downloadable` and `RemoteTracker`.
+    Components may reject saved values that they do not trust, or replace them: see `untrusted_values` of `Env`.
     """
     options = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
     known = [*options, *_GROUPS]

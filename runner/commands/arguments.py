@@ -17,14 +17,9 @@ from runner.system.secrets import printable, redacted
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of a subcommand, which raises a `ConfigError` where argparse would exit.
+    """A parser of a subcommand, or of the command if its name is empty; it raises a `ConfigError` instead of exiting.
 
-    Args:
-        subcommand: the name of the subcommand; empty for the command that trains.
-        description: the text of `--help` above the list of flags.
-        overrides: whether the subcommand takes overrides of a config.
-        config_dir: whether it takes `--config-dir` with them.
-        options: further arguments of `argparse.ArgumentParser`.
+    With `overrides`, it takes overrides of a config and, unless `config_dir` is false, the flag `--config-dir`.
     """
 
     def __init__(
@@ -33,14 +28,14 @@ class Parser(argparse.ArgumentParser):
         description: str | None,
         *,
         overrides: bool = False,
-        config_dir: bool | None = None,
+        config_dir: bool = True,
         **options: Any,
     ):
         form = argparse.RawDescriptionHelpFormatter
         name = f"python -m runner {subcommand}".rstrip()
         super().__init__(name, description=description, formatter_class=form, allow_abbrev=False, **options)
         self._takes_overrides = overrides
-        if overrides if config_dir is None else config_dir:
+        if overrides and config_dir:
             self.add_argument("--config-dir", "-cd", metavar="DIR", help="a directory of options of your own")
 
     def add_run(self, help: str = "a run directory") -> None:
@@ -99,11 +94,7 @@ def check_not_resumed(overrides: Sequence[str]) -> None:
     check(value in (None, "auto", "never"), "resume", value, why, remedy)
 
 
-Main = Callable[[Sequence[str] | None], int]
-"""The function of a subcommand: it takes the words of its command line, and returns the exit code."""
-
-
-def command(main: Main) -> Callable[..., int]:
+def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
     """Decorate the function of a subcommand so that it prints its errors, and returns their exit code."""
 
     @functools.wraps(main)

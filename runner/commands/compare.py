@@ -24,7 +24,12 @@ from runner.storage.files import check_readable
 @command
 def main(arguments: Sequence[str] | None) -> int:
     """Print a table of runs."""
-    options = _parser().parsed(arguments)
+    parser = parser_of_runs("compare", "Compare runs: the options that differ, and what came of them.")
+    formats = parser.add_mutually_exclusive_group()
+    for name, write in (("CSV", as_csv), ("Markdown", markdown), ("JSON", as_json)):
+        flag = f"--{name.lower()}"
+        formats.add_argument(flag, dest="format", action="store_const", const=write, help=f"print {name}, not a table")
+    options = parser.parsed(arguments)
     comparison = Comparison(existing(options.paths), options.metric)
     if options.format is None:
         console = Console(width=None if sys.stdout.isatty() else 160)
@@ -48,17 +53,6 @@ def parser_of_runs(name: str, description: str) -> Parser:
     """Return the parser of a subcommand that takes directories with runs, and the metric to compare them by."""
     parser = Parser(name, description)
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a directory with runs at any depth below it")
-    parser.add_argument(
-        "--metric", metavar="NAME", help="a metric by its TensorBoard tag (default: the one that selects the best)"
-    )
-    return parser
-
-
-def _parser() -> Parser:
-    parser = parser_of_runs("compare", "Compare runs: the options that differ, and what came of them.")
-    formats = parser.add_mutually_exclusive_group()
-    for name, write in (("CSV", as_csv), ("Markdown", markdown), ("JSON", as_json)):
-        formats.add_argument(
-            f"--{name.lower()}", dest="format", action="store_const", const=write, help=f"print {name}, not a table"
-        )
+    metric = "a metric by its TensorBoard tag (default: the one that selects the best)"
+    parser.add_argument("--metric", metavar="NAME", help=metric)
     return parser

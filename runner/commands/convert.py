@@ -48,12 +48,7 @@ def main(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--module-prefix", action="store_true", help=prefix_help)
     parser.add_argument("--force", action="store_true", help="replace DESTINATION if it exists")
     options = parser.parsed(arguments)
-    print(_convert(options.source, options.destination, options.checkpoint, options.module_prefix, options.force))
-    return DONE
-
-
-def _convert(source: str, destination: str, choice: str | None, with_prefix: bool, force: bool) -> str:
-    """Write the file `destination`, and return what to print about it."""
+    source, destination, choice = options.source, options.destination, options.checkpoint
     path, file = Path(os.path.expanduser(destination)), Path(os.path.expanduser(source))
     check_writable("DESTINATION", destination)
     formats = (*_WEIGHTS, *PROGRAMS)
@@ -61,9 +56,9 @@ def _convert(source: str, destination: str, choice: str | None, with_prefix: boo
     check(path.suffix in formats, "DESTINATION", destination, why, "name a file with one of them")
     in_checkpoint, elsewhere = (path.parent / MANIFEST).exists(), "write it elsewhere: a checkpoint must not change"
     check(not in_checkpoint, "DESTINATION", destination, "it is inside a checkpoint", elsewhere)
-    check(force or not path.exists(), "DESTINATION", destination, "it already exists", "--force replaces it")
+    check(options.force or not path.exists(), "DESTINATION", destination, "it already exists", "--force replaces it")
     is_program = path.suffix in PROGRAMS
-    check(not (is_program and with_prefix), "--module-prefix", True, "a program has no names", "leave it out")
+    check(not (is_program and options.module_prefix), "--module-prefix", True, "a program has no names", "leave it out")
 
     check_readable("SOURCE", file)
     why, remedy = "there is no such file or directory", "name a run directory, or a file of weights"
@@ -73,8 +68,9 @@ def _convert(source: str, destination: str, choice: str | None, with_prefix: boo
         checkpoint = run.checkpoint(choice or "best")
         step = int(checkpoint.name.removeprefix("step_"))
         if is_program:
-            export_program(run, step, path)
-            return f"{path}: the model of {checkpoint}; its outputs were compared"
+            _export_program(run, step, path)
+            print(f"{path}: the model of {checkpoint}; its outputs were compared")
+            return DONE
         tensors, signature, origin = run.weights(step), run.signature(step), f"{checkpoint}, after step {step}"
     else:
         check(choice is None, "--checkpoint", choice, f"{file} is not a run directory", "leave it out")
@@ -83,13 +79,12 @@ def _convert(source: str, destination: str, choice: str | None, with_prefix: boo
             tensors, signature, origin = read_weights(str(file)), {}, str(file)
         except ConfigError as error:
             raise ConfigError("SOURCE", error.got, error.why, error.remedy) from None
-    prefix = "module." if with_prefix else ""
+    prefix = "module." if options.module_prefix else ""
     _write({prefix + name: tensor for name, tensor in tensors.items()}, path, signature)
     values = sum(tensor.numel() for tensor in tensors.values())
-    return (
-        f"{path}: {len(tensors)} tensors, {values:,} values, from {origin}\n"
-        f"start from it: {text_override('model.weights', path)}"
-    )
+    print(f"{path}: {len(tensors)} tensors, {values:,} values, from {origin}")
+    print(f"start from it: {text_override('model.weights', path)}")
+    return DONE
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path, signature: dict[str, Any]) -> None:
@@ -112,27 +107,15 @@ def _write(tensors: dict[str, torch.Tensor], path: Path, signature: dict[str, An
 # ---------------------------------------------------------------------------------------------------------------------
 # Programs: they need neither this project nor the network's code
 
-TOLERANCE = 1e-5
-"""The largest accepted difference between an output of the program and the same output of the model.
-
-It is relative to the model's largest absolute output or, if this output is below 1, absolute.
-"""
+_TOLERANCE = 1e-5
+"""The largest accepted difference between outputs of program and model, relative to the largest output if above 1."""
 
 
-def export_program(run: SavedRun, step: int, path: Path) -> None:
-    """Export the model of the checkpoint of `step` to `path`, in the format given by the suffix.
-
-    The program takes float32 inputs of shape [n, …], normalized as in the evaluation, where n is any batch size. A file
-    at `path` is replaced only after the outputs of the program have been compared with those of the model.
-
-    Raises:
-        ConfigError: if a package is missing, the checkpoint is damaged, it does not say what the inputs are,
-            the model cannot be exported, or the outputs of the program differ by more than `TOLERANCE`.
-    """
-    missing = [name for name in ("onnx", "onnxscript") if path.suffix == ".onnx" and not is_installed(name)]
-    if missing:
-        why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        raise ConfigError("DESTINATION", str(path), why, "pip install onnx onnxscript, or name a .pt2 file")
+def _export_program(run: SavedRun, step: int, path: Path) -> None:
+    """Export the model of a checkpoint as a program for float32 inputs of shape [n, …], normalized as in evaluation."""
+    can_export = path.suffix != ".onnx" or (is_installed("onnx") and is_installed("onnxscript"))
+    why, remedy = "onnx and onnxscript are not both installed", "pip install onnx onnxscript, or name a .pt2 file"
+    check(can_export, "DESTINATION", str(path), why, remedy)
     signature = run.signature(step)
     why = "its checkpoint does not say what the inputs are"
     check("inputs" in signature, "SOURCE", str(run.directory), why, "name a run of a classifier or a regression")
@@ -146,7 +129,7 @@ def export_program(run: SavedRun, step: int, path: Path) -> None:
             outputs = PROGRAMS[path.suffix](model, inputs, json.dumps(signature), part)
         difference = float((outputs - wanted).abs().max() / wanted.abs().max().clamp(min=1))
         why = f"its outputs differ from those of the model by {difference:.2g}"
-        check(difference <= TOLERANCE, "DESTINATION", str(path), why, "write the weights: .safetensors or .pt")
+        check(difference <= _TOLERANCE, "DESTINATION", str(path), why, "write the weights: .safetensors or .pt")
         os.replace(part, path)
     except ConfigError:
         raise

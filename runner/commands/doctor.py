@@ -33,11 +33,7 @@ def main(arguments: Sequence[str] | None) -> int:
 
 
 def gather() -> dict[str, Any]:
-    """Return a report on this machine as plain values: `runner.system.provenance.environment` and more details.
-
-    `driver` is the version of the driver, or None; `backends` says which are available, for cuDNN its version;
-    `precisions` and `parallel` say what each option does here; `findings` also contains recommendations.
-    """
+    """Return a report on this machine as plain values: `runner.system.provenance.environment` and more details."""
     report = environment()
     devices, findings = report["devices"], report["findings"]
     for device in devices:

@@ -57,19 +57,9 @@ def plan(
     num_devices: int | None = None,
     memory: float | None = None,
 ) -> dict[str, Any]:
-    """Return the plan of a run as plain values.
+    """Return the plan of a config as plain values; `memory` is that of a device, in bytes.
 
-    Args:
-        overrides: the overrides of the config.
-        config_dir: a directory with options of your own; None to use only conf/.
-        num_devices: number of devices of the machine that is planned for; None to plan for the devices of this machine.
-        memory: memory of each device in bytes; None to leave open whether the run fits.
-
-    Returns:
-        The dict of `report_of`, with `memory_bytes`, `fits` and perhaps `remedies` if `memory` is given.
-
-    Raises:
-        ConfigError: if the config is refused.
+    It is the dict of `report_of`, with `memory_bytes`, `fits` and perhaps `remedies` if `memory` is given.
     """
     from runner.api.composing import compose
     from runner.planning.fake_step import trace

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.analysis.comparison import Comparison
-from runner.commands.arguments import Parser, command
+from runner.commands.arguments import command
 from runner.commands.compare import existing, parser_of_runs
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.storage.files import check_no_link
 from runner.storage.run_directory import StorageError
+from runner.system.console import DONE
 from runner.system.import_path import is_installed
 from runner.system.secrets import printable
 
@@ -26,15 +27,16 @@ _SOFTWARE = {"Software": "runner plot"}
 @command
 def main(arguments: Sequence[str] | None) -> int:
     """Draw the figures of a sweep, and print their paths. Figures of an earlier call are removed first."""
-    options = _parser().parsed(arguments)
+    parser = parser_of_runs("plot", "Figures of a sweep.")
+    parser.add_argument("--out", metavar="DIR", help="default: the directory plots in the common parent of all PATHs")
+    options = parser.parsed(arguments)
     paths = existing(options.paths)
-    why = "it is not installed, and draws the figures"
-    check(is_installed("seaborn"), "seaborn", ABSENT, why, "pip install seaborn")
-    compared = Comparison(paths, options.metric)
-    remedy = "see the log.txt of each run"
-    check(bool(compared.rows), "PATH", " ".join(map(str, paths)), "none of its runs is done", remedy)
     common = paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
     out = Path(os.path.expanduser(options.out)) if options.out else common / "plots"
+    why = "it is not installed, and draws the figures"
+    check(is_installed("seaborn"), "seaborn", ABSENT, why, "pip install seaborn")
+    compared, typed = Comparison(paths, options.metric), " ".join(map(str, paths))
+    check(bool(compared.rows), "PATH", typed, "none of its runs is done", "see the log.txt of each run")
     try:
         written = _write(compared, out)
     except (OSError, StorageError) as error:
@@ -42,15 +44,7 @@ def main(arguments: Sequence[str] | None) -> int:
         raise ConfigError("--out", str(out), f"nothing can be written there ({why})", "--out=DIR") from None
     nothing = "nothing is drawn: the runs differ in no key, and have no curves"
     print("\n".join(printable(str(path)) for path in written) or nothing)
-    return 0
-
-
-def _parser() -> Parser:
-    parser = parser_of_runs("plot", "Figures of a sweep.")
-    parser.add_argument(
-        "--out", metavar="DIR", help="output directory (default: `plots` in the common parent of all PATHs)"
-    )
-    return parser
+    return DONE
 
 
 def _write(compared: Comparison, out: Path) -> list[Path]:

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from runner.analysis.output import one_line
-from runner.analysis.tables import csv_text
+from runner.analysis.output import csv_text, one_line
 from runner.commands.arguments import Parser, command
 from runner.system.console import DONE
 from runner.system.secrets import printable

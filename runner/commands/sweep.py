@@ -7,7 +7,6 @@ jobs.
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,40 +14,32 @@ from typing import Any
 
 from runner.analysis.output import one_line
 from runner.analysis.saved_runs import MeasuredRun, is_locked
-from runner.commands.arguments import Parser
-from runner.config.errors import ConfigError, check
+from runner.commands.arguments import Parser, command
+from runner.config.errors import check
 from runner.storage.files import check_readable
 from runner.storage.ledger_file import LEDGER, num_jobs, read_ledger
 from runner.sweep.display import last_line
 from runner.sweep.ledger import console_file
+from runner.system.console import DONE
 from runner.system.secrets import printable
 
 _FAILED = ("crashed", "refused", "diverged")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, or 2 after printing an error message to standard error."""
+@command
+def main(arguments: Sequence[str] | None) -> int:
+    """Print the state of the sweep that the command line names."""
     parser = Parser("sweep", "Show what became of the jobs of a sweep.")
     parser.add_argument("path", metavar="PATH", help="the directory of the sweep: outputs/sweeps/NAME/DATE…")
-    try:
-        path = Path(os.path.expanduser(parser.parsed(arguments).path))
-        check_readable("PATH", path / LEDGER)
-        check((path / LEDGER).is_file(), "PATH", str(path), f"it has no {LEDGER}", "name the directory of a sweep")
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    path = Path(os.path.expanduser(parser.parsed(arguments).path))
+    check_readable("PATH", path / LEDGER)
+    check((path / LEDGER).is_file(), "PATH", str(path), f"it has no {LEDGER}", "name the directory of a sweep")
     print("\n".join(lines(path, read_ledger(path))))
-    return 0
+    return DONE
 
 
 def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
-    """Return a description of the sweep at `path`, as a list of lines.
-
-    Args:
-        path: the directory of the sweep.
-        ledger: the content of the sweep's ledger. Somebody else may have written it; therefore, control characters are
-            escaped in the returned lines.
-    """
+    """Return a description of the sweep at `path` with this ledger, as a list of lines without control characters."""
     jobs, is_running = ledger.get("jobs", {}), is_locked(path)
     states = {number: str(entry.get("state", "")) for number, entry in jobs.items()}
     if not is_running:  # if it was killed, its jobs went on
@@ -58,10 +49,8 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
     parts = [f"{count:,} {state}" for state, count in sorted(counts.items()) if state]
     waiting = num_jobs(ledger) - len(jobs)
     what = ", ".join([*parts, *([f"{waiting:,} not begun"] if waiting else [])]) or "no job has begun"
-    if is_running:
-        state = f"running, process {ledger.get('pid', 0)}"
-    else:
-        state = "complete" if ledger.get("complete") else "stopped; its command with resume=auto goes on"
+    stopped = "complete" if ledger.get("complete") else "stopped; its command with resume=auto goes on"
+    state = f"running, process {ledger.get('pid', 0)}" if is_running else stopped
     shown = [f"{path}: {state}", what]
     for number, entry in sorted(jobs.items(), key=lambda item: int(item[0])):
         name = one_line(entry.get("directory") or number)

@@ -21,7 +21,6 @@ from runner.config.options import groups  # noqa: E402
 from runner.config.overrides import checked_path, quoted, resumed  # noqa: E402
 from runner.system import __version__  # noqa: E402
 from runner.system.console import DONE, REFUSED, STOPPED, output_code  # noqa: E402
-from runner.system.signals import CommandSignals  # noqa: E402
 
 if TYPE_CHECKING:
     from runner.run import Run
@@ -38,17 +37,11 @@ PRELOADED = (
 """Modules that the jobs of a sweep need. Their server imports them once, also those that a run imports late."""
 
 
-def main() -> int:
-    """Run the command line, and return the exit code."""
-    with CommandSignals():
-        return run_command(sys.argv[1:])
-
-
 @command
-def run_command(arguments: Sequence[str] | None) -> int:
-    """Run the command with `arguments`, and return the exit code."""
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the command with `arguments`, by default those of `sys.argv`, and return the exit code."""
     try:
-        codes = _run(list(arguments or []))
+        codes = _run(sys.argv[1:] if arguments is None else list(arguments))
     except SystemExit as stop:  # a stop signal before training, or during a sweep
         return stop.code if stop.code in (DONE, STOPPED) else REFUSED
     printed = output_code()

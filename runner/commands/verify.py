@@ -64,12 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = None) -> Outcome:
-    """Compare a config with its reference, that is, the same config with the overrides `PLAIN`, for `steps` steps.
-
-    Raises:
-        ConfigError: if the config is refused, or a single device cannot compute the same results.
-        RankError: if a process fails.
-    """
+    """Compare a config with its reference, that is, the same config with the overrides `PLAIN`, for `steps` steps."""
     words = [*overrides, f"steps={steps}"]
     in_float64 = replaced(words, "precision=64")
     tested, reference = (

@@ -281,7 +281,7 @@ def test_invalid_sources_destinations_and_flags_are_refused_by_key(
         ((run, f"{'x' * 252}.pt"), "DESTINATION: got '", "File name too long"),
         ((run, "weights.pt"), "DESTINATION: got '", "it already exists\n  --force replaces it"),
         ((run, "out.pt2", "--module-prefix"), "--module-prefix: got True", "a program has no names"),
-        ((run, "out.onnx"), "DESTINATION: got '", "onnx and onnxscript are not installed"),
+        ((run, "out.onnx"), "DESTINATION: got '", "onnx and onnxscript are not both installed"),
     ):
         output = refusal(capsys, *words)
         assert output.startswith(start), output

@@ -23,7 +23,7 @@ from helpers.faults import RUN_ALL_FAULTS as ALL
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from runner.commands.train import run_command
+from runner.commands.train import main as run_command
 from runner.config.errors import WIDTH
 from runner.config.options import groups, groups_in_defaults, option_keys, root_keys
 from runner.result import Result

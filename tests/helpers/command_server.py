@@ -153,11 +153,12 @@ def run(cwd: str, faults: bool, variables: dict[str, str], arguments: list[str])
     for stream in (1, 2):
         os.dup2(console, stream)
     from runner.commands.train import main as command
+    from runner.system.signals import run_main
 
     if faults:
         importlib.import_module("helpers.fault_points").install()
     sys.argv[:] = [os.path.join(os.environ["PYTHONPATH"].split(os.pathsep)[0], "runner", "__main__.py"), *arguments]
-    code = command()
+    code = run_main(command)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # an interpreter with torch takes a second to exit

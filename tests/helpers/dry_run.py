@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from runner import training
 from runner.api.run_job import trained, write_result
-from runner.commands.train import run_command
+from runner.commands.train import main as run_command
 from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run

@@ -7,7 +7,7 @@ import torch
 from helpers.compose import TINY_CPU, build_composed_run
 
 from models.convnet import ConvNet
-from runner.commands.train import run_command
+from runner.commands.train import main as run_command
 from runner.model.base import without_memory
 from runner.model.table import Row, formatted, rows_of, table_of
 
