@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,15 +46,16 @@ class Parallel:
         Raises:
             ConfigError: if they do not fit the mode.
         """
-        self._check_one_process()
-        with errors_under("device"):
-            return Launcher([choice.resolve()])
+        return Launcher(self._devices(choice)[:1])
 
-    def _check_one_process(self) -> None:
+    def _devices(self, choice: Device) -> list[torch.device]:
+        """Return the devices that `choice` selects for the one process of the mode."""
         if (started := external_world_size()) != 1:
             why = f"torchrun or SLURM started {started} processes, and this mode takes one"
             remedy = "choose parallel=ddp, fsdp or pipeline, or start one process"
             raise ConfigError("parallel.processes", started, why, remedy)
+        with errors_under("device"):
+            return choice.resolve_all()
 
     def divide(self, session: Session) -> Plan:
         """Return the part of `session.plan`, which is that of a single process, that the process of `session` does.
@@ -93,14 +95,11 @@ class Parallel:
             The sums of `workload.metrics` over the micro-batch: float32 [num_metrics], on the device. A rank without
             the loss, as in a pipeline, returns zeros.
         """
-        return self._accumulate(model, batch, micro.weight)
-
-    def _accumulate(self, module: torch.nn.Module, batch: Any, weight: float) -> BatchSums:
         workload, precision = self._session.workload, self._session.precision
         with timer.section("forward"), precision.autocast():
-            loss, sums = workload.loss(module, batch)
+            loss, sums = workload.loss(model, batch)
         with timer.section("backward"):
-            precision.backward(loss * weight if weight != 1 else loss)
+            precision.backward(loss * micro.weight if micro.weight != 1 else loss)
         return sums
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
@@ -118,9 +117,6 @@ class Parallel:
         In other modes, a rank has all gradients, or torch combines the flags.
         """
 
-    def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        return model(inputs)
-
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         """Evaluate the model, which the caller has put into evaluation mode, on the held-out data.
 
@@ -128,11 +124,16 @@ class Parallel:
             The metrics by name, and the sums over all ranks from which they were computed; some modes have the sums
             only on rank 0.
         """
+        sums = self._session.collectives.all_reduce(self._sums(partial(self._infer, model)))
+        return self._session.workload.summarize(sums), sums
+
+    def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return model(inputs)
+
+    def _sums(self, infer: Callable[[torch.Tensor], torch.Tensor]) -> MetricSums:
         session = self._session
         with torch.inference_mode(), session.precision.autocast():
-            sums = session.workload.evaluate(partial(self._infer, model), session.plan.eval_shard, session.device)
-        sums = session.collectives.all_reduce(sums)
-        return session.workload.summarize(sums), sums
+            return session.workload.evaluate(infer, session.plan.eval_shard, session.device)
 
     def scalars(self) -> dict[str, float]:
         """Return what the mode has measured since the last call, by TensorBoard tag; called on every rank."""
@@ -182,9 +183,3 @@ def move(model: torch.nn.Module, device: torch.device, channels_last: bool) -> N
     model.to(device)
     if channels_last:
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-
-
-def devices_of_one_process(choice: Device) -> list[torch.device]:
-    """Return the GPUs that `choice` selects, by default all visible ones, or the one device of another kind."""
-    with errors_under("device"):
-        return choice.resolve_all()

@@ -47,9 +47,10 @@ def error_as_plain(error: Exception | None) -> tuple | str | None:
     return error.key, got if plain else repr(got), error.why, error.remedy  # it is only displayed
 
 
-def error_from_plain(sent: tuple | str) -> ConfigError | LostError:
+def error_from_plain(sent: tuple | str, rank: int) -> ConfigError | LostError:
+    """Return the error of `rank` that `error_as_plain` has made plain."""
     if isinstance(sent, str):
-        return LostError(f"rank 0 failed: {sent}")
+        return LostError(f"rank {rank} failed: {sent}")
     key, got, why, remedy = sent
     return ConfigError(key, ABSENT if got == () else got, why, remedy)
 
@@ -90,14 +91,14 @@ class Collectives:
         """Wait until every rank has reached this call."""
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0, and return its result, which `encode` must take, on every rank.
-
-        If `make` raises a `ConfigError`, it is raised on every rank; any other error is a `LostError` on other ranks.
-        """
+        """Call `make` on rank 0, and return its result, which `encode` must take, or raise its error, on every rank."""
         return make()
 
     def on_all_ranks(self, make: Callable[[], T]) -> T:
-        """Call `make` on every rank, and return its result; raise the `ConfigError` of the lowest rank on all ranks."""
+        """Call `make` on every rank, and return its result; if ranks fail, raise the error of the lowest on all ranks.
+
+        An error other than a `ConfigError` is a `LostError` on the other ranks.
+        """
         return make()
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -148,25 +149,17 @@ class ProcessGroup(Collectives):
         torch.distributed.all_reduce(torch.zeros(()))  # of a CPU tensor: over gloo, for any device
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
-        result, error = None, None
-        try:
-            result = make() if self.rank == 0 else None
-        except Exception as raised:  # the other ranks wait for the result
-            error = raised
-        result, sent = self.all_gather((result, error_as_plain(error)))[0]
-        if sent is not None:
-            raise error or error_from_plain(sent)
-        return cast(T, result)
+        return cast(T, self.all_gather(self.on_all_ranks(lambda: make() if self.rank == 0 else None))[0])
 
     def on_all_ranks(self, make: Callable[[], T]) -> T:
-        result, refusal = None, None
+        result, error = None, None
         try:
             result = make()
-        except ConfigError as error:
-            refusal = error
-        for sent in self.all_gather(error_as_plain(refusal)):
+        except Exception as raised:  # the other ranks wait
+            error = raised
+        for rank, sent in enumerate(self.all_gather(error_as_plain(error))):
             if sent is not None:
-                raise error_from_plain(sent)
+                raise error_from_plain(sent, rank) if rank != self.rank or error is None else error
         return cast(T, result)
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -198,7 +191,3 @@ class ProcessGroup(Collectives):
         if self._pending is not None:
             self._pending[1].wait()
             self._pending = None
-
-    def forget(self) -> None:
-        """Drop pending operations without waiting for them; called if they will not complete."""
-        self._pending = None

@@ -12,11 +12,10 @@ import torch
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, check_choice, check_range
 from runner.parallel.batch_norm import convert_sync_batch_norm
-from runner.parallel.full_state import TensorDict
-from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
 from runner.system import torch_private
-from runner.tracking.metrics import BatchSums, MetricSums
+from runner.tracking.metrics import BatchSums
 
 
 @dataclass
@@ -91,14 +90,6 @@ class DDP(MultiProcess):
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         # DDP averages over the processes, but the weights of their micro-batches already add up to one.
-        weight = micro.weight * self._session.world_size
+        micro = micro._replace(weight=micro.weight * self._session.world_size)
         with nullcontext() if micro.is_last else self._replica.no_sync():
-            return self._accumulate(self._replica, batch, weight)
-
-    def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
-        average_buffers(model, self._session.collectives)
-        return super().evaluate(model)
-
-    def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        average_buffers(model, self._session.collectives)
-        return super().full_state(model, optimizer)
+            return super().accumulate(self._replica, batch, micro, log_due)

@@ -11,7 +11,7 @@ import torch
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError
 from runner.device import Device
-from runner.parallel.base import Parallel, devices_of_one_process
+from runner.parallel.base import Parallel
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.session import Session
 from runner.tracking.metrics import BatchSums
@@ -30,8 +30,7 @@ class DP(Parallel):
     description: ClassVar[str] = "DataParallel"
 
     def launcher(self, choice: Device) -> Launcher:
-        self._check_one_process()
-        return Launcher(devices_of_one_process(choice))
+        return Launcher(self._devices(choice))
 
     def divide(self, session: Session) -> Plan:
         if session.compile and len(session.devices) > 1:
@@ -52,7 +51,7 @@ class DP(Parallel):
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
-        return self._accumulate(self._replicas, batch, micro.weight)
+        return super().accumulate(self._replicas, batch, micro, log_due)
 
     def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return self._replicas(inputs)

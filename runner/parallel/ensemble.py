@@ -52,13 +52,14 @@ class Ensemble(MultiProcess):
     def divide(self, session: Session) -> Plan:
         return replace(session.plan, seed=session.plan.seed + session.rank, num_members=session.world_size)
 
+    def synchronize(self, model: torch.nn.Module) -> None:
+        """Do nothing: the members are different models."""
+
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         session, workload = self._session, self._session.workload
-        shard, device = session.plan.eval_shard, session.device
-        tally = torch.zeros(2, dtype=torch.int64, device=device)
-        with torch.inference_mode(), session.precision.autocast():
-            of_rank = workload.summarize(workload.evaluate(partial(self._infer, model), shard, device))
-            sums = workload.evaluate(partial(self._vote, model, tally), shard, device)
+        tally = torch.zeros(2, dtype=torch.int64, device=session.device)
+        of_rank = workload.summarize(self._sums(partial(self._infer, model)))
+        sums = self._sums(partial(self._vote, model, tally))
         metrics = workload.summarize(sums)
         for member, of_member in enumerate(session.collectives.all_gather(of_rank)):
             metrics |= {f"member_{member}/{name}": value for name, value in of_member.items()}

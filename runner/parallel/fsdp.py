@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -12,8 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.batching import MicroBatch, Plan
 from runner.parallel.compiling import compile_in_place, modules_of_blocks
-from runner.parallel.full_state import TensorDict
-from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
 from runner.tracking.metrics import BatchSums, MetricSums
 
@@ -71,53 +71,34 @@ class FSDP(MultiProcess):
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         cast("FSDPModule", model).set_requires_gradient_sync(micro.is_last)
         # FSDP averages over the processes, but the weights of their micro-batches already add up to one.
-        return self._accumulate(model, batch, micro.weight * self._session.world_size)
+        micro = micro._replace(weight=micro.weight * self._session.world_size)
+        return super().accumulate(model, batch, micro, log_due)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
-        average_buffers(model, self._session.collectives)
         from torch.distributed.fsdp import FSDPModule
 
-        session = self._session
-        passes = _CommonPasses(model, session)
-        with torch.inference_mode(), session.precision.autocast():
-            sums = session.workload.evaluate(passes.infer, session.plan.eval_shard, session.device)
-            passes.finish()
+        found = super().evaluate(model)
         for module in model.modules():  # what a forward pass leaves gathered may be averaged weights
             if isinstance(module, FSDPModule):
                 module.reshard()
-        sums = session.collectives.all_reduce(sums)
-        return session.workload.summarize(sums), sums
+        return found
 
-    def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        average_buffers(model, self._session.collectives)
-        return super().full_state(model, optimizer)
+    def _sums(self, infer: Callable[[Any], Any]) -> MetricSums:
+        sums = super()._sums(infer)
+        with torch.inference_mode(), self._session.precision.autocast():
+            while infer(None) is not None:
+                pass
+        return sums
 
-
-class _CommonPasses:
-    """Forward passes of a sharded model, of which all processes make the same number."""
-
-    def __init__(self, model: torch.nn.Module, session: Session):
-        self._model, self._session = model, session
-
-    def infer(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs for `inputs`, when every process either calls this function or `finish`."""
-        self._specs(inputs)
-        return self._forward(inputs)
-
-    def finish(self) -> None:
-        """Make passes of zeros, without a use of their outputs, until no process needs another one."""
-        while specs := self._specs(None):
-            shape, dtype = specs[0]
-            self._forward(torch.zeros(shape, dtype=dtype, device=self._session.device))
-
-    def _specs(self, inputs: torch.Tensor | None) -> list[Any]:
-        """Return the shape and dtype of the inputs of each process that has some."""
+    def _infer(self, model: torch.nn.Module, inputs: torch.Tensor | None) -> Any:
+        """Return the outputs for `inputs`. If only others have some, make a pass of zeros; if none has, return None."""
         spec = None if inputs is None else (tuple(inputs.shape), inputs.dtype)
-        return [each for each in self._session.collectives.all_gather(spec) if each is not None]
-
-    def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        specs = [each for each in self._session.collectives.all_gather(spec) if each is not None]
+        if not specs:
+            return None
         with torch.inference_mode(False), torch.no_grad():  # FSDP keeps tensors of a pass for the next training step
-            return self._model(inputs)
+            shape, dtype = specs[0]
+            return model(torch.zeros(shape, dtype=dtype, device=self._session.device) if inputs is None else inputs)
 
 
 def _without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:

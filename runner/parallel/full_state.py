@@ -37,10 +37,8 @@ def collect(
             copies[key] = value
         return copies if keep else {}
 
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    states = {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
-    optimizer_state = {name: copied(states[name]) for name in names.values() if name in states}
-    return copied(model.state_dict()), optimizer_state if keep else {}
+    states = {name: copied(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
+    return copied(model.state_dict()), states if keep else {}
 
 
 def load(
@@ -70,11 +68,11 @@ def load_optimizer(
     fused kernels would read and write beyond the end of a tensor that is too short.
     """
     parameters = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    names = {parameter: name for name, parameter in parameters.items()}
     expected = {}  # in the order in which `optimizer.state_dict` numbers the parameters
     for group in optimizer.param_groups:
         form = _state_of_a_step(optimizer, group)
-        expected |= {names[id(parameter)]: form for parameter in group["params"]}
+        expected |= {names[parameter]: form for parameter in group["params"]}
     numbers = {name: number for number, name in enumerate(expected)}
     check_like(optimizer_state, {name: dict for name in numbers if name in optimizer_state}, "the optimizer")
     packed = optimizer.state_dict()

@@ -16,12 +16,12 @@ from runner.optimizer import trainable
 from runner.parallel import full_state
 from runner.parallel.collectives import ProcessGroup
 from runner.parallel.full_state import TensorDict
-from runner.parallel.launch.processes import Launcher
+from runner.parallel.launch.processes import Launcher, LocalProcesses
 from runner.parallel.launch.supervisor import LostError
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
 from runner.storage.content_checks import check_like
-from runner.tracking.metrics import BatchSums, MetricSums
+from runner.tracking.metrics import BatchSums
 
 _CACHE_LINE = 64  # bytes; each tensor starts on a new cache line, so that neighboring tensors never share one
 _MAX_LEAD = 4  # updates by which a worker may be ahead of another, so that all can stop after the same number
@@ -92,10 +92,10 @@ class Hogwild(MultiProcess):
         if choice.kind not in ("auto", "cpu"):
             why = "hogwild's processes share host memory"
             raise ConfigError("device.kind", choice.kind, why, "choose device=cpu, or parallel=ddp")
-        self._check_one_process()  # which starts the workers: others could share no memory
         with errors_under("device"):
-            choice.check_unnumbered()
-        return self._local_processes([])
+            choice = replace(choice, kind="cpu")  # which has no index
+        self._devices(choice)  # of this one process, which starts the workers: others could share no memory
+        return LocalProcesses([torch.device("cpu")] * self._num_processes(0), self)
 
     def divide(self, session: Session) -> Plan:
         shard = (session.rank, session.world_size)
@@ -129,7 +129,7 @@ class Hogwild(MultiProcess):
             measured = self._session.world_size > 1 and self._updates[rank] % _MEASURE_EVERY == 0
             weights = [p.detach().clone() for p in trainable(model)] if measured else []
             self._step_start = int(self._updates.sum()), weights
-        sums = self._accumulate(model, batch, micro.weight)
+        sums = super().accumulate(model, batch, micro, log_due)
         if micro.is_last:
             updates, weights = self._step_start
             staleness[0] += int(self._updates.sum()) - updates
@@ -142,9 +142,8 @@ class Hogwild(MultiProcess):
             self._updates[rank] += 1
         return sums
 
-    def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
+    def synchronize(self, model: torch.nn.Module) -> None:
         self._session.collectives.barrier()  # all updates are written
-        return super().evaluate(model)
 
     def scalars(self) -> dict[str, float]:
         staleness = torch.tensor(self._staleness, dtype=torch.float64)

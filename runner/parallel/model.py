@@ -11,12 +11,11 @@ import torch
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError
 from runner.device import Device
-from runner.parallel.base import Parallel, devices_of_one_process, move
+from runner.parallel.base import Parallel, move
 from runner.parallel.compiling import compile_in_place
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.pipelining.partition import Partition, first_inputs, profile_blocks, supervised
 from runner.parallel.session import Session
-from runner.system.section_timer import timer
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +31,7 @@ class ModelParallel(Partition, Parallel):
     description: ClassVar[str] = "model split over devices"
 
     def launcher(self, choice: Device) -> Launcher:
-        self._check_one_process()
-        devices = devices_of_one_process(choice)
+        devices = self._devices(choice)
         stages = self.asked_stages or len(devices)
         if 1 < len(devices) < stages:
             why = f"there are {len(devices)} GPUs, and each stage has its own"
@@ -72,14 +70,9 @@ class ModelParallel(Partition, Parallel):
         return x
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
-        workload, precision = supervised(self._session.workload), self._session.precision
-        devices = self._session.devices
-        targets = batch.targets.to(devices[-1], non_blocking=True)
-        with timer.section("forward"), precision.autocast():
-            loss, sums = workload.loss_of(self._forward(batch.inputs), targets)
-        with timer.section("backward"):
-            precision.backward(loss * micro.weight if micro.weight != 1 else loss)
-        return sums.to(devices[0], non_blocking=True)
+        moved = batch._replace(targets=batch.targets.to(self._session.devices[-1], non_blocking=True))
+        stages: Any = self._forward
+        return super().accumulate(stages, moved, micro, log_due).to(self._session.device, non_blocking=True)
 
     def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return self._forward(inputs).to(inputs.device)

@@ -11,13 +11,15 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import Plan
-from runner.config.errors import ConfigError, check, check_range, errors_under
+from runner.config.errors import ConfigError, check_range, errors_under
 from runner.device import Device
 from runner.parallel.base import Parallel
-from runner.parallel.collectives import Collectives, ProcessGroup
+from runner.parallel.collectives import ProcessGroup
+from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import external_rank_info
 from runner.parallel.launch.processes import ExternalProcesses, Launcher, LocalProcesses
 from runner.parallel.session import Session
+from runner.tracking.metrics import MetricSums
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +54,17 @@ class MultiProcess(Parallel, ABC):
     def launcher(self, choice: Device) -> Launcher:
         rank_info = external_rank_info()
         if rank_info is None:
-            return self._local_processes(self._gpus(choice))
-        started = rank_info.world_size
-        why = f"torchrun or SLURM started {started} processes"
-        check(self.processes in ("auto", started), "parallel.processes", self.processes, why, "leave it auto")
+            gpus = self._gpus(choice)
+            count = self._num_processes(len(gpus))
+            if gpus and count > len(gpus):
+                why = f"{len(gpus)} GPUs may be used, and each process needs its own"
+                raise ConfigError("parallel.processes", count, why, f"at most {len(gpus)}, or device=cpu")
+            return LocalProcesses(gpus[:count] or [torch.device("cpu")] * count, self)
+        if self.processes not in ("auto", rank_info.world_size):
+            why = f"torchrun or SLURM started {rank_info.world_size} processes"
+            raise ConfigError("parallel.processes", self.processes, why, "leave it auto")
         if self.max_restarts and rank_info.rank == 0:
-            log.warning(
-                "parallel.max_restarts has no effect: torchrun (--max-restarts) or SLURM restarts the processes"
-            )
+            log.warning("parallel.max_restarts has no effect: torchrun (--max-restarts) or SLURM restarts processes")
         device, refusal = torch.device("cpu"), None
         try:
             device = self._device_of_rank(choice, rank_info.local_rank)
@@ -80,32 +85,20 @@ class MultiProcess(Parallel, ABC):
             raise ConfigError("device.indices", [gpu.index for gpu in gpus], why, fewer)
         return gpus[local_rank]
 
-    def _local_processes(self, gpus: list[torch.device]) -> Launcher:
-        count = self._num_processes(len(gpus))
-        if gpus and count > len(gpus):
-            why = f"{len(gpus)} GPUs may be used, and each process needs its own"
-            raise ConfigError("parallel.processes", count, why, f"at most {len(gpus)}, or device=cpu")
-        devices = gpus[:count] if gpus else [torch.device("cpu")] * count
-        return LocalProcesses(devices, self)
-
     def _gpus(self, choice: Device) -> list[torch.device]:
         """Return the GPUs of this machine that the processes may use; an empty list if the processes run on the CPU."""
         kind = choice.resolved_kind()
         if kind == "mps" and choice.kind == "auto":
             return []
-        if kind == "mps":
-            why = "the processes would share one device"
-            raise ConfigError("device.kind", kind, why, "choose device=cpu, or parallel=single")
-        with errors_under("device"):
-            devices = choice.resolve_all()
-        if kind == "cpu":
-            return []
+        why = "the processes would share one device" if kind == "mps" else ""
         try:
             torch.distributed.get_default_backend_for_device(kind)
         except ValueError:
             why = "torch.distributed has no backend for its tensors"
-            raise ConfigError("device.kind", kind, why, "choose device=cpu, or parallel=single") from None
-        return devices
+        if why:
+            raise ConfigError("device.kind", kind, why, "choose device=cpu, or parallel=single")
+        with errors_under("device"):
+            return [device for device in choice.resolve_all() if device.type != "cpu"]
 
     def _num_processes(self, num_gpus: int) -> int:
         return self.processes if isinstance(self.processes, int) else num_gpus or 2
@@ -114,12 +107,20 @@ class MultiProcess(Parallel, ABC):
         """Allocate and return memory that all processes of this machine share; return None if the mode needs none."""
         return None
 
+    def synchronize(self, model: torch.nn.Module) -> None:
+        """Let all ranks have the same model, before it is evaluated or saved; called on every rank.
 
-def average_buffers(model: torch.nn.Module, collectives: Collectives) -> None:
-    """Replace each floating-point buffer of `model` by its mean over all ranks; called on every rank.
+        Each floating-point buffer becomes its mean over the ranks: in float64, so that equal values do not change.
+        """
+        collectives = self._session.collectives
+        buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        for name, total in collectives.all_reduce({name: each.double() for name, each in buffers.items()}).items():
+            buffers[name].copy_(total / collectives.world_size)
 
-    In float64, so that a value that is the same on all ranks does not change.
-    """
-    buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    for name, total in collectives.all_reduce({name: each.double() for name, each in buffers.items()}).items():
-        buffers[name].copy_(total / collectives.world_size)
+    def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
+        self.synchronize(model)
+        return super().evaluate(model)
+
+    def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
+        self.synchronize(model)
+        return super().full_state(model, optimizer)

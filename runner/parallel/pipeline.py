@@ -16,7 +16,7 @@ from runner.config.errors import ConfigError, check_choice, check_range
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import batch_norm, full_state
-from runner.parallel.base import devices_of_one_process, move
+from runner.parallel.base import move
 from runner.parallel.compiling import compile_in_place
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.processes import Launcher
@@ -51,10 +51,8 @@ class Pipeline(Partition, MultiProcess):
     The gradients of the micro-batches are summed, as with gradient accumulation on one device. With `processes=auto`
     and an even number of stages, at least four, `interleaved_1f1b` has two stages per process.
 
-    Schedules: `gpipe`: all forward passes, then all backward passes; `1f1b`: one of each in turn, which keeps fewer
-    activations (Narayanan et al., PipeDream, 2019); `interleaved_1f1b`: two or more stages per process, which reduces
-    idle time (Narayanan et al., 2021); `zero_bubble`: the gradients of weights are computed later, in time that would
-    otherwise be idle (Qi et al., 2023). `conf/parallel/pipeline.yaml` explains the options.
+    Schedules: `1f1b`: Narayanan et al., PipeDream (2019); `interleaved_1f1b`: Narayanan et al. (2021); `zero_bubble`:
+    Qi et al. (2023). `conf/parallel/pipeline.yaml` explains the options.
     """
 
     description: ClassVar[str] = "pipeline"
@@ -87,8 +85,7 @@ class Pipeline(Partition, MultiProcess):
     def launcher(self, choice: Device) -> Launcher:
         if self.in_processes:
             return super().launcher(choice)
-        self._check_one_process()
-        return Launcher(devices_of_one_process(choice))
+        return Launcher(self._devices(choice))
 
     def _num_processes(self, num_gpus: int) -> int:
         stages = self.asked_stages
@@ -244,12 +241,9 @@ class Pipeline(Partition, MultiProcess):
     def images(self, directory: Path) -> dict[str, torch.Tensor]:
         if self._session.rank > 0 or not self._spans:
             return {}
-        found, plan = bubble(self._spans, self._num_workers), self._session.plan
-        stages = self.num_stages(self._session)
-        title = f"{stages} stages, {plan.chunks} micro-batches of {plan.chunk_size}: "
-        idle, theory, bound = (f"{found[f'pipeline/bubble{which}']:.0%}" for which in ("", "_theory", "_bound"))
-        title += f"{idle} idle ({theory} with equal stages, at least {bound} with these)"
-        picture = gantt(self._spans, self._num_workers, title)
+        idle, plan = bubble(self._spans, self._num_workers)["pipeline/bubble"], self._session.plan
+        stages, pieces = self.num_stages(self._session), f"{plan.chunks} micro-batches of {plan.chunk_size}"
+        picture = gantt(self._spans, self._num_workers, f"{stages} stages, {pieces}: {idle:.0%} idle")
         (directory / "pipeline.png").write_bytes(png(picture))
         return {"pipeline/step": picture}
 

@@ -16,7 +16,7 @@ from runner.data.base import Batch
 from runner.optimizer import trainable
 from runner.parallel.base import Parallel
 from runner.parallel.full_state import TensorDict
-from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.classifier import Classifier
@@ -41,14 +41,6 @@ class Replicas(MultiProcess):
     def reduce(self, gradients: list[torch.Tensor]) -> None:
         for gradient in gradients:
             torch.distributed.all_reduce(gradient)
-
-    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], MetricSums]:
-        average_buffers(model, self._session.collectives)
-        return super().evaluate(model)
-
-    def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        average_buffers(model, self._session.collectives)
-        return super().full_state(model, optimizer)
 
 
 @dataclass

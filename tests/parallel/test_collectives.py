@@ -52,7 +52,7 @@ def test_a_message_restores_values_and_tensors() -> None:
 
 @pytest.mark.parametrize("got", [3, None, ABSENT, [1, "two"], torch.nn.Identity()], ids=repr)
 def test_a_message_restores_a_config_error(got: object) -> None:
-    error = error_from_plain(decode(encode(error_as_plain(ConfigError("steps", got, "why", "remedy")))))
+    error = error_from_plain(decode(encode(error_as_plain(ConfigError("steps", got, "why", "remedy")))), 0)
     assert (error.key, error.why, error.remedy) == ("steps", "why", "remedy")
     assert error.got == (repr(got) if isinstance(got, torch.nn.Module) else got)
 

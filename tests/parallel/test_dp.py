@@ -15,8 +15,8 @@ from torch import nn
 
 from runner.config.errors import ConfigError
 from runner.device import Device
-from runner.parallel.base import devices_of_one_process
 from runner.parallel.collectives import Collectives
+from runner.parallel.dp import DP
 from runner.planning.fake_step import trace
 from runner.planning.planned_session import prepared
 
@@ -72,8 +72,8 @@ def test_all_gpus_or_those_in_indices_are_used_in_the_given_order(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     simulate_accelerators(monkeypatch, 2)
     for kind in ("auto", "cuda"):
-        devices = devices_of_one_process(Device(kind=kind, indices=indices))
-        assert devices == [torch.device("cuda", index) for index in found]
+        launcher = DP().launcher(Device(kind=kind, indices=indices))
+        assert launcher.devices == [torch.device("cuda", index) for index in found]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from runner.device import Device
 from runner.parallel.ddp import DDP
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.processes import ExternalProcesses, LocalProcesses
-from runner.parallel.multiprocess import average_buffers
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(3)]
@@ -96,13 +95,14 @@ def test_buffers_are_averaged_over_the_processes(ranks: Ranks) -> None:
 
 
 def averaged(config: dict[str, Any], equal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """In a rank: return the buffers of a batch normalization after `average_buffers`; `equal` are its variances."""
-    with connected_session(config) as (_, session):
+    """In a rank: return the buffers of a batch normalization after `synchronize`; `equal` are its variances."""
+    with connected_session(config) as (run, session):
+        run.parallel.place(torch.nn.Linear(1, 1), session)
         norm: Any = torch.nn.BatchNorm1d(1000)
         norm.running_mean.fill_(session.rank)
         norm.running_var.copy_(equal)
         norm.num_batches_tracked.fill_(session.rank)
-        average_buffers(norm, session.collectives)
+        run.parallel.synchronize(norm)
         return norm.running_mean, norm.running_var, int(norm.num_batches_tracked)
 
 

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.parallel.full_state import TensorDict
-from runner.parallel.multiprocess import MultiProcess, average_buffers
+from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
-from runner.tracking.metrics import BatchSums, MetricSums
+from runner.tracking.metrics import BatchSums
 
 
 @dataclass
@@ -31,13 +30,3 @@ class AllReduce(MultiProcess):
                 if parameter.grad is not None:
                     torch.distributed.all_reduce(parameter.grad)
         return sums
-
-    # Gradients, and so parameters, are equal on every process; the running statistics of batch normalization are not.
-
-    def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
-        average_buffers(model, self._session.collectives)
-        return super().evaluate(model)
-
-    def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        average_buffers(model, self._session.collectives)
-        return super().full_state(model, optimizer)

@@ -21,7 +21,6 @@ from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
 from runner.parallel.session import Session
-from runner.system.accelerator import properties
 from runner.system.console import open_console
 from runner.system.cpu import cores_per_process
 from runner.system.forkserver import start_server
@@ -137,23 +136,17 @@ class ExternalProcesses(Launcher):
                     raise ConfigError("parallel.timeout", timeout, why, remedy) from None
                 atexit.register(process_group.destroy_process_group)
             collectives = self.mode.collectives_class(self.devices, timeout)
-            devices = collectives.all_gather(collectives.on_all_ranks(self._device))
-            if len({kind for kind, _ in devices}) > 1:
-                kinds = ", ".join(kind for kind, _ in devices)
-                raise ConfigError("device.kind", kinds, "the ranks have devices of several kinds", "device=cpu")
-            if devices[0][1] and len(set(devices)) < count:  # with which NCCL would fail
-                why = "several processes have the same GPU"
-                remedy = "start one process per GPU; srun --gpus-per-task=1 gives each its own"
-                raise ConfigError("parallel.processes", count, why, remedy)
+            kinds = collectives.all_gather(collectives.on_all_ranks(self._kind))
+            if len(set(kinds)) > 1:
+                why = "the ranks have devices of several kinds"
+                raise ConfigError("device.kind", ", ".join(kinds), why, "device=cpu")
             yield collectives
             collectives.finish()
 
-    def _device(self) -> tuple[str, str]:
-        """Return the type and, of a GPU, the UUID of the device."""
+    def _kind(self) -> str:
         if self.refusal is not None:
             raise self.refusal
-        device = self.devices[0]
-        return device.type, "" if device.type == "cpu" else str(getattr(properties(device), "uuid", ""))
+        return self.devices[0].type
 
     def launch(self, train: Train, train_rank: TrainRank, session: Session, directory: Path) -> Any:
         try:
@@ -162,8 +155,6 @@ class ExternalProcesses(Launcher):
             report = report_of(error)
             if self.rank_info.rank > 0 and report.what and not report.by_others:  # the command reports rank 0's error
                 log.critical("rank %d %s\n%s", self.rank_info.rank, report.what, report.trace)
-            assert isinstance(session.collectives, ProcessGroup)
-            session.collectives.forget()
             # Pending messages must not reach the next run of this process, which initializes a new group.
             process_group.abort_process_group()
             raise

@@ -72,8 +72,9 @@ class Partition:
         else:
             inner = positions_of(self.cuts, [profile.name for profile in profiles])
         bounds, blocks = [0, *inner, len(profiles)], [block for _, block in blocks_of(model)]
-        log.info("stages: %s", format_partition(profiles, bounds))
         stages = [blocks[start:stop] for start, stop in pairwise(bounds)]
+        ends = [(profiles[start].name, profiles[stop - 1].name) for start, stop in pairwise(bounds)]
+        log.info("stages: %s", " | ".join(first if first == last else f"{first} … {last}" for first, last in ends))
         self.stage_of_each_tensor(model, stages)  # refuses a tensor that would have to be in two stages
         return stages
 
@@ -195,15 +196,3 @@ def _median_seconds(block: torch.nn.Module, x: torch.Tensor, autocast: Callable[
         synchronize(x.device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
-
-
-def format_partition(profiles: Sequence[BlockProfile], bounds: Sequence[int]) -> str:
-    """Return the stages in one line, with shares of the time: `stem … layer2.1 (51%) | layer2.2 … head (49%)`."""
-    total = sum(profile.seconds for profile in profiles)
-    parts = []
-    for start, stop in pairwise(bounds):
-        stage = profiles[start:stop]
-        share = f" ({sum(profile.seconds for profile in stage) / total:.0%})" if total else ""
-        names = stage[0].name if len(stage) == 1 else f"{stage[0].name} … {stage[-1].name}"
-        parts.append(names + share)
-    return " | ".join(parts)

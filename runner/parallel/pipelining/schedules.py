@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -46,26 +47,25 @@ def num_micro_batches(
     if not possible:
         why = f"{why_not(samples)}, and a batch of {samples} samples cannot be split like that"
         raise ConfigError("parallel.schedule", schedule, why, "a larger batch_size, or parallel.schedule=gpipe")
+    if split_size is None and count is None:
+        # At least two, of at least two samples: one micro-batch overlaps with nothing, and one sample has no variance.
+        fitting = [number for number in possible if 1 < number <= samples // 2] or possible
+        return min(fitting, key=lambda number: (abs(number - _PER_STAGE * num_stages), -number))
     sizes = sorted(samples // number for number in possible)
     for key, got, choices in (("split_size", split_size, sizes), ("num_micro_batches", count, possible)):
         if got is None or got in choices:
             continue
-        why = why_not(samples // got if key == "split_size" else got) if samples % got == 0 else ""
-        together = f"{samples} samples that go through together (batch_size / accumulation.steps)"
-        why = why or f"it does not divide the {together}"
+        why = f"it does not divide the {samples} samples that go through together (batch_size / accumulation.steps)"
+        if samples % got == 0:
+            why = why_not(samples // got if key == "split_size" else got)
         near = [*[each for each in choices if each < got][-1:], *[each for each in choices if each > got][:1]]
         nearest = " or ".join(f"parallel.{key}={each}" for each in near)
         raise ConfigError(f"parallel.{key}", got, why, f"the nearest that can be: {nearest}")
-    if split_size is not None and count not in (None, samples // split_size):
-        why = f"split_size={split_size} makes {samples // split_size} micro-batches of {samples} samples"
+    found = samples // split_size if split_size is not None else cast(int, count)
+    if count not in (None, found):
+        why = f"split_size={split_size} makes {found} micro-batches of {samples} samples"
         raise ConfigError("parallel.num_micro_batches", count, why, "name one of the two")
-    if split_size is not None:
-        return samples // split_size
-    if count is not None:
-        return count
-    # At least two, of at least two samples: one micro-batch overlaps with nothing, and one sample has no variance.
-    fitting = [number for number in possible if 1 < number <= samples // 2] or possible
-    return min(fitting, key=lambda number: (abs(number - _PER_STAGE * num_stages), -number))
+    return found
 
 
 def divisors(number: int) -> list[int]:
