@@ -186,4 +186,6 @@ def test_imports_and_runs_in_a_notebook_leave_the_process_as_it_was(tmp_path: Pa
     assert results == [["diverged", 1], ["done", 1], ["done", 2]]
     assert exitcode == -signal.SIGTERM
     assert len(changed) == 6
+    if torch.__version__ < "2.14":  # torch 2.11 needs its compiler to train, and imports it
+        changed["first run"].remove("compiler")
     assert {step: names for step, names in changed.items() if names} == {}

@@ -57,7 +57,7 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient.contiguous(), None
+        return _contiguous(gradient), None
 
 
 class _Sent(torch.autograd.Function):
@@ -65,11 +65,16 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x.contiguous().data  # otherwise, autograd would treat it as a view, which cannot be detached in place
+        return _contiguous(x).data  # otherwise, autograd would treat it as a view, which cannot be detached in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` with the strides of a new tensor also in dimensions of size 1, which torch 2.11 compares, too."""
+    return x.contiguous().flatten().view(x.shape)
 
 
 def keep_only(model: nn.Module, names: set[str]) -> None:
