@@ -43,11 +43,7 @@ class Spread(NamedTuple):
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
 
     def __str__(self) -> str:
-        """Return `mean ± deviation`, both with the same number of decimals.
-
-        The number of decimals is the largest for which the deviation has at most two significant digits, and the mean
-        at most five. A single value has at most four significant digits.
-        """
+        """Return `mean ± deviation` with two significant digits of the deviation, but at most five of the mean."""
         if math.isnan(self.deviation):
             return f"{self.mean:.4g}"
         largest = max(self.deviation, abs(self.mean) / 1000)
@@ -59,10 +55,8 @@ class Spread(NamedTuple):
 class Row:
     """Runs that are done and differ only in their seed.
 
-    Args:
-        values: the values by dotted key, of the keys in which the compared runs differ and that these runs have.
-        runs: the runs of this row.
-        measures: the spread over the runs of each measure that any of them has, by the names in `MEASURES`.
+    `values` are those of the keys in which the compared runs differ, by dotted key; `measures`, by the names in
+    `MEASURES`, have the spread over the runs that have them.
     """
 
     values: dict[str, Any]
@@ -83,12 +77,8 @@ class Row:
 class Failure(NamedTuple):
     """A run that is not done, or a job that is not done and has no run directory.
 
-    Args:
-        values: as in `Row`.
-        run: the path of the run directory, relative to the directory that contains all runs.
-        state: a state of a run that is not `done`; a job may also be `refused`, `queued` or `pruned`.
-        step: the number of completed steps; None if it is not known.
-        reason: why it is not done; empty if the reason is not known, or follows from the state.
+    `values` are as in `Row`; `run` is the path as `Comparison.name` shows it; `state` is that of the run, or `refused`,
+    `queued` or `pruned`; `step` is the number of completed steps, if it is known; `reason` may be empty.
     """
 
     values: dict[str, Any]
@@ -102,16 +92,16 @@ class Comparison:
     """The rows of a table that compares all runs below `paths`.
 
     Args:
-        paths: run directories, directories of sweeps, or directories that contain such directories at any depth.
+        paths: directories that are, or contain at any depth, runs and sweeps.
         metric: the TensorBoard tag of the metric to compare, with or without `eval/`; None for the metric by which most
             runs choose the best checkpoint, or else any.
 
     Attributes:
         runs: all runs, whether they are done or not.
-        keys: the config keys in which any of the runs differ (see `swept_keys`), in the order of their columns.
+        keys: the config keys in which any of the runs differ (see `swept_keys`).
         metric: the tag of the metric; empty if no run that is done has any metric.
         direction: `max` if larger values of the metric are better, otherwise `min`.
-        measures: the measures that at least one row has, in the order of their columns.
+        measures: the measures that at least one row has.
         rows: the rows of the runs that are done, sorted by `quality`: the best or the fastest first.
         failures: all other runs, and the jobs that have no run directory, sorted by name.
         ledgers: the ledgers of the sweeps, by directory.
@@ -199,7 +189,7 @@ def direction(metric: str, runs: Iterable[MeasuredRun]) -> str:
     """Return `max` if larger values of the metric with this TensorBoard tag are better, otherwise `min`.
 
     A run that selects its best checkpoint by `metric` tells it: by a best value that differs from the last one, or by
-    the class of its workload. Otherwise, the name of the metric does: `min` for losses, errors, times and memory.
+    the class of its workload. Otherwise, the name of the metric does.
     """
     selected = [(run, run.best[1]) for run in runs if run.best and run.best[0] == metric]
     for run, best in selected:

@@ -96,14 +96,7 @@ def _scale_y(axes: Axes, values: Any) -> None:
 
 @dataclass(frozen=True)
 class SplitCurve:
-    """The measured rows of one pipeline over `split_size`, the number of samples in a micro-batch.
-
-    Args:
-        label: the values that distinguish this pipeline from other pipelines.
-        points: pairs (`split_size`, row), in ascending order.
-        batch_size: the number of samples that are split into micro-batches.
-        stages: the number of stages.
-    """
+    """The measured rows of one pipeline by `split_size`, ascending; `batch_size` are the samples that are split."""
 
     label: str
     points: list[tuple[int, Row]]
@@ -111,19 +104,12 @@ class SplitCurve:
     stages: int
 
     def slowdown(self, split_size: float) -> float:
-        """Return the factor by which GPipe's bubble lengthens a step: (m + p − 1) / m for m micro-batches and p stages.
-
-        See Huang et al., 2019, section 2.3.
-        """
+        """Return the factor by which GPipe's bubble lengthens a step: (m + p − 1) / m (Huang et al., 2019, 2.3)."""
         return 1 + (self.stages - 1) * split_size / self.batch_size
 
     @property
     def seconds_without_bubble(self) -> float:
-        """The estimated step time of a pipeline without a bubble, in seconds.
-
-        It is the smallest ratio of measured step time to theoretical slowdown. The theoretical curve is therefore a
-        lower bound that touches the measurements. It ignores the overhead of small micro-batches.
-        """
+        """The estimated step time without a bubble: the largest for which the curve of GPipe is a lower bound."""
         return min(_seconds(row) / self.slowdown(split_size) for split_size, row in self.points)
 
 
@@ -255,10 +241,7 @@ def _is_numeric(values: Any) -> bool:
 
 
 def _over_keys(compared: Comparison, data: Any, names: list[str], panels: list[tuple[str, str]]) -> Figure:
-    """Draw a panel for each pair of a key and a measure: lines with bands over numbers, bars over options.
-
-    If there are two keys, colors show the other one; if there are more, the runs with any values of the others count.
-    """
+    """Draw a panel for each pair of a key and a measure: lines with bands over numbers, bars over options."""
     title = f"{panels[0][1]} over {', '.join(dict.fromkeys(name for name, _ in panels))}"
     figure, axes = _canvas(compared, title, (5.0, 3.8), len(panels))
     for each, (name, column) in zip(axes, panels, strict=True):
@@ -292,11 +275,7 @@ def _over_keys(compared: Comparison, data: Any, names: list[str], panels: list[t
 
 
 def _curves(compared: Comparison) -> dict[str, Figure]:
-    """Return the figure `curves` with the learning curves of the best rows; nothing if there are none.
-
-    It shows the first of these metrics that any run logged at 3 or more steps: the one that is compared, the training
-    metric of the same name, the training loss.
-    """
+    """Return the figure `curves` of the best rows, with a metric that a run logged at 3 or more steps, if any."""
     wanted = [compared.metric, f"train/{compared.metric.rpartition('/')[2]}", "train/loss"]
     rows = compared.rows[:_MAX_LINES]
     read = [(number, scalars(run.directory, wanted)) for number, row in enumerate(rows) for run in row.runs]

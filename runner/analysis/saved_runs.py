@@ -23,7 +23,6 @@ STATES = ("done", "crashed", "diverged", "stopped", "running", "killed", "damage
 """All states of a run. The first four are recorded in `result.json`. A killed run has no result; a damaged run has a
 result that cannot be read."""
 
-
 REPEATS = ("seed", "repeat")
 """Config keys in which the repeats of one measurement differ."""
 

@@ -116,16 +116,11 @@ def as_csv(comparison: Comparison) -> str:
 
 
 def as_json(comparison: Comparison) -> str:
-    """Return the comparison as JSON text, with all numbers unrounded.
+    """Return the comparison as JSON text, with all numbers unrounded; those that are not finite are null.
 
-    Returns:
-        The text of a JSON object, in which numbers that are not finite are null. It has these keys:
-
-        - `keys`, `metric` and `direction`: the attributes of `Comparison` with these names.
-        - `rows`: a list with an object for each row. Its keys are `values`, `runs` (the number of runs), `seeds` (the
-          number of different seeds), `directories` (the run directories), and the name of each measure. The value of a
-          measure is an object with the keys `mean` and `std`, or null if the row does not have this measure.
-        - `failures`: a list with an object for each failure, whose keys are the fields of `Failure`.
+    `keys`, `metric` and `direction` are those of `Comparison`. Each of `rows` has its `values`, the numbers of `runs`
+    and of different `seeds`, the run `directories`, and for each measure null or an object with `mean` and `std`. Each
+    of `failures` has the fields of `Failure`.
     """
     measures = [name for name in COMPARED if name in comparison.measures]
     rows = []

@@ -42,15 +42,12 @@ def fitting_accumulation(
 
     The numbers are tried in increasing order, each at least twice as large as the one before. If the predicted peak is
     larger than the available memory, the number is rejected; if it is at most half of it, and no trial has run out of
-    memory so far, the number is accepted. Otherwise, a trial of a few steps decides. It has its own processes, so that
-    the weights, the random states and the curves of the run do not change.
+    memory so far, the number is accepted. Otherwise, a trial of a few steps in processes of its own decides.
 
     Args:
-        compose: function that takes the number of micro-batches per step, and returns the run with this number; it may
-            raise ConfigError.
+        compose: function that returns the run with a number of micro-batches per step, or raises ConfigError.
         report: function that is called with a line about each attempt.
-        available: function that takes any process of the run, and returns the memory in bytes that all processes of the
-            run together may use.
+        available: function that returns the memory in bytes of all processes of the run, given any of them.
         start: function that starts a trial, with the arguments of `Trial`.
 
     Raises:
@@ -84,9 +81,7 @@ def fitting_accumulation(
             except TrialError as error:
                 if not error.out_of_memory:
                     raise
-                failed = (
-                    True  # there is less memory than it seems, and the next attempt is made however little it needs
-                )
+                failed = True  # there is less memory than it seems: the next number is tried, however little it needs
                 report(f"{what}: out of memory ({error.why})")
                 continue
         if count > 1 and any(rank.normalizes for rank in ranks):
@@ -108,7 +103,7 @@ def with_accumulation(job: Job, compose: Callable[[Sequence[str]], Job], directo
     Args:
         job: the composed config, and the overrides from which it was composed.
         compose: function that composes the config from its overrides.
-        directory: the value of the flag `--run-directory`, which every job of a sweep has; None if the flag is absent.
+        directory: the value of the flag `--run-directory`, which every job of a sweep has.
 
     Raises:
         ConfigError: if the config is refused, the run does not fit into memory with any number of micro-batches, or

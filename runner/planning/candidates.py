@@ -59,9 +59,8 @@ class Candidate:
         overrides: the overrides to add to those of the run; empty for the baseline.
         run: the run with these overrides; None if it is refused.
         results: how the candidate affects the results of the run, a key of `RESULTS`; empty if the run is refused.
-        status: `measured`, `refused`, `crashed`, `dropped` (it took too much time) or `not tried` (it is not allowed,
-            or there was no time).
-        reason: why it was not measured; empty if it was.
+        status: `measured`, `not tried`, or the `status` of a `TrialError`.
+        reason: why it was not measured.
         startup_seconds: seconds until its first step was done; it includes the compilation of the model.
         memory_bytes: sum of the peak memory of its processes.
         seconds: the seconds of an optimizer step in each round.
@@ -90,10 +89,7 @@ class Candidate:
 
     @property
     def uncertainty(self) -> float:
-        """The uncertainty of `ratio`: twice the standard error of the median, estimated from the absolute deviations.
-
-        It is 0.1 with fewer than three rounds, and 0 for the baseline.
-        """
+        """Twice the standard error of `ratio`, from the absolute deviations; 0.1 with fewer than three rounds."""
         if len(self.ratios) < 3:
             return 0.1 if self.ratios else 0.0
         spread = statistics.median(abs(each - self.ratio) for each in self.ratios)
@@ -107,10 +103,9 @@ class Candidate:
 
 
 class OptionGroup(NamedTuple):
-    """Candidates that differ in one respect, such as the parallel mode.
+    """Candidates that differ in one respect: `options` returns the overrides to try with the fastest run so far.
 
-    `options` takes the fastest run so far, and returns the overrides to try with it. `weight` is the share of the time
-    that the group has, relative to the groups after it.
+    `weight` is the share of the time that the group has, relative to the groups after it.
     """
 
     name: str
@@ -121,12 +116,7 @@ class OptionGroup(NamedTuple):
 class Candidates:
     """The ways to train a run that are worth measuring. An option that the user has typed is kept.
 
-    Args:
-        compose: function that takes further overrides, and returns the run with them; it may raise ConfigError.
-        typed: the overrides of the run.
-
-    Raises:
-        ConfigError: if the run is refused without further overrides.
+    `compose` returns the run with further overrides, or raises ConfigError; `typed` are the overrides of the run.
     """
 
     def __init__(self, compose: Compose, typed: Sequence[str]):
@@ -195,10 +185,7 @@ class Candidates:
         return not any(typed == key or typed.startswith(f"{key}.") for typed in self._keys)
 
     def _modes(self, counts: Sequence[int]) -> list[Overrides]:
-        """Return overrides for each parallel mode with each of the numbers of processes in `counts`, the fewest first.
-
-        A mode with a single process is left out, except for `single`.
-        """
+        """Return overrides for `single`, and for each other mode with each number of processes, the fewest first."""
         names = option_files()["parallel"]
         modes: list[Overrides] = [(f"parallel={name}",) for name in names] if self._is_free("parallel") else [()]
         found: list[tuple[int, Overrides]] = []

@@ -40,12 +40,10 @@ class RankPlan(NamedTuple):
     """The memory, the operations and the messages of a training step of one rank.
 
     Args:
-        rank: the rank.
         peak, kept: bytes of tensors by kind, at the moment of the step when their total is largest, and between steps.
         placed: the largest memory of tensors in bytes before the first step, while the model is created and placed.
-        costs: operations and messages of the step.
         saved: the bytes that each tensor of the model, by name, and its optimizer state add to a checkpoint.
-        blocks: names of the blocks of the network that are on this rank; empty if the network has no blocks.
+        blocks: names of the blocks of the network that are on this rank.
         normalizes: whether the network has batch normalization.
     """
 
@@ -125,11 +123,9 @@ def with_cuts(run: Run, session: Session) -> Run:
 def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankPlan:
     """Execute a step of `rank` with fake tensors, and return the memory, operations and messages of the step.
 
-    The optimizer state is created before the step. The tensors are on the CPU; on other devices, they have the same
-    sizes. The model is not compiled; a compiled model keeps fewer activations.
-
-    `run` names the blocks at which stages begin (see `with_cuts`); `session` is that of any process; `further` is as in
-    `StepTracker`.
+    The tensors are on the CPU; on other devices, they have the same sizes. The model is not compiled; a compiled model
+    keeps fewer activations. `run` names the blocks at which stages begin (see `with_cuts`); `session` is that of any
+    process; `further` is as in `StepTracker`.
 
     Raises:
         ConfigError: if the step fails because torch cannot train with this config.

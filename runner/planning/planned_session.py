@@ -27,23 +27,14 @@ _USABLE = 0.95
 
 
 def prepared(run: Run, num_devices: int | None = None) -> Session:
-    """Return the session of `first_process`, after all checks.
-
-    Raises:
-        ConfigError: if the run is refused.
-    """
+    """Return the session of `first_process`, after all checks; a ConfigError if the run is refused."""
     return run.prepare(first_process(run, num_devices))
 
 
 def first_process(run: Run, num_devices: int | None = None) -> Collectives:
     """Return rank 0 as the launcher of the run would give it; no process is started.
 
-    Args:
-        run: the run.
-        num_devices: number of devices to plan for, each represented by the CPU; None for the devices of this machine.
-
-    Raises:
-        ConfigError: if the devices or processes do not fit the parallel mode.
+    `num_devices` is the number of devices to plan for, each represented by the CPU; None for those of this machine.
     """
     parallel = run.parallel
     if num_devices is None:
@@ -67,10 +58,7 @@ def plan_of(run: Run, session: Session, rank: int) -> Plan:
 
 
 def available_bytes(process: Collectives) -> float:
-    """Return the memory in bytes that all processes of a run together may use, given any of them.
-
-    With CUDA, this is a fraction of the total memory of the run's GPUs; otherwise, the host memory that is available.
-    """
+    """Return the bytes that all processes of a run may use, given any: a part of its GPUs, or available host memory."""
     device = process.devices[0]
     if device.type not in ("cpu", "mps"):
         count = max(process.world_size, len(process.devices))
@@ -81,9 +69,8 @@ def available_bytes(process: Collectives) -> float:
 def needed_bytes(device: torch.device, peaks: Sequence[int]) -> float:
     """Return the predicted memory in bytes of all processes of a run together, to compare it with `available_bytes`.
 
-    With CUDA, it is the largest peak times the number of ranks: as each rank has its own GPUs, one rank cannot use the
-    free memory of another. Otherwise, it is the sum of the peaks, plus what each process takes besides tensors. `peaks`
-    are those of the tensors of each rank in bytes, and only the type of `device` matters.
+    On GPUs, it is the largest of the `peaks` of tensors times the number of ranks, as one rank cannot use the
+    free memory of another. Otherwise, it is the sum of the peaks, plus what each process takes besides tensors.
     """
     if device.type not in ("cpu", "mps"):
         return max(peaks) * len(peaks)

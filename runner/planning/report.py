@@ -43,11 +43,7 @@ Table = tuple[str, list[str], list[list[str]]]
 def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices: int | None = None) -> dict[str, Any]:
     """Return the plan of a run as plain values, which can be written as JSON.
 
-    Args:
-        run: the run.
-        session: its session in this process.
-        ranks: the memory and the costs of a step on each rank.
-        num_devices: number of devices of the machine that is planned for; None for those of this machine.
+    `ranks` are the memory and the costs of a step on each rank; `num_devices` is None for the devices of this machine.
 
     Returns:
         A dict. In `ranks`, `samples` is the start and stop of the rank's samples in a batch, and all memory is in
@@ -99,8 +95,7 @@ def remedies(run: Run, build: Callable[[Sequence[str]], Run], num_devices: int, 
         memory: memory of each device in bytes.
 
     Returns:
-        A dict for each change: its `overrides`, what it `costs`, and `peak_bytes`, the memory of the rank that needs
-        most.
+        For each change its `overrides`, what it `costs`, and `peak_bytes`, the memory of the rank that needs most.
     """
     found: list[dict[str, Any]] = []
     for overrides, costs in CHANGES.items():
@@ -128,19 +123,16 @@ def bubbles(
     num_stages: int | None = None,
     cuts: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the bubble for each number of micro-batches that divides `samples`, in increasing order.
+    """Return the bubble of each schedule for each number of micro-batches that divides `samples`.
+
+    It is None if the schedule does not support this number of micro-batches or stages, or if there are too few blocks.
 
     Args:
-        schedules: names of the schedules.
         num_workers: number of processes or, with `engine=streams`, of stages.
         samples: number of samples in one pass through the pipeline.
         costs: the cost of a forward and backward pass of each block, in any unit.
         num_stages: number of stages; None for one stage per worker, or two with `interleaved_1f1b`.
         cuts: index of the first block of every stage except the first; None for stages of about the same cost.
-
-    Returns:
-        A list of dicts with `split_size`, `num_micro_batches`, and the bubble of each schedule: None if the schedule
-        does not support the number of micro-batches or stages, or if there are fewer blocks than stages.
     """
     stages = {name: _stages(name, num_workers, costs, num_stages, cuts) for name in schedules}
     return [

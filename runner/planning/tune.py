@@ -50,11 +50,10 @@ class Search:
     """The search for the fastest candidate.
 
     Args:
-        judge: returns the candidate with the given overrides (see `Candidates.judged`).
+        judge: returns the candidate with the given overrides, as `Candidates.judged` does.
         start: starts a trial of a candidate, which may take the given number of seconds, or raises TrialError.
         budget: seconds that the search may take.
         allowed: the kinds of effect in `RESULTS` that a candidate may have, in addition to those in `ALLOWED`.
-        clock: returns the time in seconds.
         report: called with a line about each candidate that has been tried.
     """
 
@@ -176,15 +175,11 @@ def tune(
 ) -> dict[str, Any]:
     """Measure the candidates of a run, and return the result as plain values.
 
-    Args:
-        compose, typed: as in `Candidates`.
-        budget: maximum duration in seconds.
-        allowed, report: as in `Search`.
+    `compose` and `typed` are as in `Candidates`, `budget`, `allowed` and `report` as in `Search`.
 
     Returns:
         A dict: `chosen`, the chosen overrides; `speedup`, the step time of the baseline divided by that of the choice;
-        `seconds`, how long the call took; and `rows`, a dict for each candidate (see `plain`), those that were measured
-        first, from the fastest to the slowest.
+        `seconds`, how long the call took; and `rows`, a dict for each candidate (see `plain`), the fastest first.
 
     Raises:
         ConfigError: if the run is refused.
@@ -234,11 +229,7 @@ def write(report: dict[str, Any], output_root: str) -> Path:
     """Write `report` to a new directory in `output_root`/tuned, and return the directory.
 
     The directory has the structure of conf/, and contains the report as `tune.json` and an experiment with the typed
-    and the chosen overrides.
-
-    Raises:
-        ConfigError: if the directory cannot be created.
-        OSError: if a file cannot be written.
+    and the chosen overrides. Raises ConfigError or OSError if it cannot be written.
     """
     directory = run_directory.create(Path(output_root) / "tuned", None, report["chosen"])
     write_text(directory / "tune.json", json.dumps(report, indent=2) + "\n")

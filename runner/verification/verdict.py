@@ -6,7 +6,6 @@ makes a limit larger: the config then cannot be judged, except if both agree ver
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -90,7 +89,7 @@ class Row(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a comparison. There are no `lines` of the table if a run diverged; `reason` may be empty."""
+    """The result of a comparison: the lines of a table, none if a run diverged; the verdict; and why, or nothing."""
 
     lines: list[str]
     verdict: Verdict
@@ -100,10 +99,8 @@ class Outcome(NamedTuple):
 def compare(configured: Pair | None, exact: Pair | None, precision: Precision) -> Outcome:
     """Compare the first steps of a config with the first steps of the reference.
 
-    Args:
-        configured: the steps of both in the precision of the config; None if it is float64.
-        exact: the steps of both in float64; None if the device does not support float64.
-        precision: the precision of the config.
+    `configured` are the steps of both in the `precision` of the config, None if it is float64; `exact` are those in
+    float64, None if the device does not support it.
     """
     pairs = [pair for pair in (exact, configured) if pair is not None]
     for pair in pairs:
@@ -113,22 +110,19 @@ def compare(configured: Pair | None, exact: Pair | None, precision: Precision) -
     for pair in pairs:
         if pair.tested.diverged:
             return Outcome([], Verdict.DIFFERENT, f"{pair.tested.diverged}, but it is on a single device")
-    samples = [first_other_samples(pair.tested.samples, pair.reference.samples) for pair in pairs]
+    other_samples = max(map(first_other_samples, pairs))
     rows = [_row(kind, configured, exact, precision) for kind in KINDS]
-    lines = _table(rows, next(filter(None, samples), ""), pairs[0].reference)
-    verdict, reason = _judge(rows, any(samples))
-    if verdict is Verdict.DIFFERENT and not any(samples):
-        reason = pairs[0].tested.expected
-    return Outcome(lines, verdict, reason)
+    lines = _table(rows, other_samples, pairs[0].reference)
+    if other_samples:
+        return Outcome(lines, Verdict.DIFFERENT, "It trains on other samples.")
+    verdict, reason = _judge(rows)
+    return Outcome(lines, verdict, pairs[0].tested.expected if verdict is Verdict.DIFFERENT else reason)
 
 
-def first_other_samples(tested: list[list[str]], reference: list[list[str]]) -> str:
-    """Return in what the first step with other samples than the reference differs; empty if there is none."""
-    for step, (ours, theirs) in enumerate(zip(tested, reference, strict=True), start=1):
-        missing, added = Counter(theirs) - Counter(ours), Counter(ours) - Counter(theirs)
-        if missing or added:
-            return f"step {step}: {missing.total()} of {len(theirs)} missing, {added.total()} others or repeated"
-    return ""
+def first_other_samples(pair: Pair) -> int:
+    """Return the number of the first step whose samples differ, from 1; 0 if there is none."""
+    steps = enumerate(zip(pair.tested.samples, pair.reference.samples, strict=True), start=1)
+    return next((number for number, (ours, theirs) in steps if ours != theirs), 0)
 
 
 def _row(kind: str, configured: Pair | None, exact: Pair | None, precision: Precision) -> Row:
@@ -157,8 +151,8 @@ def largest(tested: Tensors, reference: Tensors) -> Difference:
     to rounding errors, for example the gradient of a bias before batch normalization. If a tensor is missing or has
     another shape, the result is infinity. Of tensors that are not floating-point, only the shapes are compared.
     """
-    others = [name for name in tested.keys() | reference.keys() if _shape(tested, name) != _shape(reference, name)]
-    if others:
+    shapes, expected = ({name: each.shape for name, each in tensors.items()} for tensors in (tested, reference))
+    if others := [name for name in shapes | expected if shapes.get(name) != expected.get(name)]:
         return Difference(torch.inf, f"{min(others)} is missing or has another shape")
     floats = {name: tensor.double() for name, tensor in reference.items() if tensor.is_floating_point()}
     if not floats:
@@ -172,15 +166,9 @@ def largest(tested: Tensors, reference: Tensors) -> Difference:
     return Difference(sizes[worst], worst)
 
 
-def _shape(tensors: Tensors, name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None
-
-
-def _judge(rows: Sequence[Row], other_samples: bool) -> tuple[Verdict, str]:
+def _judge(rows: Sequence[Row]) -> tuple[Verdict, str]:
     verdicts = [row.verdict for row in rows]
     noisy = [row for row in rows if row.is_noisy and row.verdict is not Verdict.SAME]
-    if other_samples:
-        return Verdict.DIFFERENT, "It trains on other samples."
     if noisy:
         row = max(noisy, key=lambda row: row.rounding.size)
         size, half = f"{row.rounding.size:.1e}", f"{row.limit / 2:.1e}"
@@ -199,12 +187,14 @@ def _judge(rows: Sequence[Row], other_samples: bool) -> tuple[Verdict, str]:
     return Verdict.UNJUDGED, f"{why}. Use the dtype of the inputs in the model and the loss: x.to(other.dtype)"
 
 
-def _table(rows: Sequence[Row], other_samples: str, reference: Steps) -> list[str]:
+def _table(rows: Sequence[Row], other_samples: int, reference: Steps) -> list[str]:
     total = sum(map(len, reference.samples))
     heads = [("in float64", rows[0].exact), ("as configured", rows[0].configured)]
     lines = [f"{'':16}" + "".join(f"{name:>15}{'limit':>10}" for name, found in heads if found) + "   largest in"]
-    samples = other_samples and f"{other_samples}   <- different"
-    lines.append(f"{'samples':16}   {samples or (f'{total:,}, the same bit for bit' if total else 'not compared')}")
+    samples = f"{total:,}, the same bit for bit" if total else "not compared"
+    if other_samples:
+        samples = f"others in step {other_samples}   <- different"
+    lines.append(f"{'samples':16}   {samples}")
     for row in rows:
         limits = row.exact_limit, row.limit if row.exact is not None else row.tolerance
         shown = [(found, limit) for found, limit in zip((row.exact, row.configured), limits, strict=True) if found]
