@@ -127,9 +127,8 @@ class Optimizer(ABC):
         found: dict[str, str] = {}
         names = names_to_match(model) if self.groups else {}
         trained = {name: each for name, each in names.items() if name in parameters}
-        frozen = {name: each for name, each in names.items() if name not in parameters}
         for pattern in self.groups or ():
-            matched = matching("optimizer.groups", pattern, trained, frozen, "none of its parameters is trained")
+            matched = matching("optimizer.groups", pattern, trained, "trained parameter")
             new = [name for name in matched if name not in found]
             if not new:
                 why = "all parameters that it matches belong to the patterns before it"

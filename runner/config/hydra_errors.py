@@ -76,8 +76,7 @@ def _several_values(error: Exception) -> ConfigError | None:
     if match is None:
         return None
     key, values = match[1], match[2].replace("'", "")
-    remedy = f"for a sweep, add -m; for a list, type {key}=[{values}]"
-    return ConfigError(key, values, "a single run takes a single value", remedy)
+    return ConfigError(key, values, "a run takes one value", "for a sweep, add -m; a list is typed in brackets")
 
 
 def _syntax_error(error: Exception) -> ConfigError | None:

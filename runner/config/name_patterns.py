@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from runner.config.errors import ConfigError, did_you_mean
@@ -32,32 +31,20 @@ def names_to_match(model: torch.nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def matching(
-    key: str,
-    pattern: str,
-    names: Mapping[str, Sequence[str]],
-    others: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    why_not: str = "",
-) -> list[str]:
+def matching(key: str, pattern: str, names: Mapping[str, Sequence[str]], what: str = "parameter") -> list[str]:
     """Return the names of the parameters that `pattern` matches.
 
     Args:
         key: the config key of the pattern, for the error message.
         pattern: the pattern.
         names: the parameters that `pattern` may match: the result of `names_to_match`, or some of its items.
-        others: its other items, such as the frozen parameters.
-        why_not: the reason that the error gives if `pattern` matches only parameters in `others`.
+        what: which items they are, such as `trained parameter`, for the error message.
 
     Raises:
         ConfigError: if the pattern matches no parameter in `names`.
     """
-    if found := _found(pattern, names):
+    if found := [name for name, paths in names.items() if any(fnmatchcase(each, pattern) for each in paths)]:
         return found
     near = difflib.get_close_matches(pattern, {each for several in names.values() for each in several}, n=3)
-    unknown = "no parameter has this name, or is in a module or block of this name"
-    why = f"{why_not if _found(pattern, others) else unknown};"
+    why = f"no {what} has this name, or is in a module or block of this name;"
     raise ConfigError(key, pattern, why, did_you_mean(pattern, near or {first for first, *_ in names.values()}))
-
-
-def _found(pattern: str, names: Mapping[str, Sequence[str]]) -> list[str]:
-    return [name for name, paths in names.items() if any(fnmatchcase(each, pattern) for each in paths)]

@@ -65,8 +65,6 @@ def resumed(overrides: Iterable[str]) -> Path | None:
     path = Path(checked_path("resume", source))
     if not source or not path.is_dir():
         remedy = "choose auto, never, or a run directory (or a checkpoint in one)"
-        if path.parent.name == "checkpoints" and (names := sorted(each.name for each in path.parent.glob("step_*"))):
-            remedy = f"choose from: {', '.join(names)}"
         raise ConfigError("resume", source, "there is no such directory", remedy)
     return path
 

@@ -98,10 +98,7 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
     if package != "runner":  # reading the entry points of all installed packages is slow
         trusted = {"runner"} | {point.module.partition(".")[0] for point in entry_points(group="runner.components")}
         why = f"only classes of these packages may be named: {', '.join(sorted(trusted))}"
-        remedy = "declare an entry point in the group runner.components in the package that holds the class"
-        if importlib.util.find_spec(package) is None:  # as in the environment of another run, or of a resumed one
-            why = f"no package {package} is installed here"
-            remedy = "install it, with an entry point in the group runner.components"
+        remedy = "install the package, with an entry point in the group runner.components"
         check(package in trusted, where, target, why, remedy)
     try:
         cls = getattr(importlib.import_module(module_name), name, None)

@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from runner.config.errors import ConfigError, check, check_choice, check_range, did_you_mean
+from runner.config.errors import ConfigError, check, check_choice, check_range
 from runner.config.overrides import text_override
 from runner.env import EnvironmentBrokenError
 from runner.system.import_path import is_installed
@@ -127,11 +127,9 @@ class Env:
             raise ConfigError("id", self.id, why, "install what is missing, or correct the name") from None
         try:
             return gymnasium.spec(name)
-        except gymnasium.error.Error:
-            # Do not suggest variants in namespaces (phys2d/…, for JAX), unless a namespace was given.
-            known = did_you_mean(name, [each for each in gymnasium.registry if ("/" in each) == ("/" in name)])
-            remedy = known if known.startswith("did") else "use env=cartpole, acrobot, mountaincar or lunarlander"
-            raise ConfigError("id", self.id, "gymnasium has no such environment", remedy) from None
+        except gymnasium.error.Error as error:
+            remedy = "use env=cartpole, acrobot, mountaincar or lunarlander"
+            raise ConfigError("id", self.id, f"gymnasium has no such environment: {error}", remedy) from None
 
 
 def envs_per_process(num_envs: int, count: int) -> int:

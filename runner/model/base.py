@@ -74,9 +74,7 @@ def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable
 
     names = names_to_match(model)
     frozen = {name: names[name] for pattern in patterns for name in matching("freeze", pattern, names)}
-    others = {name: parameters for name, parameters in names.items() if name not in frozen}
-    why_not = "model.freeze matches none of its parameters"
-    trained = {name for pattern in exceptions for name in matching("unfreeze", pattern, frozen, others, why_not)}
+    trained = {name for pattern in exceptions for name in matching("unfreeze", pattern, frozen, "frozen parameter")}
     left = names.keys() - (frozen.keys() - trained)
     check(bool(left), "freeze", list(patterns), "nothing is left to train", "for example model.unfreeze=[head]")
     for name in frozen.keys() - trained:

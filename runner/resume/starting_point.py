@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from runner.config.errors import ConfigError
-from runner.config.overrides import override_key, text_override
+from runner.config.overrides import override_key
 from runner.parallel.session import Session
 from runner.result import Result
 from runner.resume.changed_options import Difference, check_resumable, differences
@@ -44,7 +44,7 @@ _BEFORE_CONFIG = {".lock", *(f".{name}.part" for name in ("config.yaml", "overri
 _BEFORE_CONFIG |= {run_directory.OVERRIDES}
 """The files that a run which is killed before it has written its config may leave behind, the lock always."""
 
-_NEAR = 5  # differences up to which another run is near enough to be mentioned
+_SHOWN = 5  # differences that a message mentions
 
 
 @dataclass
@@ -257,16 +257,15 @@ def _check_checkpoint(claim: Claim, run: Run, session: Session) -> None:
 
 
 def _unfinished(run: Run, parent: Path) -> Claim | None:
-    """Claim the newest unfinished run in `parent` with the config of `run`, or log in what the nearest differs."""
-    nearest, fewest = None, []
+    """Claim the newest unfinished run in `parent` with the config of `run`, or log in what the newest differs."""
+    newest = None
     for path in reversed(run_directory.readable_entries(parent)):
         if path.is_symlink() or run_directory.read_result(path).get("status") == "done":  # a link such as `latest`
             continue
         found = _differences(path, run)
         if found:
-            near = len(found) < (len(fewest) or _NEAR + 1) and run_directory.newest_step(path) > 0
-            if near and not is_locked(path / ".lock"):
-                nearest, fewest = path, found
+            if newest is None and run_directory.newest_step(path) > 0 and not is_locked(path / ".lock"):
+                newest = path, "; ".join(map(str, found[:_SHOWN]))
         elif found is not None:
             lock = _locked(path)
             if lock is not None and run_directory.read_result(path).get("status") == "done":  # finished in the meantime
@@ -275,10 +274,8 @@ def _unfinished(run: Run, parent: Path) -> Claim | None:
                 return Claim(path.resolve(), lock)
         elif (path / run_directory.CONFIG).exists():
             log.warning("%s is skipped: its config cannot be read or used", path)
-    if nearest is not None:
-        can_continue = not any(each.is_essential for each in fewest)
-        where = f"{text_override('resume', nearest)} continues it with these options" if can_continue else nearest
-        log.warning("a new run begins; the nearest unfinished one has %s: %s", "; ".join(map(str, fewest)), where)
+    if newest is not None:
+        log.warning("a new run begins; the newest unfinished one, %s, has %s", *newest)
     return None
 
 
@@ -303,7 +300,7 @@ def _started(run: Run, path: Path) -> Claim | None:
         except OSError as error:
             why = f"the run in it has another config, and it cannot be renamed ({error.strerror})"
             raise ConfigError("--run-directory", str(path), why, "name another one") from None
-    what = "; ".join(map(str, (found or [])[:_NEAR])) or "it cannot be read"
+    what = "; ".join(map(str, (found or [])[:_SHOWN])) or "it cannot be read"
     log.warning("the run in %s has another config: it is now in %s (%s)", path, aside.name, what)
     return None
 

@@ -85,8 +85,8 @@ def _peak_resident_bytes() -> float:
         return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""The parameters M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of `mallopt`, from malloc.h."""
+_THRESHOLDS = (-3, -1)
+"""The parameters M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of `mallopt`, from malloc.h."""
 
 _KEPT = 2**30
 """Blocks of at least this size, such as a data set, are returned nevertheless."""
@@ -109,18 +109,15 @@ def freed_memory_kept() -> Iterator[None]:
     if libc is None:
         yield
         return
-    _set_thresholds(libc, _KEPT)
+    for parameter in _THRESHOLDS:
+        if not libc.mallopt(parameter, _KEPT):  # older versions refuse more than the largest default
+            libc.mallopt(parameter, _DEFAULT)
     try:
         yield
     finally:
-        _set_thresholds(libc, _DEFAULT)
-        libc.malloc_trim(0)
-
-
-def _set_thresholds(libc: ctypes.CDLL, size: int) -> None:
-    for parameter in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
-        if not libc.mallopt(parameter, size):  # older versions refuse more than the largest default
+        for parameter in _THRESHOLDS:
             libc.mallopt(parameter, _DEFAULT)
+        libc.malloc_trim(0)
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -65,7 +65,7 @@ REFUSED = {
     "-m  --cfg  job": ["--cfg:", "not allowed with argument --multirun"],
     "--config-dir=/nowhere": ["--config-dir: got '/nowhere'", "no such directory"],
     # Sweeps, and sweeps typed without -m
-    "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "for a sweep, add -m; for a list, type optimizer.lr=[1,2]"],
+    "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "for a sweep, add -m; a list is typed in brackets"],
     "-m  sweep=here": ["sweep: got 'here'", "local"],
     "sweep.slots=2": ["sweep.slots:", "add -m"],
     "-m  schedule=onecycle,step  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],

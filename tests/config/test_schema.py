@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "output_root='a\nb'": ("output_root: got 'a\\nb'", "output_root=."),
     # Classes
     "optimizer._target_=os.system": ("optimizer._target_: got 'os.system'", "runner.components"),
-    "optimizer._target_=runnerx.SGD": ("optimizer._target_: got 'runnerx.SGD'", "no package runnerx", "install it"),
+    "optimizer._target_=runnerx.SGD": ("optimizer._target_: got 'runnerx.SGD'", "runner.components"),
     "optimizer._target_=runner.optimizer.torch": ("optimizer._target_: got 'runner.optimizer.torch'", "it is not a"),
     "optimizer._target_=runner.schedule.Schedule": (
         "optimizer._target_: got 'runner.schedule.Schedule'",

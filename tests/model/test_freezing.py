@@ -54,7 +54,7 @@ def test_patterns_that_have_no_effect_are_refused(
         freeze(network(), patterns, exceptions)
     assert (refused.value.key, refused.value.got) == (key, got)
     assert suggested in refused.value.remedy
-    assert ("matches none of its parameters" in refused.value.why) == (exceptions == ["layer2"])
+    assert ("no frozen parameter" in refused.value.why) == bool(exceptions)
 
 
 def test_frozen_batch_normalization_keeps_its_statistics_and_uses_them() -> None:

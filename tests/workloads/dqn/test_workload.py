@@ -370,7 +370,7 @@ def test_the_best_policy_is_recorded_as_an_animation(
 
 
 REFUSED: dict[str, tuple[str, object, str]] = {
-    "env.id=CartPol-v1": ("env.id", "CartPol-v1", "did you mean CartPole-v1 or CartPole-v0"),  # not those for JAX
+    "env.id=CartPol-v1": ("env.id", "CartPol-v1", "env=cartpole"),
     "env.id=Pendulum-v1": ("env.id", "Pendulum-v1", "env=cartpole"),
     "model=convnet": ("model", "ConvNet", "model=qnet"),
     "env.num_envs=0": ("env.num_envs", 0, "conf/env/"),
