@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +31,9 @@ class FakeJobSource(JobSource):
     """
 
     def __init__(self, path: Path, count: int, refused: tuple[int, ...] = ()):
-        self.path, self.count, self.refused = path, count, refused
+        self.path, self.refused = path, refused
         self.told: list[tuple[int, int]] = []
-        self.on_next: Callable[[], None] = lambda: None
-        self.num_yielded = 0
-
-    def __len__(self) -> int:
-        return self.count
-
-    def next(self) -> Job | None:
-        number = self.num_yielded
-        if number == self.count:
-            return None
-        self.num_yielded += 1
-        self.on_next()
-        return self.job(number)
+        super().__init__(map(self.job, range(count)), count)
 
     def job(self, number: int) -> Job:
         overrides, refusal = [f"seed={number}"], "seed: got it: it is refused" if number in self.refused else ""
@@ -102,12 +90,20 @@ def test_a_job_that_an_earlier_command_has_completed_is_not_started(ledger: Ledg
     assert (0, 0) in jobs.told
 
 
-def test_a_job_with_an_invalid_config_is_refused_without_being_started(
+def test_a_job_that_can_never_run_is_refused_and_the_others_run(
     ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pool = FakePool({})
-    assert run_scheduler(ledger, FakeJobSource(ledger.path, 4, refused=(1, 3)), pool) == [0, 2, 0, 2]
-    assert pool.started == [0, 2]
+    """Two because of their configs, with the same message, which is shown once, and one because of its demand."""
+
+    class Small(FakePool):
+        def submit(self, job: Job) -> str | None:
+            check(job.number != 4, "sweep", "local", "job 4 needs more than there is", "use less")
+            return super().submit(job)
+
+    pool = Small({})
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 6, refused=(1, 3)), pool) == [0, 2, 0, 2, 2, 0]
+    assert pool.started == [0, 2, 5]
+    assert read_ledger(ledger.path)["jobs"]["4"]["error"].startswith("sweep: got 'local': job 4 needs more")
     assert capsys.readouterr().err.count("seed: got it: it is refused") == 1
 
 
@@ -133,29 +129,16 @@ def test_a_crashed_job_is_started_again_as_often_as_retries_allows(
     assert capsys.readouterr().err.count("it will be started again") == 4
 
 
-@pytest.mark.parametrize(("status", "code"), [("crashed", 1), ("diverged", 3)])
-def test_the_reason_of_a_failure_is_the_error_in_the_result_not_the_end_of_what_was_printed(
-    status: str, code: int, ledger: Ledger, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("status", "code", "known"), [("crashed", 1, 1), ("diverged", 3, 3), ("diverged", 3, None)])
+def test_the_result_tells_why_a_job_failed_and_how_it_ended_if_its_exit_code_is_unknown(
+    status: str, code: int, known: int | None, ledger: Ledger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (ledger.path / "000").mkdir()
     result = {"status": status, "steps": 0, "error": "DataError: a.png is damaged\n  skip it"}
     (ledger.path / "000" / "result.json").write_text(json.dumps(result))
-    assert run_scheduler(ledger, FakeJobSource(ledger.path, 1), FakePool({0: [code]})) == [code]
-    assert read_ledger(ledger.path)["jobs"]["0"]["error"] == "DataError: a.png is damaged\n  skip it"
-    shown = capsys.readouterr().err
-    assert "last words" not in shown
-    assert ("DataError: a.png is damaged\n  skip it\n" in shown) == (status == "crashed")
-
-
-def test_a_job_that_can_never_run_is_refused_and_the_others_run(ledger: Ledger) -> None:
-    class Small(FakePool):
-        def submit(self, job: Job) -> str | None:
-            check(job.number != 1, "sweep", "local", "job 1 needs more than there is", "use less")
-            return super().submit(job)
-
-    pool = Small({})
-    assert run_scheduler(ledger, FakeJobSource(ledger.path, 3), pool) == [0, 2, 0]
-    assert read_ledger(ledger.path)["jobs"]["1"]["error"].startswith("sweep: got 'local': job 1 needs more")
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 1), FakePool({0: [known]})) == [code]
+    assert read_ledger(ledger.path)["jobs"]["0"]["error"] == result["error"], "not the last words"
+    assert (f"{result['error']}\n" in capsys.readouterr().err) == (status == "crashed")
 
 
 def test_a_stop_signal_stops_the_running_jobs_and_no_more_jobs_start(
@@ -189,42 +172,36 @@ def test_a_ledger_that_cannot_be_written_any_more_stops_the_sweep(
     assert pool.stopped == {1}, "job 0 had ended"
 
 
-def test_the_ledger_records_which_jobs_are_running(ledger: Ledger) -> None:
+def test_the_ledger_records_which_jobs_run_and_tells_the_pool_where_a_killed_command_had_started_them(
+    ledger: Ledger,
+) -> None:
     """The outcome of an earlier attempt is cleared: if the scheduler were killed now, the job would count as done."""
-    ledger.update(0, config_hash="hash of another config", code=0, state="done", error="an error", seconds=1.0)
+    ledger.update(0, config_hash="hash 0", state="running", slot="here", error="an error", seconds=1.0)
+    ledger.update(1, config_hash="hash of another config", code=0, state="running", slot="there")
+    ledger.update(2, config_hash="hash 2", state="stopped", slot="there", code=75)
     pool, seen = FakePool({}), []
     pool.on_wait = lambda: seen.append(read_ledger(ledger.path)["jobs"])
-    run_scheduler(ledger, FakeJobSource(ledger.path, 2), pool)
-    assert [[job["state"] for job in jobs.values()] for jobs in seen] == [["running", "running"], ["done", "running"]]
-    assert not {"code", "error", "seconds"} & seen[0]["0"].keys()
-
-
-def test_the_pool_is_told_where_a_killed_command_had_started_a_job(ledger: Ledger) -> None:
-    ledger.update(0, config_hash="hash 0", state="running", slot="here")
-    ledger.update(1, config_hash="hash of another config", state="running", slot="there")
-    ledger.update(2, config_hash="hash 2", state="stopped", slot="there", code=75)
-    pool = FakePool({})
     assert run_scheduler(ledger, FakeJobSource(ledger.path, 3), pool) == [0, 0, 0]
     assert pool.earlier == [("here", False), ("there", True), ("", False)]
-
-
-def test_the_result_tells_how_a_job_ended_whose_exit_code_is_unknown(ledger: Ledger) -> None:
-    (ledger.path / "000").mkdir()
-    (ledger.path / "000" / "result.json").write_text(json.dumps({"status": "diverged", "steps": 3}))
-    assert run_scheduler(ledger, FakeJobSource(ledger.path, 1), FakePool({0: [None]})) == [3]
+    assert [job["state"] for job in seen[0].values()] == ["running", "running", "stopped"]
+    assert [job["state"] for job in seen[1].values()] == ["done", "running", "running"]
+    assert not any({"code", "error", "seconds"} & seen[0][number].keys() for number in "01")
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left", "study.log"), ConfigError("a", 1, "b", "c")])
 @pytest.mark.parametrize("where", ["next", "tell"])
 def test_a_study_that_cannot_go_on_stops_the_sweep(where: str, error: Exception, ledger: Ledger) -> None:
-    def fail(*_: object) -> None:
+    def fail() -> Any:
         raise error
 
-    jobs, pool = FakeJobSource(ledger.path, 4), FakePool({}, slots=2)
-    if where == "tell":
-        jobs.tell = fail  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        jobs.on_next = lambda: fail() if jobs.num_yielded == 2 else None
+    class Failing(FakeJobSource):
+        def job(self, number: int) -> Job:
+            return super().job(number) if where == "tell" or number < 2 else fail()
+
+        def tell(self, *given: Any) -> None:
+            super().tell(*given) if where == "next" else fail()
+
+    jobs, pool = Failing(ledger.path, 4), FakePool({}, slots=2)
     with pytest.raises((StorageError, ConfigError), match=r"study\.log cannot be written: No space left|a: got 1: b"):
         run_scheduler(ledger, jobs, pool)
     assert pool.running == []
