@@ -22,6 +22,8 @@ from runner.storage.files import is_locked
 from runner.sweep.engines import local
 from runner.sweep.engines.base import Demand, Ended, Job, Pool
 from runner.sweep.engines.local import Local, LocalPool
+from runner.sweep.engines.ray import Ray
+from runner.sweep.engines.slurm import Slurm
 
 
 @pytest.fixture
@@ -164,17 +166,22 @@ def test_each_job_has_gpus_of_its_own(machine: dict[str, list]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "key"),
+    ("kind", "options", "key"),
     [
-        ({"slots": 0}, "slots"),
-        ({"slots": "many"}, "slots"),
-        ({"threads": 0}, "threads"),
-        ({"retries": -1}, "retries"),
-        ({"prune": "explode", "search": "tpe"}, "prune"),
-        ({"trials": 3}, "trials"),
+        (Local, {"slots": 0}, "slots"),
+        (Local, {"slots": "many"}, "slots"),
+        (Local, {"threads": 0}, "threads"),
+        (Local, {"retries": -1}, "retries"),
+        (Local, {"search": "tpe", "prune": "explode"}, "prune"),
+        (Local, {"trials": 3}, "trials"),
+        (Ray, {"slots": 0}, "slots"),
+        (Ray, {"threads": 0}, "threads"),
+        (Ray, {"gpus": -1}, "gpus"),
+        (Slurm, {"timeout_min": 1}, "timeout_min"),
+        (Slurm, {"signal_seconds": 10**6}, "signal_seconds"),
     ],
 )
-def test_impossible_options_are_refused(options: dict, key: str) -> None:
+def test_impossible_options_of_any_engine_are_refused(kind: Any, options: dict, key: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        Local(**options)
+        kind(**options)
     assert refusal.value.key == key

@@ -114,27 +114,6 @@ def test_a_demand_that_no_machine_can_satisfy_is_refused(demand: dict[str, int],
         pool.submit(job(0, **demand))
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine, "is_installed", lambda name: False)
-    with pytest.raises(ConfigError, match="pip install ray"), Ray().connect(1, tmp_path):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"slots": 0}, "slots"),
-        ({"slots": "many"}, "slots"),
-        ({"threads": 0}, "threads"),
-        ({"gpus": -1}, "gpus"),
-    ],
-)
-def test_impossible_options_are_refused(options: dict, key: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        Ray(**options)
-    assert refusal.value.key == key
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Sweeps that run as commands
 

@@ -17,8 +17,9 @@ from helpers.fake_slurm import ACTIVE_STATES, FakeSlurm
 from helpers.pool_jobs import exit_codes_of, job, processes, reports_of_job, wait_until_ended, wait_until_started
 
 from runner.config.errors import ConfigError
-from runner.sweep.engines import child, slurm
+from runner.sweep.engines import child, ray, slurm
 from runner.sweep.engines.base import Ended, Pool
+from runner.sweep.engines.ray import Ray
 from runner.sweep.engines.slurm import Slurm, SlurmPool, cancel
 
 
@@ -159,7 +160,11 @@ def test_only_handles_of_running_jobs_of_this_sweep_are_taken_over(
 # Failures of the SLURM programs
 
 
-def test_rejection_of_the_first_jobs_is_a_config_error(pool: Pool, cluster: FakeSlurm) -> None:
+def test_a_cluster_that_does_not_answer_or_rejects_the_first_jobs_is_a_config_error(cluster: FakeSlurm) -> None:
+    cluster.fail("squeue", 1, err="slurm_load_jobs error: Unable to contact slurm controller")
+    with pytest.raises(ConfigError, match=r"squeue failed: .*Unable to contact slurm controller"):
+        Slurm().connect(1, Path.cwd())
+    pool = Slurm().connect(1, Path.cwd())
     cluster.fail("sbatch", 1, err="sbatch: error: invalid partition specified: gpu\n")
     pool.submit(job(0))
     with pytest.raises(ConfigError, match=r"sbatch has not accepted the jobs: .*invalid partition specified: gpu"):
@@ -208,19 +213,12 @@ def test_jobs_that_end_without_an_exit_code_are_lost_unless_they_were_canceled(p
     }
 
 
-def test_a_cluster_that_does_not_answer_is_refused(cluster: FakeSlurm) -> None:
-    cluster.fail("squeue", 1, err="slurm_load_jobs error: Unable to contact slurm controller")
-    refusal = pytest.raises(ConfigError, match=r"squeue failed: .*Unable to contact slurm controller")
-    with refusal, Slurm().connect(1, Path.cwd()):
-        pass
-
-
 def test_links_through_which_slurm_would_append_to_other_files_are_refused(cluster: FakeSlurm) -> None:
     Path("elsewhere").touch()
     Path("slurm").mkdir()
     Path("slurm/102_0_0_log.out").symlink_to("../elsewhere")
-    with pytest.raises(ConfigError, match=r"102_0_0_log\.out") as refused, Slurm().connect(1, Path.cwd()):
-        pass
+    with pytest.raises(ConfigError, match=r"102_0_0_log\.out") as refused:
+        Slurm().connect(1, Path.cwd())
     assert refused.value.key == "resume"
 
 
@@ -238,26 +236,16 @@ def test_the_number_of_slurm_calls_does_not_grow_with_the_number_of_jobs(
         assert len(cluster.calls("sbatch")) == 1
 
 
-def test_missing_programs_and_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_programs_and_packages_of_an_engine_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"there is no sbatch and no srun .*on PATH"), Slurm().connect(1, tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no sbatch and no srun .*on PATH"):
+        Slurm().connect(1, tmp_path)
+    for engine in (slurm, ray):
+        monkeypatch.setattr(engine, "is_installed", lambda name: False)
+    with pytest.raises(ConfigError, match="pip install submitit"):
+        Slurm().connect(1, tmp_path)
+    with pytest.raises(ConfigError, match="pip install ray"), Ray().connect(1, tmp_path):
         pass
-    monkeypatch.setattr(slurm, "is_installed", lambda name: False)
-    with pytest.raises(ConfigError, match="pip install submitit"), Slurm().connect(1, tmp_path):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"timeout_min": 1}, "timeout_min"),
-        ({"signal_seconds": 10**6}, "signal_seconds"),
-    ],
-)
-def test_impossible_options_are_refused(options: dict, key: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        Slurm(**options)
-    assert refusal.value.key == key
 
 
 def test_options_reach_sbatch(cluster: FakeSlurm) -> None:
