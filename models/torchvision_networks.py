@@ -6,7 +6,7 @@ Parameter names, initialization and the forward pass of the whole network are to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -163,23 +163,19 @@ def create(name: str, shape: tuple[int, ...], num_classes: int, options: Mapping
         given["image_size"] = height
     elif cls is models.MaxVit:
         given["input_size"] = (height, width)
-    with patch.object(BlockParams, "from_init_params", _on_cpu(BlockParams.from_init_params)):
+    from_init_params = BlockParams.from_init_params
+
+    def on_cpu(**sizes: Any) -> BlockParams:
+        with torch.device("cpu"), _disable_current_modes():  # the widths are computed with tensors, also with fake ones
+            return from_init_params(**sizes)
+
+    with patch.object(BlockParams, "from_init_params", on_cpu):
         network = models.get_model(name, weights=None, num_classes=num_classes, **given)
     if channels != 3:
         _replace_first_convolution(network, channels)
     if type(network) in CHAINS:  # `fully_shard` changes the class in this way, too
         network.__class__ = type(type(network).__name__, (type(network),), {"blocks": blocks_of_chain})
     return network
-
-
-def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` so that the tensors it creates have the values that it needs, even under `FakeTensorMode`."""
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        with torch.device("cpu"), _disable_current_modes():  # FakeTensorMode
-            return function(*arguments, **options)
-
-    return call
 
 
 def _replace_first_convolution(network: nn.Module, channels: int) -> None:

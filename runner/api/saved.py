@@ -151,7 +151,7 @@ class SavedRun:
         why = "its checkpoint does not say how images are read"
         remedy = "name a run that classifies square images"
         check(signature.get("image") is not None, "directory", str(self.directory), why, remedy)
-        return ImageInput.from_dict(signature["image"])
+        return ImageInput(**signature["image"])
 
     def _read(self, choice: str | int, read: Callable[[Path], Any]) -> Any:
         """Return what `read` reads from a checkpoint. A damaged one is refused."""

@@ -121,12 +121,12 @@ def _run(arguments: list[str]) -> list[int]:
 def _print_model(run: Run) -> None:
     """Print a table of the network that `run` would train."""
     from runner.model.base import without_memory
-    from runner.model.table import formatted, rows_of
+    from runner.model.table import table_of
 
     run.workload.prepare()
     shape = run.workload.input_shape()
     why = f"{type(run.workload).__name__} does not say of what shape the inputs of its network are"
     check(shape is not None, "--summary", ABSENT, why, "leave it out, or define input_shape()")
     assert shape is not None
-    print(formatted(rows_of(without_memory(run.workload.build_model), shape)))
+    print(table_of(without_memory(run.workload.build_model), shape))
     print(f"for one input of {'×'.join(map(str, shape))}; FLOPs are those of a forward pass")

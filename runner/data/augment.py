@@ -35,18 +35,15 @@ class Augmented(Data):
         check_choice(self, "auto_augment", ("none", "randaugment", "trivialaugment"))
         check_range(self, "random_erase", least=0, most=1)
 
-    def transforms(self, mean: Sequence[float]) -> list[Transform]:
-        """Return the transforms, torchvision's; `mean`, of each channel in [0, 1], is the color of erasing."""
+    def transform(self, mean: Sequence[float]) -> Transform | None:
+        """Return the transform, torchvision's, if any; `mean`, of each channel in [0, 1], is the color of erasing."""
         if self.auto_augment == "none" and not self.random_erase:
-            return []
+            return None
         from torchvision.transforms import v2  # few runs need it
 
-        policies = {"none": [], "randaugment": [v2.RandAugment], "trivialaugment": [v2.TrivialAugmentWide]}
-        found: list[Transform] = [make() for make in policies[self.auto_augment]]
-        if self.random_erase:
-            color: Any = [round(255 * value) for value in mean]  # annotated as a float, but lists work
-            found.append(v2.RandomErasing(self.random_erase, value=color))
-        return found
+        policies = {"none": v2.Identity, "randaugment": v2.RandAugment, "trivialaugment": v2.TrivialAugmentWide}
+        color: Any = [round(255 * value) for value in mean]  # annotated as a float, but lists work
+        return v2.Compose([policies[self.auto_augment](), v2.RandomErasing(self.random_erase, value=color)])
 
 
 @dataclass(frozen=True)
@@ -96,21 +93,14 @@ class Mixing:
         if blends:
             inputs = batch.inputs * share + partners.inputs * (1 - share)
         else:
+            # A rectangle of the aspect ratio of the image, with its center anywhere; what lies outside is cut off.
             height, width = batch.inputs.shape[-2:]
-            top, bottom, left, right = _rectangle(height, width, share, draws)
+            half = 0.5 * math.sqrt(1 - share)
+            y, x = draws.randrange(height), draws.randrange(width)
+            rows = slice(max(0, y - int(half * height)), min(height, y + int(half * height)))
+            columns = slice(max(0, x - int(half * width)), min(width, x + int(half * width)))
             inputs = batch.inputs.clone()
-            inputs[..., top:bottom, left:right] = partners.inputs[..., top:bottom, left:right]
-            share = 1 - (bottom - top) * (right - left) / (height * width)
-        own, other = (torch.nn.functional.one_hot(each.targets, num_classes).float() for each in (batch, partners))
-        return Batch(inputs, own * share + other * (1 - share))
-
-
-def _rectangle(height: int, width: int, share: float, draws: random.Random) -> tuple[int, int, int, int]:
-    """Return (top, bottom, left, right) of a random rectangle of a fraction (1 − `share`) of the image's area.
-
-    It has the aspect ratio of the image; its center is drawn uniformly, and what lies outside is cut off.
-    """
-    half = 0.5 * math.sqrt(1 - share)
-    y, x = draws.randrange(height), draws.randrange(width)
-    down, right = int(half * height), int(half * width)
-    return max(0, y - down), min(height, y + down), max(0, x - right), min(width, x + right)
+            inputs[..., rows, columns] = partners.inputs[..., rows, columns]
+            share = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
+        here, there = (torch.nn.functional.one_hot(each.targets, num_classes).float() for each in (batch, partners))
+        return Batch(inputs, here * share + there * (1 - share))

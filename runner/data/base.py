@@ -5,14 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from runner.config.errors import ConfigError
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from runner.batching import MicroBatch
+from runner.batching import MicroBatch
 
 
 class Batch(NamedTuple):
@@ -75,10 +72,6 @@ class Samples(ABC):
         """Return a SHA-256 of the whole data set, training and held-out samples; empty if its options determine it."""
         return ""
 
-    def joined(self, other: Samples) -> Samples:
-        """Return the samples of both, for an evaluation; raises `ConfigError` if they cannot be joined."""
-        raise ConfigError("--split", "all", f"{type(self).__name__} cannot be joined", "evaluate each split")
-
     def close(self) -> None:
         """End the processes that were started for `batches` and `in_order`; they are started again when needed."""
 
@@ -93,8 +86,6 @@ class LabeledSamples(Samples):
 
     def labels(self) -> torch.Tensor:
         """Return the class index of every sample, int64 [n] on the CPU."""
-        import torch
-
         return torch.cat([batch.targets for batch in self.in_order(256, (0, 1), torch.device("cpu"))])
 
     def in_order_with_indices(
@@ -104,8 +95,6 @@ class LabeledSamples(Samples):
 
         A subclass whose `in_order` may leave out samples must override this method.
         """
-        import torch
-
         start, _ = shard_bounds(len(self), shard)
         for batch in self.in_order(batch_size, shard, device):
             stop = start + len(batch.targets)
@@ -161,7 +150,7 @@ class Data(ABC):
         """Load the training samples and the held-out samples; raises `ConfigError` if this is impossible."""
 
     def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
-        """Return functions that load each split: `train`, `val` (held out), `all`, and `test` if there is one.
+        """Return functions that load each split: `train`, `val` (held out), and `test` and `all` if there are any.
 
         The first is the one to evaluate of data that the run was not trained on. `saved`, the signature of the
         checkpoint, has the columns and the normalization to use; it may be empty. Raises `ConfigError` if the data
@@ -172,4 +161,4 @@ class Data(ABC):
 
 def two_splits(train: Samples, held_out: Samples) -> dict[str, Callable[[], Samples]]:
     """Return `Data.splits` of a data set whose samples have been loaded."""
-    return {"val": lambda: held_out, "train": lambda: train, "all": lambda: train.joined(held_out)}
+    return {"val": lambda: held_out, "train": lambda: train}

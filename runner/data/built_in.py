@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib.metadata
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ class Digits(Augmented):
         def samples(rows: torch.Tensor, **options: Any) -> TensorSamples:
             return TensorSamples(inputs[rows], targets[rows], names, (mean,), (std,), **options)
 
-        return samples(order[held_out:], crop=self.crop, augment=self.transforms((mean,))), samples(order[:held_out])
+        return samples(order[held_out:], crop=self.crop, augment=self.transform((mean,))), samples(order[:held_out])
 
 
 @functools.cache  # reading takes most of the time to start a short run, and a process may train several runs
@@ -66,10 +65,8 @@ def read_table():  # no return type: annotating numpy.ndarray would require an i
     import numpy
 
     # Read from the files of the package: `import sklearn.datasets` takes most of a second.
-    spec = importlib.util.find_spec("sklearn")
-    assert spec is not None, "scikit-learn is a dependency of this project"
-    assert spec.origin is not None
-    return numpy.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    package = importlib.metadata.distribution("scikit-learn")
+    return numpy.loadtxt(str(package.locate_file("sklearn/datasets/data/digits.csv.gz")), delimiter=",")
 
 
 @dataclass

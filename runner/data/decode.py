@@ -6,11 +6,10 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +25,7 @@ MAX_BYTES = 256 * 2**20
 """The maximum size of a file in bytes. An image of more than 89,478,485 pixels is refused, too: Pillow warns of it."""
 
 _ORIENTATION, _SWAPPED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that swap width and height
-_BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 0x0102, 0x0106, 0  # TIFF tags, and a value of the second
+_BITS_PER_SAMPLE, _PHOTOMETRIC = 0x0102, 0x0106  # TIFF tags; the value 1 of the second: black is zero
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,6 @@ class ImageReader:
             square = square.flip(2)
         return square
 
-    @cached_property
-    def _random_crop(self) -> Any:
-        from torchvision.transforms import v2  # evaluations do not need it
-
-        return v2.RandomResizedCrop(self.size, (self.least_area, 1.0))
-
     def _scaled(self, image: Image, random_crop: bool) -> torch.Tensor:
         """Crop `image`, and resize the crop to a square."""
         import numpy
@@ -88,8 +81,12 @@ class ImageReader:
             image = _in_8_bits(image)
             width, height = image.size
         if random_crop:
-            drawn = self._random_crop.make_params([torch.empty(1, height, width, device="meta")])
-            left, top, box_width, box_height = (drawn[key] for key in ("left", "top", "width", "height"))
+            from torchvision.transforms import RandomResizedCrop  # evaluations do not need it
+
+            whole = torch.empty(1, height, width, device="meta")
+            top, left, box_height, box_width = RandomResizedCrop.get_params(
+                whole, [self.least_area, 1.0], [3 / 4, 4 / 3]
+            )
         else:
             box_width = box_height = max(1, round(self.center * min(width, height)))
             left, top = (width - box_width) // 2, (height - box_height) // 2
@@ -111,20 +108,17 @@ class ImageReader:
 
 
 def _in_8_bits(image: Image) -> Image:
-    """Scale gray pixels of more than 8 bits to 8 bits; `Image.convert` would clip them."""
+    """Scale gray pixels of 16 bits to 8 bits; `Image.convert` would clip them."""
     import numpy
     from PIL import Image
 
-    tags = getattr(image, "tag_v2", {})  # of a TIFF file
-    if image.mode == "F" or (image.mode == "I" and tags):
-        kind = "floating-point numbers" if image.mode == "F" else "integers of 32 bits, or signed"
-        raise ValueError(f"its pixels are {kind}, and the value of white is unknown: convert it to 8 or 16 bits")
-    if not image.mode.startswith("I"):
+    if not image.mode.startswith(("F", "I")):
         return image
-    pixels = numpy.asarray(image) >> (tags.get(_BITS_PER_SAMPLE, (16,))[0] - 8)
-    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # Pillow inverts the pixels of 8 bits only
-        pixels = 255 - pixels
-    return Image.fromarray(pixels.astype(numpy.uint8))
+    tags = getattr(image, "tag_v2", {})  # of a TIFF file
+    unusual = tags and (image.mode == "I" or tags.get(_BITS_PER_SAMPLE) != (16,) or tags.get(_PHOTOMETRIC) != 1)
+    if image.mode == "F" or unusual:
+        raise ValueError("the values of black and white are unknown: convert it to 8 bits, or to 16 with black as 0")
+    return Image.fromarray((numpy.asarray(image) >> 8).astype(numpy.uint8))
 
 
 _GRAY = (0.299, 0.587, 0.114)
@@ -139,15 +133,10 @@ class ImageInput:
     is the side of the central square that is resized, as a fraction of the image's shorter side.
     """
 
-    shape: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    center: float = 1.0
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> ImageInput:
-        shape, mean, std = (tuple(values[key]) for key in ("shape", "mean", "std"))
-        return ImageInput(shape, mean, std, values["center"])
+    shape: Sequence[int]
+    mean: Sequence[float]
+    std: Sequence[float]
+    center: float
 
     def read(self, path: str) -> torch.Tensor:
         """Return the image in the file `path`, uint8 of the shape `shape`; raises anything if it cannot be read."""

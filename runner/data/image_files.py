@@ -25,9 +25,6 @@ log = logging.getLogger(__name__)
 
 _MAX_NAMED = 20
 
-Reader = Callable[[str, bool], "torch.Tensor"]
-"""A function of (path, whether for training) that returns the sample, uint8 [channels, height, width]."""
-
 
 class Job(NamedTuple):
     """A batch to load, as lists with one item for each sample; without `seeds`, samples are not augmented."""
@@ -49,11 +46,14 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class Fetch:
-    """Loads batches in workers: images of `shape` that `read` returns, transformed by `augment` in training."""
+    """Loads batches in workers: images of `shape`, transformed by `augment`, if any, in training.
 
-    read: Reader
+    `read`, a function of (path, whether for training), returns an image, uint8 [channels, height, width].
+    """
+
+    read: Callable[[str, bool], torch.Tensor]
     shape: tuple[int, int, int]
-    augment: Sequence[Transform] = ()
+    augment: Transform | None = None
 
     def __call__(self, job: Job) -> Loaded:
         images = torch.zeros(len(job.paths), *self.shape, dtype=torch.uint8)
@@ -64,37 +64,19 @@ class Fetch:
                     if job.seeds is not None:
                         torch.default_generator.manual_seed(job.seeds[row])
                     image = self.read(path, job.seeds is not None)
-                    for transform in self.augment if job.seeds is not None else ():
-                        image = transform(image)
-                    images[row] = image
+                    images[row] = self.augment(image) if self.augment and job.seeds is not None else image
                 except Exception as error:  # decoders may raise anything for a damaged file
                     failures.append((row, printable(f"{type(error).__name__}: {error}")))
         return Loaded(job, images, failures)
-
-
-class Unreadable:
-    """A record of the files that could not be read so far; without `skip`, the first one raises a `DataError`."""
-
-    def __init__(self, skip: bool):
-        self.skip = skip
-        self.files: dict[str, str] = {}
-
-    def add(self, path: str, why: str) -> None:
-        """Record that the file `path` could not be read, and log a warning if it has not been recorded before."""
-        if not self.skip:
-            raise DataError(printable(path), f"it cannot be read ({why})", "data.on_error=skip skips such files")
-        if path not in self.files:
-            self.files[path] = why
-            log.warning("skipped %s: %s", printable(path), why)
 
 
 @dataclass(eq=False)
 class FileSamples(LabeledSamples):
     """Labeled images in files, which `fetch` loads in `workers`; one file and one class index for each sample.
 
-    `mean` and `std`, of each channel, are those of pixels in [0, 1]. Batches are loaded into page-locked memory if
-    `pin_memory`, or if it is None and the device has streams. `unreadable` may be shared with another `FileSamples`.
-    `center` is the side of the central square of evaluations (see `ImageInput`); `content` returns the `fingerprint`.
+    `mean`, `std` and `center` are as in `ImageInput`. Batches are loaded into page-locked memory if `pin_memory`, or if
+    it is None and the device has streams. `skipped`, which may be shared with another `FileSamples`, has the reasons
+    why files could not be read; if it is None, the first one raises `DataError`. `content` returns the `fingerprint`.
     """
 
     paths: list[str]
@@ -105,7 +87,7 @@ class FileSamples(LabeledSamples):
     std: tuple[float, ...]
     workers: Workers
     pin_memory: bool | None
-    unreadable: Unreadable
+    skipped: dict[str, str] | None
     center: float = 1.0
     content: Callable[[], str] = str
 
@@ -153,7 +135,7 @@ class FileSamples(LabeledSamples):
             for job, images, failures in self.workers.read(self.fetch, jobs):
                 parts = images, torch.tensor(job.targets), torch.tensor(job.indices)
                 for row, why in failures:
-                    self.unreadable.add(job.paths[row], why)
+                    self._skip(job.paths[row], why)
                 if unreadable := {row for row, _ in failures}:
                     rows = [row for row in range(len(images)) if row not in unreadable]
                     parts = tuple(part[rows] for part in parts)
@@ -176,9 +158,9 @@ class FileSamples(LabeledSamples):
         return self.content()
 
     def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
-        for path, why in [found for files in all_gather(self.unreadable.files) for found in files.items()]:
-            self.unreadable.add(path, why)
-        files = [printable(path) for path in self.unreadable.files]
+        for path, why in [found for files in all_gather(self.skipped or {}) for found in files.items()]:
+            self._skip(path, why)
+        files = [printable(path) for path in self.skipped or ()]
         return {"skipped_images": len(files), "skipped_files": files[:_MAX_NAMED]} if files else {}
 
     def close(self) -> None:
@@ -192,7 +174,7 @@ class FileSamples(LabeledSamples):
         seeds = loaded.job.seeds
         assert seeds is not None
         for row, why in loaded.failures:
-            self.unreadable.add(loaded.job.paths[row], why)
+            self._skip(loaded.job.paths[row], why)
             index = loaded.job.indices[row]
             for other in ((index + step) % len(self) for step in range(1, len(self))):
                 # Use the seed of the unreadable sample, because the replacement may be in this batch twice.
@@ -200,11 +182,16 @@ class FileSamples(LabeledSamples):
                 if not replacement.failures:
                     loaded.images[row], loaded.job.targets[row] = replacement.images[0], self.targets[other]
                     break
-                self.unreadable.add(self.paths[other], replacement.failures[0][1])
+                self._skip(self.paths[other], replacement.failures[0][1])
             else:
-                path, why = next(iter(self.unreadable.files.items()))
-                remedy = f"check that they are images; {printable(path)}: {why}"
-                raise DataError(f"{len(self)} files", "none of them can be read", remedy)
+                raise DataError(f"{len(self)} files", "none of them can be read", "check that they are images")
+
+    def _skip(self, path: str, why: str) -> None:
+        if self.skipped is None:
+            raise DataError(printable(path), f"it cannot be read ({why})", "data.on_error=skip skips such files")
+        if path not in self.skipped:
+            self.skipped[path] = why
+            log.warning("skipped %s: %s", printable(path), why)
 
     def _normalized(self, batches: Generator[Tensors], device: torch.device) -> Iterator[Tensors]:
         """Copy each batch to `device` as uint8, a quarter of the size of float32, and normalize its images."""

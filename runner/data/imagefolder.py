@@ -17,7 +17,7 @@ from runner.config.overrides import text_override
 from runner.data.augment import Augmented
 from runner.data.base import Samples
 from runner.data.decode import ImageReader
-from runner.data.image_files import Fetch, FileSamples, Unreadable
+from runner.data.image_files import Fetch, FileSamples
 from runner.data.workers import Workers, default_count, start_worker_server
 from runner.seeds import derive
 from runner.storage.files import walk
@@ -30,12 +30,10 @@ log = logging.getLogger(__name__)
 class ImageFolder(Augmented):
     """Images of any size, loaded from files during training; the options are explained in `conf/data/imagefolder.yaml`.
 
-    A file is BMP, GIF, JPEG, PNG, PPM, TIFF or WebP, and a regular file, or a link to one, of at most 256 MiB and
-    89,478,485 pixels; any other file with the extension of an image counts as unreadable.
+    Any file with the extension of an image that `ImageReader` cannot read counts as unreadable.
     """
 
     may_change_on_resume = ("root", "on_error", "workers", "prefetch", "timeout", "pin_memory")
-    """Options that may differ on resume: they do not affect the samples, or the fingerprint shows that they do."""
 
     root: str
     size: int = 224
@@ -89,7 +87,7 @@ class ImageFolder(Augmented):
         splits = listed(root, self.holdout)
         parts = [splits[name] for name in ("train", "val") if name in splits]
         content = cache(partial(fingerprint, root, parts))
-        unreadable = Unreadable(self.on_error == "skip")
+        skipped: dict[str, str] | None = {} if self.on_error == "skip" else None
         reader = ImageReader(self.size, self.augment, self.crop_area, self.center)
 
         def build(name: str) -> FileSamples:
@@ -100,12 +98,12 @@ class ImageFolder(Augmented):
                 paths=[path for paths in files.values() for path in paths],
                 targets=[target for target, paths in enumerate(files.values()) for _ in paths],
                 class_names=list(files),
-                fetch=Fetch(reader, (3, self.size, self.size), self.transforms(self.mean) if name == "train" else []),
+                fetch=Fetch(reader, (3, self.size, self.size), self.transform(self.mean) if name == "train" else None),
                 mean=tuple(self.mean),
                 std=tuple(self.std),
                 workers=workers,
                 pin_memory=self.pin_memory,
-                unreadable=unreadable,
+                skipped=skipped,
                 center=self.center,
                 content=content,
             )
@@ -135,45 +133,40 @@ def training_and_held_out(root: Path, holdout: float) -> dict[str, Files]:
     fraction `holdout` is held out. Raises `ConfigError` with the key `root` for anything else.
     """
     present = _split_folders(root)
-    if not present:
-        classes = _classes(root, root, for_training=True)
-        if small := [label for label, paths in classes.items() if len(paths) < 2]:
-            why = f"these classes have only one image, but one must be held out: {_first_five(small)}"
-            raise _refusal(root, why, "add images to these classes, or remove their directories")
-        return _split(classes, root, holdout)
-    if present[0] != "train" or len(present) == 1:
+    if present and (present[0] != "train" or len(present) == 1):
         why = f"it contains {', '.join(present)}/, but not both train/ and one of {', '.join(HELD_OUT)}"
         remedy = f"add the missing one, or {text_override('data.root', root / present[0])} to split its images"
         raise _refusal(root, why, remedy)
+    folder, least = (root / "train", 1) if present else (root, 2)
+    train = _classes(folder, root)
+    small = [name for name in _folders(folder) if len(train.get(name, [])) < least]
+    if small or len(train) < 2:
+        why = f"it has images of {len(train)} classes" + f", and too few of {_first_five(small)}" * bool(small)
+        raise _refusal(folder, why, f"two classes are needed, each with {least} images or more; remove other folders")
+    if not present:
+        return _split(train, root, holdout)
     name = present[1]
     rest = "; test/ is left for evaluate --split test" * ("test" in present[2:])
     log.info("%s: training on train/, evaluating on %s/%s", root, name, rest)
-    train, held_out = _classes(root / "train", root, for_training=True), _classes(root / name, root)
+    held_out = _classes(root / name, root)
     if new := [label for label in held_out if label not in train]:
         why = f"{name}/ has classes that train/ lacks: {_first_five(new)}"
         raise _refusal(root, why, f"add images of them to train/, or remove them from {name}/")
-    if missing := [label for label in train if label not in held_out]:
-        log.info("%s: %s/ has no images of %s", root, name, _first_five(missing))
     return {"train": train, "val": {label: held_out.get(label, []) for label in train}}
 
 
 def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
-    """Return the images of each split below `root`: `all`, and those of `train`, `val` and `test` that there are.
+    """Return the images of the splits below `root`: the directories `val`, `train` and `test`, or all and two shares.
 
-    In contrast to `training_and_held_out`, no split must exist, and a class may have a single image or none. The first
-    split is `all`, but if the splits are directories, it is `val`.
+    In contrast to `training_and_held_out`, no split must exist, and a class may have a single image or none.
     """
     folders = {name: _classes(root / name, root) for name in _split_folders(root)}
     if not folders:
         classes = _classes(root, root)
         return {"all": classes} | _split(classes, root, holdout)
-    everything: Files = {}
-    for label, paths in [pair for classes in folders.values() for pair in classes.items()]:
-        everything[label] = sorted(everything.get(label, []) + paths)
     held_out = [folders[name] for name in HELD_OUT if name in folders][:1]
     splits = {"val": held_out[0]} if held_out else {}
-    splits |= {name: folders[name] for name in ("train", "test") if name in folders}
-    return splits | {"all": dict(sorted(everything.items()))}
+    return splits | {name: folders[name] for name in ("train", "test") if name in folders}
 
 
 def fingerprint(root: Path, parts: Iterable[Files]) -> str:
@@ -207,8 +200,8 @@ def _split(classes: Files, root: Path, holdout: float) -> dict[str, Files]:
     return {"train": train, "val": held_out}
 
 
-def _classes(folder: Path, root: Path, for_training: bool = False) -> Files:
-    """Return the images of each class. Every subdirectory of `folder` is a class; its images may be at any depth."""
+def _classes(folder: Path, root: Path) -> Files:
+    """Return the images of each class that has any: a subdirectory of `folder`, with images at any depth."""
     names, ignored, classes = _folders(folder), Counter[str](), {}
     for name in {entry.name for entry in os.scandir(folder)}.difference(names):
         kind = _kind(name)
@@ -220,15 +213,10 @@ def _classes(folder: Path, root: Path, for_training: bool = False) -> Files:
         kinds = ", ".join(f"{count} {kind}" for kind, count in ignored.most_common(10))
         part = f"{folder.name}/: " if folder != root else ""
         log.info("%s: %signored %d files and folders (%s)", root, part, total, kinds)
-    empty = [name for name, paths in classes.items() if not paths]
-    if empty and for_training:
-        why = f"these class directories contain no images ({' '.join(EXTENSIONS)}): {_first_five(empty)}"
-        raise _refusal(folder, why, "add images to these directories, or remove them")
-    found = {name: paths for name, paths in classes.items() if paths}
-    if len(found) < (least := 2 if for_training else 1):
-        why = f"{folder} contains {len(found)} class directories with images ({' '.join(EXTENSIONS)}), not {least}"
+    if not any(classes.values()):
+        why = f"it contains no class directories with images ({' '.join(EXTENSIONS)})"
         raise _refusal(folder, why, "put the images of each class into a separate directory")
-    return found
+    return {name: paths for name, paths in classes.items() if paths}
 
 
 def images_below(folder: Path, key: str) -> tuple[list[str], Counter[str]]:

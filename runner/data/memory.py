@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,15 +45,6 @@ class ArraySamples(Samples):
             last = min(first + batch_size, stop)
             yield Batch(self._normalized(self.inputs[first:last]), self.targets[first:last])
 
-    def joined(self, other: Samples) -> Samples:
-        if type(other) is not type(self):
-            return super().joined(other)
-        for each in (self, other):
-            each._move(torch.device("cpu"))
-        both = copy.copy(self)
-        both.inputs, both.targets = torch.cat((self.inputs, other.inputs)), torch.cat((self.targets, other.targets))
-        return both
-
     def _move(self, device: torch.device) -> None:
         self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)
 
@@ -75,7 +65,7 @@ class TensorSamples(ArraySamples, LabeledSamples):
     batch. The `targets` are class indices, int64 [n]. `mean` and `std`, of each channel, are those of pixels in [0, 1].
 
     Training images are mirrored horizontally with probability 1/2 if `flip`, and shifted by up to `crop` pixels in each
-    direction, with a black border; `augment` are further transforms, of one image at a time.
+    direction, with a black border; `augment` is a further transform, of one image at a time.
     """
 
     class_names: list[str]
@@ -83,7 +73,7 @@ class TensorSamples(ArraySamples, LabeledSamples):
     std: tuple[float, ...]
     flip: bool = False
     crop: int = 0
-    augment: Sequence[Transform] = ()
+    augment: Transform | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,10 +92,7 @@ class TensorSamples(ArraySamples, LabeledSamples):
             with torch.random.fork_rng(devices=[]):
                 for image, sample_seed in zip(pixels, seeds, strict=True):
                     torch.default_generator.manual_seed(sample_seed)
-                    changed = image
-                    for transform in self.augment:
-                        changed = transform(changed)
-                    image.copy_(changed)
+                    image.copy_(self.augment(image))
             inputs = self._normalized(pixels)
         return inputs
 
@@ -141,10 +128,9 @@ def _pixels(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torc
 def _shift_and_flip(
     images: torch.Tensor, draws: torch.Tensor, crop: int, flip: bool, black: torch.Tensor
 ) -> torch.Tensor:
-    """Shift images [n, channels, height, width] by up to `crop` pixels; if `flip`, mirror them with probability 1/2.
+    """Shift and mirror a batch by the random numbers `draws`, [n, 3], with borders in the color `black`.
 
-    The whole batch takes one gather operation: torchvision's `RandomCrop`, one image at a time, would take longer than
-    a step of a small network. `draws`, [n, 3], are uniform random numbers; `black`, [channels, 1, 1], fills the border.
+    One gather operation: torchvision's `RandomCrop`, image by image, would take longer than a step of a small network.
     """
     n, channels, height, width = images.shape
     down, right = ((draws[:, i] * (2 * crop + 1)).long() - crop for i in (0, 1))

@@ -89,14 +89,13 @@ class Tabular(Data):
         # Independent of the run's seed, so that runs with different seeds are evaluated on the same samples.
         order = torch.randperm(count, generator=torch.Generator().manual_seed(derive(0, "tabular")))
         train, val = order[held_out:].sort().values, order[:held_out].sort().values
-        if "scale" in saved:
-            scales = [_saved_scale(saved["scale"].get(key), getattr(table, key)) for key in ("inputs", "targets")]
-        else:
-            if len(train) == 0:
-                key = "num_samples" if self.file is None else "file"
-                why = f"{held_out} of {count} samples would be held out, which leaves none to train on"
-                raise ConfigError(key, getattr(self, key), why, "use more samples, or a smaller data.holdout")
-            scales = [_scale(tensor[train], self.standardize) for tensor in (table.inputs, table.targets)]
+        if len(train) == 0 and "scale" not in saved:
+            key = "num_samples" if self.file is None else "file"
+            why = f"{held_out} of {count} samples would be held out, which leaves none to train on"
+            raise ConfigError(key, getattr(self, key), why, "use more samples, or a smaller data.holdout")
+        pairs = {"inputs": table.inputs[train], "targets": table.targets[train]}
+        scaled = self.standardize and "scale" not in saved
+        scales = [_scale(part, scaled, saved.get("scale", {}).get(key)) for key, part in pairs.items()]
         content = "" if self.file is None else table.fingerprint()
         rows = {"all": torch.arange(count), "train": train, "val": val}
         return {name: partial(TableSamples, table, chosen, *scales, content) for name, chosen in rows.items()}
@@ -156,17 +155,12 @@ class TableSamples(ArraySamples, RegressionSamples):
         return super().standardization() | {"inputs": {"mean": mean, "std": std}}
 
 
-def _saved_scale(scale: Mapping[str, list[float]] | None, values: torch.Tensor) -> Scale:
-    shape = values.shape[1:]
-    if scale is None:
-        return torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
-    mean, std = (torch.tensor(scale[key], dtype=torch.float64).view(shape) for key in ("mean", "std"))
-    return mean, std
-
-
-def _scale(values: torch.Tensor, standardize: bool) -> Scale:
-    """Return the mean and the standard deviation over samples; (0, 1) if nothing is to be standardized."""
+def _scale(values: torch.Tensor, standardize: bool, saved: Mapping[str, list[float]] | None) -> Scale:
+    """Return the saved mean and standard deviation, or those over samples; (0, 1) if nothing is to be standardized."""
     double = values.double()
+    if saved is not None:
+        mean, std = (torch.tensor(saved[key], dtype=double.dtype).view(double.shape[1:]) for key in ("mean", "std"))
+        return mean, std
     mean, std = double.mean(0), double.std(0, correction=0)
     if not standardize:
         return torch.zeros_like(mean), torch.ones_like(std)
@@ -219,14 +213,12 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
     named = [name for name in names if not _NAMELESS.fullmatch(name)]
     if twice := [name for name, count in Counter(named).items() if count > 1]:
         raise refuse(f"its first line has the name {twice[0]!r} more than once", "give each column its own name")
-    if len(named) < 2:
-        raise refuse(f"its first line has the columns {names}")
+    if len(named) < 2 or len(frame) == 0:
+        raise refuse(f"its first line has the columns {names}, and {len(frame)} lines of cells follow")
     if not (inputs or targets) and all(map(_NUMBER.fullmatch, named)):
         why = f"its first line has numbers, not the names of columns: {','.join(named)[:80]}"
         choose = f"add a line with names; if these are the names, choose columns by them: data.targets=[{named[-1]}]"
         raise refuse(why, choose)
-    if len(frame) == 0:
-        raise refuse("it has no line but the first")
     if len(named) < len(names) and not (inputs and targets):
         left_out = f"left out {len(names) - len(named)} of {len(names)} columns, which have no name"
         log.info("%s: %s (row numbers, if pandas wrote it); name them to use them", path, left_out)

@@ -18,7 +18,6 @@ from runner.config.errors import ConfigError, check_range
 from runner.data.augment import Augmented
 from runner.data.base import Samples
 from runner.data.memory import TensorSamples
-from runner.storage.files import check_readable
 
 _PATIENCE = 10  # seconds until a server must respond
 _MAX_BYTES = 64 * 2**20
@@ -61,7 +60,7 @@ class Downloadable(Augmented):
                 raise
             self._download(Path(self.root).expanduser())
             train, held_out = self._split(train=True), self._split(train=False)
-        augment = self.transforms(self.mean)
+        augment = self.transform(self.mean)
         return self._samples(*train, flip=self.flip, crop=self.crop, augment=augment), self._samples(*held_out)
 
     def _download(self, root: Path) -> None:
@@ -86,7 +85,6 @@ class Downloadable(Augmented):
     def _split(self, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
         root = Path(self.root).expanduser()
         directory = root / self.folder
-        check_readable("root", directory)
         try:
             for path in directory.iterdir():
                 if path.stat().st_size > _MAX_BYTES:
@@ -95,7 +93,9 @@ class Downloadable(Augmented):
                 warnings.simplefilter("ignore")  # some versions of NumPy warn about pickles of NumPy 1
                 # CIFAR-10 consists of pickles: torchvision reads them only if their MD5 is that of the original.
                 found = getattr(torchvision.datasets, self.dataset)(root, train=train)
-            images, targets = self._images(found.data), torch.as_tensor(found.targets)
+            images, targets = torch.as_tensor(found.data), torch.as_tensor(found.targets)
+            # torchvision puts the channels last, but those of gray images have no dimension.
+            images = images.permute(0, 3, 1, 2).contiguous() if images.dim() == 4 else images[:, None]
             if images.shape != (max(len(targets), 1), *self.shape) or not targets.max() < len(self.class_names):
                 labels = f"{len(targets)} labels up to {targets.amax() if len(targets) else 0}"
                 raise ValueError(f"it has {labels} for images of the shape {list(images.shape)}")
@@ -104,9 +104,6 @@ class Downloadable(Augmented):
             remedy = f"data.download=true downloads what is missing; delete damaged files before; {_NO_DOWNLOAD}"
             raise ConfigError("root", self.root, why, remedy) from None
         return images, targets
-
-    def _images(self, data: Any) -> torch.Tensor:
-        return data[:, None]
 
 
 @dataclass
@@ -149,6 +146,3 @@ class Cifar10(Downloadable):
 
     flip: bool = True
     crop: int = 4
-
-    def _images(self, data: Any) -> torch.Tensor:
-        return torch.from_numpy(data).permute(0, 3, 1, 2).contiguous()  # torchvision puts the channels last

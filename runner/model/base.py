@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from runner.config.errors import check
+from runner.config.errors import ConfigError
 from runner.config.name_patterns import matching, names_to_match
 from runner.model.weights import load_weights
 
@@ -31,15 +31,14 @@ class Model(ABC):
     """Number of dimensions of one input: 3 for images; None if the network flattens inputs of any shape."""
 
     def __post_init__(self) -> None:
-        why = "nothing is frozen that it could be an exception from"
-        check(bool(self.freeze) or not self.unfreeze, "unfreeze", list(self.unfreeze), why, "\"model.freeze=['*']\"")
-        if self.weights is None:
-            why = "there are no weights to load, so the last layer is random anyway"
-            check(not self.reset_head, "reset_head", True, why, "set model.weights to a file of weights")
-            return
-        path = Path(self.weights).expanduser()
-        remedy = "give the path of an existing file, or null for random initialization"
-        check(path.is_file(), "weights", self.weights, f"there is no such file in {path.parent.absolute()}", remedy)
+        if self.unfreeze and not self.freeze:
+            why = "nothing is frozen that it could be an exception from"
+            raise ConfigError("unfreeze", list(self.unfreeze), why, "\"model.freeze=['*']\"")
+        if self.reset_head and self.weights is None:
+            raise ConfigError("reset_head", True, "there are no weights to load", "model.weights=FILE loads some")
+        if self.weights is not None and not (path := Path(self.weights).expanduser()).is_file():
+            why = f"there is no such file in {path.parent.absolute()}"
+            raise ConfigError("weights", self.weights, why, "give the path of an existing file, or null")
 
     def build(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         """Create the network for inputs of `shape`, with random weights or those in the file, and freeze parameters.
@@ -76,7 +75,8 @@ def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable
     frozen = {name: names[name] for pattern in patterns for name in matching("freeze", pattern, names)}
     trained = {name for pattern in exceptions for name in matching("unfreeze", pattern, frozen, "frozen parameter")}
     left = names.keys() - (frozen.keys() - trained)
-    check(bool(left), "freeze", list(patterns), "nothing is left to train", "for example model.unfreeze=[head]")
+    if not left:
+        raise ConfigError("freeze", list(patterns), "nothing is left to train", "for example model.unfreeze=[head]")
     for name in frozen.keys() - trained:
         model.get_parameter(name).requires_grad_(False)
     for module in model.modules():

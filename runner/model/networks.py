@@ -14,9 +14,6 @@ from runner.config.errors import ABSENT, ConfigError, check, check_choice, check
 from runner.model.base import Model
 from runner.system.import_path import is_installed
 
-MAX_UNITS = 10_000_000
-"""The largest number of features that a layer may have. torch cannot even compute the size of far larger layers."""
-
 
 @dataclass
 class ConvNet(Model):
@@ -30,13 +27,13 @@ class ConvNet(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.channels or not all(0 < count <= MAX_UNITS for count in self.channels):
-            why = f"every convolution needs at least one output channel, and at most {MAX_UNITS:,}"
+        if min(self.channels, default=0) < 1:
+            why = "there is at least one convolution, and each has at least one output channel"
             raise ConfigError("channels", list(self.channels), why, see_comments(self))
         check_range(self, "kernel_size", least=1, most=31)
         # Half a kernel keeps the image size; with more, some outputs would depend on nothing but zeros.
         check_range(self, "padding", least=0, most=self.kernel_size // 2)
-        check_range(self, "hidden", least=1, most=MAX_UNITS)
+        check_range(self, "hidden", least=1)
         check_range(self, "dropout", least=0, below=1)
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
@@ -61,13 +58,8 @@ class ResNet(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(
-            self.depth in (18, 34, 50, 101, 152),
-            "depth",
-            self.depth,
-            "there is no such residual network",
-            see_comments(self),
-        )
+        if self.depth not in (18, 34, 50, 101, 152):
+            raise ConfigError("depth", self.depth, "there is no such residual network", see_comments(self))
         check_choice(self, "stem", ("imagenet", "cifar"))
         check_choice(self, "norm", ("batch", "group"))
 
@@ -89,9 +81,8 @@ class QNet(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not all(0 < width <= MAX_UNITS for width in self.hidden):
-            why = f"every layer needs at least one unit, and at most {MAX_UNITS:,}"
-            raise ConfigError("hidden", list(self.hidden), why, see_comments(self))
+        if min(self.hidden, default=1) < 1:
+            raise ConfigError("hidden", list(self.hidden), "every layer needs at least one unit", see_comments(self))
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from models import qnet
@@ -158,8 +149,8 @@ class Torchvision(NamedModel):
         return model
 
 
-_TAKEN = ("num_classes", "in_chans", "device", "dtype", "checkpoint_path", "cache_dir")
-"""Arguments that are set elsewhere or name files; all whose names begin with `pretrained` are refused, too."""
+_TAKEN = ("num_classes", "in_chans", "device", "dtype", "checkpoint_path", "cache_dir", "pretrained")
+"""What the names of arguments begin with that are set elsewhere, or name files or addresses."""
 
 
 @dataclass
@@ -175,9 +166,10 @@ class Timm(NamedModel):
         if self.checkpoint_activations:
             why = "timm's networks do not say which of their blocks could be recomputed"
             raise ConfigError("checkpoint_activations", True, why, "model.checkpoint_activations=false")
-        taken = sorted(key for key in self.options or {} if key in _TAKEN or key.startswith("pretrained"))
-        why = "it follows from the data, the device and model.weights"
-        check(not taken, f"options.{''.join(taken[:1])}", ABSENT, why, "leave it out; model.weights=FILE loads weights")
+        for key in self.options or {}:
+            if key.startswith(_TAKEN):
+                why = "it follows from the data, the device and model.weights"
+                raise ConfigError(f"options.{key}", ABSENT, why, "leave it out; model.weights=FILE loads weights")
 
     def names(self) -> Iterable[str]:
         import timm  # pyright: ignore[reportMissingImports]

@@ -19,7 +19,7 @@ from runner.batching import Plan, SampleOrder
 from runner.data.base import Batch, DataError, Samples
 from runner.data.built_in import Digits
 from runner.data.decode import ImageReader
-from runner.data.image_files import Fetch, FileSamples, Unreadable, to_device
+from runner.data.image_files import Fetch, FileSamples, to_device
 from runner.data.workers import Workers
 from runner.seeds import sample_seeds
 
@@ -43,12 +43,10 @@ class ConstantColorReader:
         return torch.tensor([int(path), green, blue], dtype=torch.uint8).view(3, 1, 1).expand(3, 2, 2)
 
 
-def made_up(count: int = 20, damaged: tuple[int, ...] = (), skip: bool = True, unreadable: Unreadable | None = None):
+def made_up(count: int = 20, damaged: tuple[int, ...] = (), skipped: dict[str, str] | None = None) -> FileSamples:
     paths, targets = [str(i) for i in range(count)], [i % 4 for i in range(count)]
     fetch = Fetch(ConstantColorReader(*damaged), (3, 2, 2))
-    return FileSamples(
-        paths, targets, list("abcd"), fetch, MEAN, STD, Workers(0), None, unreadable or Unreadable(skip)
-    )  # fmt: skip
+    return FileSamples(paths, targets, list("abcd"), fetch, MEAN, STD, Workers(0), None, skipped)
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +59,11 @@ def photos(tmp_path_factory) -> list[str]:
     return sorted(map(str, folder.iterdir()))
 
 
-def photographed(photos: list[str], workers: int, on_error: str = "raise") -> FileSamples:
+def photographed(photos: list[str], workers: int, skipped: dict[str, str] | None = None) -> FileSamples:
     targets = [i % 4 for i in range(len(photos))]
-    augment = Digits(auto_augment="trivialaugment", random_erase=0.5).transforms(MEAN)
-    unreadable = Unreadable(on_error == "skip")
+    augment = Digits(auto_augment="trivialaugment", random_erase=0.5).transform(MEAN)
     fetch = Fetch(ImageReader(10, "crop", 0.2, 0.9), (3, 10, 10), augment)
-    return FileSamples(photos, targets, list("abcd"), fetch, MEAN, STD, Workers(workers), None, unreadable)
+    return FileSamples(photos, targets, list("abcd"), fetch, MEAN, STD, Workers(workers), None, skipped)
 
 
 def take(samples: Samples, plan: Plan, after_step: int, count: int) -> list[Batch]:
@@ -143,7 +140,7 @@ def test_inputs_are_normalized_pixels(photos):
 
 @pytest.mark.parametrize("how", ["training", "in order"])
 def test_by_default_the_first_file_that_cannot_be_read_ends_the_run(how):
-    samples = made_up(damaged=(7,), skip=False)
+    samples = made_up(damaged=(7,))
     batches = samples.in_order(8, (0, 1), CPU) if how == "in order" else samples.batches(Plan(20).stream(0), 0, CPU)
     with pytest.raises(DataError) as raised:
         list(itertools.islice(batches, 3))
@@ -155,7 +152,7 @@ def test_by_default_the_first_file_that_cannot_be_read_ends_the_run(how):
 def test_in_training_the_next_readable_sample_replaces_an_unreadable_one():
     damaged = (4, 7, 8, 19)
     instead = {4: 5, 7: 9, 8: 9, 19: 0}
-    whole, holed = take(made_up(), Plan(6), 0, 20), take(made_up(damaged=damaged), Plan(6), 0, 20)
+    whole, holed = take(made_up(), Plan(6), 0, 20), take(made_up(damaged=damaged, skipped={}), Plan(6), 0, 20)
     for a, b in zip(whole, holed, strict=True):
         numbers = [instead.get(number, number) for number in levels(a)[:, 0].tolist()]
         assert levels(b)[:, 0].tolist() == numbers
@@ -165,7 +162,7 @@ def test_in_training_the_next_readable_sample_replaces_an_unreadable_one():
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_batches_in_order_come_with_the_indices_of_their_samples(count):
-    samples = made_up(damaged=(0, 7, 8, 19))
+    samples = made_up(damaged=(0, 7, 8, 19), skipped={})
     pairs = [pair for index in range(count) for pair in samples.in_order_with_indices(4, (index, count), CPU)]
     for indices, batch in pairs:
         assert indices.tolist() == levels(batch)[:, 0].tolist()
@@ -177,32 +174,28 @@ def test_batches_in_order_come_with_the_indices_of_their_samples(count):
 
 
 def test_each_unreadable_file_is_logged_once_and_counted_once(caplog):
-    def notes(samples: FileSamples) -> dict[str, Any]:
-        return samples.extra_results(lambda value: [value])
+    def notes(samples: FileSamples, *others: dict[str, str]) -> dict[str, Any]:
+        return samples.extra_results(lambda value: [value, *others])
 
-    unreadable, name = Unreadable(skip=True), os.fsdecode(b"a\xff\n.png")
-    train = made_up(damaged=tuple(range(25, 50)), count=60, unreadable=unreadable)
-    held_out = made_up(damaged=(1,), count=5, unreadable=unreadable)
+    skipped: dict[str, str] = {}
+    train = made_up(damaged=tuple(range(25, 50)), count=60, skipped=skipped)
+    held_out = made_up(damaged=(1,), count=5, skipped=skipped)
     assert notes(train) == {}
     with caplog.at_level(logging.WARNING):
-        unreadable.add(name, "damaged")
         take(train, Plan(60), 0, 3)
         list(held_out.in_order(5, (0, 1), CPU))
+        found = notes(train, {os.fsdecode(b"a\xff\n.png"): "damaged", "30": "seen by another rank too"})
     assert len(caplog.records) == 27
     assert "skipped 30: OSError: 30 is damaged" in caplog.text
-    assert caplog.messages[0] == "skipped a\\xff\n.png: damaged", "not UTF-8"
-    assert notes(train) == notes(held_out)
-    assert (notes(train)["skipped_images"], len(notes(train)["skipped_files"])) == (27, 20)
-    assert notes(train)["skipped_files"][0] == "a\\xff\n.png"
-    with pytest.raises(DataError) as error:
-        Unreadable(skip=False).add(name, "damaged")
-    assert error.value.what == "a\\xff\n.png"
+    assert caplog.messages[-1] == "skipped a\\xff\n.png: damaged", "not UTF-8"
+    assert found == notes(held_out)
+    assert (found["skipped_images"], len(found["skipped_files"])) == (27, 20)
 
 
 def test_if_no_file_can_be_read_training_ends_and_a_shard_is_empty():
     with pytest.raises(DataError, match="none of them can be read"):
-        take(made_up(damaged=tuple(range(20))), Plan(20), 0, 1)
-    samples = made_up(damaged=tuple(range(10)))
+        take(made_up(damaged=tuple(range(20)), skipped={}), Plan(20), 0, 1)
+    samples = made_up(damaged=tuple(range(10)), skipped={})
     assert [list(samples.in_order(8, (shard, 2), CPU)) for shard in (0, 0)] == [[], []]
     assert sum(len(batch.targets) for batch in samples.in_order(8, (1, 2), CPU)) == 10
 
@@ -211,13 +204,14 @@ def test_a_truncated_image_file_is_skipped_by_any_number_of_workers(photos, tmp_
     bad = tmp_path / "cut.jpg"
     bad.write_bytes(Path(photos[0]).read_bytes()[:300])
     files = [*photos[:5], str(bad), *photos[5:]]
-    samples = photographed(files, 1, "skip")
+    skipped: dict[str, str] = {}
+    samples = photographed(files, 1, skipped)
     skipping = take(samples, Plan(7), 0, 6)
     samples.close()
-    assert_same(skipping, take(photographed(files, 0, "skip"), Plan(7), 0, 6))
+    assert_same(skipping, take(photographed(files, 0, {}), Plan(7), 0, 6))
     assert {len(batch.targets) for batch in skipping} == {7}
-    assert samples.unreadable.files.keys() == {str(bad)}
-    assert "OSError: Truncated" in samples.unreadable.files[str(bad)]
+    assert skipped.keys() == {str(bad)}
+    assert "OSError: Truncated" in skipped[str(bad)]
 
 
 @pytest.mark.gpu

@@ -216,25 +216,23 @@ BOTH = [f"root/{part}/1.jpg" for part in ("train/a", "train/b", "val/a", "val/b"
 REFUSED: dict[str, tuple[list[str], str, list[str]]] = {  # files, data.root, texts in the reason
     "absent": ([], "nowhere", ["No such file or directory"]),
     "a file": (["file"], "file", ["Not a directory"]),
-    "no class": (["root/1.jpg"], "root", [" 0 class"]),
+    "no class": (["root/1.jpg"], "root", ["no class"]),
     "one class": (many("root/only", 3), "root", [" 1 class"]),
     "a class without images": ([*many("root/a", 2), *many("root/b", 2), "root/empty/x.txt"], "root", ["empty"]),
     "train alone": ([*many("root/train/a", 2), *many("root/train/b", 2)], "root", ["train/", "not both"]),
     "val alone": ([*many("root/val/a", 2), *many("root/val/b", 2)], "root", ["val/", "not both"]),
-    "no image in val": ([*BOTH[:2], "root/val/a/x.txt"], "root", ["val", " 0 class"]),
+    "no image in val": ([*BOTH[:2], "root/val/a/x.txt"], "root", ["no class"]),
     "a class in val alone": ([*BOTH, "root/val/c/1.jpg"], "root", ["train/", "val/", ": c"]),
-    "a class of one image": ([*many("root/a", 2), *many("root/b", 1)], "root", ["one", ": b"]),
+    "a class of one image": ([*many("root/a", 2), *many("root/b", 1)], "root", ["too few of b"]),
 }
 
 
 @pytest.mark.parametrize("files", [[], ["val/b/x.txt"]])
-def test_held_out_images_may_lack_a_class_of_the_training_images(tmp_path, caplog, files):
+def test_held_out_images_may_lack_a_class_of_the_training_images(tmp_path, files):
     make(tmp_path, *many("train/a", 2), *many("train/b", 2), *many("train/c", 2), "val/a/1.jpg", "val/c/1.jpg", *files)
-    with caplog.at_level("INFO"):
-        held_out = training_and_held_out(tmp_path, 0.2)["val"]
+    held_out = training_and_held_out(tmp_path, 0.2)["val"]
     assert {name: len(paths) for name, paths in held_out.items()} == {"a": 1, "b": 0, "c": 1}
     assert list(held_out) == ["a", "b", "c"]  # the index of c is that of the training images
-    assert "val/ has no images of b" in caplog.text
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -246,5 +244,4 @@ def test_an_unusable_directory_is_refused_by_key(tmp_path, case):
     assert refused.value.key == "root"
     for word in words:
         assert word in refused.value.why
-    assert str(tmp_path / root) in f"{refused.value.got} {refused.value.why}"
-    assert refused.value.remedy
+    assert str(tmp_path / root) in str(refused.value.got)

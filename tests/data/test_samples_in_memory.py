@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 
-AUGMENT = Digits(auto_augment="trivialaugment", random_erase=0.5).transforms(MEAN)
+AUGMENT = Digits(auto_augment="trivialaugment", random_erase=0.5).transform(MEAN)
 
 
 def pool(count: int = 20, height: int = 7, width: int = 5, **options) -> TensorSamples:
@@ -210,9 +210,9 @@ def transformed(
     results = []
     for image, seed in zip(images, seeds, strict=True):
         torch.manual_seed(seed)
-        for transform in Digits(auto_augment=policy, random_erase=erase).transforms(mean):
-            image = transform(image)
-        results.append(image)
+        transform = Digits(auto_augment=policy, random_erase=erase).transform(mean)
+        assert transform is not None
+        results.append(transform(image))
     return torch.stack(results)
 
 

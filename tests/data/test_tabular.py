@@ -167,7 +167,7 @@ def test_batches_of_any_tensors_are_rows_in_the_order_of_the_stream(kind: torch.
         ("x\n1\n", "its first line has the columns ['x']"),
         ("x, x,y\n1,2,3\n", "its first line has the name 'x' more than once"),
         ("", "it is not a CSV file: No columns to parse from file"),
-        ("x,y\n", "it has no line but the first"),
+        ("x,y\n", "its first line has the columns ['x', 'y'], and 0 lines of cells follow"),
         ("x,y\n1,2\n", "1 of 1 samples would be held out"),
         ("x,y\n1,2\n3,4\n\0", "line 4, column x: '\\x00' is not a finite number"),
     ],
