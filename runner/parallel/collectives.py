@@ -191,3 +191,7 @@ class ProcessGroup(Collectives):
         if self._pending is not None:
             self._pending[1].wait()
             self._pending = None
+
+    def forget(self) -> None:
+        """Drop pending operations without waiting for them; called if they will not complete."""
+        self._pending = None

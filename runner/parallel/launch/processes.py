@@ -155,6 +155,8 @@ class ExternalProcesses(Launcher):
             report = report_of(error)
             if self.rank_info.rank > 0 and report.what and not report.by_others:  # the command reports rank 0's error
                 log.critical("rank %d %s\n%s", self.rank_info.rank, report.what, report.trace)
+            assert isinstance(session.collectives, ProcessGroup)
+            session.collectives.forget()
             # Pending messages must not reach the next run of this process, which initializes a new group.
             process_group.abort_process_group()
             raise
