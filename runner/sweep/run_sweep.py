@@ -20,10 +20,9 @@ from runner.parallel.launch.cluster import external_rank_info
 from runner.storage.files import write_text
 from runner.sweep.display import Display
 from runner.sweep.ledger import OPTIONS, Ledger
-from runner.sweep.plan_jobs import Planner
 from runner.sweep.scheduler import JobSource, Scheduler
 from runner.sweep.space import Space
-from runner.sweep.sweep_jobs import SweepJobs
+from runner.sweep.sweep_jobs import Planner, SweepJobs
 from runner.system.console import CRASHED, DIVERGED, DONE, REFUSED, STOPPED
 from runner.system.forkserver import run_in_child
 from runner.system.import_path import is_installed

@@ -10,9 +10,8 @@ import torch
 from runner.config.composition import Composer
 from runner.config.errors import ConfigError
 from runner.sweep.engines.base import Demand
-from runner.sweep.plan_jobs import Planner
 from runner.sweep.space import Interval
-from runner.sweep.sweep_jobs import SweepJobs, parse_zip
+from runner.sweep.sweep_jobs import Planner, SweepJobs, parse_zip
 
 
 def jobs(*overrides: str) -> SweepJobs:

@@ -66,8 +66,8 @@ class LocalPool(Pool):
     def __init__(self, slots: int | str, threads: int | str, num_jobs: int):
         self._cores = usable_core_numbers()
         self._num_cores = len(self._cores)
-        self._gpus: list[str] | None = None
-        self._num_gpus = 0
+        self._gpus = visible_gpus()
+        self._num_gpus = len(self._gpus)
         self._slots = slots if isinstance(slots, int) else max(1, num_jobs)
         at_once = max(1, min(num_jobs, self._slots, self._num_cores))
         self._threads = threads if isinstance(threads, int) else max(1, self._num_cores // at_once)
@@ -81,9 +81,6 @@ class LocalPool(Pool):
 
     def submit(self, job: Job) -> str | None:
         demand = job.demand
-        if self._gpus is None:  # only now, because it imports torch, which is not needed if all jobs are refused
-            self._gpus = visible_gpus()
-            self._num_gpus = len(self._gpus)
         why = f"{self._num_gpus} GPUs are visible, and job {job.number} needs {demand.gpus}"
         check(demand.gpus <= self._num_gpus, "sweep", "local", why, "use fewer processes, or device=cpu")
         if demand.gpus:
@@ -128,7 +125,7 @@ class LocalPool(Pool):
         job = self._running.pop(number)
         self._orphans.discard(number)
         self._cores = sorted([*self._cores, *job.cores])
-        self._gpus = sorted([*(self._gpus or []), *job.gpus])
+        self._gpus = sorted([*self._gpus, *job.gpus])
         job.process.close()
         if code == -signal.SIGTERM and number in self._asked_to_stop:  # before it had a handler for the signal
             code = STOPPED
