@@ -113,10 +113,10 @@ class Ledger:
         Raises:
             StorageError: if the ledger cannot be written. The entry in `jobs` has changed nevertheless.
         """
-        for key, show in (("overrides", redacted_values), ("error", redacted)):
-            if changes.get(key) is not None:
-                value = show(changes[key])
-                changes[key] = [printable(text) for text in value] if isinstance(value, list) else printable(value)
+        if changes.get("overrides") is not None:
+            changes["overrides"] = [printable(text) for text in redacted_values(changes["overrides"])]
+        if changes.get("error") is not None:
+            changes["error"] = printable(redacted(changes["error"]))
         entry = {**self.jobs.get(number, {}), **changes}
         self._set(number, {key: value for key, value in entry.items() if value is not None})
         self._write()

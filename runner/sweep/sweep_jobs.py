@@ -88,9 +88,7 @@ class SweepJobs:
         self.dimensions = [each for each in last if each not in shared]
         if len(self) > MAX_JOBS:
             most = max(self.dimensions, key=lambda each: len(each.choices)).name
-            raise ConfigError(
-                most, ABSENT, f"more than {MAX_JOBS:,} jobs", "sweep over fewer values, or in several sweeps"
-            )
+            raise ConfigError(most, ABSENT, f"more than {MAX_JOBS:,} jobs", "sweep over fewer values")
         keys = Counter(key for each in self.dimensions for key in each.keys)
         for key in [key for each in self.dimensions if len(each.keys) > 1 for key in each.keys]:
             why = "it is paired with other keys, and set by another override"
@@ -127,9 +125,7 @@ class SweepJobs:
         words = _words(override)
         check(bool(words), key, typed, "it has no values", f"{key}=range(0,10)")
         [(most, count)] = Counter(word for [word] in words).most_common(1)
-        if count > 1:
-            remedy = "a job that is repeated gives the same result: leave one out"
-            raise ConfigError(key, typed, f"{most.partition('=')[2]} is in it twice", remedy)
+        check(count == 1, key, typed, f"{most.partition('=')[2]} is in it twice", "leave one out")
         return Dimension(key, (_bare(key),), words)
 
     def _pairs(self, word: str) -> Dimension:
@@ -214,6 +210,7 @@ class Planner:
         self._jobs, self._flags = jobs, [] if config_dir is None else [f"--config-dir={config_dir}"]
         self._check_options(*([] if config_dir is None else [Path(os.path.expanduser(config_dir))]))
         self._bases: dict[tuple[str, ...], tuple[str, Demand]] = {}
+        """For jobs with the same `_shared` overrides: a hash of the config of the first one, and the demand."""
         self._configs: dict[tuple[str, ...], dict[str, Any] | None] = {}
         self.path = Path()
         self.config = self._first_config()
@@ -236,10 +233,13 @@ class Planner:
     def plan(self, number: int, overrides: list[str]) -> Job:
         """Return the job with this number and these overrides. It has a `refusal` if its config cannot run."""
         directory, console = self.path / job_name(number, overrides, self._jobs.swept), console_file(self.path, number)
-        base = self._base(number, overrides)
-        if isinstance(base, str):
-            return Job(number, [], console, overrides=overrides, directory=directory, refusal=base)
-        config_hash, demand = base
+        key = _shared(overrides)
+        try:
+            if key not in self._bases:
+                self._bases[key] = self._build(self._jobs.compose(number, overrides).config)
+        except REFUSALS as error:
+            return Job(number, [], console, overrides=overrides, directory=directory, refusal=wrapped(explain(error)))
+        config_hash, demand = self._bases[key]
         where = [word for word in self._jobs.common if override_value([word], "resume") is None]
         arguments = [*overrides, *where, "resume=auto", f"--run-directory={directory}", *self._flags]
         known = hashlib.sha256(json.dumps([config_hash, overrides]).encode()).hexdigest()[:12]
@@ -277,18 +277,6 @@ class Planner:
             except REFUSALS as error:
                 errors[key] = error
         raise next(iter(errors.values()))
-
-    def _base(self, number: int, overrides: list[str]) -> tuple[str, Demand] | str:
-        """Return what jobs with the same `_shared` overrides have in common: a hash of the first one's config, and what
-        each of them needs. Return an error message if the config cannot run.
-        """
-        key = _shared(overrides)
-        if key not in self._bases:
-            try:
-                self._bases[key] = self._build(self._jobs.compose(number, overrides).config)
-            except REFUSALS as error:
-                return wrapped(explain(error))
-        return self._bases[key]
 
     def _build(self, config: dict[str, Any]) -> tuple[str, Demand]:
         run = build_run(config)

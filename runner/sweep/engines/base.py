@@ -124,11 +124,10 @@ class Engine(ABC):
     def check_auto(self, key: str, most: int) -> None:
         """Check that the option `key` is `auto` or a whole number from 1 to `most`."""
         value = getattr(self, key)
-        check(
-            value == "auto" or isinstance(value, int), key, value, "it is neither auto nor a number", f"sweep.{key}=2"
-        )
-        if value != "auto":
+        if isinstance(value, int):
             check_range(self, key, least=1, most=most)
+        elif value != "auto":
+            raise ConfigError(key, value, "it is neither auto nor a number", f"sweep.{key}=2")
 
     def prepare(self, *modules: str) -> None:
         """Begin slow preparations for the first job, such as the import of `modules`, which the jobs need."""

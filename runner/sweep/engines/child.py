@@ -204,11 +204,7 @@ class SlurmTask:
 
 
 def import_ray() -> Any:
-    """Import and return the package `ray`, which is optional and slow to import.
-
-    The return type is `Any`: if the package is not installed, type checkers would resolve its name to the module
-    `runner.sweep.engines.ray`.
-    """
+    """Import and return the package `ray`, which type checkers would take for the module beside this one."""
     return import_module("ray")
 
 
