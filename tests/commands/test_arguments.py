@@ -59,11 +59,21 @@ def test_every_subcommand_refuses_an_unknown_flag_and_has_a_help(name: str, caps
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(ZeroDivisionError(), 1), (KeyboardInterrupt(), 130), (ConfigError("a", ABSENT, "b", "c"), 2)]
+    ("error", "code", "words"),
+    [
+        (ConfigError("data.token", "s3cret", "it is too short", "data.token=TOKEN"), 2, "data.token: got '***': it is"),
+        (OSError("https://ann:s3cret@host/x: no answer"), 1, "OSError: https://ann:***@host/x: no answer"),
+        (KeyboardInterrupt("s3cret"), 130, "interrupted"),
+    ],
 )
-def test_an_error_of_a_subcommand_is_its_exit_code(error: BaseException, code: int) -> None:
+def test_an_error_of_a_subcommand_is_its_exit_code_and_is_printed_without_secrets(
+    error: BaseException, code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     @command
     def main(arguments: object) -> int:
         raise error
 
     assert main([]) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert "s3cret" not in said

@@ -1,7 +1,4 @@
-"""Tests of `runner convert`: weights are exported and imported in every supported format, and models as programs.
-
-Damaged or mismatched files are refused without writing anything.
-"""
+"""Tests of `runner convert`: weights in every format, models as programs, and what is refused, without writing it."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import torch
 from helpers.checkpoint_edits import rewrite_manifest, with_value_changed, write_checkpoint_file
 from helpers.compose import TINY_CPU
 from helpers.disk_faults import DiskFault, inject_disk_fault
-from helpers.permissions import enforced_permissions
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -76,12 +72,6 @@ def refusal(capsys: pytest.CaptureFixture[str], source: object, destination: obj
     return captured.err
 
 
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_checkpoint_can_be_chosen_and_the_best_is_the_default(run: Path) -> None:
     best = json.loads((run / "result.json").read_text())["best"]["step"]
     for flags, step in {("--checkpoint=last",): 4, ("--checkpoint=3",): 3, (): best}.items():
@@ -99,17 +89,6 @@ def test_averaged_weights_are_exported_unless_another_file_is_named(tmp_path: Pa
     for source, wanted in {result.directory: averaged, newest / "model.safetensors": plain}.items():
         assert converted(source, tmp_path / "out.safetensors", "--force") == 0
         assert same(read(tmp_path / "out.safetensors"), wanted)
-
-
-@pytest.mark.parametrize(
-    ("prefix", "wrapped"), [("", None), ("module.", "state_dict"), ("_orig_mod.", None), ("module._orig_mod.", "model")]
-)
-def test_wrapper_prefixes_and_enclosing_dicts_are_removed(tmp_path: Path, prefix: str, wrapped: str | None) -> None:
-    weights = {"a.weight": torch.randn(2, 3), "b.module.bias": torch.arange(3)}
-    state = {prefix + name: tensor for name, tensor in weights.items()}
-    torch.save({wrapped: state, "epoch": 3} if wrapped else state, tmp_path / "in.pt")
-    assert converted(tmp_path / "in.pt", tmp_path / "out.safetensors") == 0
-    assert same(read(tmp_path / "out.safetensors"), weights)
 
 
 def test_each_format_has_the_weights_and_a_conversion_back_is_byte_identical(run: Path) -> None:
@@ -131,16 +110,11 @@ def test_each_format_has_the_weights_and_a_conversion_back_is_byte_identical(run
     assert (signature["classes"], signature["inputs"]) == ([str(digit) for digit in range(10)], [1, 8, 8])
 
 
-def test_a_file_can_be_converted_in_place_and_its_permissions_follow_the_umask(tmp_path: Path) -> None:
+def test_a_file_can_be_converted_in_place(tmp_path: Path) -> None:
     path, weights = tmp_path / "weights.safetensors", {"a": torch.randn(100, 100)}
     save_file({f"module.{name}": tensor for name, tensor in weights.items()}, path)
-    before = os.umask(0o027)
-    try:
-        assert converted(path, path, "--force") == converted(path, tmp_path / "out.pt") == 0
-    finally:
-        os.umask(before)
+    assert converted(path, path, "--force") == 0
     assert same(read(path), weights)
-    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o640}
 
 
 def test_views_and_tied_tensors_are_written_without_their_shared_storage(tmp_path: Path) -> None:
@@ -167,18 +141,14 @@ def test_a_run_starts_from_exactly_the_converted_weights(run: Path, capsys: pyte
     torch.nn.DataParallel(model).load_state_dict(read("of mine.pt"), strict=True)
 
 
-def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
-
-
 def test_an_exported_torch_program_has_the_outputs_of_the_model(run: Path) -> None:
     assert converted(run, "model.pt2") == 0
-    files = {"model.json": ""}
+    files, original = {"model.json": ""}, runner.load(run)
     program = torch.export.load("model.pt2", extra_files=files).module()
-    assert json.loads(files["model.json"])["classes"] == runner.load(run).classes
+    assert json.loads(files["model.json"])["classes"] == original.classes
     for count in (1, 5):
         inputs = torch.randn(count, 1, 8, 8)
-        assert_close(program(inputs), runner.load(run).model()(inputs))
+        torch.testing.assert_close(program(inputs), original.model()(inputs), rtol=0, atol=1e-5)
 
 
 def test_a_program_whose_outputs_differ_from_the_model_is_not_written(
@@ -188,48 +158,25 @@ def test_a_program_whose_outputs_differ_from_the_model_is_not_written(
     assert "its outputs differ from those of the model by 0.00" in refusal(capsys, run, "model.pt2")
 
 
-def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    damage(checkpoint(run, 4) / "model.safetensors")
-    assert converted(run, "out.pt", "--checkpoint=last") == 0
-    assert same(read("out.pt"), saved(run, 3))
-    assert f"{checkpoint(run, 4)}/model.safetensors is damaged" in caplog.text
-    assert checkpoint(run, 4).exists(), "another process may be at work there: nothing is renamed"
-
-
 def test_damaged_checkpoints_and_those_of_another_schema_are_refused(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage(checkpoint(run, 2) / "model.safetensors")
-    (checkpoint(run, 1) / "model.json").write_text("{}")
-    for out in ("out.pt", "out.pt2"):
-        assert "model.safetensors is damaged" in refusal(capsys, run, out, "--checkpoint=2")
-        assert "model.json is damaged" in refusal(capsys, run, out, "--checkpoint=1")
+    weights = checkpoint(run, 2) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     rewrite_manifest(checkpoint(run, 4), schema=99)
-    for choice in ("last", "4"):
-        assert "it has schema 99" in refusal(capsys, run, "out.safetensors", f"--checkpoint={choice}")
-
-
-def test_a_symbolic_link_instead_of_the_checkpoints_directory_is_refused(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run / "checkpoints").rename(run.with_name("elsewhere"))
-    (run / "checkpoints").symlink_to(run.with_name("elsewhere"))
-    for choice in ("best", "last", "3"):
-        assert "it is a symbolic link" in refusal(capsys, run, "out.pt", f"--checkpoint={choice}")
+    for choice, why in (("2", "model.safetensors is damaged"), ("last", "it has schema 99"), ("4", "it has schema 99")):
+        for out in ("out.pt", "out.pt2"):
+            assert why in refusal(capsys, run, out, f"--checkpoint={choice}")
 
 
 def test_weights_that_the_manifest_does_not_list_are_not_opened(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In this test, `model.safetensors` is a named pipe without a writer. Opening the pipe would block forever."""
+    """Here, they are a named pipe without a writer, whose opening would block forever."""
     file = checkpoint(run, 4) / "model.safetensors"
     file.unlink()
     rewrite_manifest(checkpoint(run, 4))
     os.mkfifo(file)
-    for choice in ("best", "4"):
-        output = refusal(capsys, run, "out.safetensors", f"--checkpoint={choice}")
-        assert "manifest.json does not list model.safetensors" in output
-    assert "it is not a regular file" in refusal(capsys, file, "out.safetensors")
+    assert "manifest.json does not list model.safetensors" in refusal(capsys, run, "out.pt", "--checkpoint=4")
+    assert "it is not a regular file" in refusal(capsys, file, "out.pt")
 
 
 def test_a_best_checkpoint_that_is_missing_unknown_or_forged_is_refused(
@@ -247,18 +194,6 @@ def test_a_best_checkpoint_that_is_missing_unknown_or_forged_is_refused(
         state = torch.load(file, weights_only=True)
         write_checkpoint_file(file, with_value_changed(state, ("best",), lambda _, best=best: best))
         assert why in refusal(capsys, run, "out.pt")
-
-
-def test_a_pickle_that_would_run_code_is_refused_without_running_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Payload:
-        def __reduce__(self) -> tuple:
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    torch.save({"weight": Payload()}, tmp_path / "in.pt")
-    assert "SOURCE: got" in refusal(capsys, tmp_path / "in.pt", tmp_path / "out.pt")
-    assert not (tmp_path / "ran").exists()
 
 
 def test_invalid_sources_destinations_and_flags_are_refused_by_key(
@@ -295,16 +230,3 @@ def test_a_full_disk_leaves_the_existing_file_unchanged(tmp_path: Path, capsys: 
     with inject_disk_fault(DiskFault("fsync", name, errno.ENOSPC)) as failed:
         assert "it cannot be written: [Errno 28] No space left" in refusal(capsys, source, out, "--force")
     assert (failed(), out.read_text()) == (True, "precious")
-
-
-def test_paths_without_permission_are_refused_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run").mkdir()
-    save_file({"a": torch.zeros(3)}, tmp_path / "in.safetensors")
-    run, file = tmp_path / "run", tmp_path / "in.safetensors"
-    for source, destination, key in ((run, tmp_path / "out.pt", "SOURCE"), (file, run / "a.pt", "DESTINATION")):
-        with enforced_permissions(run, 0):
-            assert converted(source, destination) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"{key}: got '")
-        assert "(Permission denied)" in said
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["in.safetensors", "run"]

@@ -83,6 +83,8 @@ def main() -> None:
 
     random.seed(1)
     logging.disable(logging.INFO)
+    logging.captureWarnings(True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     torch.set_default_dtype(torch.float64)
     compiler = {"compiler": of_torch()["compiler"]}
     runner.train([*SMALL])  # torch and others change something when they are first used
