@@ -60,7 +60,7 @@ REFUSED = {
     "smoke": ["smoke: there is no such subcommand", "compare, "],
     "evalute  out": ["evalute: there is no such subcommand", "did you mean evaluate?"],
     "optimizer": ["optimizer:", "KEY=VALUE", "optimizer=adam, optimizer=adamw, optimizer="],
-    "--foo": ["--foo:", "--cfg"],
+    "--foo": ["--foo: there is no such flag", "typed without dashes"],
     "--cfg  jobb": ["--cfg", "'jobb'", "choose from"],
     "-m  --cfg  job": ["--cfg:", "not allowed with argument --multirun"],
     "--config-dir=/nowhere": ["--config-dir: got '/nowhere'", "no such directory"],
