@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import pickle
+from contextlib import nullcontext
 
 import pytest
 
@@ -46,27 +47,19 @@ def test_errors_under_prepends_the_path_to_the_key() -> None:
     assert (refusal.value.key, str(refusal.value)) == ("a.b.c", "a.b.c: got 1: no\n  yes")
 
 
-def test_the_value_got_is_shortened() -> None:
-    assert str(ConfigError("key", ABSENT, "why", "do")) == "key: why\n  do"
+def test_control_characters_are_escaped_and_long_keys_and_values_shortened() -> None:
+    error = ConfigError("a\x1b[31m\nb", "c\x07\n\x9b", "d\x08 ü\u202e", "e\x00")
+    assert str(error) == "a\\x1b[31m\\nb: got 'c\\x07\\n\\x9b': d\\x08 ü\\u202e\n  e\\x00"
+    assert str(ConfigError("k" * 1000, ABSENT, "why", "do")) == f"{'k' * 79}…: why\n  do"
     shown = str(ConfigError("key", "x" * 1000, "why", "do"))
     assert len(shown.splitlines()[0]) < 100
     assert "x…: why" in shown
 
 
-def test_control_characters_are_escaped_and_long_keys_shortened() -> None:
-    error = ConfigError("a\x1b[31m\nb", "c\x07\n\x9b", "d\x08 ü\u202e", "e\x00")
-    assert str(error) == "a\\x1b[31m\\nb: got 'c\\x07\\n\\x9b': d\\x08 ü\\u202e\n  e\\x00"
-    assert str(ConfigError("k" * 1000, ABSENT, "why", "do")) == f"{'k' * 79}…: why\n  do"
-
-
-@pytest.mark.parametrize("value", [1.001, 2, 3, None])
+@pytest.mark.parametrize("value", [1.001, 2, 3, None, 1, 3.001, math.nan, math.inf, -math.inf, 10**400, -(10**400)])
 def test_a_range_includes_some_ends_and_null(value: float | None) -> None:
-    check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", above=1, most=3)
-
-
-@pytest.mark.parametrize("value", [1, 3.001, math.nan, math.inf, -math.inf, 10**400, -(10**400)])
-def test_a_range_excludes_everything_else(value: float) -> None:
-    with pytest.raises(ConfigError, match="> 1 and ≤ 3"):
+    fits = value is None or value in (1.001, 2, 3)
+    with nullcontext() if fits else pytest.raises(ConfigError, match="> 1 and ≤ 3"):
         check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", above=1, most=3)
 
 

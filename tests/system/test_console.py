@@ -12,7 +12,6 @@ from helpers.command import TIMEOUT_SECONDS, child_environment, names_left_in
 from helpers.compose import TINY_CPU
 from helpers.handmade_runs import write_run_directory
 
-from runner.commands import COMMANDS
 from runner.storage import run_directory
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -76,29 +75,6 @@ def test_characters_that_a_console_lacks_are_escaped(command: str, variables: di
     assert ended.stdout.isascii()
     assert ("name: \\xfc\n" in ended.stdout) == ("name" in command)
     assert names_left_in(tmp_path) == set()
-
-
-PRINT_THE_HELP_OF_EACH_COMMAND = """
-import sys
-from runner.commands import COMMANDS
-from runner.commands.start import main
-
-for name in COMMANDS:
-    sys.argv[1:] = [name, "--help"]
-    try:
-        assert main() == 0
-    except SystemExit as ended:
-        assert not ended.code
-"""
-
-
-def test_the_help_of_each_command_is_printed_on_a_console_with_ascii_only(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", PRINT_THE_HELP_OF_EACH_COMMAND]
-    variables = child_environment(PYTHONIOENCODING="ascii", PYTHONUTF8="0")
-    ended = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.isascii()
-    assert all(f"runner {name}" in ended.stdout for name in COMMANDS)
 
 
 @FULL

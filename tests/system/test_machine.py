@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers.command import child_environment
 from helpers.programs import map_new_pages
 
 from runner.system import cpu as processor
@@ -59,20 +56,21 @@ def test_the_processor_is_described(machine: Path) -> None:
     assert found["logical_cores"] == os.cpu_count()
 
 
-def test_the_smallest_cpu_quota_of_the_group_and_its_ancestors_applies(machine: Path) -> None:
-    (machine / "cgroup" / "outer" / "inner" / "cpu.max").write_text("max 100000\n")
-    (machine / "cgroup" / "outer" / "cpu.max").write_text("150000 100000\n")
-    (machine / "cgroup" / "cpu.max").write_text("400000 100000\n")
-    assert processor.cpu()["quota_cores"] == 1.5
+@pytest.mark.parametrize(
+    ("group", "limits", "quota"),
+    [
+        ("/outer/inner", {"outer/inner": "max", "outer": "150000", "": "400000"}, 1.5),
+        ("/docker/0123", {"": "50000", "..": "1"}, 0.5),  # the path on the host of a container; and not outside /sys
+    ],
+)
+def test_the_smallest_cpu_quota_of_the_group_and_its_ancestors_applies(
+    group: str, limits: dict[str, str], quota: float, machine: Path
+) -> None:
+    (machine / "proc" / "self" / "cgroup").write_text(f"0::{group}\n")
+    for name, limit in limits.items():
+        (machine / "cgroup" / name / "cpu.max").write_text(f"{limit} 100000\n")
+    assert processor.cpu()["quota_cores"] == quota
     assert len(processor.usable_core_numbers()) == 1
-
-
-def test_a_group_path_of_the_host_leads_to_the_mounted_root(machine: Path) -> None:
-    """In a container, the path of the group may be its path on the host."""
-    (machine / "proc" / "self" / "cgroup").write_text("0::/docker/0123\n")
-    (machine / "cgroup" / "cpu.max").write_text("50000 100000\n")
-    (machine / "cpu.max").write_text("1 100000\n")  # outside the mounted hierarchy
-    assert processor.cpu()["quota_cores"] == 0.5
 
 
 def test_values_that_the_system_does_not_report_are_none(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +91,12 @@ def test_the_cores_of_this_process_are_those_of_the_affinity_mask(monkeypatch: p
 
 
 @linux
-def test_the_peak_stays_until_it_is_reset() -> None:
+def test_the_peak_stays_until_it_is_reset_which_frees_reference_cycles() -> None:
+    node: Any = type("Node", (), {})()
+    node.itself, left = node, weakref.ref(node)
+    del node
     memory.reset_peak(CPU)
+    assert left() is None
     before = memory.usage(CPU)["memory/peak"]
     assert before == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
     with map_new_pages(128 * MEGABYTE):
@@ -106,14 +108,6 @@ def test_the_peak_stays_until_it_is_reset() -> None:
         pytest.skip("this container forbids resetting the peak")
     memory.reset_peak(CPU)
     assert memory.usage(CPU)["memory/peak"] < peak - 100 * MEGABYTE
-
-
-def test_reset_peak_frees_reference_cycles() -> None:
-    node: Any = type("Node", (), {})()
-    node.itself, left = node, weakref.ref(node)
-    del node
-    memory.reset_peak(CPU)
-    assert left() is None
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd", 1024)])
@@ -130,13 +124,15 @@ def test_without_proc_the_peak_is_that_of_getrusage(
 
 
 def test_host_memory_is_in_bytes_and_a_limit_above_the_total_is_none(machine: Path) -> None:
-    groups = machine / "cgroup"
-    assert memory.host_memory() == {"total_bytes": 1_024_000, "available_bytes": 409_600, "limit_bytes": None}
-    (groups / "outer" / "memory.max").write_text("2048\n")
-    (groups / "outer" / "inner" / "memory.max").write_text("max\n")
-    assert memory.host_memory()["limit_bytes"] == 2048
-    (groups / "outer" / "memory.max").write_text("1024000\n")
-    assert memory.host_memory()["limit_bytes"] is None
+    group = machine / "cgroup" / "outer"
+    (group / "inner" / "memory.max").write_text("max\n")
+    for limit, found in ((None, None), (2048, 2048), (1_024_000, None)):
+        if limit:
+            (group / "memory.max").write_text(f"{limit}\n")
+        available = min(409_600, limit or 409_600)
+        assert memory.host_memory() == {
+            "total_bytes": 1_024_000, "available_bytes": available, "limit_bytes": found
+        }  # fmt: skip
 
 
 def test_what_the_control_group_uses_is_not_available(machine: Path) -> None:
@@ -157,40 +153,20 @@ def test_what_the_control_group_uses_is_not_available(machine: Path) -> None:
     assert memory.host_memory()["available_bytes"] == 0
 
 
-_PROGRAM = """
-import json, resource
-import psutil
-from runner.system.memory import freed_memory_kept
-
-def fill(count):
-    blocks = [bytearray(b"x") * 2**24 for _ in range(8)]  # 16 MiB each
-    for _ in range(count - 1):
-        blocks = []
-        blocks = [bytearray(b"x") * 2**24 for _ in range(8)]
-
-def faults(count):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    fill(count)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-with freed_memory_kept():
-    fill(1)
-    inside = faults(4)
-    kept = psutil.Process().memory_info().rss
-returned = psutil.Process().memory_info().rss
-print(json.dumps({"inside": inside, "kept": kept, "returned": returned}))
-"""
-
-
 @pytest.mark.skipif(memory._glibc() is None, reason="the C library is not glibc")
 def test_freed_blocks_are_used_again_and_returned_at_the_end() -> None:
-    # 128 MiB are 32,768 pages, which four rounds would take four times.
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True, env=child_environment()
-    )
-    found = json.loads(done.stdout)
-    assert found["inside"] < 5_000
-    assert found["kept"] - found["returned"] > 100 * 2**20
+    def fill() -> int:
+        """Allocate and free 128 MiB, 32,768 pages, and return the number of page faults."""
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [bytearray(b"x") * 2**24 for _ in range(8)]
+        del blocks
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    with memory.freed_memory_kept():
+        fill()
+        assert sum(fill() for _ in range(4)) < 5_000
+        kept = psutil.Process().memory_info().rss
+    assert kept - psutil.Process().memory_info().rss > 100 * MEGABYTE
 
 
 @pytest.mark.gpu

@@ -37,17 +37,14 @@ def test_environment_is_json_with_every_part() -> None:
     parts = ["command", "source", "versions", "variables", "cpu", "memory", "devices", "findings"]
     assert list(report) == parts
     assert report["versions"]["torch"] == torch.__version__
-    assert report["versions"]["python"].startswith(".".join(str(part) for part in sys.version_info[:3]))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The source
+    if (ROOT / ".git").exists():
+        assert report["source"]["commit"] == git(ROOT, "rev-parse", "HEAD"), "of this project"
 
 
 def test_the_commit_is_found_and_a_changed_or_new_file_makes_it_dirty(checkout: Path) -> None:
     assert provenance.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False}
     (checkout / "a.py").write_text("2\n")
-    assert provenance.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": True}
+    assert provenance.source(checkout)["dirty"]
     git(checkout, "commit", "-qam", "two")
     (checkout / "b.py").write_text("new\n")
     assert provenance.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": True}
@@ -88,11 +85,3 @@ def test_secrets_are_hidden_in_the_command_and_the_variables(monkeypatch: pytest
     assert report["command"] == "runner 'data.root=https://ann:***@host/x' 'data.token=***' --auth-token *** lr=1"
     assert report["variables"]["CUDA_VISIBLE_DEVICES"] == "https://ann:***@host"
     assert "cret" not in json.dumps(report)
-
-
-def test_the_source_of_this_project_is_found() -> None:
-    """The test fails if `provenance.py` is moved to another depth in the repository, and its `_ROOT` is not adapted."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("this is no checkout")
-    assert provenance.source() == provenance.source(ROOT) is not None
-    assert provenance.environment()["source"]["commit"] == git(ROOT, "rev-parse", "HEAD")

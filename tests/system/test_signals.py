@@ -153,26 +153,21 @@ def test_a_signal_during_the_last_step_stops_the_next_job() -> None:
             assert next_job.received == "SIGUSR2"
 
 
-def test_handlers_are_restored() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with StopRequest():
-        assert [signal.getsignal(number) for number in SIGNALS] != before
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_thread_installs_no_handlers() -> None:
-    before, seen = signal.getsignal(signal.SIGTERM), []
+def test_handlers_are_installed_in_the_main_thread_and_restored() -> None:
+    before, seen = [signal.getsignal(number) for number in SIGNALS], []
 
     def enter() -> None:
-        with StopRequest() as stop:
-            seen.append((stop.received, signal.getsignal(signal.SIGTERM)))
+        with StopRequest():
+            seen.append([signal.getsignal(number) for number in SIGNALS])
 
+    enter()
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert seen == [("", before)]
+    assert (seen[0] != before, seen[1] == before) == (True, True)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
