@@ -178,10 +178,9 @@ def test_learning_curves_are_averaged_over_seeds_and_sessions(sweep: Sweep) -> N
 
 
 def test_the_training_metric_is_drawn_if_the_metric_was_evaluated_only_once(sweep: Sweep) -> None:
-    for seed in (0, 1):
-        directory = sweep.add(1.0, f"seed={seed}")
-        log_curve(directory, {9: 0.5})
-        log_curve(directory, {3: 0.1, 6: 0.2, 9: 0.4}, tag="train/accuracy")
+    directory = sweep.add(1.0)
+    log_curve(directory, {9: 0.5})
+    log_curve(directory, {3: 0.1, 6: 0.2, 9: 0.4}, tag="train/accuracy")
     figures = sweep.pictures()
     assert list(figures) == ["curves"]
     assert figures["curves"].axes[0].get_ylabel() == "train/accuracy"
@@ -211,7 +210,7 @@ def test_pictures_replace_those_of_an_earlier_call(sweep: Sweep, capsys: pytest.
         assert numpy.asarray(Image.open(out / name)).std() > 10, "not a blank sheet"
 
 
-def test_plots_are_not_written_through_symbolic_links(sweep: Sweep, tmp_path: Path) -> None:
+def test_links_and_files_of_other_programs_are_not_replaced(sweep: Sweep, tmp_path: Path) -> None:
     for mode in ("single", "model"):
         sweep.add(1.0, f"parallel={mode}")
     out, elsewhere = sweep.path / "plots", tmp_path / "elsewhere"
@@ -222,22 +221,14 @@ def test_plots_are_not_written_through_symbolic_links(sweep: Sweep, tmp_path: Pa
     picture.symlink_to(elsewhere)
     assert plot.main([str(sweep.path)]) == 2
     picture.unlink()
+    picture.write_text("mine")
+    assert plot.main([str(sweep.path)]) == 2
+    assert picture.read_text() == "mine"
+    picture.unlink()
     out.rename(tmp_path / "folder")
     out.symlink_to(tmp_path / "folder")
     assert plot.main([str(sweep.path)]) == 2
     assert elsewhere.read_bytes() == before
-
-
-def test_files_of_other_programs_are_not_replaced(sweep: Sweep, tmp_path: Path) -> None:
-    for mode in ("single", "model"):
-        sweep.add(1.0, f"parallel={mode}")
-    file = tmp_path / "modes.png"
-    file.write_text("mine")
-    words = [str(sweep.path), "--out", str(tmp_path)]
-    assert plot.main(words) == 2
-    assert file.read_text() == "mine"
-    file.unlink()
-    assert plot.main(words) == plot.main(words) == 0
 
 
 def test_several_sweeps_are_plotted_together_in_their_common_directory(
@@ -253,11 +244,8 @@ def test_several_sweeps_are_plotted_together_in_their_common_directory(
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["absent"], "PATH: got 'absent': there is no such directory\n"),
-        (["empty"], "PATH: got 'empty': it contains no run\n"),
         (["crashed"], "PATH: got 'crashed': none of its runs is done\n"),
         (["sweep", "--out", "file"], "--out: got 'file': nothing can be written there (it is not a directory)\n"),
-        (["sweep", "--metric", "eval/acuracy"], "--metric: got 'eval/acuracy': no run that is done has this metric;\n"),
     ],
 )
 def test_what_cannot_be_plotted_is_refused(
@@ -265,21 +253,13 @@ def test_what_cannot_be_plotted_is_refused(
 ) -> None:
     monkeypatch.chdir(sweep.path.parent)
     sweep.add(1.0)
-    Path("empty").mkdir()
     Path("file").write_text("")
     Sweep(Path("crashed")).add(1.0, status="crashed")
     assert plot.main(arguments) == 2
     assert capsys.readouterr().err.startswith(why)
-    assert not (sweep.path / "plots").exists()
-
-
-def test_without_seaborn_the_error_says_how_to_install_it(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep.add(1.0)
     monkeypatch.setitem(sys.modules, "seaborn", None)  # importing it fails
-    assert plot.main([str(sweep.path)]) == 2
-    assert capsys.readouterr().err == "seaborn: it is not installed, and draws the figures\n  pip install seaborn\n"
+    assert plot.main(["sweep"]) == 2
+    assert capsys.readouterr().err.endswith("pip install seaborn\n")
     assert not (sweep.path / "plots").exists()
 
 
@@ -321,12 +301,13 @@ def test_damaged_files_do_not_stop_plotting(sweep: Sweep, capsys: pytest.Capture
     assert len(lines(sweep.pictures()["curves"].axes[0])) >= 2
 
 
+FORMULA = "$\\frac{$"
 HOSTILE = {
-    "a formula": ("$\\frac{$", "\\$\\frac{\\$"),
-    "many formulas": ("$" * 60, "\\$\\$"),
-    "markup": ("[/red]", "[/red]"),
-    "an escape code": ("\x1b[31mred", "\\x1b[31mred"),
-    "half a surrogate": ("\ud800", "\\ud800"),
+    FORMULA: "\\$\\frac{\\$",
+    "$" * 60: "\\$\\$",
+    "[/red]": "[/red]",
+    "\x1b[31mred": "\\x1b[31mred",
+    "\ud800": "\\ud800",
 }
 """Texts in the files of a run, and how they are drawn: what matplotlib and rich would interpret is escaped."""
 
@@ -334,11 +315,9 @@ HOSTILE = {
 def test_special_characters_in_values_keys_and_metrics_are_escaped(
     sweep: Sweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for kind, (text, _) in HOSTILE.items():
+    for kind, text in enumerate(HOSTILE):
         for value in (text, "b", 10**400):
-            directory = sweep.add(
-                1.0, **evaluation_entries(0.5, 0.5, HOSTILE["a formula"][0], step_seconds={"median": 1.0})
-            )
+            directory = sweep.add(1.0, **evaluation_entries(0.5, 0.5, FORMULA))
             config = {"batch_size": 1, "model": {"_target_": "a.b", text: value}, "kind": kind}
             (directory / "config.yaml").write_text(config_text(config), errors="surrogatepass")
     assert plot.main([str(sweep.path)]) == 0
@@ -349,7 +328,7 @@ def test_special_characters_in_values_keys_and_metrics_are_escaped(
         texts += [each.get_text() for each in figure.findobj(Text)]  # pyright: ignore[reportAttributeAccessIssue]
     assert all(each.count("$") == each.count("\\$") for each in texts)
     assert not {"\x1b", "\ud800"} & set("".join(texts))
-    for _, drawn in HOSTILE.values():
+    for drawn in HOSTILE.values():
         assert any(drawn[:10] in each for each in texts)
 
 

@@ -54,7 +54,9 @@ def test_all_jobs_of_a_sweep_run_whatever_its_console_is_and_it_fails_if_one_doe
 def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_leaves(
     command: str, tmp_path: Path
 ) -> None:
-    write_run_directory(tmp_path / "run", status="crashed", error="why")
+    folder = tmp_path.joinpath(*["a" * 200] * 10)
+    for number in range(40):  # the output of `runs` is larger than the buffer of a pipe
+        write_run_directory(folder / str(number), status="crashed", error="why")
     full = run_in_shell(f"{command} >/dev/full", tmp_path)
     assert full.returncode == 1
     assert full.stderr == "standard output: it cannot be written (No space left on device)\n"
