@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.handmade_runs import write_config
-from helpers.permissions import enforced_permissions
 
 from runner.config.composition import Job
 from runner.config.errors import ConfigError
@@ -174,13 +173,6 @@ def test_a_number_that_cannot_be_is_not_taken_from_a_run_directory(
     config = compose_config(*TINY_CPU)
     directory = begun(Job(config | {"accumulation": config["accumulation"] | {"steps": forged}}, []), tmp_path)
     assert steps(*TINY_CPU, "batch_size=64", "resume=auto", AUTO, directory=directory) == 4
-
-
-def test_resume_auto_is_refused_if_the_runs_cannot_be_listed(chosen: list[int], tmp_path: Path) -> None:
-    (tmp_path / "runs" / "test").mkdir(parents=True)
-    with enforced_permissions(tmp_path / "runs", 0), pytest.raises(ConfigError) as refusal:
-        choose(*TINY_CPU, f"output_root={tmp_path / 'runs'}", "resume=auto", AUTO)
-    assert refusal.value.key == "output_root"
 
 
 def test_a_trial_that_fails_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
