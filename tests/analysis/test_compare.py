@@ -107,14 +107,15 @@ def test_many_differing_keys_are_shown_in_one_column_without_broken_words(
     assert "optimizer.lr,schedule," in compared(capsys, tmp_path, "--csv")  # in CSV, each key has a column
 
 
-def test_the_number_of_seeds_is_shown_if_a_seed_was_run_twice(
+def test_seed_repeat_name_output_root_and_resume_do_not_separate_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, typed in (("a", ["seed=0"]), ("b", ["seed=0"]), ("c", ["seed=1"])):
-        write_run_directory(tmp_path / name, *typed, **evaluation_entries(0.9, 0.8))
-    assert "| 3 (2 seeds) |" in compared(capsys, tmp_path, "--markdown")
-    (row,) = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
-    assert (row["runs"], row["seeds"]) == (3, 2)
+    for i, seed in enumerate((0, 0, 1)):
+        keys = f"seed={seed}", f"name=n{i}", f"output_root=o{i}"
+        write_run_directory(tmp_path / f"{i}", *keys, **evaluation_entries(0.9, 0.8))
+    [row] = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
+    assert (row["values"], row["runs"], row["seeds"]) == ({}, 3, 2)
+    assert "| 3 (2 seeds) |" in compared(capsys, tmp_path, "--markdown"), "a seed was run twice"
 
 
 def test_csv_cells_that_look_like_formulas_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,15 +227,6 @@ def test_each_run_is_found_once_at_any_depth(tmp_path: Path) -> None:
     run = write_run_directory(tmp_path / "a" / "b")
     write_run_directory(tmp_path / "c")
     assert [each.directory.name for each in find_runs([tmp_path, tmp_path / "a", run])] == ["b", "c"]
-
-
-def test_seed_repeat_name_output_root_and_resume_do_not_separate_rows(tmp_path: Path) -> None:
-    for i in range(3):
-        write_run_directory(
-            tmp_path / f"{i}", f"seed={i}", f"name=n{i}", f"output_root=o{i}", **evaluation_entries(1, 1)
-        )
-    [row] = Comparison([tmp_path]).rows
-    assert (len(row.runs), row.seeds, row.values) == (3, 3, {})
 
 
 def test_options_are_labeled_by_file_name_without_the_keys_they_set(tmp_path: Path) -> None:

@@ -63,33 +63,30 @@ def test_the_columns_are_the_swept_keys_and_the_metrics_of_the_workload(grid: Pa
     assert [row["status"] for row in rows] == [["STATUS_SUCCESS"]] * 3 + [["STATUS_UNKNOWN"]]
 
 
-def test_numbers_stay_numbers_in_a_column_with_null_or_strings(tmp_path: Path) -> None:
-    values = [("null", "auto", "'16'", "true"), ("1.5", "4", "bf16", "false")]
+def test_values_have_one_type_and_one_spelling_in_the_rows_and_in_the_column(tmp_path: Path) -> None:
+    """TensorBoard finds the rows of a value only if it equals the value of the column."""
+    values = [("null", "auto", "'16'", "[8]"), ("1.5", "4", "bf16", "[4,4]"), ("2", "4", "bf16", "[4, 4]")]
     jobs: list[Job] = [
-        (["parallel=pipeline", f"max_grad_norm={a}", f"parallel.stages={b}", f"precision={c}", f"compile={d}"], 0.5)
+        (
+            [f"max_grad_norm={a}", "parallel=pipeline", f"parallel.stages={b}", f"precision={c}", f"model.hidden={d}"],
+            0.5,
+        )
         for a, b, c, d in values
     ]
     write_summary(save_sweep(tmp_path, *jobs))
-    types, _ = hparams_columns(tmp_path)
-    assert types == {
-        "compile": "DATA_TYPE_STRING",
+    assert hparams_columns(tmp_path)[0] == {
         "max_grad_norm": "DATA_TYPE_FLOAT64",
+        "model.hidden": "DATA_TYPE_STRING",
         "parallel.stages": "DATA_TYPE_STRING",
         "precision": "DATA_TYPE_STRING",
     }
-    rows, _ = hparams_table(tmp_path)
-    assert [row["hparams"] for row in rows] == [
-        {"parallel": "pipeline", "parallel.stages": "auto", "precision": "16", "compile": "true"},
-        {"parallel": "pipeline", "max_grad_norm": 1.5, "parallel.stages": 4.0, "precision": "bf16", "compile": "false"},
+    keys = ("max_grad_norm", "parallel.stages", "precision", "model.hidden")
+    assert [tuple(row["hparams"].get(key) for key in keys) for row in hparams_table(tmp_path)[0]] == [
+        (None, "auto", "16", "[8]"),
+        (1.5, 4.0, "bf16", "[4,4]"),
+        (2.0, 4.0, "bf16", "[4,4]"),
     ]
-
-
-def test_a_list_is_spelled_alike_in_the_rows_and_in_the_column(tmp_path: Path) -> None:
-    """TensorBoard finds the rows of a value only if it equals the value of the column."""
-    path = save_sweep(tmp_path, *(([f"model.hidden={text}"], 0.5) for text in ("[8]", "[4,4]", "[4, 4]")))
-    write_summary(path)
-    assert [row["hparams"]["model.hidden"] for row in hparams_table(path)[0]] == ["[8]", "[4,4]", "[4,4]"]
-    assert hparams_values(path)["model.hidden"] == ["[8]", "[4,4]"]
+    assert hparams_values(tmp_path)["model.hidden"] == ["[8]", "[4,4]"]
 
 
 def told(path: Path) -> str:
@@ -105,15 +102,11 @@ def test_the_tables_have_the_best_jobs_and_the_failures(grid: Path) -> None:
     assert lines[4].startswith("| 0.1 | cosine | 1 | 0.9 |")
     assert "| 003-job | crashed | 7 |  |" in lines
     assert not any("epochs" in line for line in lines)
-
-
-def test_a_second_summary_replaces_the_first(grid: Path) -> None:
-    write_summary(grid)
-    shutil.rmtree(grid / "002-job")
-    shutil.rmtree(grid / "003-job")
+    for name in ("002-job", "003-job"):
+        shutil.rmtree(grid / name)
     write_summary(grid)
     assert list(hparams_columns(grid)[0]) == ["optimizer.lr"]
-    assert len(list(grid.glob("events*"))) == 1
+    assert len(list(grid.glob("events*"))) == 1, "a second summary replaces the first"
 
 
 @pytest.mark.parametrize("metric", ["eval/accuracy", "eval/loss"])
