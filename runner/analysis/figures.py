@@ -18,7 +18,7 @@ from runner.analysis.comparison import BEST, LAST, RATE, STEP_SECONDS, Compariso
 from runner.analysis.saved_runs import is_number
 from runner.config.overrides import as_typed
 from runner.system.secrets import printable
-from runner.tracking.event_file import scalars
+from runner.tracking.event_file import EventReader
 
 NAMES = ("modes", "modes_and_pipeline", "split_size", "sweep", "heat_map", "curves")
 """The names of all figures that `pictures` may return."""
@@ -278,7 +278,7 @@ def _curves(compared: Comparison) -> dict[str, Figure]:
     """Return the figure `curves` of the best rows, with a metric that a run logged at 3 or more steps, if any."""
     wanted = [compared.metric, f"train/{compared.metric.rpartition('/')[2]}", "train/loss"]
     rows = compared.rows[:_MAX_LINES]
-    read = [(number, scalars(run.directory, wanted)) for number, row in enumerate(rows) for run in row.runs]
+    read = [(number, EventReader(run.directory, wanted).read()) for number, row in enumerate(rows) for run in row.runs]
     tag = next((tag for tag in wanted if any(len(curves.get(tag, ())) >= 3 for _, curves in read)), None)
     if tag is None:
         return {}

@@ -23,7 +23,7 @@ from runner.storage.manifest import DamagedError
 from runner.storage.run_directory import read_result, step_of
 from runner.storage.saved_run import UnreadableConfigError, checkpoints, directory_of, saved_config, saved_overrides
 from runner.storage.signature import saved_signature
-from runner.tracking.event_file import scalars
+from runner.tracking.event_file import EventReader
 
 
 def load(directory: str | os.PathLike[str]) -> SavedRun:
@@ -74,7 +74,7 @@ class SavedRun:
 
     def curves(self) -> dict[str, dict[int, float]]:
         """Return the scalars that the run logged to TensorBoard: for each tag, a dict from steps to values."""
-        return scalars(self.directory)
+        return EventReader(self.directory).read()
 
     def weights(self, choice: str | int = "best") -> dict[str, torch.Tensor]:
         """Return the tensors of the model by name, on the CPU: the averaged weights, if the run averages them."""

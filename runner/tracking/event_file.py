@@ -61,12 +61,8 @@ class EventFile:
         self._path = directory / f"events.out.tfevents.{number:010d}"
         with storage_errors(self._path):
             self._file = self._path.open("xb")
-            try:
-                self._write(file_version="brain.Event:2")
-                self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
-            except OSError:
-                self.close()
-                raise
+            self._write(file_version="brain.Event:2")
+            self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, summary: Summary, step: int = 0) -> None:
         """Write `summary` for the optimizer step `step`. Once written, it is not lost if the process is killed."""
@@ -111,17 +107,12 @@ def picture(tag: str, encoded: bytes, height: int, width: int) -> Summary:
     return Summary(value=[Summary.Value(tag=tag, image=shown)])
 
 
-def scalars(directory: Path, tags: Container[str] | None = None) -> dict[str, dict[int, float]]:
-    """Return the finite scalars of the run in `directory`: for each tag, the values by step, in the order of the steps.
-
-    `tags` are those to read; None for all. Of steps that a resumed session has repeated, its values are returned. Each
-    file is read up to its first damaged event. If there is more than can be read, a warning is logged.
-    """
-    return EventReader(directory, tags).read()
-
-
 class EventReader:
-    """The scalars in the event files of a run, which may still be running; the arguments are those of `scalars`."""
+    """The scalars in the event files of the run in `directory`, which may still be running.
+
+    `tags` are those to read; None for all. Each file is read up to its first damaged event. If there is more than can
+    be read, a warning is logged.
+    """
 
     def __init__(self, directory: Path, tags: Container[str] | None = None):
         self._directory, self._tags, self._left = directory, tags, MAX_POINTS
@@ -129,7 +120,10 @@ class EventReader:
         self._ends: dict[Path, int] = {}  # how many bytes of each file have been read
 
     def read(self) -> dict[str, dict[int, float]]:
-        """Read what was written since the last call, and return all curves, as `scalars` does."""
+        """Read what was written since the last call, and return all finite values by tag and, in order, by step.
+
+        Of steps that a resumed session has repeated, its values are returned.
+        """
         for path in sorted(self._directory.glob("events.out.tfevents.*")):
             for event in self._new_events(path):
                 self._add(event)
