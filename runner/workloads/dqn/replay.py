@@ -97,7 +97,6 @@ class NStepBuffer:
         self._time = 0
         ages = (np.arange(length)[:, None] - np.arange(length)) % length  # the age of slot j when slot i is written
         self._weights = (discount**ages)[:, :, None]
-        self._full_discount = np.float32(discount**length)
 
     def push(
         self,
@@ -112,7 +111,7 @@ class NStepBuffer:
         """Add one step of each environment, and return the transitions that these steps complete.
 
         The arguments are arrays [num_envs, …]; `taken` is False where the environment was reset instead of taking a
-        step. Transitions are packed, float32 [m, row_width]; later calls may overwrite this array.
+        step. Transitions are packed, float32 [m, row_width].
         """
         slot = self._time % self.length
         self._time += 1
@@ -122,24 +121,9 @@ class NStepBuffer:
         self._open[slot] = taken
         self._returns[slot] = 0
         self._returns += self._weights[slot] * rewards
-        ended = terminated | truncated
+        # The oldest transitions are complete and, where an episode ends, also the later ones.
+        closing = self._open & (terminated | truncated)
         oldest = (slot + 1) % self.length
-        if ended.any():
-            return self._close(slot, oldest, ended, terminated, next_observations)
-        rows, full = self._rows[oldest], self._open[oldest]
-        rows[:, self.size : -3] = next_observations
-        rows[:, -2] = self._returns[oldest]
-        rows[:, -1] = self._full_discount
-        return rows if full.all() else rows[full]
-
-    def _close(
-        self, slot: int, oldest: int, ended: np.ndarray, terminated: np.ndarray, next_observations: np.ndarray
-    ) -> np.ndarray:
-        """Return the transitions that end with this step, in which at least one episode ends.
-
-        In an environment whose episode ends, all incomplete transitions are completed; in the others, the oldest one.
-        """
-        closing = self._open & ended
         closing[oldest] |= self._open[oldest]
         self._open &= ~closing
         slots, envs = closing.nonzero()
