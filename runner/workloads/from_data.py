@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -36,8 +36,6 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
     overfit_batches: int = 0
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size",)
-    splits: Sequence[str] = field(default=(), init=False)
-    """The splits of the data, of which `split` is evaluated; empty in training."""
 
     def __post_init__(self) -> None:
         check_range(self, "eval_batch_size", least=1)
@@ -85,9 +83,8 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
     def session_with_data(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
         with errors_under("data"):
             splits = self.data.splits(saved)
-        self.splits = sorted(splits, key=("train", "val", "test", "all").index)
         name = split or ("val" if "val" in splits else next(iter(splits)))
-        check(name in splits, "--split", name, "this data has no such split", f"it has {', '.join(self.splits)}")
+        check(name in splits, "--split", name, "this data has no such split", f"it has {', '.join(splits)}")
         samples = splits[name]()
         before = saved.get("data", {}).get("sha256", "")
         if split is None and samples.fingerprint() != before:
@@ -114,9 +111,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         if not self.split:
             return f"{name}, {len(self.train):,} training and {len(self.held_out):,} held-out samples"
         path = getattr(self.data, "root", None) or getattr(self.data, "file", None)
-        others = ", ".join(split for split in self.splits if split != self.split)
-        where = f"{name} {path}" if path else name
-        return f"{where}, {len(self.held_out):,} samples (--split {self.split}; or {others})"
+        return f"{name}{f' {path}' if path else ''}, {len(self.held_out):,} samples (--split {self.split})"
 
     def input_shape(self) -> tuple[int, ...]:
         return self.train.shape

@@ -28,7 +28,7 @@ def test_the_metrics_are_those_of_the_run(result: runner.Result, capsys: pytest.
 
     assert evaluate.main([str(result.directory), "--checkpoint=4"]) == 0
     data, checkpoint, *others = capsys.readouterr().out.splitlines()
-    assert data.split(maxsplit=1) == ["data", "Digits, 359 samples (--split val; or train, all) of 1×8×8, 10 classes"]
+    assert data.split(maxsplit=1) == ["data", "Digits, 359 samples (--split val) of 1×8×8, 10 classes"]
     assert checkpoint.endswith("/checkpoints/step_00000004")
     assert [line.split() for line in others] == [[tag, f"{value:.6g}"] for tag, value in result.evaluation.items()]
 
