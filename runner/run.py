@@ -34,7 +34,7 @@ from runner.stop import Stop
 from runner.system.secrets import redacted_values
 from runner.tracking.base import Tracker
 from runner.tracking.recorder import flatten
-from runner.workloads.base import Workload, check_listed
+from runner.workloads.base import Workload, check_metrics
 
 CONFIG_GROUPS: dict[str, type] = {
     "device": Device,
@@ -125,7 +125,7 @@ class Run:
         num_steps = self._num_steps(epoch)
         once_an_epoch = math.ceil(epoch) if epoch else max(1, num_steps // 10)
         eval_every = once_an_epoch if self.eval_every is None else self.eval_every
-        check_listed(self.workload)
+        check_metrics(self.workload)
         self.stop.check_evaluations(session.eval_metrics, eval_every, self.workload.best_possible)
         save_every = once_an_epoch if self.save_every is None else self.save_every
         lengths = {"num_steps": num_steps, "eval_every": eval_every, "save_every": save_every}

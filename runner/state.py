@@ -26,7 +26,7 @@ from runner.storage.saved_run import config_text, named_checkpoint
 from runner.storage.signature import saved_signature, signature_text
 from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
-from runner.workloads.base import Workload, check_measured
+from runner.workloads.base import Workload, check_metrics
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class State:
             DivergedError: if a metric is not finite.
             ConfigError: if a metric that the workload lists is not measured.
         """
-        check_measured(self.run.workload, [tag.removeprefix("eval/") for tag in metrics])
+        check_metrics(self.run.workload, [tag.removeprefix("eval/") for tag in metrics])
         broken = [tag for tag, number in metrics.items() if not math.isfinite(number)]
         if broken:
             # Raises DivergedError for the first training step since the last log that was not finite, if any.

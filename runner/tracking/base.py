@@ -41,12 +41,9 @@ class Tracker:
         """Log the scalars in `values` by tag. `step` is the number of completed optimizer steps."""
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        """Log images and animations.
+        """Log RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag.
 
-        Args:
-            images: RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag, on
-                any device.
-            step: the number of completed optimizer steps.
+        They are on any device.
         """
 
     def texts(self, texts: dict[str, str], step: int) -> None:
@@ -77,12 +74,11 @@ class MultiTracker(Tracker):
     def __post_init__(self) -> None:
         if not self.names:
             raise ConfigError("names", self.names, "it is empty", "tracking=none tracks nothing")
-        if len(set(self.names)) < len(self.names):
-            raise ConfigError("names", self.names, "a name is there twice", "leave one out")
         for name in self.names:
             if name not in self.trackers:
                 raise ConfigError("names", name, "there is no such tracker;", did_you_mean(name, self.trackers))
-        self._trackers = [build(self.trackers[name], Tracker, f"trackers.{name}") for name in self.names]
+        names = dict.fromkeys(self.names)
+        self._trackers = [build(self.trackers[name], Tracker, f"trackers.{name}") for name in names]
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:

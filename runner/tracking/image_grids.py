@@ -51,20 +51,19 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
     longer = max(images.shape[2:])
     factor = _WIDEST / longer if longer > _WIDEST else math.ceil(64 / longer)
     height, width = (max(1, round(factor * size)) for size in images.shape[2:])
-    lines = [[_truncated(line, _WIDEST - 8) for line in caption.split("\n")[:2]] for caption in captions]
-    cell = max(width, 8 + _longest(line for each in lines for line in each))
-    strip = _STRIP + _LINE * (max(map(len, lines), default=1) - 1)
+    texts = ["\n".join(_truncated(line, _WIDEST - 8) for line in caption.split("\n")[:2]) for caption in captions]
+    cell = max(width, 8 + _longest(line for text in texts for line in text.split("\n")))
+    strip = _STRIP + _LINE * any("\n" in text for text in texts)
     cell_width, cell_height = cell + _GAP, height + strip + _GAP
     columns = max(1, math.ceil(math.sqrt(len(images))))
     rows = max(1, math.ceil(len(images) / columns))
     canvas, draw = _canvas(columns * cell_width + _GAP, rows * cell_height + _GAP)
-    for i, (image, caption, color) in enumerate(zip(images, lines, colors, strict=True)):
+    for i, (image, text, color) in enumerate(zip(images, texts, colors, strict=True)):
         left, top = _GAP + i % columns * cell_width, _GAP + i // columns * cell_height
         canvas.paste(_to_pillow(image, (width, height)), (left + (cell - width) // 2, top))
         draw.rectangle((left, top + height, left + cell - 1, top + height + strip - 1), color)
-        for number, line in enumerate(caption):
-            center = (left + cell / 2, top + height + _STRIP / 2 + number * _LINE)
-            draw.text(center, line, _WHITE, font(_FONT), anchor="mm")
+        center = (left + cell / 2, top + height + strip / 2)
+        draw.text(center, text, _WHITE, font(_FONT), anchor="mm", align="center", spacing=2)
     return to_tensor(canvas)
 
 

@@ -15,11 +15,10 @@ from runner.config.errors import ABSENT, check
 from runner.device import synchronize
 from runner.system.section_timer import timer
 
-MetricSums = dict[str, "torch.Tensor"]
+MetricSums = dict[str, torch.Tensor]
 """Sums and counts by name, which can be added over batches and ranks. A metric is a sum divided by a count."""
 
-
-BatchSums: TypeAlias = "torch.Tensor"
+BatchSums: TypeAlias = torch.Tensor
 """The sums of the training metrics over a micro-batch, float32 [num_metrics]."""
 
 
@@ -44,23 +43,19 @@ class DivergedError(Exception):
         self.step, self.what = step, what
 
 
-_STEPS_PER_BLOCK = 64
-
-
 class MetricBuffer:
     """The metric sums of each training step, or round of steps (see `Step`), since the last log.
 
     The sums stay on the device until a log or a checkpoint is due, so that the host does not wait for the device after
-    every step. Each step has its sums, so that `peek` finds the first that is not finite. Those of 64 steps are joined
-    to one table, which takes a few bytes per step instead of a kilobyte. The first of the names is that of the loss.
+    every step. Each step has its sums, so that `peek` finds the first that is not finite. The first of the names is
+    that of the loss.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device | str = "cpu"):
         self._names = ["the loss", *(f"train/{name}" for name in names[1:])]
         self._metrics, self._checked = names, False
         self._step: list[BatchSums] = []  # of the micro-batches of the current step
-        self._rows: list[BatchSums] = []  # of the latest steps
-        self._table = torch.zeros(0, len(names), device=device)  # of the steps before
+        self._rows = [torch.zeros(0, len(names), device=device)]  # of the steps before, several in each table
         self._steps = array("q")
 
     def load(self, rows: torch.Tensor, step: int) -> None:
@@ -68,7 +63,7 @@ class MetricBuffer:
 
         `rows` are those of each step or round (see `Collectives.local_share`), float32 [num_rows, num_metrics].
         """
-        self._rows, self._table, self._steps = [], rows.to(self._table), array("q", [step] * len(rows))
+        self._rows, self._steps = [rows.to(self._rows[0])], array("q", [step] * len(rows))
 
     def add(self, sums: BatchSums) -> None:
         """Add the metric sums of a micro-batch to the current step.
@@ -85,17 +80,12 @@ class MetricBuffer:
 
     def end_step(self, step: int) -> None:
         """End the current step, after the sums of all its micro-batches have been added; `step` is its number."""
-        sums = self._step or [self._table.new_zeros(len(self._metrics))]
-        self._rows.append(sums[0] if len(sums) == 1 else torch.stack(sums).sum(0))
+        sums = self._step or [self._rows[0].new_zeros(len(self._metrics))]
+        self._rows.append(sums[0][None] if len(sums) == 1 else torch.stack(sums).sum(0, keepdim=True))
         self._steps.append(step)
         self._step = []
-        if len(self._rows) == _STEPS_PER_BLOCK:
-            self._join()
-
-    def _join(self) -> None:
-        if self._rows:
-            self._table = torch.cat((self._table, torch.stack(self._rows)))
-            self._rows = []
+        if len(self._rows) > 64:  # a tensor takes a kilobyte, and a row of a table a few bytes
+            self._rows = [torch.cat(self._rows)]
 
     def peek(self, all_reduce: Callable[[MetricSums], MetricSums]) -> torch.Tensor:
         """Wait for the device, and return the sums over all ranks, float32 [num_rows, num_metrics] on the CPU.
@@ -104,10 +94,11 @@ class MetricBuffer:
             DivergedError: if a sum is not finite. It names the first such step; if the processes divide the steps among
                 themselves, this process's step in the first such round, although that of another may be the cause.
         """
-        self._join()
+        table = torch.cat(self._rows)
+        self._rows = [table]
         if not self._steps:
-            return self._table.cpu()
-        values = all_reduce({"train": self._table})["train"].cpu()
+            return table.cpu()
+        values = all_reduce({"train": table})["train"].cpu()
         broken = values.isfinite().logical_not()
         if broken.any():
             row, metric = broken.nonzero()[0].tolist()
@@ -117,7 +108,7 @@ class MetricBuffer:
     def flush(self, all_reduce: Callable[[MetricSums], MetricSums]) -> torch.Tensor:
         """Call `peek`, empty the buffer, and return the sums."""
         values = self.peek(all_reduce)
-        self._table, self._steps = self._table[:0], array("q")
+        self._rows, self._steps = [self._rows[0][:0]], array("q")
         return values
 
 

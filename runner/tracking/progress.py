@@ -14,12 +14,13 @@ class Progress:
     Args:
         num_steps: total number of optimizer steps of the run.
         first_step: number of steps that were completed before the run was resumed; 0 for a new run.
+        visible: whether anything is displayed; False for ranks other than 0.
     """
 
     interval = 5.0
 
-    def __init__(self, num_steps: int, first_step: int = 0):
-        self.num_steps, self._first_step = num_steps, first_step
+    def __init__(self, num_steps: int, first_step: int = 0, visible: bool = True):
+        self.num_steps, self._first_step, self._visible = num_steps, first_step, visible
         self._metrics: dict[str, float] = {}
         self._began = self._shown_at = time.perf_counter()
 
@@ -36,7 +37,7 @@ class Progress:
     def step(self, step: int) -> None:
         """Report that `step` is done."""
         now = time.perf_counter()
-        if now - self._shown_at >= self.interval or step == self.num_steps:
+        if self._visible and (now - self._shown_at >= self.interval or step == self.num_steps):
             self._shown_at = now
             with suppress(OSError):  # a terminal that was closed, or a full disk: the run goes on
                 self.show(step)
@@ -60,8 +61,8 @@ class Bar(Progress):
 
     interval = 0.25
 
-    def __init__(self, num_steps: int, first_step: int = 0):
-        super().__init__(num_steps, first_step)
+    def __init__(self, num_steps: int, first_step: int = 0, visible: bool = True):
+        super().__init__(num_steps, first_step, visible)
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
@@ -79,19 +80,10 @@ class Bar(Progress):
             self._bar.stop()
 
 
-class Silent(Progress):
-    """A progress display that shows nothing, for ranks other than 0."""
-
-    def step(self, step: int) -> None:
-        pass
-
-
 def progress_for(num_steps: int, first_step: int, visible: bool) -> Progress:
     """Return a bar on a terminal, lines in files, in pipes and in CI, and nothing on ranks that are not `visible`."""
-    if not visible:
-        return Silent(num_steps, first_step)
     terminal = sys.stderr and sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
-    return (Bar if terminal else Progress)(num_steps, first_step)
+    return (Bar if terminal and visible else Progress)(num_steps, first_step, visible)
 
 
 def _clock(seconds: float) -> str:

@@ -210,17 +210,15 @@ class SupervisedWorkload(Workload):
         return self.loss_of(model(batch.inputs), batch.targets)
 
 
-def check_listed(workload: Workload) -> None:
-    """Raise `ConfigError` unless `best` and `eval_metrics` of `workload` agree, and say `min` or `max`."""
-    (metric, goal), listed = workload.best, workload.eval_metrics()
+def check_metrics(workload: Workload, measured: Collection[str] | None = None) -> None:
+    """Raise `ConfigError` unless `best` and `eval_metrics` of `workload` agree, and an evaluation has `measured` them.
+
+    Before the first evaluation, `measured` is None.
+    """
+    (metric, goal), listed, name = workload.best, workload.eval_metrics(), type(workload).__name__
     if listed.get(metric) != goal or not {*listed.values()} <= {"min", "max"}:
-        why = f"best of {type(workload).__name__} is {(metric, goal)}, and its eval_metrics() returns {listed}"
+        why = f"best of {name} is {(metric, goal)}, and its eval_metrics() returns {listed}"
         raise ConfigError("workload", ABSENT, why, "let both name the same metric, and say min or max of each")
-
-
-def check_measured(workload: Workload, measured: Collection[str]) -> None:
-    """Raise `ConfigError` unless an evaluation has measured every metric that `workload` lists."""
-    if missing := workload.eval_metrics().keys() - measured:
-        name, listed = type(workload).__name__, ", ".join(sorted(missing))
-        why = f"{name} lists {listed}, but its evaluations measure {', '.join(measured)}"
+    if measured is not None and not listed.keys() <= {*measured}:
+        why = f"{name} lists {', '.join(listed)}, but its evaluations measure {', '.join(measured)}"
         raise ConfigError("workload", ABSENT, why, "correct best and eval_metrics(), or what summarize() returns")

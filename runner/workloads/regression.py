@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,8 +15,6 @@ from runner.data.base import RegressionSamples, Samples
 from runner.device import sum_dtype
 from runner.tracking.metrics import MetricSums
 from runner.workloads.from_data import DataWorkload
-
-_LOSSES = ("mse", "mae", "huber")
 
 
 @dataclass
@@ -36,7 +35,7 @@ class Regression(DataWorkload[RegressionSamples]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "loss_function", _LOSSES)
+        check_choice(self, "loss_function", ("mse", "mae", "huber"))
         check_range(self, "huber_delta", above=0)
 
     def use(self, train: Samples, held_out: Samples) -> None:
@@ -73,11 +72,9 @@ class Regression(DataWorkload[RegressionSamples]):
         return self._losses(*_comparable(outputs, targets)).mean()
 
     def _losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self.loss_function == "huber":
-            return functional.huber_loss(outputs, targets, reduction="none", delta=self.huber_delta)
-        return {"mse": functional.mse_loss, "mae": functional.l1_loss}[self.loss_function](
-            outputs, targets, reduction="none"
-        )
+        huber_loss = partial(functional.huber_loss, delta=self.huber_delta)
+        losses = {"mse": functional.mse_loss, "mae": functional.l1_loss, "huber": huber_loss}
+        return losses[self.loss_function](outputs, targets, reduction="none")
 
     def sample_metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         outputs, targets = _comparable(outputs, targets)

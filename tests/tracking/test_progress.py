@@ -18,7 +18,7 @@ from helpers.command import TIMEOUT_SECONDS, child_environment
 from helpers.compose import TINY_CPU
 
 import runner.tracking.progress
-from runner.tracking.progress import Bar, Progress, Silent, progress_for
+from runner.tracking.progress import Bar, Progress, progress_for
 
 
 class FakeClock:
@@ -46,13 +46,14 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_lines_show_the_metrics_the_last_rate_and_the_time_left_every_five_seconds(
     clock: FakeClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress = Progress(num_steps=1000, first_step=900)
+    progress, hidden = (Progress(num_steps=1000, first_step=900, visible=visible) for visible in (True, False))
     for step in range(901, 1001):  # 0.15 s each, of which evaluations may be the larger part
         clock.now += 0.15
         if step == 950:
             rates = {"time/samples_per_second": 1280.4, "time/data_share": 0.5}
             progress.metrics({"train/loss": 2.34567, "eval/member_0/loss": 9.0, "eval/accuracy": 0.5} | rates)
         progress.step(step)
+        hidden.step(step)
     shown = "loss 2.346  eval/accuracy 0.5  1,280 samples/s"
     assert lines(capsys) == [
         "step 934/1000  0:10 left",
@@ -92,7 +93,7 @@ def test_the_display_depends_on_the_terminal(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen(terminal=True, TERM="xterm") is Bar
     assert chosen(terminal=True, TERM="dumb") is Progress
     assert chosen(terminal=True, TERM="xterm", CI="true") is Progress
-    assert chosen(terminal=True, TERM="xterm", visible=False) is Silent
+    assert chosen(terminal=True, TERM="xterm", visible=False) is Progress
     monkeypatch.setattr(sys, "stderr", None)  # closed by the caller
     assert type(progress_for(10, 0, visible=True)) is Progress
 

@@ -104,7 +104,6 @@ def test_a_csv_file_that_cannot_be_continued_or_written_is_a_storage_error(
     ("overrides", "key"),
     [
         (("tracking=several", "tracking.names=[]"), "tracking.names"),
-        (("tracking=several", "tracking.names=[csv,csv]"), "tracking.names"),
         (("tracking=several", "tracking.names=[csv,tensorbord]"), "tracking.names"),
         (("tracking=several", "tracking.names=[several]"), "tracking.names"),
         (("tracking=several", "+tracking.trackers.wandb.mode=online"), "tracking.trackers"),

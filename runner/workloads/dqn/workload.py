@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,9 +28,6 @@ from runner.workloads.base import Workload
 from runner.workloads.dqn import evaluation
 from runner.workloads.dqn.actor import Actor, Policy, Repeats, check_saved, greedy_policy
 from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, row_width, unpack
-
-if TYPE_CHECKING:
-    from models.qnet import WithTarget
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +243,7 @@ class DQN(Workload):
 
     def after_step(self, model: torch.nn.Module, step: int) -> None:
         if step % self.target_every == 0:
-            cast("WithTarget", model).update_target(self.target_tau)
+            model.update_target(self.target_tau)  # pyright: ignore[reportCallIssue]
 
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
