@@ -15,10 +15,10 @@ from runner.config.errors import ABSENT, check
 from runner.device import synchronize
 from runner.system.section_timer import timer
 
-MetricSums = dict[str, torch.Tensor]
+MetricSums = dict[str, "torch.Tensor"]
 """Sums and counts by name, which can be added over batches and ranks. A metric is a sum divided by a count."""
 
-BatchSums: TypeAlias = torch.Tensor
+BatchSums: TypeAlias = "torch.Tensor"
 """The sums of the training metrics over a micro-batch, float32 [num_metrics]."""
 
 
