@@ -18,13 +18,11 @@ from runner.data.base import Data, LabeledSamples, shard_bounds
 META = torch.device("meta")
 
 
-@pytest.mark.parametrize("length", [0, 1, 5, 12, 1797])
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize(("length", "count"), [(0, 2), (1, 3), (12, 8), (1797, 3)])
 def test_shards_cover_all_samples_evenly(length, count):
-    bounds = [shard_bounds(length, (index, count)) for index in range(count)]
-    assert [i for start, stop in bounds for i in range(start, stop)] == list(range(length))
-    sizes = [stop - start for start, stop in bounds]
-    assert max(sizes) - min(sizes) <= 1
+    parts = [range(length)[slice(*shard_bounds(length, (index, count)))] for index in range(count)]
+    assert [i for part in parts for i in part] == list(range(length))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize(
