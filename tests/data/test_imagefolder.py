@@ -49,10 +49,8 @@ COLORS = {"blue": (40, 40, 200), "green": (40, 200, 40), "red": (200, 40, 40)}
 
 def test_classes_come_from_the_folder_and_sizes_from_the_options(tmp_path):
     train, held_out = component(paint(tmp_path, COLORS, 10), size=8, holdout=0.3).load()
-    assert (len(train), len(held_out)) == (21, 9)
+    assert (len(train), len(held_out), train.shape) == (21, 9, (3, 8, 8))
     assert train.class_names == held_out.class_names == ["blue", "green", "red"]
-    assert train.num_classes == 3
-    assert train.shape == (3, 8, 8)
     (batch,) = held_out.in_order(9, (0, 1), CPU)
     assert batch.targets.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     brightest = batch.inputs.mean((2, 3)).argmax(1)  # channels: red, green, blue
@@ -67,17 +65,15 @@ def test_only_training_images_are_augmented(tmp_path, augment):
     (plain,) = held_out.in_order(3, (0, 1), CPU)
     shown = list(itertools.islice(train.batches(Plan(1).stream(0), 0, CPU), 60))
     variants = {tuple(batch.inputs.flatten().tolist()) for batch in shown}
-    assert {"none": len(variants) == 3, "flip": len(variants) == 6, "crop": len(variants) == 60}[augment]
-    for row, target in zip(plain.inputs, plain.targets, strict=True):
-        if augment != "crop":
-            assert any(torch.equal(row, batch.inputs[0]) for batch in shown if batch.targets[0] == target)
+    assert len(variants) == {"none": 3, "flip": 6, "crop": 60}[augment]
+    assert (variants >= {tuple(row.flatten().tolist()) for row in plain.inputs}) == (augment != "crop")
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("size", 0), ("holdout", 0.95), ("augment", "mixup"), ("mean", [0.5]), ("std", [0.1, 0.0, 0.1]),
-        ("mean", [0.5, 0.5, 124.0]), ("on_error", "ignore"), ("timeout", float("inf")), ("pin_memory", "perhaps"),
+        ("holdout", 0.95), ("augment", "mixup"), ("mean", [0.5]), ("std", [0.1, 0.0, 0.1]),
+        ("mean", [0.5, 0.5, 124.0]), ("on_error", "ignore"), ("timeout", float("inf")),
     ],
 )  # fmt: skip
 def test_impossible_options_are_refused(tmp_path, key, value):

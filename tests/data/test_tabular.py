@@ -24,16 +24,19 @@ CPU = torch.device("cpu")
 HOUSES = "area,rooms,age,price\n" + "".join(f"{50 + i},{i % 5},{7 * i % 31},{1000 * i + 17}\n" for i in range(50))
 
 
-def loaded(**options: Any) -> tuple[TableSamples, TableSamples]:
-    train, held_out = Tabular(**options).load()
-    assert isinstance(train, TableSamples)
-    assert isinstance(held_out, TableSamples)
-    return train, held_out
+def loaded(**options: Any) -> Any:
+    return Tabular(**options).load()
 
 
 def whole(samples: TableSamples) -> tuple[torch.Tensor, torch.Tensor]:
     [batch] = samples.in_order(10_000, (0, 1), CPU)
     return batch
+
+
+def rows(*parts: TableSamples) -> torch.Tensor:
+    """Return the inputs, flattened, and the targets of all samples, sorted."""
+    pairs = [torch.cat((inputs.flatten(1), targets), 1) for inputs, targets in map(whole, parts)]
+    return torch.tensor(sorted(torch.cat(pairs).tolist()))
 
 
 def refusal(**options: Any) -> ConfigError:
@@ -59,9 +62,8 @@ def houses(tmp_path: Path) -> str:
 def test_columns_are_chosen_by_name_and_by_default_the_last_is_the_target(houses: str) -> None:
     train, held_out = loaded(file=houses, standardize=False)
     assert (len(train), len(held_out), train.shape, train.target_names) == (40, 10, (3,), ["price"])
-    rows = torch.cat([torch.cat(whole(samples), 1) for samples in (train, held_out)])
     wanted = [[float(cell) for cell in line.split(",")] for line in HOUSES.splitlines()[1:]]
-    assert sorted(rows.tolist()) == sorted(wanted)
+    assert rows(train, held_out).tolist() == sorted(wanted)
     chosen, _ = loaded(file=houses, inputs=("age", "area"), targets=("price", "rooms"), standardize=False)
     area, rooms, age, price = torch.cat(whole(train), 1).T
     assert torch.equal(whole(chosen)[0], torch.stack((age, area), 1))
@@ -70,28 +72,22 @@ def test_columns_are_chosen_by_name_and_by_default_the_last_is_the_target(houses
 
 def test_other_delimiters_byte_order_marks_blank_lines_and_spaces_are_read(tmp_path: Path) -> None:
     file = written(tmp_path / "a.csv", "\ufeffx; y\n1; 2\n\n3;\t4\n5;6\n")
-    train, held_out = loaded(file=file, delimiter=";", standardize=False)
-    pairs = torch.cat([torch.cat(whole(samples), 1) for samples in (train, held_out)]).tolist()
-    assert sorted(pairs) == [[1, 2], [3, 4], [5, 6]]
+    assert rows(*loaded(file=file, delimiter=";", standardize=False)).tolist() == [[1, 2], [3, 4], [5, 6]]
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt"])
 @pytest.mark.parametrize("shape", [(30,), (30, 2)])
 def test_arrays_are_read_in_any_shape(tmp_path: Path, suffix: str, shape: tuple[int, ...]) -> None:
-    inputs, targets = numpy.random.rand(30, 4, 3), numpy.arange(numpy.prod(shape)).reshape(shape)
+    arrays = {"inputs": numpy.random.rand(30, 4, 3), "targets": numpy.arange(numpy.prod(shape)).reshape(shape)}
     path = tmp_path / f"a{suffix}"
     if suffix == ".npz":
-        numpy.savez(path, inputs=inputs, targets=targets)
+        numpy.savez(path, **arrays)
     else:
-        torch.save({"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}, path)
+        torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, path)
     train, held_out = loaded(file=str(path), standardize=False)
     assert (train.shape, len(train), len(train.target_names)) == ((4, 3), 24, shape[1] if len(shape) == 2 else 1)
-    pairs = [whole(samples) for samples in (train, held_out)]
-    first = targets.reshape(30, -1)[:, 0].tolist()
-    found = {float(target[0]): row for rows, values in pairs for row, target in zip(rows, values, strict=True)}
-    assert sorted(found) == sorted(map(float, first))
-    for number, target in enumerate(first):
-        torch.testing.assert_close(found[target], torch.from_numpy(inputs[number]).float())
+    wanted = numpy.concatenate([array.reshape(30, -1) for array in arrays.values()], 1)
+    assert rows(train, held_out).tolist() == sorted(torch.from_numpy(wanted).float().tolist())
 
 
 def test_inputs_and_targets_are_standardized_by_the_training_samples_alone(houses: str) -> None:
@@ -115,10 +111,9 @@ def test_a_large_offset_costs_no_precision(tmp_path: Path) -> None:
         return *whole(train), train.target_std
 
     (inputs, targets, std), (wanted, _, wanted_std) = standardized(1_700_000_000), standardized(0)
-    torch.testing.assert_close(inputs[:, 0], wanted[:, 0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(inputs, wanted, rtol=0, atol=1e-6)
     torch.testing.assert_close(targets[:, 0], wanted[:, 0], rtol=0, atol=1e-6)
     assert std == pytest.approx(wanted_std)
-    assert inputs[:, 0].double().numpy().std() == pytest.approx(1, abs=1e-6)
     assert inputs[:, 1].abs().max() < 1e-6
 
 
@@ -158,11 +153,8 @@ def test_batches_of_any_tensors_are_rows_in_the_order_of_the_stream(kind: torch.
     ("text", "why"),
     [
         ("x,y\n1,2\n3,\n", "line 3, column y: '' is not a finite number"),
-        ("x,y\n1,2\nnan,4\n", "line 3, column x: 'nan' is not a finite number"),
-        ("x,y\n1,2\n3,1e999\n", "line 3, column y: '1e999' is not"),
         ("x,y\n-1e39,2\n3,4\n", "line 2, column x: '-1e39' is not a finite number in float32"),
         ("x,y\n1,2\n\n3,4,5\n", "it is not a CSV file: Expected 2 fields in line 4, saw 3"),
-        ("x,y\n1,2,3\n4,5,6\n", "it is not a CSV file: Expected 2 fields in line 2, saw 3"),
         ('x,y\n"1,2\n', "it is not a CSV file: EOF inside string"),
         ("x\n1\n", "its first line has the columns ['x']"),
         ("x, x,y\n1,2,3\n", "its first line has the name 'x' more than once"),
@@ -182,7 +174,7 @@ def test_a_cell_is_a_number_if_it_is_one_to_every_reader_of_csv_files(tmp_path: 
     cells = ["7", "+7", "007", " 7 ", "7.", "70e-1", ".7E1", '"7"', "7\t"]
     file = written(tmp_path / "a.csv", "x,y\n" + "".join(f"{cell},1\n" for cell in cells))
     assert whole(loaded(file=file, standardize=False)[0])[0].tolist() == [[7.0]] * 7
-    others = ("2020_01", "\uff11\uff12", "\u0663", '"1,234"', "1 234", "5%", "NA", "TRUE", "0x1F", "inf", "1e", "1\xa0")
+    others = ("2020_01", "\uff11\uff12", "\u0663", '"1,234"', "1 234", "5%", "NA", "nan", "TRUE", "0x1F", "inf", "1e", "1\xa0")
     for cell in others:
         file, text = written(tmp_path / "a.csv", f"x,y\n1,2\n{cell},4\n"), cell.strip('"')
         assert f"line 3, column x: {text!r} is not a finite number" in refusal(file=file).why
@@ -191,7 +183,6 @@ def test_a_cell_is_a_number_if_it_is_one_to_every_reader_of_csv_files(tmp_path: 
 def test_a_first_line_of_numbers_is_refused_unless_columns_are_chosen_by_them(tmp_path: Path) -> None:
     file = written(tmp_path / "a.csv", "0.5,2019,2020\n" + "1,2,3\n" * 5)
     refused = refusal(file=file)
-    assert refused.key == "file"
     assert "0.5,2019,2020" in refused.why
     assert "data.targets=[2020]" in refused.remedy
     train, _ = loaded(file=file, targets=("2019",), standardize=False)
@@ -206,9 +197,7 @@ def test_columns_without_names_are_left_out_and_this_is_said(
     caplog.set_level(logging.INFO)
     cells = [{"x": "1", "y": "2"}.get(name.strip(), "a") for name in header.split(",")]
     file = written(tmp_path / "a.csv", f"{header}\n" + f"{','.join(cells)}\n" * 5)
-    train, _ = loaded(file=file, standardize=False)
-    assert [part.tolist() for part in whole(train)] == [[[1.0]] * 4, [[2.0]] * 4]
-    assert train.target_names == ["y"]
+    assert rows(*loaded(file=file, standardize=False)).tolist() == [[1, 2]] * 5
     assert "left out 1 of 3 columns, which have no name" in caplog.text
 
 
@@ -219,7 +208,6 @@ def test_an_absent_file_and_invalid_column_names_are_refused(houses: str) -> Non
     refused = refusal(file=houses, targets=("prise",))
     assert (refused.key, refused.got) == ("targets", "prise")
     assert "price" in refused.remedy
-    assert refusal(file=houses, inputs=("area", "areas")).got == "areas"
     every = ("area", "rooms", "age", "price")
     for chosen in ({"inputs": ("area", "price")}, {"inputs": ("area", "area")}, {"targets": every}):
         assert refusal(file=houses, **chosen).key == "inputs"
