@@ -174,7 +174,21 @@ def test_a_cell_is_a_number_if_it_is_one_to_every_reader_of_csv_files(tmp_path: 
     cells = ["7", "+7", "007", " 7 ", "7.", "70e-1", ".7E1", '"7"', "7\t"]
     file = written(tmp_path / "a.csv", "x,y\n" + "".join(f"{cell},1\n" for cell in cells))
     assert whole(loaded(file=file, standardize=False)[0])[0].tolist() == [[7.0]] * 7
-    others = ("2020_01", "\uff11\uff12", "\u0663", '"1,234"', "1 234", "5%", "NA", "nan", "TRUE", "0x1F", "inf", "1e", "1\xa0")
+    others = (
+        "2020_01",
+        "\uff11\uff12",
+        "\u0663",
+        '"1,234"',
+        "1 234",
+        "5%",
+        "NA",
+        "nan",
+        "TRUE",
+        "0x1F",
+        "inf",
+        "1e",
+        "1\xa0",
+    )
     for cell in others:
         file, text = written(tmp_path / "a.csv", f"x,y\n1,2\n{cell},4\n"), cell.strip('"')
         assert f"line 3, column x: {text!r} is not a finite number" in refusal(file=file).why

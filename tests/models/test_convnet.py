@@ -19,12 +19,7 @@ def by_hand(weights: dict[str, torch.Tensor], x: torch.Tensor, padding: int = 0)
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [
-        ((1, 28, 28), {}),
-        ((3, 16, 16), {}),
-        ((2, 17, 31), {}),
-        ((1, 8, 8), {"channels": (16, 32), "kernel_size": 3, "padding": 1, "hidden": 64}),
-    ],
+    [((2, 17, 31), {}), ((1, 8, 8), {"channels": (16, 32), "kernel_size": 3, "padding": 1, "hidden": 64})],
 )
 def test_outputs_equal_those_of_plain_torch_functions(shape: tuple[int, int, int], options: dict) -> None:
     torch.manual_seed(0)

@@ -13,12 +13,8 @@ from models.resnet import ResNet
 def test_names_and_shapes_are_those_of_torchvision(depth: int) -> None:
     with torch.device("meta"):
         networks = ResNet(depth), torchvision.models.get_model(f"resnet{depth}")
-    for tensors in (
-        [[*network.state_dict().items()] for network in networks],
-        [[*network.named_parameters()] for network in networks],
-    ):
-        ours, theirs = ([(name, tensor.shape) for name, tensor in each] for each in tensors)
-        assert ours == theirs
+    ours, theirs = ([(name, tensor.shape) for name, tensor in each.state_dict().items()] for each in networks)
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("depth", [18, 50])
@@ -38,13 +34,8 @@ def test_weights_outputs_gradients_and_statistics_are_those_of_torchvision_with_
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once(again: bool) -> None:
-    network, x = ResNet(18, num_classes=10, checkpoint_activations=again), torch.randn(2, 3, 40, 40)
-    expected = network(x)
-    for _, stage in network.blocks():
-        x = stage(x)
-    assert torch.equal(x, expected)
+def test_the_blocks_have_each_parameter_once() -> None:  # the forward pass calls one after another
+    network = ResNet(18, num_classes=10)
     in_stages = [id(p) for _, stage in network.blocks() for p in stage.parameters()]
     assert in_stages == [id(p) for p in network.parameters()]
 
