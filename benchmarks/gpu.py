@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.measure import interleave, result
 from benchmarks.resnet import CONTENDERS
-from runner.device import synchronize
+from runner.device import flops_per_second, synchronize
 from runner.system.accelerator import accelerator_type, total_bytes
 from runner.system.provenance import environment
 
@@ -75,6 +75,9 @@ class Machine:
         options += [f"device={self.kind}", "optimizer.lr=0.001", "schedule=constant"]
         return [*options, "log_every=10", "eval_every=0", "save_every=0"]
 
+    def peak(self, dtype: torch.dtype) -> float:
+        return flops_per_second(self.device, dtype, 256 if self.tiny else 8192)
+
     def steps(self, wanted: int) -> str:
         return f"steps={min(wanted, 4) if self.tiny else wanted}"
 
@@ -93,14 +96,8 @@ def device(machine: Machine) -> Rows:
     rows = [[each["device"], f"{each['name']}, {each['total_bytes'] / 2**30:.1f} GiB"] for each in found["devices"]]
     rows += [[name, str(version)] for name, version in found["versions"].items()]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        rows.append([f"{str(dtype).removeprefix('torch.')} products, TFLOP/s", flops_per_second(machine, dtype) / 1e12])
+        rows.append([f"{str(dtype).removeprefix('torch.')} products, TFLOP/s", machine.peak(dtype) / 1e12])
     return [*rows, ["copies, bytes read and written, GB/s", bytes_per_second(machine) / 1e9]]
-
-
-def flops_per_second(machine: Machine, dtype: torch.dtype) -> float:
-    side = 256 if machine.tiny else 8192
-    a, b = (torch.randn(side, side, device=machine.device).to(dtype) for _ in range(2))
-    return 2 * side**3 / _median_seconds(machine, lambda: a @ b)
 
 
 def bytes_per_second(machine: Machine) -> float:
@@ -179,7 +176,7 @@ def resnet50(machine: Machine) -> Rows:
         kind = "compiled" if compiled else "eager"
         rows += [[f"{name}, {kind}, images/s", rate] for name, rate in each.items()]
         rows.append([f"runner / plain, {kind}", each["runner"] / each["plain"]])
-        peak = flops_per_second(machine, torch.bfloat16)
+        peak = machine.peak(torch.bfloat16)
         rows.append([f"runner, {kind}, share of the measured peak", each["runner"] * TRAINING_FLOPS / peak])
     return rows
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import statistics
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -23,6 +26,7 @@ class Device:
     index: int | None = None
     indices: list[int] = field(default_factory=list)
     threads: int | None = None
+    memory_snapshot: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("auto", "cpu"):
@@ -41,6 +45,8 @@ class Device:
             raise ConfigError("indices", self.indices, why, "for example device.indices=[0,1]")
         if self.kind == "cpu":
             self.check_unnumbered()
+        if self.memory_snapshot and self.resolved_kind() != "cuda":
+            raise ConfigError("memory_snapshot", True, "only CUDA devices record it", "device.memory_snapshot=false")
 
     def resolved_kind(self) -> str:
         """Return the device type to compute on: that of the accelerator, or `cpu`, if it is to be chosen."""
@@ -106,6 +112,10 @@ class Device:
             torch.backends.cudnn.benchmark = before[1]
             _use_deterministic(before[2])
 
+    def memory_recorded(self, path: Path) -> AbstractContextManager[None]:
+        """Return a context which, with `memory_snapshot`, writes torch's record of the memory if it runs out."""
+        return accelerator.memory_recorded(path) if self.memory_snapshot else nullcontext()
+
 
 def _check_usable(device: torch.device) -> None:
     try:
@@ -169,3 +179,22 @@ def synchronize(*devices: torch.device) -> None:
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
+
+
+def flops_per_second(device: torch.device, dtype: torch.dtype, side: int = 4096) -> float:
+    """Return the floating-point operations per second of `device` in products of two matrices of `side`²: the median.
+
+    TF32 is used if it is switched on. Returns 0 if there is no memory for the three matrices.
+    """
+    try:
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        times = []
+        for _ in range(20):
+            synchronize(device)
+            began = time.perf_counter()
+            torch.matmul(a, b)
+            synchronize(device)
+            times.append(time.perf_counter() - began)
+    except torch.OutOfMemoryError:
+        return 0.0
+    return 2 * side**3 / statistics.median(times)

@@ -25,6 +25,11 @@ class Result:
         samples_per_second: training throughput of all processes together, from the median step time.
         step_seconds: the `median` and the 90th percentile (`p90`) of the times of the iterations of this session, in
             seconds, without the first ones (see `StepTimer`). Empty if there was none.
+        tflops: 10¹² floating-point operations per second of all processes together, from the median step time: of
+            matrix products, convolutions and attention, where a backward pass counts as two forward passes. 0 if they
+            are not known.
+        peak_share: the share of `tflops` in what the accelerators reach in large matrix products, which are measured at
+            the end; None on a CPU.
         peak_memory_bytes: peak memory usage of rank 0 on its GPU or, without a GPU, in host memory.
         world_size: number of processes.
         config_hash: see `runner.run.config_hash`.
@@ -43,6 +48,8 @@ class Result:
     seconds: float = 0.0
     samples_per_second: float = 0.0
     step_seconds: dict[str, float] = field(default_factory=dict)
+    tflops: float = 0.0
+    peak_share: float | None = None
     peak_memory_bytes: int = 0
     world_size: int = 1
     config_hash: str = ""

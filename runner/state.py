@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from runner.device import flops_per_second
 from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run, config_hash
@@ -40,6 +41,7 @@ class State:
         model: the model, as returned by the parallel mode's `place`.
         optimizer: optimizer of the model's parameters.
         model_description, model_table: the whole model in a line, and its blocks in a table, for the log.
+        forward_flops: the floating-point operations of a forward pass of one sample; 0 if they are not known.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class State:
         optimizer: torch.optim.Optimizer,
         model_description: str = "",
         model_table: str = "",
+        forward_flops: int = 0,
     ):
         self.run, self.session, self.directory, self.model, self.optimizer = run, session, directory, model, optimizer
         self.model_description, self.model_table = model_description, model_table
+        self.flops_per_sample = run.workload.forward_passes * forward_flops
         self.step, self.logged_step = 0, 0
         self.average = run.ema.build(model)
         self.stopping = run.stop.build(session.eval_metrics)
@@ -239,14 +243,23 @@ class State:
         step_seconds = quantiles(step_timer.steady())
         rule = self.stopping.reason or self.out_of_time
         in_step = status in ("done", "stopped")  # all ranks are here; after an error, perhaps only this one
+        rate = session.plan.samples_per_round / step_seconds["median"] if step_seconds else 0.0
+        flops, peak = rate * self.flops_per_sample, 0.0
+        if flops and in_step and session.rank == 0 and session.device.type != "cpu":
+            dtype = self.run.precision.compute_dtype(session.device) or next(
+                (each.dtype for each in self.model.parameters()), torch.float32
+            )
+            peak = flops_per_second(session.device, dtype) * session.world_size * len(session.devices)
         return Result(
             status=status,
             steps=self.step,
             metrics=self.metrics,
             best=self.best,
             seconds=step_timer.elapsed(),
-            samples_per_second=session.plan.samples_per_round / step_seconds["median"] if step_seconds else 0.0,
+            samples_per_second=rate,
             step_seconds=step_seconds,
+            tflops=flops / 1e12,
+            peak_share=flops / peak if peak else None,
             peak_memory_bytes=int(memory.usage(session.device)["memory/peak"]),
             world_size=session.world_size,
             config_hash=self.hash,

@@ -68,6 +68,7 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
             Recorder(run.tracking, directory, state.step, visible=writes) as recorder,
             progress_for(session.num_steps, state.step, visible=writes) as progress,
             run.profiler.profile(directory, *session.devices),
+            run.device.memory_recorded(directory / f"memory_rank_{session.rank}.pickle"),
             StopRequest() as stop,
         ):
             introduce(state, recorder)
@@ -126,13 +127,13 @@ def initial_state(run: Run, session: Session, directory: Path, with_table: bool 
     torch_private.defer_compiler()  # optimizers and the table import it: a second before the first step
     torch.manual_seed(derive(session.plan.seed, "weights"))
     model = run.workload.build_model()
-    table = table_of(model, run.workload.input_shape()) if with_table else ""  # before a mode splits the model
+    table = table_of(model, run.workload.input_shape()) if with_table else ("", 0)  # before a mode splits the model
     model = run.precision.convert(model)
     description = describe_model(model)
     groups = run.optimizer.parameter_groups(model)
     model = run.parallel.place(model, session)
     torch.manual_seed(derive(session.plan.seed, "rank", session.plan.rng_stream))
-    return State(run, session, directory, model, run.optimizer.build(model, groups), description, table)
+    return State(run, session, directory, model, run.optimizer.build(model, groups), description, *table)
 
 
 def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest) -> str:
@@ -219,7 +220,7 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     run, step = state.run, state.step
     means = state.flush_metrics()
     state.metrics |= means
-    rates = state.step_timer.rates(state.session.plan.samples_per_round)
+    rates = state.step_timer.rates(state.session.plan.samples_per_round, state.flops_per_sample)
     progress.metrics(means | rates)
     log.debug("step %d: %s", step, in_words(means))
     points = means | rates | {"train/gradient_norm": norm} | learning_rates(state.optimizer)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from runner.run import Run, check_same_config, check_used, config_hash
 from runner.storage import run_directory
 from runner.storage.checkpoint_writing import prune
 from runner.storage.files import write_json
+from runner.system import torch_errors
 from runner.system.secrets import printable, redacted
 from runner.tracking.log_file import LogFile
 from runner.training import train, train_rank
@@ -62,7 +63,7 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
         known = run_directory.identity(directory)
         log_file.open(directory)
         if done is None:
-            result = trained(run, session, launcher, directory, begin)
+            result = trained(run, session, launcher, directory, begin, overrides)
         else:
             result = Result(**done)
             why = result.stopped_by or "nothing is left to do (more: epochs=N or steps=N)"
@@ -77,7 +78,14 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     return result
 
 
-def trained(run: Run, session: Session, launcher: Launcher, directory: Path, begin: Callable[[], None]) -> Result:
+def trained(
+    run: Run,
+    session: Session,
+    launcher: Launcher,
+    directory: Path,
+    begin: Callable[[], None],
+    overrides: Sequence[str],
+) -> Result:
     """Train a run, and return its result, even if training crashed; `begin` is that of `runner.training.train`."""
     known = config_hash(run.config)
     try:
@@ -99,6 +107,12 @@ def trained(run: Run, session: Session, launcher: Launcher, directory: Path, beg
     log.debug("crashed", exc_info=error)
     log.error("%s", result.error)
     result.cause = error
+    if torch_errors.is_out_of_memory(error) and "SIGKILL" not in result.error:  # which need not be for lack of memory
+        from runner.planning.out_of_memory import advice
+
+        with suppress(Exception):  # the run has said what is wrong; this is only advice
+            for line in advice(run, overrides):
+                log.error("%s", line)
     return result
 
 

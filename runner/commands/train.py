@@ -128,5 +128,5 @@ def _print_model(run: Run) -> None:
     why = f"{type(run.workload).__name__} does not say of what shape the inputs of its network are"
     check(shape is not None, "--summary", ABSENT, why, "leave it out, or define input_shape()")
     assert shape is not None
-    print(table_of(without_memory(run.workload.build_model), shape))
+    print(table_of(without_memory(run.workload.build_model), shape)[0])
     print(f"for one input of {'×'.join(map(str, shape))}; FLOPs are those of a forward pass")

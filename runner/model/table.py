@@ -10,13 +10,13 @@ import torch
 from models.blocks import blocks_of
 
 
-def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
-    """Return a line for each block of `model` (each child if it lists no blocks), and one for the whole network.
+def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> tuple[str, int]:
+    """Return a table of the network, a line for each block or child and one for the whole, and its FLOPs.
 
     The columns are its name; its class or, if it groups several layers, those of the layers; the shape of the output
     for one sample; the number of parameters, and of those that are trained; and the floating-point operations of the
     forward pass: of matrix products, convolutions and attention, a multiplication and an addition being two. The third
-    and the last are dashes if `shape`, that of an input, is None or does not suit the network.
+    and the last are dashes, and the FLOPs 0, if `shape`, that of an input, is None or does not suit the network.
     """
     measured: dict[str, tuple[tuple[int, ...], int]] = {}
     if shape is not None:
@@ -34,7 +34,7 @@ def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> str:
         rows.append((name, kind, "–" if output is None else "×".join(map(str, output)), *numbers))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[*map(str.ljust, row[:3], widths), *map(str.rjust, row[3:], widths[3:])] for row in rows]
-    return "\n".join(map("  ".join, lines))
+    return "\n".join(map("  ".join, lines)), measured["total"][1] if measured else 0
 
 
 def _outputs_and_flops(model: torch.nn.Module, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], int]]:

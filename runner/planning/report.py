@@ -86,7 +86,7 @@ def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices
 
 
 def remedies(run: Run, build: Callable[[Sequence[str]], Run], num_devices: int, memory: float) -> list[dict[str, Any]]:
-    """Return the two cheapest changes of how a run is trained that make it fit, or fewer if there are not as many.
+    """Return the three cheapest changes of how a run is trained that make it fit, or fewer if there are not as many.
 
     Args:
         run: the run that does not fit.
@@ -110,7 +110,7 @@ def remedies(run: Run, build: Callable[[Sequence[str]], Run], num_devices: int, 
             costs += "; batch normalization sees smaller batches"
         if (peak := max(rank.peak_bytes for rank in ranks)) <= memory:
             found.append({"overrides": list(overrides), "costs": costs, "peak_bytes": peak})
-        if len(found) == 2:
+        if len(found) == 3:
             break
     return found
 

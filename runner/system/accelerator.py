@@ -5,11 +5,19 @@ A process has accelerators of one type: the one that its torch was built for, or
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from runner.system.torch_errors import is_out_of_memory
+
+log = logging.getLogger(__name__)
 
 
 def accelerator_type() -> str | None:
@@ -110,6 +118,24 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 def has_tf32(device: torch.device) -> bool:
     """Return whether the matrix products of `device` can be computed in TF32."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextmanager
+def memory_recorded(path: Path) -> Iterator[None]:
+    """A context in which torch records what allocates memory; if it runs out, the record is written to `path`.
+
+    https://docs.pytorch.org/docs/stable/torch_cuda_memory.html: the functions are documented, though private.
+    """
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error.__cause__ or error):
+            torch.cuda.memory._dump_snapshot(str(path))
+            log.error("the memory's snapshot is in %s: https://docs.pytorch.org/memory_viz shows it", path)
+        raise
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def peers(device: torch.device, count: int) -> list[int]:

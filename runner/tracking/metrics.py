@@ -149,18 +149,20 @@ class StepTimer:
         self._seconds.extend([seconds / self._open] * self._open)
         self._started, self._pauses, self._open = now, pauses, 0
 
-    def rates(self, samples_per_round: int) -> dict[str, float]:
+    def rates(self, samples_per_round: int, flops_per_sample: int = 0) -> dict[str, float]:
         """Return averages over the windows that have ended since the last call (at least one), by TensorBoard tag.
 
         `time/data_share` is the fraction of time in which the host waited for data. `samples_per_round` is the number
-        of samples in a step or round, over all ranks.
+        of samples in a step or round, over all ranks. `time/tflops` is left out if `flops_per_sample` is 0.
         """
         seconds, count = sum(self._seconds[self._logged :]), len(self._seconds) - self._logged
         before, self._data, self._logged = self._data, timer.spent("data"), len(self._seconds)
+        rate = samples_per_round * count / seconds
         return {
-            "time/samples_per_second": samples_per_round * count / seconds,
+            "time/samples_per_second": rate,
             "time/step_seconds": seconds / count,
             "time/data_share": (self._data - before) / seconds,
+            **({"time/tflops": rate * flops_per_sample / 1e12} if flops_per_sample else {}),
         }
 
     def elapsed(self) -> float:

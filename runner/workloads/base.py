@@ -34,6 +34,9 @@ class Workload(ABC):
     best_possible: ClassVar[Mapping[str, float]] = {}
     """The best value that an evaluation metric can have, of those that have one."""
 
+    forward_passes: ClassVar[int] = 3
+    """The forward passes that take as many operations as training on one sample. A backward pass counts as two."""
+
     outputs_are_scores: ClassVar[bool] = False
     """Whether the prediction is the index of the largest output."""
 

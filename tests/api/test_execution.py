@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors, on
 
 import runner
 from runner import training
+from runner.commands.plan import plan as plan_of
+from runner.system.tables import size
 
 WORDS = [*TINY_CPU, "steps=6", "eval_every=3"]
 
@@ -132,6 +135,30 @@ def test_a_stop_signal_ends_the_training_and_not_the_program(monkeypatch: pytest
     result = runner.train(WORDS)
     assert (result.status, result.exit_code, result.steps) == ("stopped", 75, 3)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_run_out_of_memory_is_told_what_it_needs_and_what_would_need_less(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ["model=resnet18", "data=synthetic", "data.size=32", "batch_size=256", "device=cpu", "steps=3"]
+    words += ["eval_every=0", f"output_root={tmp_path}"]
+    step = training.train_step
+
+    def failing(state: training.State, *rest: Any, **options: Any) -> torch.Tensor | None:
+        if state.step == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return step(state, *rest, **options)
+
+    monkeypatch.setattr(training, "train_step", failing)
+    with pytest.raises(runner.CrashedError):
+        runner.train(words)
+    [log] = tmp_path.glob("*/*/log.txt")
+    [needed] = re.findall(r"tensors need (\S+ MB) according", log.read_text())
+    assert needed == size(plan_of(words)["ranks"][0]["peak_bytes"])
+    changes = re.findall(r" needs (\S+ MB) per process: (\S+)", log.read_text())
+    assert len(changes) == 3
+    for needed, override in changes:
+        assert needed == size(plan_of([*words, override])["ranks"][0]["peak_bytes"])
 
 
 def test_a_thread_can_train() -> None:

@@ -305,7 +305,7 @@ def test_a_config_that_does_not_fit_is_reported_with_changes_that_fit(capsys: py
     assert plan.main([*SMALL, "--memory", str(limit), "--json"]) == plan.DOES_NOT_FIT
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False
-    first, _ = found["remedies"]
+    first, *_ = found["remedies"]
     assert (first["overrides"], first["costs"]) == (["accumulation=4"], "smaller matrices")
     assert first["peak_bytes"] <= limit
     [changed] = planned(*SMALL, *first["overrides"])

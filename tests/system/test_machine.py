@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import sys
 import weakref
@@ -15,6 +16,7 @@ import pytest
 import torch
 from helpers.programs import map_new_pages
 
+from runner.device import Device
 from runner.system import cpu as processor
 from runner.system import memory
 
@@ -182,7 +184,18 @@ def test_memory_usage_on_cuda_is_that_of_the_allocator() -> None:
     assert during["memory/peak_reserved"] >= during["memory/peak"]
     del block
     assert memory.usage(device) == during
+
     memory.reset_peak(device)
     freed = memory.usage(device)
     assert freed["memory/peak_reserved"] < during["memory/peak_reserved"], "given back"
     assert freed["memory/peak"] == allocated
+
+
+@pytest.mark.gpu
+def test_the_memory_is_written_if_it_runs_out(tmp_path: Path) -> None:
+    recorded = Device("cuda", memory_snapshot=True).memory_recorded(tmp_path / "memory.pickle")
+    with pytest.raises(torch.OutOfMemoryError), recorded:
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    [trace, *_] = pickle.loads((tmp_path / "memory.pickle").read_bytes())["device_traces"]
+    assert trace[-1]["action"] == "oom"
+    assert trace[-1]["size"] >= 2**50

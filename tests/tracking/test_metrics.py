@@ -130,10 +130,11 @@ def test_pauses_are_left_out_of_step_times(clock: FakeClock) -> None:
     spend("data", 0.5)
     clock.now += 0.5
     steps.lap(pausing=True)
-    assert steps.rates(8) == {
+    assert steps.rates(8, 2**40) == {
         "time/samples_per_second": 16 / 4,
         "time/step_seconds": 2,
         "time/data_share": 1.5 / 4,
+        "time/tflops": 16 / 4 * 2**40 / 1e12,
     }
     for name in ("log", "evaluate", "checkpoint"):
         spend(name, 1000)

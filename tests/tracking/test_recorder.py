@@ -26,7 +26,7 @@ from runner.tracking.recorder import Recorder, typed_values
 from runner.tracking.tensorboard import TensorBoard
 
 PICTURES = {"eval/samples", "eval/misclassified", "eval/confusion", "eval/class_accuracy"}
-TIMES = {"time/samples_per_second", "time/step_seconds", "time/data_share"}
+TIMES = {"time/samples_per_second", "time/step_seconds", "time/data_share", "time/tflops"}
 
 
 def noting_norms(norms: list[float], parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -68,6 +68,7 @@ class DQN(Workload):
 
     metrics: ClassVar[tuple[str, ...]] = ("td_loss", "q_mean")
     best: ClassVar[tuple[str, str]] = ("return", "max")
+    forward_passes: ClassVar[int] = 5  # also of the next observation, by the network and by the target network
     outputs_are_scores: ClassVar[bool] = True
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("env_steps", "replay_device", "eval_episodes", "record_video")
 
