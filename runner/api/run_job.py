@@ -108,7 +108,7 @@ def trained(
     log.error("%s", result.error)
     result.cause = error
     if torch_errors.is_out_of_memory(error) and "SIGKILL" not in result.error:  # which need not be for lack of memory
-        from runner.planning.out_of_memory import advice
+        from runner.api.out_of_memory import advice
 
         with suppress(Exception):  # the run has said what is wrong; this is only advice
             for line in advice(run, overrides):
