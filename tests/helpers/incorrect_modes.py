@@ -128,15 +128,6 @@ class PermutesTargets(Parallel):
 
 
 @dataclass
-class SameShard(Classifier):
-    """Every process draws the first shard: its samples are repeated, and the others are missing."""
-
-    def batches(self, model: nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
-        first = dataclasses.replace(plan, data_shard=(0, plan.data_shard[1]))
-        return super().batches(model, first, after_step, device)
-
-
-@dataclass
 class ShufflesWithOwnSeed(Classifier):
     def batches(self, model: nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
         return super().batches(model, dataclasses.replace(plan, seed=plan.seed + plan.data_rank), after_step, device)

@@ -319,7 +319,6 @@ REFUSED = {
     "--memory 80iB": "--memory",
     "--memory 80": "--memory",
     "resume=outputs/classifier/run": "resume",
-    "batch_size=3 accumulation=2": "batch_size",
     "parallel=pipeline workload=dqn": "workload",
     "parallel=ddp parallel.processes=4 --devices 2": "parallel.processes",
     "model=resnet18 data=synthetic data.size=16 parallel=ddp --devices 8 batch_size=8": "batch_size",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -22,13 +20,8 @@ TIMEOUT_SECONDS = 300.0
 
 
 def processes_of(trial: Trial) -> list[psutil.Process]:
-    """The processes in the session of a trial."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == trial._process.pid and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    process = psutil.Process(trial._process.pid)
+    return [process, *process.children(recursive=True)]
 
 
 def test_a_trial_trains_and_ends() -> None:
@@ -63,8 +56,7 @@ def test_a_config_that_is_refused_is_an_error() -> None:
 def test_a_trial_that_is_killed_is_an_error(mode: str, number: signal.Signals) -> None:
     """Linux kills a process with SIGKILL where memory runs out: one of the ranks or, with a single one, the trial."""
     trial = Trial(compose_config(*TINY_CPU, f"parallel={mode}"), TIMEOUT_SECONDS)
-    process = psutil.Process(trial._process.pid)
-    [process, *process.children(recursive=True)][-1].send_signal(number)
+    processes_of(trial)[-1].send_signal(number)
     with pytest.raises(TrialError, match=number.name) as caught:
         trial.burst(TIMEOUT_SECONDS)
     assert (caught.value.status, caught.value.out_of_memory) == ("crashed", number == signal.SIGKILL)
