@@ -1,4 +1,4 @@
-"""Tests of README.md and docs/: the files that they quote, their links and their commands."""
+"""Tests of README.md and docs/: the files that they quote, their links, their commands and their Python code."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import shlex
 from pathlib import Path
 
 import pytest
+from helpers.command import ROOT
 from helpers.compose import compose_config
 
 from runner.commands import COMMANDS as SUBCOMMANDS
 from runner.config.composition import Composer
 from runner.config.overrides import quoted
+from runner.parallel.launch import processes
 from runner.run import build_run
 from runner.sweep.sweep_jobs import SweepJobs
+from runner.system.forkserver import start_server
 
-ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 
@@ -30,16 +32,12 @@ def anchors(text: str) -> set[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the arguments of each `python -m runner` command in the code blocks of a page.
-
-    Commands that need files of the user, or that are not runs (such as `--help`), are left out.
-    """
+    """Return the arguments of each `python -m runner` command of a page that is a run and needs no further files."""
     blocks = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("python -m runner ")]
     words = [shlex.split(line, comments=True)[3:] for line in lines]
-    # Commands that need files or directories of the user, and commands that are not runs.
     left_out = ("resume=o", "model.weights=", "--config-dir", "--help", "--version", "--summary", "[")
-    runs = [line for line in words if line[:1] not in [[name] for name in SUBCOMMANDS]]
+    runs = [line for line in words if not {*line[:1]} & {*SUBCOMMANDS}]
     return [line for line in runs if not any(word.startswith(left_out) for word in line)]
 
 
@@ -56,19 +54,11 @@ def test_commands_are_runs_that_can_be_built(line: str) -> None:
         build_run(compose_config(*words))
 
 
-@pytest.mark.parametrize("page", TEXTS)
-def test_quoted_files_are_quoted_in_full(page: str) -> None:
-    for path, text in QUOTE.findall(TEXTS[page]):
-        assert text == (ROOT / path).read_text(encoding="utf-8"), f"{page} quotes another {path}"
-
-
-def test_every_example_is_quoted() -> None:
-    examples = {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "docs" / "examples").rglob("*.*")
-        if path.suffix in (".py", ".yaml", ".toml") and path.name != "__init__.py"
-    }
-    assert {path for path, _ in QUOTE.findall(TEXTS["docs/extending.md"])} == examples
+def test_every_example_is_quoted_in_full() -> None:
+    quotes = dict(quote for text in TEXTS.values() for quote in QUOTE.findall(text))
+    files = [*(ROOT / "docs" / "examples").rglob("*.*")]
+    examples = [file for file in files if file.suffix in (".py", ".yaml", ".toml") and file.name != "__init__.py"]
+    assert quotes == {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in examples}
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -85,3 +75,16 @@ def test_the_readme_is_short_and_its_pictures_are_small() -> None:
     pictures = list((ROOT / "docs" / "images").iterdir())
     assert {path.name for path in pictures} >= {"terminal.png", "tensorboard.png"}
     assert all(path.stat().st_size < 250_000 for path in pictures)
+
+
+def test_the_python_code_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start_server(*processes.PRELOADED)  # otherwise, each block would start and stop its own server
+    names: dict[str, object] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", TEXTS["docs/python.md"], re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    refused, predicted = capsys.readouterr().out.splitlines()
+    assert refused == "optimizer.lr see the comments in conf/optimizer/sgd.yaml"
+    assert re.fullmatch(r"image\.png \d [01]\.\d+ ", predicted)
