@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy
 import pytest
-import safetensors.torch
 import torch
-from helpers.command import child_environment, run_successfully
+from helpers.command import ROOT, child_environment, run_successfully
+from helpers.plain_loop import largest_difference, weights_at
 
-ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
 TINY = ("device=cpu", "device.threads=1", "model=tiny", "data.size=8", "steps=2", "batch_size=16")
 
@@ -37,13 +36,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run_python(*arguments: str, cwd: Path, path: tuple[Path, ...]) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS` in the directory `cwd`, with the directories of `path` on its sys.path."""
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=600)
-
-
 def train_in(cwd: Path, site: Path, *overrides: str) -> dict[str, Any]:
     """Train with the examples' options; return the content of `result.json`, and the run directory as `directory`."""
     path = os.pathsep.join([child_environment()["PYTHONPATH"], str(site)])
@@ -54,20 +46,14 @@ def train_in(cwd: Path, site: Path, *overrides: str) -> dict[str, Any]:
     return result | {"directory": file.parent}
 
 
+def weights_of(result: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return weights_at(result["directory"], result["steps"])
+
+
 @pytest.fixture
 def train(site: Path, tmp_path: Path) -> Train:
     """`train_in` with the temporary directory of the test as the working directory."""
     return partial(train_in, tmp_path, site)
-
-
-def final_weights(result: dict[str, Any]) -> dict[str, torch.Tensor]:
-    checkpoint = result["directory"] / "checkpoints" / f"step_{result['steps']:08d}"
-    return safetensors.torch.load_file(checkpoint / "model.safetensors")
-
-
-def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in theirs)
 
 
 def test_a_mode_of_another_package_computes_what_one_device_computes(site: Path, tmp_path: Path, train: Train) -> None:
@@ -77,7 +63,7 @@ def test_a_mode_of_another_package_computes_what_one_device_computes(site: Path,
     assert ours["steps"] == single["steps"] == 2
     assert ours["metrics"]["eval/accuracy"] == single["metrics"]["eval/accuracy"]
     assert ours["metrics"]["eval/loss"] == pytest.approx(single["metrics"]["eval/loss"], rel=1e-6)  # summed in float32
-    assert largest_difference(final_weights(ours), final_weights(single)) < 1e-12
+    assert largest_difference(weights_of(ours), weights_of(single)) < 1e-12
 
 
 def test_a_workload_of_another_package_trains_and_reports_its_loss(train: Train) -> None:
@@ -87,14 +73,14 @@ def test_a_workload_of_another_package_trains_and_reports_its_loss(train: Train)
     assert single["best"]["metric"] == "eval/loss"
     # Inputs have a mean of 0 and a variance of 1, so a model that has learned nothing has a loss of about 1.
     assert 0.5 < single["metrics"]["eval/loss"] < 2
-    weights = final_weights(single)
+    weights = weights_of(single)
     widths = [tuple(tensor.shape) for name, tensor in weights.items() if name.endswith("weight")]
     assert sorted(widths) == sorted([(128, 64), (16, 128), (128, 16), (64, 128)])
 
     two = train(*autoencoder, "parallel=ddp")
     assert two["world_size"] == 2
     assert two["metrics"]["eval/loss"] == pytest.approx(single["metrics"]["eval/loss"], rel=1e-5)
-    assert largest_difference(final_weights(two), weights) < 1e-12
+    assert largest_difference(weights_of(two), weights) < 1e-12
 
 
 def test_a_language_model_in_one_file_trains_the_same_in_every_mode(train: Train, tmp_path: Path) -> None:
@@ -111,7 +97,7 @@ def test_a_language_model_in_one_file_trains_the_same_in_every_mode(train: Train
     for mode in (("parallel=ddp", "accumulation=2"), ("parallel=fsdp",), ("parallel=pipeline",)):
         other = train(*options, *mode)
         assert other["metrics"]["eval/loss"] == pytest.approx(single["metrics"]["eval/loss"], rel=1e-5)
-        assert largest_difference(final_weights(other), final_weights(single)) < 1e-12, mode
+        assert largest_difference(weights_of(other), weights_of(single)) < 1e-12, mode
     learned = train(*model, "steps=150", "optimizer.lr=0.01")
     assert learned["metrics"]["eval/loss"] < 0.5, "it knows the sentence"
 
@@ -132,42 +118,27 @@ def test_an_agent_trains_in_an_environment_of_another_package(train: Train) -> N
     assert -50 <= result["metrics"]["eval/return"] <= -1
 
 
-def losses_in(directory: Path) -> list[tuple[int, float]]:
-    """Return the pairs (step, loss) that the CSV tracker has written."""
-    rows = [line.split(",") for line in (directory / "curves.csv").read_text().splitlines()]
-    return [(int(step), float(value)) for step, tag, value in rows if tag == "train/loss"]
-
-
 def test_a_tracker_of_another_package_gets_every_point_once(train: Train) -> None:
-    csv = ("tracking=csv", "log_every=1", "save_every=1")
-    first = train(*TINY, *csv)
-    losses = losses_in(first["directory"])
-    assert [step for step, _ in losses] == [1, 2]
-    assert losses[-1][1] == pytest.approx(first["metrics"]["train/loss"], rel=1e-6)
+    first = train(*TINY, "tracking=csv", "log_every=1", "save_every=1")
+    file = first["directory"] / "curves.csv"
+    losses = [line for line in file.read_text().splitlines() if ",train/loss," in line]
+    assert [line.split(",")[0] for line in losses] == ["1", "2"]
+    assert float(losses[-1].split(",")[2]) == pytest.approx(first["metrics"]["train/loss"], rel=1e-6)
 
     resumed = train(f"resume={first['directory'] / 'checkpoints' / 'step_00000001'}")
     assert resumed["directory"] == first["directory"]
-    assert losses_in(first["directory"]) == losses
+    assert [line for line in file.read_text().splitlines() if ",train/loss," in line] == losses
     assert not list(first["directory"].glob("events.*")), "this tracker stands in the place of TensorBoard's"
 
 
 def test_results_are_read_without_the_runner(train: Train, tmp_path: Path) -> None:
     result = train(*TINY, "log_every=1")
-    done = run_python(str(EXAMPLES / "read_results.py"), "outputs", cwd=tmp_path, path=())
-    assert done.returncode == 0, done.stderr
-    name, status, steps, best = done.stdout.rstrip("\n").split("\t")
-    assert (name, status, steps) == (result["directory"].name, "done", "steps=2")
-    assert float(best.removeprefix("best=")) == result["best"]["value"]
+    words = [sys.executable, str(EXAMPLES / "read_results.py"), "outputs"]
+    variables = {**os.environ, "PYTHONPATH": ""}
+    shown = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True).stdout
+    best = f"best={result['best']['value']}"
+    assert shown.rstrip("\n").split("\t") == [result["directory"].name, "done", "steps=2", best]
     curves = (result["directory"] / "curves.csv").read_text().splitlines()
     losses = [line.split(",") for line in curves if line.startswith("train/loss,")]
     assert [step for _, step, _ in losses] == ["1", "2"]
     assert float(losses[-1][2]) == pytest.approx(result["metrics"]["train/loss"], rel=1e-6)
-
-
-def test_a_package_without_the_entry_point_is_refused(site: Path, tmp_path: Path) -> None:
-    shutil.copytree(site / "my_experiments", tmp_path / "undeclared" / "my_experiments")
-    options = ("-m", "runner", f"--config-dir={EXAMPLES / 'conf'}", *TINY, "parallel=all_reduce")
-    done = run_python(*options, cwd=tmp_path, path=(ROOT, tmp_path / "undeclared"))
-    assert done.returncode == 2
-    assert done.stderr.startswith("parallel._target_: ")
-    assert not list(tmp_path.rglob("result.json"))
