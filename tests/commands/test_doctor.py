@@ -19,14 +19,14 @@ from runner.config.options import option_files
 from runner.system import accelerator, provenance
 
 GIB = 2**30
+FIELDS = ("name", "major", "minor", "total_memory", "multi_processor_count", "uuid")
 CARDS = [
-    SimpleNamespace(
-        name="Alpha 9000", major=9, minor=0, total_memory=80 * GIB, multi_processor_count=132,
-        uuid="aaaa-0",
-    ),
-    SimpleNamespace(name="Beta 75", major=7, minor=5, total_memory=16 * GIB, multi_processor_count=40, uuid="bbbb-1"),
-]  # fmt: skip
+    SimpleNamespace(**dict(zip(FIELDS, values, strict=True)))
+    for values in (("Alpha 9000", 9, 0, 80 * GIB, 132, "a-0"), ("Beta 75", 7, 5, 16 * GIB, 40, "b-1"))
+]
 FREE = [77 * GIB, 3 * GIB]
+CLOCKS = {"GPU-a-0": ((1200, 1980), (2600, 2619)), "GPU-b-1": ((3, 4), (3, 4))}
+"""The clock rate and the highest one, of the processor and of the memory, by UUID."""
 
 
 @pytest.fixture
@@ -49,29 +49,17 @@ def computing(monkeypatch: pytest.MonkeyPatch, **answers: bool) -> None:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a fake NVML that finds devices only by UUID, not by index.
-
-    A device has the same UUID in NVML and in CUDA, but it may have different indices.
-    """
-    clocks = {
-        "GPU-aaaa-0": {"sm": (1200, 1980), "mem": (2600, 2619)},
-        "GPU-bbbb-1": dict.fromkeys(("sm", "mem"), (3, 4)),
-    }
+    """A fake NVML that finds devices by their UUIDs, which are those of CUDA, unlike the indices."""
     fake = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlSystemGetDriverVersion=lambda: "580.1",
-        nvmlDeviceGetHandleByUUID=lambda uuid: clocks[uuid],
+        nvmlDeviceGetHandleByUUID=lambda uuid: CLOCKS[uuid],
         nvmlDeviceGetClockInfo=lambda handle, kind: handle[kind][0],
         nvmlDeviceGetMaxClockInfo=lambda handle, kind: handle[kind][1],
-        NVML_CLOCK_SM="sm",
-        NVML_CLOCK_MEM="mem",
+        NVML_CLOCK_SM=0,
+        NVML_CLOCK_MEM=1,
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-
-
-@pytest.fixture
-def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # import pynvml raises ImportError
 
 
 def rendered_report(report: dict) -> str:
@@ -95,7 +83,7 @@ def test_each_of_two_devices_is_reported_with_its_own_values() -> None:
         "total_bytes": 80 * GIB,
         "capability": "9.0",
         "multiprocessors": 132,
-        "uuid": "aaaa-0",
+        "uuid": "a-0",
         "free_bytes": 77 * GIB,
         "current": False,
         "peers": ["cuda:1"],
@@ -139,11 +127,15 @@ def test_clocks_need_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "MHz" not in row_of(rendered_report(report), "cuda:0")
 
 
-@pytest.mark.usefixtures("no_nvml")
-def test_a_machine_without_cuda_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_cuda_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # import pynvml raises ImportError
     simulate_accelerators(monkeypatch, 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    report = doctor.gather()
+    doctor.main(["--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["versions"]["torch"], report["source"]) == (torch.__version__, provenance.source())
     assert report["devices"] == []
     assert "CUDA_VISIBLE_DEVICES='' leaves no CUDA device visible" in report["findings"]
     assert list(report["precisions"][0]) == ["precision", "cpu"]
@@ -152,11 +144,9 @@ def test_a_machine_without_cuda_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     simulate_accelerators(monkeypatch, 1, "mps")
     computing(monkeypatch, has_float64=False, scales_float16=True)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
-    report = doctor.gather()
-    assert "12.9 GB" in row_of(rendered_report(report), "mps")
+    assert "12.9 GB" in row_of(rendered_report(doctor.gather()), "mps")
 
 
-@pytest.mark.usefixtures("no_nvml")
 def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> bool:
         warnings.warn("CUDA initialization: driver too old\nsee there", stacklevel=1)
@@ -196,11 +186,3 @@ def test_the_meaning_of_a_precision_depends_on_what_the_device_computes(
     assert found["64"].startswith("float64" if has_float64 or kind == "cpu" else "not available")
     assert ("emulated" in found["bf16"]) == (not modern and kind != "mps")
     assert found["16"].startswith("float16" if modern and kind != "cpu" else "the same as bf16")
-
-
-def test_json_on_standard_output_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.main(["--json"])
-    report = json.loads(capsys.readouterr().out)
-    assert report["versions"]["torch"] == torch.__version__
-    assert report["cpu"]["threads"] == torch.get_num_threads()
-    assert report["source"] == provenance.source()
