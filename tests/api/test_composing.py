@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers.command import child_environment
@@ -50,12 +49,6 @@ def test_a_program_that_uses_hydra_itself_can_compose() -> None:
     with initialize_config_dir(str(CONF)):
         assert runner.compose(["seed=7"])["seed"] == 7
         assert hydra_compose("config", ["name=test", "seed=3"])["seed"] == 3
-
-
-def test_options_of_a_user_defined_directory_can_be_chosen(tmp_path: Path) -> None:
-    (tmp_path / "optimizer").mkdir()
-    (tmp_path / "optimizer" / "mine.yaml").write_text("_target_: runner.optimizer.SGD\nlr: 0.125\n")
-    assert runner.compose(["optimizer=mine"], config_dir=tmp_path)["optimizer"]["lr"] == 0.125
 
 
 @pytest.mark.parametrize(

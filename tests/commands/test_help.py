@@ -5,21 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from helpers.command import run_command
 
 from runner import __version__
 from runner.commands.help import help_text
 from runner.config.options import description, option_files, root_keys
-
-
-@pytest.fixture
-def more(tmp_path: Path) -> Path:
-    """Create a directory of options for `--config-dir`, and return its path."""
-    (tmp_path / "more" / "model").mkdir(parents=True)
-    (tmp_path / "more" / "model" / "mine.yaml").write_text("# python -m runner model=mine\n# A network of my own.\n")
-    (tmp_path / "more" / "model" / "_shared.yaml").write_text("# Inherited.\n")
-    return tmp_path / "more"
 
 
 def test_help_lists_every_option_and_every_key_with_its_description() -> None:
@@ -34,13 +24,15 @@ def test_help_lists_every_option_and_every_key_with_its_description() -> None:
     assert max(map(len, lines)) <= 160
 
 
-def test_help_lists_the_options_of_a_config_dir(more: Path, tmp_path: Path) -> None:
+def test_help_lists_the_options_of_a_config_dir(tmp_path: Path) -> None:
+    more = tmp_path / "more"
+    (more / "model").mkdir(parents=True)
+    (more / "model" / "mine.yaml").write_text("# python -m runner model=mine\n# A network of my own.\n")
+    (more / "model" / "_shared.yaml").write_text("# Inherited.\n")
     code, text = run_command("--help", "-cd", str(more), cwd=tmp_path / "run", kind="no-torch")
     assert code == 0, text
-    lines = [line.split() for line in text.splitlines()]
-    assert ["mine", "A", "network", "of", "my", "own."] in lines
+    assert re.search(r"^  mine +A network of my own\.$", text, re.MULTILINE)
     assert "_shared" not in text
-    assert "mine" not in help_text()
 
 
 def test_help_lists_the_keys_of_the_chosen_options_with_those_that_they_inherit() -> None:

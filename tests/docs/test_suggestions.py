@@ -39,14 +39,12 @@ def messages() -> dict[str, list[str]]:
 def test_pip_installs_packages_that_are_extras_of_this_one():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     known = {re.split("[<>=!]", text)[0] for texts in extras.values() for text in texts}
-    hints = {
-        match[1] for path in TEXTS for match in re.finditer(r"pip install ((?!-e )[^`):#\n\"]*)", path.read_text())
-    }
-    named = {
-        re.sub(r"[',;]|\.$", "", word)
-        for hint in hints
-        for word in re.split(r", or |; | to | installs", hint)[0].split()
-    }
+    texts = "\n".join(path.read_text() for path in TEXTS)
+    hints = [
+        re.split(r", or |; | to | installs", hint)[0]
+        for hint in re.findall(r"pip install ((?!-e )[^`):#\n\"]*)", texts)
+    ]
+    named = {re.sub(r"[',;]|\.$", "", word) for hint in hints for word in hint.split()}
     assert named - known == {"{self.package}"}  # those of trackers
     assert {"optuna", "submitit", "ray", "timm", "seaborn"} <= named
 
@@ -59,17 +57,12 @@ def test_messages_name_keys_and_options_that_exist():
     for path, texts in messages().items():
         for group, key, value in re.findall(r"(?<![\w./-])([a-z_]+)((?:\.[a-z_]+)*)=([\w\[]*)", "\n".join(texts)):
             options = groups().get(group, [])
-            if key and options and key[1:].partition(".")[0] not in known[group]:
-                wrong.append((path, f"{group}{key}"))
-            elif (
-                not key
-                and group in root_keys()
-                and options
-                and value.isidentifier()
-                and value.islower()
-                and value not in options
-            ):
-                wrong.append((path, f"{group}={value}"))
+            if key and options:
+                is_wrong = key[1:].partition(".")[0] not in known[group]
+            else:
+                is_option = bool(options) and group in root_keys() and value.isidentifier() and value.islower()
+                is_wrong = not key and is_option and value not in options
+            wrong += [(path, f"{group}{key}={value}")] * is_wrong
     assert wrong == []
 
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 @dataclass
 class DiskFault:
-    """The operation `call` fails with `errno_code`, from its `first_failing_call` on or only there.
+    """The operation `call` fails with `errno_code`, from its `first_failing_call` on.
 
     Args:
         call: `open` (for writing), `write`, `fsync`, `rename` (to a path that matches) or `mkdir`.
@@ -31,7 +31,6 @@ class DiskFault:
     file: str
     errno_code: int
     first_failing_call: int = 1
-    fails_once: bool = False
     count: int = 0
 
     def __str__(self) -> str:
@@ -41,8 +40,7 @@ class DiskFault:
         """Count one of `calls` on `path`, and raise an error if it is to fail."""
         if self.call in calls and self.matches(path):
             self.count += 1
-            late = self.count > self.first_failing_call
-            if self.count == self.first_failing_call or (late and not self.fails_once):
+            if self.count >= self.first_failing_call:
                 raise OSError(self.errno_code, os.strerror(self.errno_code), str(path))
 
     def matches(self, path: Any) -> bool:
