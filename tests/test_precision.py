@@ -136,20 +136,6 @@ def test_a_cpu_without_bfloat16_instructions_causes_a_warning(
     assert ("no instructions" in caplog.text) is not is_fast
 
 
-def test_64_gives_the_gradients_of_a_double_loop() -> None:
-    precision, reference = Double(), network().double()
-    precision.prepare(CPU)
-    model = precision.convert(network())
-    inputs, targets = next(batches())
-    precision.backward(cross_entropy(model(inputs), targets))  # the inputs are float32
-    cross_entropy(reference(inputs.double()), targets).backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        assert ours.grad.dtype == torch.float64
-        assert torch.equal(ours.grad, theirs.grad)
-
-
 def test_64_is_refused_on_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "has_float64", lambda device: False)
     with pytest.raises(ConfigError) as refused:

@@ -180,19 +180,6 @@ def test_the_hash_does_not_depend_on_order_or_spelling() -> None:
     assert config_hash(dict(reversed(config.items()))) == config_hash(spelled) == config_hash(config)
 
 
-def test_a_run_has_the_chosen_components_and_keeps_its_config() -> None:
-    config = compose_config("optimizer=adam", "precision=bf16", "accumulation=4", "model=tiny")
-    run = build_run(config)
-    names = [type(part).__name__ for part in (run.optimizer, run.precision, run.schedule, run.workload, run.profiler)]
-    assert names == ["Adam", "BFloat16", "OneCycle", "Classifier", "Profiler"]
-    assert run.workload.model.hidden == 64
-    plan = prepare_session(run).plan
-    assert (plan.batch_size, plan.accumulation, plan.data_shard, plan.step_shard) == (64, 4, (0, 1), (0, 1))
-    assert run.config == config
-    assert run.config is not config
-    assert not hasattr(run, "directory"), "where it writes is no part of what it is"
-
-
 def test_building_needs_neither_the_device_nor_the_data() -> None:
     build_run(compose_config("device=cuda", "data=mnist"))
     with pytest.raises(ConfigError) as refusal:

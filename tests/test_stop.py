@@ -51,21 +51,27 @@ def replace_losses(losses: list[float], run: Run, session: Session) -> None:
     session.workload.summarize = lambda sums: summarize(sums) | {"loss": next(given)}
 
 
-def test_patience_counts_evaluations_without_an_improvement() -> None:
-    assert reasons_after(rules(patience=2), 0.5, 0.4, 0.6, 0.6, 0.5) == ["", "", "", "", "stop.patience"]
-    assert reasons_after(rules("min", patience=2), 0.5, 0.6, 0.4, 0.4, 0.5) == ["", "", "", "", "stop.patience"]
+RULES: list[tuple[str, dict[str, Any], list[float], str]] = [
+    ("max", {"patience": 2}, [0.5, 0.4, 0.6, 0.6, 0.5], "stop.patience"),
+    ("min", {"patience": 2}, [0.5, 0.6, 0.4, 0.4, 0.5], "stop.patience"),
+    ("max", {"patience": 2, "min_delta": 0.25}, [0.5, 0.75, 0.7], "stop.patience"),
+    (
+        "max",
+        {"patience": 2, "min_delta": 0.25},
+        [0.25, 0.375, 0.625, 0.875],
+        "",
+    ),  # compared with the latest improvement
+    ("min", {"patience": 1, "min_delta": 0.25}, [1.0, 0.5, 0.25], "stop.patience"),
+    ("max", {"target": 0.75}, [0.5, 0.7, 0.75], "stop.target"),
+    ("min", {"target": 0.25}, [0.5, 0.3, 0.2], "stop.target"),
+]
 
 
-def test_an_improvement_is_larger_than_min_delta() -> None:
-    assert reasons_after(rules(patience=2, min_delta=0.25), 0.5, 0.75, 0.7) == ["", "", "stop.patience"]
-    slowly = rules(patience=2, min_delta=0.25)
-    assert reasons_after(slowly, 0.25, 0.375, 0.625, 0.875) == ["", "", "", ""], "compared with the latest improvement"
-    assert reasons_after(rules("min", patience=1, min_delta=0.25), 1.0, 0.5, 0.25) == ["", "", "stop.patience"]
-
-
-def test_a_target_is_reached_from_below_with_max_and_from_above_with_min() -> None:
-    assert reasons_after(rules(target=0.75), 0.5, 0.7, 0.75) == ["", "", "stop.target"]
-    assert reasons_after(rules("min", target=0.25), 0.5, 0.3, 0.2) == ["", "", "stop.target"]
+@pytest.mark.parametrize(("direction", "options", "values", "rule"), RULES)
+def test_a_run_ends_after_the_first_evaluation_that_meets_its_rule(
+    direction: str, options: dict[str, Any], values: list[float], rule: str
+) -> None:
+    assert reasons_after(rules(direction, **options), *values) == [*[""] * (len(values) - 1), rule]
 
 
 def test_a_restored_state_continues_the_count_of_evaluations() -> None:

@@ -30,7 +30,7 @@ def test_small_images_are_scaled_by_an_integer_and_placed_row_by_row(channels: i
 
 
 def test_tiles_are_64_to_160_pixels_and_large_images_are_averaged() -> None:
-    sizes = {(8, 8): (64, 64), (63, 10): (126, 20), (64, 64): (64, 64), (160, 90): (160, 90), (320, 640): (80, 160)}
+    sizes = {(8, 8): (64, 64), (63, 10): (126, 20), (160, 90): (160, 90), (320, 640): (80, 160)}
     for (height, width), expected in sizes.items():
         picture = grid(noise(1, 3, height, width), ["a"])
         assert picture.shape == (3, expected[0] + STRIP + 2 * GAP, expected[1] + 2 * GAP)
@@ -56,8 +56,7 @@ def test_captions_are_green_red_or_gray_and_written_in_their_strip_and_nowhere_e
 def test_two_line_captions_are_stacked_and_long_captions_widen_the_cells() -> None:
     images = torch.zeros(4, 1, 64, 64, dtype=torch.uint8)
     picture = grid(images, ["automobile 98%\nis truck", "a", "b", "c"])
-    width = (picture.shape[2] - GAP) // 2 - GAP
-    assert 80 < width < 120
+    assert 80 < (picture.shape[2] - GAP) // 2 - GAP < 120
     assert picture.shape[1] == 2 * (64 + 2 * STRIP - 4 + GAP) + GAP
     assert 2 * (140 + GAP) < grid(images, ["x" * 100, "a", "b", "c"]).shape[2] <= 2 * (160 + GAP) + GAP
 
@@ -93,19 +92,19 @@ def test_rows_are_true_classes_and_shades_are_fractions_of_their_row() -> None:
             assert colour_at(shown, row, column) == wanted.get((row, column), (255, 255, 255))
 
 
-def test_numbers_are_drawn_inside_their_cells() -> None:
-    zero, one = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(3, 3, dtype=torch.int64)
-    for count in (9999, 9_999_999, 7 * 10**12):
-        one[1, 2] = count
-        before, after = (confusion_matrix(counts, ["a", "b", "c"]) for counts in (zero, one))
-        rows, columns = (before != after).any(0).nonzero().unbind(1)
-        margin = before.shape[1] - 3 * 44 - GAP
-        assert (rows.min(), rows.max()) == (margin + 44, margin + 87)  # the shade fills row 1
-        assert (columns.min(), columns.max()) == (margin + 88, margin + 131)  # and column 2
-        white = (after[:, margin + 44 : margin + 88, margin + 88 : margin + 132] > 200).all(0)
-        assert white.any()  # in white on the dark cell
-        assert not white[:, :2].any()
-        assert not white[:, -2:].any()
+@pytest.mark.parametrize("count", [99_999, 7 * 10**12])
+def test_numbers_are_drawn_inside_their_cells(count: int) -> None:
+    counts = torch.zeros(3, 3, dtype=torch.int64)
+    before = confusion_matrix(counts, ["a", "b", "c"])
+    counts[1, 2] = count
+    after = confusion_matrix(counts, ["a", "b", "c"])
+    rows, columns = (before != after).any(0).nonzero().unbind(1)
+    margin = before.shape[1] - 3 * 44 - GAP
+    assert (rows.min(), rows.max()) == (margin + 44, margin + 87)  # the shade fills row 1
+    assert (columns.min(), columns.max()) == (margin + 88, margin + 131)  # and column 2
+    white = (after[:, margin + 44 : margin + 88, margin + 88 : margin + 132] > 200).all(0)
+    assert white.any()
+    assert not white[:, [0, 1, -2, -1]].any()
 
 
 def test_class_names_label_both_axes() -> None:

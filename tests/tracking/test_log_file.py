@@ -15,24 +15,25 @@ import pytest
 from runner.tracking.log_file import LogFile
 
 
-def test_the_file_has_all_messages_and_the_console_those_from_info_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("rank", "name"), [(0, "log.txt"), (2, "log_rank_2.txt")])
+def test_the_file_of_each_rank_has_all_messages_and_the_console_those_of_rank_0_from_info_on(
+    rank: int, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = logging.getLogger("runner.anything")
-    with LogFile(tmp_path), warnings.catch_warnings():
+    with LogFile(tmp_path, rank), warnings.catch_warnings():
         warnings.simplefilter("always")
         log.debug("a detail")
-        log.warning("something")
+        log.error("something")
         warnings.warn("a library's", stacklevel=1)
+        assert capsys.readouterr().err == ("something\n" if rank == 0 else "")
     log.warning("afterwards")
-    written = (tmp_path / "log.txt").read_text()
+    [path] = tmp_path.iterdir()
+    written = path.read_text()
+    assert path.name == name
     assert "DEBUG runner.anything: a detail" in written
-    assert "WARNING runner.anything: something" in written
+    assert "ERROR runner.anything: something" in written
     assert "a library's" in written
     assert "afterwards" not in written
-    said = capsys.readouterr().err
-    assert "something\n" in said
-    assert "a detail" not in said
 
 
 def test_messages_from_before_the_directory_is_known_are_written_to_the_file(
@@ -76,14 +77,12 @@ class Broken(io.StringIO):
         raise self.error
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left"), BrokenPipeError(), ValueError("closed")])
-def test_messages_are_written_to_the_file_if_the_console_fails(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", Broken(error))
+def test_messages_are_written_to_the_file_if_the_console_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LogFile(tmp_path):
-        logging.getLogger("runner.anything").error("something")
-    assert "ERROR runner.anything: something" in (tmp_path / "log.txt").read_text()
+        for error in (OSError(28, "No space left"), BrokenPipeError(), ValueError("closed")):
+            monkeypatch.setattr(sys, "stderr", Broken(error))
+            logging.getLogger("runner.anything").error("something")
+    assert (tmp_path / "log.txt").read_text().count("ERROR runner.anything: something\n") == 3
 
 
 def test_secrets_are_hidden_and_odd_bytes_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,16 +97,6 @@ def test_secrets_are_hidden_and_odd_bytes_escaped(tmp_path: Path, capsys: pytest
         assert "s3cret" not in text
         assert "reading https://ann:***@host/x of a\\xff.png" in text
         assert "ValueError: token=*** is too old" in text
-
-
-def test_other_ranks_log_to_their_own_files_and_not_to_the_console(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with LogFile(tmp_path, rank=2):
-        logging.getLogger("runner.anything").error("of rank 2")
-    assert [path.name for path in tmp_path.iterdir()] == ["log_rank_2.txt"]
-    assert "ERROR runner.anything: of rank 2" in (tmp_path / "log_rank_2.txt").read_text()
-    assert capsys.readouterr().err == ""
 
 
 def test_logging_is_restored_even_after_an_error(tmp_path: Path) -> None:

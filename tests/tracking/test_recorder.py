@@ -93,22 +93,19 @@ def text(directory: Path, tag: str) -> list[tuple[int, str]]:
     return [(p.step, content[4:-4]) for p, content in zip(points, contents, strict=True)]
 
 
-def test_the_config_and_the_environment_are_logged_as_texts(trained: Callable[..., TrainedRun]) -> None:
-    run = trained("steps=2", "optimizer.lr=0.07")
+def test_the_config_the_environment_and_a_table_of_the_model_are_logged_as_texts(
+    trained: Callable[..., TrainedRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="runner"):
+        run = trained("steps=1", "optimizer.lr=0.07", "model.freeze=[conv1.*]")
     [(step, config)] = text(run.directory, "config")
     assert step == 1
     assert yaml.safe_load(config) == run.run.config
     assert run.run.config["optimizer"]["lr"] == 0.07
     [(_, environment)] = text(run.directory, "environment")
     assert json.loads(environment)["versions"]["torch"] == torch.__version__
-
-
-def test_a_table_of_the_model_is_in_tensorboard_and_in_the_log(
-    trained: Callable[..., TrainedRun], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.DEBUG, logger="runner"):
-        run = trained("steps=1", "model.freeze=[conv1.*]")
-    lines = [
+    [(_, table)] = text(run.directory, "network")
+    assert table.splitlines() == [
         "block   type                   output  parameters  trained    FLOPs",
         "conv1   Conv2d ReLU MaxPool2d  16×4×4         160        0   18,432",
         "conv2   Conv2d ReLU MaxPool2d  32×2×2       4,640    4,640  147,456",
@@ -116,8 +113,6 @@ def test_a_table_of_the_model_is_in_tensorboard_and_in_the_log(
         "head    Linear                 10             650      650    1,280",
         "total   ConvNet                10          13,706   13,546  183,552",
     ]
-    [(step, table)] = text(run.directory, "network")
-    assert (step, table.splitlines()) == (1, lines)
     assert f"model:\n{table}" in [record.getMessage() for record in caplog.records]
 
 
@@ -141,20 +136,6 @@ TYPED = ["optimizer.lr=0.07", "schedule=cosine", "+precision='16'", "optimizer.l
 VALUES = {"optimizer.lr": 0.08, "schedule": "cosine", "precision": "16", "seed": 3.0, "deterministic": "true"}
 
 
-def test_hparams_have_one_row_with_the_overrides_and_the_final_metric(
-    trained: Callable[..., TrainedRun], tmp_path: Path
-) -> None:
-    others = ["resume=auto", "output_root=/tmp/x", "name='a'", "~profiler", "hydra.verbose=true", "max_grad_norm=null"]
-    (tmp_path / "run").mkdir()
-    write_config(tmp_path / "run", {}, [*TYPED, *others, "data.token=***", "model.channels=[16,32]"])
-    run = trained("steps=6", "eval_every=3", "optimizer.lr=0.08", "seed=3", "deterministic=true")
-    [row], columns = hparams_table(run.directory.parent)
-    assert row["status"] == ["STATUS_SUCCESS"]
-    assert row["metrics"]["eval/accuracy"] == (6, pytest.approx(run.result.metrics["eval/accuracy"]))
-    assert row["hparams"] == VALUES | {"model.channels": "[16,32]"}
-    assert set(columns) == set(row["hparams"])
-
-
 def test_an_override_without_a_value_in_the_config_is_shown_as_typed() -> None:
     config = {"schedule": {"_target_": "runner.schedule.Cosine", "warmup": 5}, "steps": 7, "token": "***"}
     typed = ["schedule=cosine", "schedule.warmup=5", "data.size=9", "steps.x=1", "steps=7", "token=${oc.env:TOKEN}"]
@@ -168,28 +149,31 @@ def test_an_override_without_a_value_in_the_config_is_shown_as_typed() -> None:
     }
 
 
-def test_hparams_have_one_row_after_a_crash_and_after_a_resume(
+def test_hparams_have_one_row_with_the_overrides_after_a_crash_and_after_a_resume(
     trained: Callable[..., TrainedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = ("steps=9", "eval_every=3", "save_every=3")
+    others = ["resume=auto", "output_root=/tmp/x", "name='a'", "~profiler", "hydra.verbose=true", "max_grad_norm=null"]
+    (tmp_path / "run").mkdir()
+    write_config(tmp_path / "run", {}, [*TYPED, *others, "data.token=***", "model.channels=[16,32]"])
+    steps = ("steps=9", "eval_every=3", "save_every=3", "optimizer.lr=0.08", "seed=3", "deterministic=true")
+
+    def crash(workload: Any, model: torch.nn.Module, step: int) -> None:
+        if step == 5:
+            raise ZeroDivisionError
+
     with monkeypatch.context() as patched:
-
-        def crash(workload: Any, model: torch.nn.Module, step: int) -> None:
-            if step == 5:
-                raise ZeroDivisionError
-
         patched.setattr("runner.workloads.base.Workload.after_step", crash)
-        (tmp_path / "run").mkdir()
-        write_config(tmp_path / "run", {}, ["steps=9"])
         with pytest.raises(CrashedError):
             trained(*steps)
     [row], _ = hparams_table(tmp_path)
     assert row["status"] == ["STATUS_UNKNOWN"]
     assert row["metrics"]["eval/accuracy"][0] == 3
     run = trained(*steps)
-    [row], _ = hparams_table(tmp_path)
+    [row], columns = hparams_table(tmp_path)
     assert row["status"] == ["STATUS_SUCCESS"]
     assert row["metrics"]["eval/accuracy"] == (9, pytest.approx(run.result.metrics["eval/accuracy"]))
+    assert row["hparams"] == VALUES | {"model.channels": "[16,32]"}
+    assert set(columns) == set(row["hparams"])
 
 
 class Calls(Tracker):

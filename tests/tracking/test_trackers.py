@@ -116,26 +116,6 @@ def test_invalid_tracking_options_are_refused(overrides: tuple[str, ...], key: s
     assert refusal.value.key == key
 
 
-@dataclass
-class Opened(Tracker):
-    """A tracker that records when it is opened and closed. The method whose name is in `broken` raises an error."""
-
-    name: str
-    notes: list[str]
-    broken: str = ""
-
-    def open(self, directory: Path, first_step: int) -> None:
-        self._note("open", self.name)
-
-    def close(self, done: bool) -> None:
-        self._note("close", f"{self.name} {done}")
-
-    def _note(self, method: str, text: str) -> None:
-        self.notes.append(f"{method} {text}")
-        if self.broken == method:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-
 @pytest.mark.parametrize(
     ("broken", "noted"),
     [
@@ -145,7 +125,14 @@ class Opened(Tracker):
 )
 def test_if_one_of_several_trackers_fails_the_others_are_closed(broken: str, noted: list[str], tmp_path: Path) -> None:
     several, notes = Tracker(), []
-    several.backends = lambda: [Opened("a", notes), Opened("b", notes, broken), Opened("c", notes)]
+
+    def note(method: str, name: str, *values: Any) -> None:
+        notes.append(" ".join([method, name, *(str(value) for value in values if isinstance(value, bool))]))
+        if (method, name) == (broken, "b"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    backends = [SimpleNamespace(open=partial(note, "open", n), close=partial(note, "close", n)) for n in "abc"]
+    several.backends = lambda: backends
     with pytest.raises(OSError, match="No space left"), Recorder(several, tmp_path, 0) as recorder:
         recorder.finish()
     assert notes == noted

@@ -127,13 +127,10 @@ def test_the_possible_returns_are_those_of_the_rewards_seen_so_far(monkeypatch: 
 
 
 def test_returns_without_a_discount_or_beyond_float32_are_not_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    unbounded = (-math.inf, math.inf)
-    agent = scripted_actor(monkeypatch, 2, 3, 1.0)
-    assert agent.possible_returns() == unbounded
-    agent = scripted_actor(monkeypatch, 2, 3, 0.9)
-    state = agent.state_dict()
-    agent.load_state_dict(state | {"rewards": (0.0, 1e38)})
-    assert agent.possible_returns() == unbounded
+    for discount, rewards in ((1.0, (0.0, 0.0)), (0.9, (0.0, 1e38))):
+        agent = scripted_actor(monkeypatch, 2, 3, discount)
+        agent.load_state_dict(agent.state_dict() | {"rewards": rewards})
+        assert agent.possible_returns() == (-math.inf, math.inf)
 
 
 def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
