@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-Forward = TypeVar("Forward", bound=Callable[..., torch.Tensor])
 
-
-def recomputable(forward: Forward) -> Forward:
+def recomputable(forward: Any) -> Any:
     """Decorate a module's method `forward` with activation checkpointing, if `module.checkpoint_activations` is True.
 
     The module itself is not wrapped, so that it behaves the same in any stage of a pipeline, and its hooks run once.
@@ -37,7 +34,7 @@ def recomputable(forward: Forward) -> Forward:
             forward, block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), _FrozenStatistics(block))
         )
 
-    return cast(Forward, wrapped)
+    return wrapped
 
 
 def make_recomputable(module: nn.Module) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +39,6 @@ class QNet(nn.Sequential):
         super().__init__(blocks)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the blocks between which the network can be split, in forward order: hidden1, hidden2, …, head."""
         return list(self.named_children())
 
 
@@ -126,7 +126,6 @@ def online_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return online if of_agent and online else tensors
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the shard of a DTensor, or any other tensor: both networks are sharded in the same way."""
-    to_local = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
+def _local(parameter: Any) -> torch.Tensor:
+    """Return the shard of a DTensor: both networks are sharded in the same way."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter

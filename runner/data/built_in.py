@@ -111,11 +111,6 @@ class Noise(TensorSamples):
         super().__init__(images, targets, names, (0.5,) * options.channels, (std,) * options.channels)
         self._split, self._learnable = split, options.learnable
 
-    def display_images(self, indices: list[int]) -> torch.Tensor:
-        if self.inputs.is_meta:
-            self._move(torch.device("cpu"))
-        return super().display_images(indices)
-
     def _move(self, device: torch.device) -> None:
         if self.inputs.is_meta:
             self.inputs = _noise(self._split, len(self), self.shape, device)

@@ -121,10 +121,6 @@ def _in_8_bits(image: Image) -> Image:
     return Image.fromarray((numpy.asarray(image) >> 8).astype(numpy.uint8))
 
 
-_GRAY = (0.299, 0.587, 0.114)
-"""The weights of red, green and blue in a gray value (ITU-R BT.601), as in Pillow's mode L."""
-
-
 @dataclass(frozen=True)
 class ImageInput:
     """The transform with which the evaluations of a run turn an image file into an input of the model.
@@ -143,7 +139,8 @@ class ImageInput:
         image = ImageReader(self.shape[1], "none", 1.0, self.center)(path, False)
         if self.shape[0] == 3:
             return image
-        return (image * per_channel(_GRAY)).sum(0, keepdim=True).round().to(torch.uint8)
+        weights = per_channel((0.299, 0.587, 0.114))  # ITU-R BT.601, as in Pillow's mode L
+        return (image * weights).sum(0, keepdim=True).round().to(torch.uint8)
 
     def normalized(self, images: torch.Tensor) -> torch.Tensor:
         """Convert images, uint8 [n, channels, height, width], to inputs of the model, float32 of the same shape."""

@@ -136,11 +136,8 @@ class FileSamples(LabeledSamples):
                 parts = images, torch.tensor(job.targets), torch.tensor(job.indices)
                 for row, why in failures:
                     self._skip(job.paths[row], why)
-                if unreadable := {row for row, _ in failures}:
-                    rows = [row for row in range(len(images)) if row not in unreadable]
-                    parts = tuple(part[rows] for part in parts)
-                if len(parts[0]):
-                    yield parts
+                if rows := sorted({*range(len(images))}.difference(row for row, _ in failures)):
+                    yield tuple(part[rows] for part in parts)
 
         for inputs, targets, indices in self._normalized(load(), device):
             yield indices, Batch(inputs, targets)

@@ -257,9 +257,8 @@ def _kind(name: str) -> str:
 
 
 def _cannot_list(key: str, error: OSError) -> NoReturn:
-    path = Path(error.filename)
-    why, remedy = f"it cannot be listed: {error.strerror}", "name a directory of images that you may read"
-    raise ConfigError(key, str(path), why if path.is_absolute() else f"{why} in {Path.cwd()}", remedy) from None
+    why, remedy = f"it cannot be listed from {Path.cwd()}: {error.strerror}", "name a directory that you may read"
+    raise ConfigError(key, error.filename, why, remedy) from None
 
 
 def _refusal(path: Path, why: str, remedy: str) -> ConfigError:

@@ -54,14 +54,16 @@ class Downloadable(Augmented):
 
     def load(self) -> tuple[Samples, Samples]:
         try:
-            train, held_out = self._split(train=True), self._split(train=False)
+            return self._read()
         except ConfigError:
             if not self.download:
                 raise
-            self._download(Path(self.root).expanduser())
-            train, held_out = self._split(train=True), self._split(train=False)
+        self._download(Path(self.root).expanduser())
+        return self._read()
+
+    def _read(self) -> tuple[Samples, Samples]:
         augment = self.transform(self.mean)
-        return self._samples(*train, flip=self.flip, crop=self.crop, augment=augment), self._samples(*held_out)
+        return self._split(True, flip=self.flip, crop=self.crop, augment=augment), self._split(False)
 
     def _download(self, root: Path) -> None:
         timeout = socket.getdefaulttimeout()
@@ -79,10 +81,7 @@ class Downloadable(Augmented):
         finally:
             socket.setdefaulttimeout(timeout)
 
-    def _samples(self, images: torch.Tensor, targets: torch.Tensor, **options: Any) -> TensorSamples:
-        return TensorSamples(images, targets, self.class_names, self.mean, self.std, **options)
-
-    def _split(self, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _split(self, train: bool, **options: Any) -> TensorSamples:
         root = Path(self.root).expanduser()
         directory = root / self.folder
         try:
@@ -103,7 +102,7 @@ class Downloadable(Augmented):
             why = f"{self.dataset} cannot be read from {directory} ({error or type(error).__name__})"
             remedy = f"data.download=true downloads what is missing; delete damaged files before; {_NO_DOWNLOAD}"
             raise ConfigError("root", self.root, why, remedy) from None
-        return images, targets
+        return TensorSamples(images, targets, self.class_names, self.mean, self.std, **options)
 
 
 @dataclass

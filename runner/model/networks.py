@@ -66,8 +66,7 @@ class ResNet(Model):
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from models import resnet
 
-        options = (self.stem, self.norm, self.checkpoint_activations)
-        return resnet.ResNet(self.depth, shape[0], num_classes, *options)
+        return resnet.ResNet(self.depth, shape[0], num_classes, self.stem, self.norm, self.checkpoint_activations)
 
 
 @dataclass

@@ -35,7 +35,7 @@ def test_shards_cover_all_samples_evenly(length, count):
         ("imagefolder", {"workers": 0, "size": 8, "holdout": 0.5}),
     ],
 )
-@pytest.mark.parametrize("first_use", ["training", "evaluation", "display"])
+@pytest.mark.parametrize("first_use", ["training", "evaluation"])
 def test_inputs_and_targets_are_on_the_device_of_the_batches(
     option: str, changed: dict[str, Any], first_use: str, tmp_path
 ) -> None:
@@ -45,8 +45,6 @@ def test_inputs_and_targets_are_on_the_device_of_the_batches(
     node = option_content("data", option) | changed | ({"root": str(tmp_path)} if option == "imagefolder" else {})
     train, held_out = build(node, Data, "data").load()
     micros = list(itertools.islice(Plan(4).stream(0), 3))
-    if first_use == "display" and isinstance(train, LabeledSamples) and isinstance(held_out, LabeledSamples):
-        train.display_images([0]), held_out.display_images([0])
     if first_use == "evaluation":
         list(train.in_order(4, (0, 1), META))
     batches = [*train.batches(micros, 0, META), *held_out.in_order(4, (0, 1), META)]

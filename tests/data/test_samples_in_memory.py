@@ -140,10 +140,10 @@ def test_pixels_are_hashes_of_their_positions_made_at_their_first_use_without_gl
     before = torch.get_rng_state()
     for part, samples in zip(("train", "holdout"), synthetic(False), strict=True):
         assert samples.inputs.is_meta
+        (batch,) = samples.in_order(300, (0, 1), CPU)
         pictures = samples.display_images([*range(len(samples))])
         expected = random_bytes(derive(0, "synthetic", part), len(samples) * 3 * 16 * 16, CPU)
         assert torch.equal(pictures.flatten(), expected)
-        (batch,) = samples.in_order(300, (0, 1), CPU)
         assert torch.equal(((batch.inputs * samples.std[0] + samples.mean[0]) * 255).round().to(torch.uint8), pictures)
     assert torch.equal(torch.get_rng_state(), before)
 
