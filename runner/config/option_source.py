@@ -51,11 +51,8 @@ class OptionFiles(ConfigSource):
         return os.path.isfile(self._path(config_path))  # False for a name that is too long
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the names of options for shell completion, without those that several options inherit (`_NAME`)."""
-        found: list[str] = []
-        for path in Path(self.path, config_path).iterdir():
-            self._list_add_result(found, str(Path(config_path, path.name)), path.name, results_filter)
-        return sorted({name for name in found if not name.startswith("_")})
+        """Return the names of options, without those that several options inherit (`_NAME`)."""
+        return sorted(path.stem for path in Path(self.path, config_path).glob("[!_]*.yaml"))
 
     def _path(self, config_path: str) -> Path:
         return Path(self.path, self._normalize_file_name(config_path))

@@ -38,7 +38,6 @@ def test_a_hydra_key_is_refused_with_any_prefix(word: str, prefix: str) -> None:
         ("name=a b", "name='a b'"),
         ("name=it's", r"name='it\'s'"),
         ("name=${seed}-x", "name=${seed}-x"),
-        ("name='a,b'", "name='a,b'"),
         ("output_root=/a b/ü=,c", "output_root='/a b/ü=,c'"),
         ("resume=outputs/a/000-seed=1,lr=2", "resume='outputs/a/000-seed=1,lr=2'"),
         ("data.file=my table (1).csv", "data.file='my table (1).csv'"),
@@ -60,7 +59,6 @@ def test_a_comma_separates_values_in_a_sweep_and_is_text_in_a_single_run() -> No
     ("typed", "values"),
     [
         ("model.weights=choice(a.pt,b.pt)", ["a.pt", "b.pt"]),
-        ("data.root=sort(y,x)", ["x", "y"]),
         ("output_root=sort(choice(b,a),reverse=true)", ["b", "a"]),
         ("name=range(1,3)", ["1", "2"]),
     ],
@@ -68,12 +66,6 @@ def test_a_comma_separates_values_in_a_sweep_and_is_text_in_a_single_run() -> No
 def test_hydra_functions_expand_to_the_values_of_a_sweep(typed: str, values: list[str]) -> None:
     [override] = OverridesParser.create().parse_overrides([quoted(typed, sweep=True)])
     assert list(override.sweep_string_iterator()) == values
-
-
-def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/me")
-    assert quoted("output_root=~/runs", sweep=False) == "output_root=/me/runs"
-    assert quoted("name=~", sweep=False) == "name='~'"
 
 
 @pytest.mark.parametrize("value", ["1.10", "1e-3", "016", "1_000", "0x10", "true", "False", "inf", "nan", "-0", ".5"])
@@ -85,16 +77,14 @@ def test_text_options_keep_exactly_what_was_typed(value: str) -> None:
     assert list(override.sweep_string_iterator()) == [f"'{value}'", "x"] or value in ("016", "0x10")
 
 
-@pytest.mark.parametrize(
-    "word",
-    ["model.weights=~nobody-of-this-name/x.pt", "data.root=/a/" + "ü" * 128, "output_root=" + "a/" * 2100],
-    ids=["user", "name", "path"],
-)
-def test_an_invalid_path_is_refused_with_its_key(word: str) -> None:
-    key, _, value = word.partition("=")
-    with pytest.raises(ConfigError) as refusal:
-        quoted(word, sweep=False)
-    assert (refusal.value.key, refusal.value.got) == (key, value)
+def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/me")
+    assert quoted("output_root=~/runs", sweep=False) == "output_root=/me/runs"
+    assert quoted("name=~", sweep=False) == "name='~'"
+    for value in ("~nobody-of-this-name/x", "/a/" + "ü" * 128, "a/" * 2100):  # no user, and names that are too long
+        with pytest.raises(ConfigError) as refusal:
+            quoted(f"data.root={value}", sweep=False)
+        assert (refusal.value.key, refusal.value.got) == ("data.root", value)
 
 
 def test_groups_are_the_folders_of_conf_with_numeric_options_in_order() -> None:

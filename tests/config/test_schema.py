@@ -152,11 +152,6 @@ class Whole(Part):
         check_range(self, "number", least=0)
 
 
-@dataclass
-class Special(Whole):
-    number: float = 0.5  # the base class has no default
-
-
 def whole(**values: Any) -> Part:
     return build({"_target_": "runner.tests.Whole", **values}, Part, "whole", part=Part())
 
@@ -181,14 +176,10 @@ def test_build_converts_values_fills_in_defaults_and_passes_parts_on() -> None:
     ("values", "told"),
     [
         ({"number": -1}, "whole.number: got -1.0: it must be a finite number ≥ 0"),
-        ({"number": 1, "numbers": [1, "a"]}, "whole.numbers: got [1, 'a']: it must be a list whose items are each"),
-        ({"number": 1, "names": "a"}, "whole.names: got 'a': it must be a list whose items are each a text"),
         ({"number": 1, "names": ["a", 10]}, "whole.names: got ['a', 10]: it must be a list"),
-        ({"number": 1, "text": [1]}, "whole.text: got [1]: it must be a text or null"),
         ({"number": 1, "part": {}}, "whole.part: Whole has no such option"),
         ({"number": 1, "made": 1}, "whole.made: Whole has no such option"),
         ({"number": 1, "constant": 1}, "whole.constant: Whole has no such option"),
-        ({}, "whole.number: it has no value"),
         ({"number": "???"}, "whole.number: it has no value"),
     ],
 )
@@ -198,24 +189,15 @@ def test_build_refuses_wrong_types_unknown_keys_and_missing_values(values: dict,
     assert str(refusal.value).startswith(told)
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"number": "${oc.env:MINE}"}, "it must be a number"),
-        ({"number": 1, "numbers": "${oc.env:MINE}"}, "it must be a list"),
-        ({"number": 1, "numbers": ["${oc.env:MINE}"]}, "it must be a list"),
-    ],
-)
+@pytest.mark.parametrize("value", ["${oc.env:MINE}", ["${oc.env:MINE}"]])
 def test_an_error_does_not_contain_the_value_of_an_environment_variable(
-    values: dict, words: str, monkeypatch: pytest.MonkeyPatch
+    value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MINE", "hunter2")
-    with pytest.raises(ConfigError) as refusal:
-        whole(**values)
-    [key] = [name for name in values if "MINE" in str(values[name])]
-    assert (refusal.value.key, refusal.value.got) == (f"whole.{key}", values[key])
-    assert refusal.value.why == "its value has a wrong type"
-    assert words in refusal.value.remedy
+    with pytest.raises(ConfigError, match="its value has a wrong type") as refusal:
+        whole(number=1, numbers=value)
+    assert (refusal.value.key, refusal.value.got) == ("whole.numbers", value)
+    assert "it must be a list" in refusal.value.remedy
     assert "hunter2" not in str(refusal.value)
 
 

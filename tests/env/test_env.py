@@ -191,39 +191,32 @@ def test_an_environment_whose_process_cannot_reset_it_is_refused(monkeypatch: py
     assert "raised OSError: no license" in refusal.value.why
 
 
-@pytest.mark.parametrize(
-    ("module", "why"), [("not_installed", "No module named 'not_installed'"), (".relative", "TypeError: ")]
-)
-def test_a_module_that_cannot_be_imported_is_named(module: str, why: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        prepared(f"{module}:Game-v0")
-    assert (refusal.value.key, refusal.value.got) == ("id", f"{module}:Game-v0")
-    assert f"the module {module} cannot be imported: " in refusal.value.why
-    assert why in refusal.value.why
+def test_a_module_that_cannot_be_imported_is_named() -> None:
+    with pytest.raises(ConfigError, match="No module named 'not_installed'") as refusal:
+        prepared("not_installed:Game-v0")
+    assert (refusal.value.key, refusal.value.got) == ("id", "not_installed:Game-v0")
 
 
 class SameArrays(gymnasium.vector.VectorEnv):
-    """Counts steps, in episodes of three, and returns the same arrays every time, as fast implementations do."""
+    """Counts steps, and returns the same arrays every time, as fast implementations do."""
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
     single_observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
     single_action_space = gymnasium.spaces.Discrete(2)
 
     def __init__(self, num_envs: int, **_: Any) -> None:
-        self.num_envs, self.arrays = num_envs, (np.zeros((num_envs, 1), np.float32), np.zeros(num_envs))
-        self.ends = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
+        self.num_envs, self.observations = num_envs, np.zeros((num_envs, 1), np.float32)
+        self.rewards, self.ends = np.zeros(num_envs), np.zeros(num_envs, bool)
 
     def reset(self, **_: Any) -> tuple[np.ndarray, dict]:
-        self.arrays[0][:] = 0
-        return self.arrays[0], {}
+        return self.observations, {}
 
     def step(self, actions: np.ndarray) -> tuple:
-        observations, rewards = self.arrays
-        observations[:] = np.where(self.ends[1][:, None], 0, observations + 1)
-        rewards[:] = 10 * observations[:, 0] + actions
-        self.ends[1][:] = observations[:, 0] == 3
+        self.observations += 1
+        self.rewards[:] = 10 * self.observations[:, 0] + actions
+        self.ends[:] = self.observations[:, 0] == 2
         actions[:] = 9  # its caller's actions must not change
-        return *self.arrays, *self.ends, {}
+        return self.observations, self.rewards, self.ends, self.ends, {}
 
 
 def test_what_an_environment_returns_does_not_change_with_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,9 +225,8 @@ def test_what_an_environment_returns_does_not_change_with_its_next_step(monkeypa
     actions = np.array([0, 1])
     with Env("Same-v0", 2).vector(2) as vector:
         vector.reset(0)
-        first, steps = vector.observations, [vector.step(actions) for _ in range(4)]
-    assert [array[0, 0] for array in (first, *(step.observations for step in steps))] == [0, 1, 2, 3, 0]
-    assert [step.rewards.tolist() for step in steps] == [[10, 11], [20, 21], [30, 31], [0, 1]]
-    assert [step.truncated.tolist() for step in steps] == [[False] * 2, [False] * 2, [True] * 2, [False] * 2]
-    assert not any(step.terminated.any() for step in steps)
+        first, steps = vector.observations, [vector.step(actions) for _ in range(3)]
+    assert [array[0, 0] for array in (first, *(step.observations for step in steps))] == [0, 1, 2, 3]
+    assert [step.rewards.tolist() for step in steps] == [[10, 11], [20, 21], [30, 31]]
+    assert [step.truncated[0] for step in steps] == [step.terminated[0] for step in steps] == [False, True, False]
     assert actions.tolist() == [0, 1]
