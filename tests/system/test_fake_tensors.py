@@ -28,31 +28,18 @@ def test_a_module_is_moved_converted_and_copied_without_values() -> None:
         assert isinstance(copied[0].weight, torch.nn.Parameter)
 
 
-def test_the_patches_of_torch_are_undone_afterwards() -> None:
+def test_collectives_of_a_fake_group_return_at_once_and_the_patches_of_torch_are_undone_afterwards() -> None:
     before = torch.nn.Module._apply
-    with fake_process_group(0, 2), fake_tensors():
-        pass
-    assert torch.nn.Module._apply is before
-    assert not distributed.is_initialized()
-    assert torch.nn.Linear(2, 2).to(torch.float64).weight.any()
-
-
-def test_collectives_of_a_fake_group_return_at_once() -> None:
     with fake_process_group(1, 3):
         assert (distributed.get_rank(), distributed.get_world_size()) == (1, 3)
         tensor = torch.ones(2)
         distributed.all_reduce(tensor)
         assert tensor.tolist() == [1, 1]
-
-
-def test_ddp_trains_a_step_in_a_fake_group() -> None:
-    with fake_process_group(0, 2), fake_tensors():
-        model = torch.nn.Linear(3, 2)
-        replica = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        for _ in range(2):
-            replica(torch.ones(4, 3)).sum().backward()
-        assert model.weight.grad is not None
-        assert model.weight.grad.shape == (2, 3)
+        with fake_tensors():
+            pass
+    assert torch.nn.Module._apply is before
+    assert not distributed.is_initialized()
+    assert torch.nn.Linear(2, 2).to(torch.float64).weight.any()
 
 
 @pytest.mark.parametrize("optimizer", groups()["optimizer"])
