@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -101,9 +102,14 @@ def device(machine: Machine) -> Rows:
 
 
 def bytes_per_second(machine: Machine) -> float:
-    source = torch.empty(2**20 if machine.tiny else 2**30, dtype=torch.uint8, device=machine.device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / _median_seconds(machine, lambda: target.copy_(source))
+    source, times = torch.ones(2**20 if machine.tiny else 2**30, dtype=torch.uint8, device=machine.device), []
+    for _ in range(20):
+        synchronize(machine.device)
+        began = time.perf_counter()
+        source.clone()
+        synchronize(machine.device)
+        times.append(time.perf_counter() - began)
+    return 2 * source.numel() / statistics.median(times)
 
 
 def tests(machine: Machine) -> Rows:
@@ -172,7 +178,7 @@ def resnet50(machine: Machine) -> Rows:
     for compiled in machine.some((["--compile"], [])):
         options = ["--device", machine.kind, *compiled, *(["--tiny"] if machine.tiny else [])]
         rates = interleave("benchmarks.resnet", list(CONTENDERS), 1 if machine.tiny or compiled else 3, options)
-        each = {name: sorted(values)[len(values) // 2] for name, values in rates.items()}
+        each = {name: statistics.median(values) for name, values in rates.items()}
         kind = "compiled" if compiled else "eager"
         rows += [[f"{name}, {kind}, images/s", rate] for name, rate in each.items()]
         rows.append([f"runner / plain, {kind}", each["runner"] / each["plain"]])
@@ -229,27 +235,17 @@ def images(machine: Machine) -> Rows:
 
 def modes(machine: Machine) -> Rows:
     """ResNet50 in each parallel mode: images per second of all devices together."""
-    rows: Rows = []
-    for mode in machine.some(machine.modes()):
-        found = _train([*machine.resnet(), *mode.split(), machine.steps(20), "keep=0"])
-        rows.append([mode, found["samples_per_second"]])
-    return [[mode, rate, rate / rows[0][1]] for mode, rate in rows]
+    options = [*machine.resnet(), machine.steps(20), "keep=0"]
+    rates = {mode: _train([*options, *mode.split()])["samples_per_second"] for mode in machine.some(machine.modes())}
+    return [[mode, rate, rate / next(iter(rates.values()))] for mode, rate in rates.items()]
 
 
 def split_size(machine: Machine) -> Rows:
     """The studies of the pipeline: run times over `split_size` and of three modes, with their pictures."""
     if machine.count < 2 and not machine.tiny:
         return [["not run", "one device"]]
-    shorter = [
-        "steps=1",
-        "seed=0",
-        "model.depth=18",
-        "data.size=32",
-        "data.num_samples=8",
-        "data.holdout=8",
-        "batch_size=8",
-    ]
-    shorter += ["parallel.split_size=4,8"]
+    shorter = ["steps=1", "seed=0", "model.depth=18", "data.size=32", "data.num_samples=8", "data.holdout=8"]
+    shorter += ["batch_size=8", "parallel.split_size=4,8"]
     rows = []
     for study in machine.some(("resnet50_modes", "split_size")):
         words = ["-m", f"experiment={study}", f"device={machine.kind}", *(shorter if machine.tiny else [])]
@@ -261,13 +257,8 @@ def split_size(machine: Machine) -> Rows:
     return rows
 
 
-PARTS: dict[str, Callable[[Machine], Rows]] = {
-    part.__name__: part
-    for part in (
-        *(device, tests, verify, resume, users_command, resnet50, small, images, memory, modes),
-        *(cifar10, split_size),
-    )
-}
+_ALL = (device, tests, verify, resume, users_command, resnet50, small, images, memory, modes, cifar10, split_size)
+PARTS: dict[str, Callable[[Machine], Rows]] = {part.__name__: part for part in _ALL}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
@@ -341,17 +332,6 @@ def _train(options: Sequence[str], directory: Path | None = None) -> dict[str, A
 def _weights(directory: Path) -> str:
     """Return the SHA-256 of the last weights of a run."""
     return hashlib.sha256(max(directory.glob("checkpoints/step_*/model.safetensors")).read_bytes()).hexdigest()
-
-
-def _median_seconds(machine: Machine, work: Callable[[], object], repeats: int = 20) -> float:
-    times = []
-    for _ in range(repeats):
-        synchronize(machine.device)
-        began = time.perf_counter()
-        work()
-        synchronize(machine.device)
-        times.append(time.perf_counter() - began)
-    return sorted(times)[repeats // 2]
 
 
 def _write_images(folder: Path, count: int, side: int) -> None:
