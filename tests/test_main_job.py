@@ -5,47 +5,29 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from helpers.command import run_in_new_interpreter
 from helpers.compose import TINY_CPU
 from helpers.events import scalar_curves
 from helpers.runs import only_run
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Return the finished process and its run directory."""
-    cwd = tmp_path_factory.mktemp("here")
-    return run_in_new_interpreter(cwd=cwd), only_run(cwd)
-
-
-def test_it_learns_the_digits(finished):
-    process, directory = finished
+def test_the_default_run_learns_the_digits_writes_its_directory_and_prints_where_it_is(tmp_path: Path) -> None:
+    process = run_in_new_interpreter(cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    result = json.loads((directory / "result.json").read_text())
-    assert result["status"] == "done"
-    assert result["metrics"]["eval/accuracy"] >= 0.98
-    assert result["best"]["value"] >= result["metrics"]["eval/accuracy"]
-    assert result["steps"] == 450  # 20 epochs of 1,438 samples, 64 per step
-
-
-def test_it_writes_the_run_directory(finished):
-    _, directory = finished
+    directory = only_run(tmp_path)
     names = {path.name for path in directory.iterdir()}
     assert {"config.yaml", "overrides.yaml", "environment.json", "checkpoints", "log.txt", "result.json"} <= names
+    result = json.loads((directory / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("done", 450)  # 20 epochs of 1,438 samples, 64 per step
+    assert result["best"]["value"] >= result["metrics"]["eval/accuracy"] >= 0.98
     losses = [value for _, value in scalar_curves(directory)["train/loss"]]
     assert len(losses) == 9
     assert losses[-1] < 0.2 < losses[0]
     steps = {path.name for path in (directory / "checkpoints").iterdir()}
-    best = json.loads((directory / "result.json").read_text())["best"]
-    assert {"step_00000450", f"step_{best['step']:08d}"} <= steps
+    assert {"step_00000450", f"step_{result['best']['step']:08d}"} <= steps
     assert len(steps) <= 3, "two of the latest, and the best"
-
-
-def test_it_prints_where_its_results_are(finished):
-    process, directory = finished
     assert "tensorboard --logdir outputs" in process.stdout.replace("'", "")
-    assert str(directory.relative_to(directory.parents[2])) in process.stdout
+    assert str(directory.relative_to(tmp_path)) in process.stdout
     assert "best eval/accuracy" in process.stdout
 
 

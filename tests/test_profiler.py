@@ -163,19 +163,18 @@ def test_trace_records_the_active_steps_only(tmp_path: Path, caplog: pytest.LogC
     assert "no trace" not in caplog.text
 
 
-def test_trace_of_a_run_that_ends_while_recording_is_written_with_shapes_and_memory(tmp_path: Path) -> None:
+def test_trace_of_a_run_that_ends_while_recording_has_shapes_and_memory_and_one_that_never_begins_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(Trace(wait=5, warmup=2, active=1), tmp_path, 3)
+    assert list((tmp_path / "profile").iterdir()) == []
+    assert "no trace" in caplog.text
+    assert "profiler.wait + profiler.warmup = 7" in caplog.text
     train(Trace(wait=0, warmup=1, active=5, record_shapes=True, profile_memory=True), tmp_path, 3)
     assert "ProfilerStep#2" in profiled_steps(tmp_path / "profile" / "trace.json.gz")
     text = (tmp_path / "profile" / "trace.txt").read_text()
     assert "[[50, 50], [50, 50]]" in text
     assert "Self CPU Mem" in text
-
-
-def test_trace_warns_if_it_never_begins_to_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(Trace(wait=5, warmup=2, active=1), tmp_path, 3)
-    assert list((tmp_path / "profile").iterdir()) == []
-    assert "no trace" in caplog.text
-    assert "profiler.wait + profiler.warmup = 7" in caplog.text
 
 
 def test_each_rank_except_rank_0_has_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,17 +261,17 @@ def between_logs(run: Run, session: Session, monkeypatch: pytest.MonkeyPatch, be
     monkeypatch.setattr(run.profiler, "after_step", lambda step: begin() if step < session.num_steps else None)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("optimizer=sgd",),
-        ("optimizer=adam",),
-        ("optimizer=adamw", "max_grad_norm=1"),
-        ("precision=bf16", "accumulation=4"),
-        ("precision=16",),
-        ("data.crop=2", "model.dropout=0.1", "batch_size=200"),
-    ],
-)
+SYNC_CASES = [
+    ("optimizer=sgd",),
+    ("optimizer=adam", "max_grad_norm=1"),
+    ("optimizer=adamw",),
+    ("precision=bf16", "accumulation=4"),
+    ("precision=16",),
+    ("data.crop=2", "model.dropout=0.1", "batch_size=200"),
+]
+
+
+@pytest.mark.parametrize("overrides", SYNC_CASES)
 def test_no_tensor_value_is_read_between_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any) -> None:
     run = build_composed_run(*TINY_CPU, "steps=12", "log_every=4", "eval_every=0", "save_every=0", *overrides)
     detector, active = SyncDetector(), []
@@ -311,15 +311,7 @@ def test_operations_that_synchronize_are_detected() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("optimizer=sgd",),
-        ("optimizer=adam", "max_grad_norm=1"),
-        ("precision=bf16", "accumulation=4"),
-        ("precision=16",),
-    ],
-)
+@pytest.mark.parametrize("overrides", SYNC_CASES)
 def test_no_step_synchronizes_with_cuda_between_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,24 @@ def test_an_evaluation_without_a_sample_is_an_error() -> None:
 
 def test_several_models_vote_by_their_mean_probability() -> None:
     outputs = torch.randn(3, 5, 10)
-    vote = classifier().vote(outputs)
-    torch.testing.assert_close(vote.exp(), outputs.softmax(-1).mean(0))
-    torch.testing.assert_close(vote.exp().sum(1), torch.ones(5))
+    torch.testing.assert_close(classifier().vote(outputs).exp(), outputs.softmax(-1).mean(0))
+
+
+def test_pictures_are_of_evenly_spaced_samples_and_of_the_most_confident_mistakes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload, outputs, shown = classifier(), torch.randn(359, 10), []
+    sums = workload.evaluate(fixed(outputs), (0, 1), CPU)
+    pictures = torch.zeros(36, 1, 8, 8, dtype=torch.uint8)
+    monkeypatch.setattr(type(workload.held_out), "display_images", lambda _, rows: shown.append(rows) or pictures)
+    workload.images(sums)
+    samples, mistakes = shown
+    assert {after - before for before, after in pairwise(samples)} == {10, 11}
+    assert (samples[0], samples[-1], len(samples)) == (0, 358, 36)
+    confidence, wrong = outputs.softmax(1).amax(1), outputs.argmax(1) != workload.held_out.targets
+    wanted = confidence[wrong].sort(descending=True).values[:36]
+    torch.testing.assert_close(confidence[mistakes], wanted, rtol=0, atol=1e-3)  # rounded to 1/1000
+    assert wrong[mistakes].all()
 
 
 def test_overfitting_repeats_the_first_batches() -> None:
@@ -147,13 +163,6 @@ class TooManyMetrics(Classifier):
 
 
 @dataclass
-class WrongSums(Classifier):
-    def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        loss = super().loss(model, batch)[0]
-        return loss, loss.detach() * len(batch.inputs)
-
-
-@dataclass
 class NotMeasured(Classifier):
     best = ("recall", "max")
     eval_metrics = Workload.eval_metrics
@@ -162,7 +171,6 @@ class NotMeasured(Classifier):
 FAULTS: dict[type[Classifier], str] = {
     NotMeasured: "NotMeasured lists recall, but its evaluations measure loss, accuracy",
     TooManyMetrics: "its metric sums have the shape [2], but its metrics are loss",
-    WrongSums: "its metric sums have the shape [], but its metrics are loss, accuracy",
 }
 
 

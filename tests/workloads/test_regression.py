@@ -193,15 +193,10 @@ def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path: Path) ->
         (("data=digits",), "data", "data=tabular"),
         (("model=convnet",), "model", "model=qnet"),
         (("workload.loss_function=msle",), "workload.loss_function", "mse"),
-        (("workload.huber_delta=0",), "workload.huber_delta", ""),
-        (("batch_size=1000",), "batch_size", "batch_size=240"),
     ],
 )
 def test_configs_that_cannot_be_trained_are_refused_by_key(words: tuple[str, ...], key: str, word: str) -> None:
-    typed = [text for text in SMALL if text.partition("=")[0] not in {word.partition("=")[0] for word in words}]
-    typed = [text for text in typed if not (words == ("model=convnet",) and text.startswith("model."))]
-    typed = [text for text in typed if not (words == ("data=digits",) and text.startswith("data."))]
     with pytest.raises(ConfigError) as refused:
-        prepare_session(build_composed_run(*typed, *words))
+        prepare_session(build_composed_run("workload=regression", "device=cpu", *words))
     assert refused.value.key == key
     assert word in refused.value.remedy

@@ -376,8 +376,6 @@ REFUSED: dict[str, tuple[str, object, str]] = {
     "workload.env_steps=1001": ("workload.env_steps", 1001, "workload.env_steps=1005"),
     "workload.td_loss=hubert": ("workload.td_loss", "hubert", "did you mean huber?"),
     "workload.huber_delta=0": ("workload.huber_delta", 0.0, "conf/workload/dqn.yaml"),
-    "workload.discount=1.1": ("workload.discount", 1.1, "conf/workload/dqn.yaml"),
-    "workload.replay_ratio=0": ("workload.replay_ratio", 0.0, "conf/workload/dqn.yaml"),
     "model.hidden=[64,0]": ("model.hidden", [64, 0], "conf/model/qnet.yaml"),
     "workload.overfit_batches=1": ("workload.overfit_batches", ABSENT, ""),
 }
