@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from runner.api.composing import compose
 from runner.config.overrides import replaced
-from runner.planning.fake_step import trace
-from runner.planning.planned_session import prepared
+from runner.planning.fake_step import prepared, trace
 from runner.planning.report import remedies
 from runner.run import Run, build_run
 from runner.system.accelerator import total_bytes

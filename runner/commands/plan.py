@@ -62,8 +62,7 @@ def plan(
     It is the dict of `report_of`, with `memory_bytes`, `fits` and perhaps `remedies` if `memory` is given.
     """
     from runner.api.composing import compose
-    from runner.planning.fake_step import trace
-    from runner.planning.planned_session import prepared
+    from runner.planning.fake_step import prepared, trace
     from runner.planning.report import remedies, report_of
     from runner.run import Run, build_run, check_used
 

@@ -8,6 +8,7 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
+import torch
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -17,19 +18,46 @@ from runner.config.overrides import override_key
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.cluster import external_world_size
 from runner.parallel.pipelining.schedules import divisors
-from runner.planning.fake_step import trace
-from runner.planning.planned_session import available_bytes, needed_bytes, prepared
+from runner.planning.fake_step import prepared, trace
 from runner.planning.trial import Trial, TrialError
 from runner.resume.changed_options import differences
 from runner.run import Run, build_run
 from runner.storage.run_directory import read_result, readable_entries
 from runner.storage.saved_run import UnreadableConfigError, saved_config
+from runner.system.accelerator import total_bytes
+from runner.system.memory import host_memory
 
 _CERTAIN = 0.5
 """A run whose predicted peak is at most this fraction of the available memory is not tried out."""
 
 _PATIENCE = 1800.0
 """Seconds that each of the two steps of a trial may take; the first step includes the start of its processes."""
+
+_PROCESS_BYTES = 0.4e9
+"""Bytes that a process takes in addition to its tensors."""
+
+_USABLE = 0.95
+"""The fraction of a GPU's memory that the CUDA context and fragmentation leave for tensors."""
+
+
+def available_bytes(process: Collectives) -> float:
+    """Return the bytes that all processes of a run may use, given any: a part of its GPUs, or available host memory."""
+    device = process.devices[0]
+    if device.type not in ("cpu", "mps"):
+        count = max(process.world_size, len(process.devices))
+        return _USABLE * total_bytes(device) * count
+    return host_memory()["available_bytes"] or 0
+
+
+def needed_bytes(device: torch.device, peaks: Sequence[int]) -> float:
+    """Return the predicted memory in bytes of all processes of a run together, to compare it with `available_bytes`.
+
+    On GPUs, it is the largest of the `peaks` of tensors times the number of ranks, as one rank cannot use the
+    free memory of another. Otherwise, it is the sum of the peaks, plus what each process takes besides tensors.
+    """
+    if device.type not in ("cpu", "mps"):
+        return max(peaks) * len(peaks)
+    return sum(peaks) + _PROCESS_BYTES * len(peaks)
 
 
 def fitting_accumulation(

@@ -22,7 +22,7 @@ from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.parallel.session import Session
-from runner.planning.planned_session import first_process, prepared
+from runner.planning.fake_step import first_process, prepared
 from runner.precision import TF32
 from runner.run import Run
 from runner.system.cpu import usable_core_numbers

@@ -1,4 +1,7 @@
-"""A training step of one rank, executed with fake tensors: its memory by kind, its operations and its messages."""
+"""A run that is only planned: its session, and the memory, operations and messages of a step with fake tensors.
+
+No process is started.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.blocks import blocks_of
 from runner.batching import Accumulation, Plan
+from runner.config.errors import check
 from runner.data.base import Samples
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
 from runner.parallel.hogwild import Hogwild
+from runner.parallel.launch.processes import LocalProcesses
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.partition import Partition, balanced, first_inputs
 from runner.parallel.session import Session
-from runner.planning.planned_session import plan_of
 from runner.planning.step_tracker import Costs, StepTracker
 from runner.run import Run
 from runner.state import State
@@ -60,6 +64,37 @@ class RankPlan(NamedTuple):
     def peak_bytes(self) -> int:
         """The largest memory of tensors in bytes."""
         return max(self.placed, sum(self.peak.values()))
+
+
+def prepared(run: Run, num_devices: int | None = None) -> Session:
+    """Return the session of `first_process`, after all checks; a ConfigError if the run is refused."""
+    return run.prepare(first_process(run, num_devices))
+
+
+def first_process(run: Run, num_devices: int | None = None) -> Collectives:
+    """Return rank 0 as the launcher of the run would give it; no process is started.
+
+    `num_devices` is the number of devices to plan for, each represented by the CPU; None for those of this machine.
+    """
+    parallel = run.parallel
+    if num_devices is None:
+        launcher = parallel.launcher(run.device)
+        devices, in_processes = launcher.devices, isinstance(launcher, LocalProcesses)
+    else:
+        if type(parallel) is Parallel:
+            num_devices = 1  # the others are not used
+        processes, in_processes = getattr(parallel, "processes", None), getattr(parallel, "in_processes", False)
+        asked = processes if in_processes and isinstance(processes, int) else num_devices
+        why = f"there are {num_devices} devices, and each process needs its own"
+        check(asked <= num_devices, "parallel.processes", asked, why, f"--devices {asked}, or fewer processes")
+        devices = [torch.device("cpu")] * asked
+    world_size = len(devices) if in_processes else 1
+    return Collectives(devices[:1] if in_processes else devices, 0, world_size)
+
+
+def plan_of(run: Run, session: Session, rank: int) -> Plan:
+    """Return the share of the work that `rank` of the run does, given the session of any rank."""
+    return run.session(Collectives(session.devices, rank, session.world_size)).plan
 
 
 def trace(run: Run, session: Session) -> list[RankPlan]:

@@ -16,8 +16,7 @@ from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.partition import balanced, positions_of
 from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES, divisors, violation
 from runner.parallel.session import Session
-from runner.planning.fake_step import RankPlan, block_flops, trace
-from runner.planning.planned_session import plan_of, prepared
+from runner.planning.fake_step import RankPlan, block_flops, plan_of, prepared, trace
 from runner.planning.step_tracker import KINDS
 from runner.run import Run
 from runner.system.accelerator import total_bytes

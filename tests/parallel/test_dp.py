@@ -17,8 +17,7 @@ from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.parallel.collectives import Collectives
 from runner.parallel.dp import DP
-from runner.planning.fake_step import trace
-from runner.planning.planned_session import prepared
+from runner.planning.fake_step import prepared, trace
 
 
 def test_dp_on_one_device_warns_and_equals_single(trained, caplog: pytest.LogCaptureFixture) -> None:

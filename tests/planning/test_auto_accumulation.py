@@ -17,9 +17,8 @@ from helpers.handmade_runs import write_config
 from runner.config.composition import Job
 from runner.config.errors import ConfigError
 from runner.planning import auto_accumulation
-from runner.planning.auto_accumulation import fitting_accumulation
-from runner.planning.fake_step import trace
-from runner.planning.planned_session import needed_bytes, prepared
+from runner.planning.auto_accumulation import fitting_accumulation, needed_bytes
+from runner.planning.fake_step import prepared, trace
 from runner.planning.trial import Burst, TrialError
 from runner.run import Run
 from runner.storage import run_directory

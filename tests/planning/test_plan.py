@@ -20,8 +20,7 @@ from runner.commands import plan
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.pipelining.schedules import SCHEDULES
-from runner.planning.fake_step import FakeCollectives, RankPlan, trace, trace_rank, with_cuts
-from runner.planning.planned_session import prepared
+from runner.planning.fake_step import FakeCollectives, RankPlan, prepared, trace, trace_rank, with_cuts
 from runner.planning.report import bubbles, report_of, tables
 from runner.planning.step_tracker import KINDS
 from runner.system import accelerator

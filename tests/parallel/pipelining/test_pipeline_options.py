@@ -9,7 +9,7 @@ from helpers.fake_cuda import simulate_accelerators
 from runner.config.errors import ConfigError
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.session import Session
-from runner.planning.planned_session import first_process
+from runner.planning.fake_step import first_process
 
 TINY = ("model=tiny", "data.size=8")
 
