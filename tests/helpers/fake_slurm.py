@@ -102,13 +102,9 @@ def sbatch(directory: Path, words: list[str]) -> None:
         main = str(known["last"])
         indices = range(int(array[1]) + 1) if array else [None]
         new = {main if index is None else f"{main}_{index}": index for index in indices}
-        for job, index in new.items():
-            about = {"main": main, "index": index, "state": "PENDING", "script": script, "options": options}
-            known["jobs"][job] = about | {
-                "at_once": int(array[2]) if array else 1,
-                "starts": 0,
-                "env": dict(os.environ),
-            }
+        same = {"main": main, "state": "PENDING", "script": script, "options": options, "starts": 0}
+        same |= {"at_once": int(array[2]) if array else 1, "env": dict(os.environ)}
+        known["jobs"] |= {job: same | {"index": index} for job, index in new.items()}
     for job in new:
         start = [sys.executable, "-S", "-m", "helpers.fake_slurm", "slurmd", job]
         nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -168,13 +164,13 @@ def run_script(directory: Path, name: str) -> int:
         )
         with locked_state(directory) as known:
             known["jobs"][name]["batch"] = batch.pid
-        asked = None
+        kill_at = None
         while batch.poll() is None:
             with locked_state(directory) as known:
                 job = known["jobs"][name]
-                if asked is None and (job.get("cancelled") or job.get("requeue")):
-                    asked = time.monotonic()
-            if asked is not None and time.monotonic() > asked + KILL_WAIT:
+            if kill_at is None and (job.get("cancelled") or job.get("requeue")):
+                kill_at = time.monotonic() + KILL_WAIT
+            if kill_at is not None and time.monotonic() > kill_at:
                 with suppress(ProcessLookupError):
                     os.killpg(batch.pid, signal.SIGKILL)
             time.sleep(0.05)

@@ -88,16 +88,10 @@ class FakeTrainingPool(FakePool):
 class FakeEvaluatingPool(FakeTrainingPool):
     """A fake pool whose jobs evaluate once in each call of `wait`, and end after nine evaluations."""
 
-    def __init__(
-        self,
-        path: Path,
-        slots: int,
-        loss_after: Callable[[int, int], float],
-        evaluations: dict[int, int] | None = None,
-    ):
+    def __init__(self, path: Path, slots: int, loss_after: Callable[[int, int], float], earlier: Any = ()):
         super().__init__(path, slots)
         self.loss_after = loss_after
-        self.evaluations = evaluations or {}
+        self.evaluations: dict[int, int] = dict(earlier)
 
     def wait(self, seconds: float) -> list[Ended]:
         ended = []
@@ -221,32 +215,34 @@ class SimulatedKill(BaseException):
     """Raised at a write of the ledger or the study, to end the command as SIGKILL would."""
 
 
-@pytest.fixture
-def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Callable[[], int]]:
-    """A function `kill_at(n)`, which makes write n of the ledger or the study raise `SimulatedKill`; None for no kill.
+class Writes:
+    """Counts the writes of the ledger and the study; write number `fatal` raises `SimulatedKill`.
 
-    Nothing of the ledger is written then, and a part of the study. `kill_at` returns a function that returns the number
-    of writes since its call.
+    Nothing of the ledger is written then, and a part of the study.
     """
+
+    count, fatal = 0, 0
+
+    def is_fatal(self) -> bool:
+        self.count += 1
+        return self.count == self.fatal
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
     from optuna.storages.journal import JournalFileBackend
 
     from runner.sweep import ledger
 
-    limit: list[int | None] = [None]
-    write_text, append_logs = ledger.write_text, JournalFileBackend.append_logs
-    seen = [0]
-
-    def step() -> bool:
-        seen[0] += 1
-        return seen[0] == limit[0]
+    writes, write_text, append_logs = Writes(), ledger.write_text, JournalFileBackend.append_logs
 
     def write(path: Path, text: str) -> None:
-        if step():
+        if writes.is_fatal():
             raise SimulatedKill
         write_text(path, text)
 
     def append(self: Any, logs: list[dict[str, Any]]) -> None:
-        if step():
+        if writes.is_fatal():
             with Path(self._file_path).open("a") as file:
                 file.write(json.dumps(logs[0])[:-9])
             raise SimulatedKill
@@ -254,17 +250,12 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Callable[
 
     monkeypatch.setattr(ledger, "write_text", write)
     monkeypatch.setattr(JournalFileBackend, "append_logs", append)
-
-    def arm(number: int | None) -> Callable[[], int]:
-        limit[0], seen[0] = number, 0
-        return lambda: seen[0]
-
-    return arm
+    return writes
 
 
 @pytest.mark.parametrize(("seeds", "finite"), [(1, False), (2, False), (1, True)])
 def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
-    seeds: int, finite: bool, tmp_path: Path, kill_at: Callable[[int | None], Callable[[], int]]
+    seeds: int, finite: bool, tmp_path: Path, writes: Writes
 ) -> None:
     """With one job at a time, the trials have the same parameters and values as in a search that is not killed.
 
@@ -272,12 +263,11 @@ def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
     """
     options = Local(search="tpe", trials=12, seeds=seeds)  # TPE draws the first ten at random
     what = space(RATE, OPTIMIZER, WIDTH) if finite else None
-    num_writes = kill_at(None)
     wanted = study(searched(tmp_path / "undisturbed", options, what)[0])
     assert [state for state, _, _ in wanted] == ["COMPLETE"] * 12
-    for number in range(2, num_writes(), 11 if seeds == 1 and not finite else 23):
+    for number in range(2, writes.count, 11 if seeds == 1 and not finite else 23):
         root, done, alive = tmp_path / f"killed at {number}", [], [True]
-        kill_at(number)
+        writes.count, writes.fatal = 0, number
         while alive:
             with suppress(SimulatedKill), open_search(root, options, what) as source:
                 pool = FakeTrainingPool(source._ledger.path)
@@ -307,37 +297,29 @@ def test_a_study_with_another_hard_link_is_copied_before_it_is_continued(tmp_pat
 
 @pytest.mark.parametrize(
     ("options", "dimensions", "goal"),
-    [
-        ({}, [LR, OPTIMIZER], "min"),
-        ({}, [], "max"),
-        ({"search": "tpe"}, [], "min"),
-        ({"seeds": 2}, [], "min"),
-        ("damaged", [], "min"),
-    ],
+    [({}, [LR, OPTIMIZER], "min"), ({}, [], "max"), ({"search": "tpe"}, [], "min"), ({"seeds": 2}, [], "min")],
 )
-def test_a_damaged_study_or_one_of_another_search_is_refused(
-    options: Any, dimensions: list[Dimension], goal: str, tmp_path: Path
+def test_a_study_of_another_search_is_refused(
+    options: dict[str, Any], dimensions: list[Dimension], goal: str, tmp_path: Path
 ) -> None:
     with open_search(tmp_path, Local(search="random", trials=2)) as source:
-        path = begin(source)
-    words = "another space, metric, sweep.search or sweep.seeds"
-    if options == "damaged":
-        path.write_text('{"op_code": 99}\n[]\n')
-        words, options = "damaged", {}
+        begin(source)
     other = Local(**{"search": "random", "trials": 2, **options})
-    refused = pytest.raises(ConfigError, match=words)
+    refused = pytest.raises(ConfigError, match=r"another space, metric, sweep\.search or sweep\.seeds")
     with refused as refusal, open_search(tmp_path, other, space(*dimensions), LOSS._replace(goal=goal)):
         pass
     assert (refusal.value.key, refusal.value.got) == ("resume", "auto")
 
 
-@pytest.mark.parametrize("words", [["hydra.run.dir=/elsewhere"], ["lr=9"], ["lr=0.5\n"], [7], "words"], ids=repr)
-def test_a_study_with_values_from_outside_the_space_is_refused(words: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["hydra.run.dir=/elsewhere"], ["lr=9"], ["lr=0.5\n"], [7], "words", None], ids=repr)
+def test_a_damaged_study_or_one_with_values_from_outside_the_space_is_refused(words: object, tmp_path: Path) -> None:
     """Those of the best trial would be printed as a command, and written as an experiment."""
     options = Local(search="random", trials=2)
     with open_search(tmp_path, options) as source:
-        begin(source)
+        path = begin(source)
         next(iter(source._trials.values())).optuna.set_user_attr("overrides", words)
+    if words is None:
+        path.write_text('{"op_code": 99}\n[]\n')
     with pytest.raises(ConfigError, match="damaged"), open_search(tmp_path, options):
         pass
 
@@ -418,7 +400,7 @@ def test_the_median_rule_compares_with_four_others_and_pruned_trials_stay_pruned
     assert [pool.evaluations[number] for number in range(6)] == [9] * 4 + [1] * 2
     assert [source._ledger.jobs[number]["state"] for number in (4, 5)] == ["pruned"] * 2
     shutil.rmtree(source._ledger.path / "004")
-    source, again, _ = searched(tmp_path, options, loss_after=loss_after, evaluations=pool.evaluations)
+    source, again, _ = searched(tmp_path, options, loss_after=loss_after, earlier=pool.evaluations)
     assert set(again.started) <= {6, 7}
     assert [state for state, _, _ in study(source)] == ["COMPLETE"] * 4 + ["PRUNED"] * 4
 

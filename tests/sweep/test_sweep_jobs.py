@@ -58,40 +58,29 @@ def test_options_that_are_numbers_can_be_paired() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key", "words"),
+    ("words", "why"),
     [
-        (["p=zip(seed=[1,2],batch_size=[8])"], "p", "seed has 2, batch_size has 1"),
-        (["p=zip(seed=[1,2])"], "p", "fewer than two keys"),
-        (["p=zip(seed=[1,2],seed=[3,4])"], "p", "fewer than two keys"),
-        (["p=zip(seed=[1,2],batch_size=8)"], "p", "'batch_size=8' is not of the form KEY=[VALUE,VALUE]"),
-        (["p=zip(seed=[1,2],q=zip(a=[1],b=[2]))"], "p", "'q=zip(a=[1]' is not of the form KEY=[VALUE"),
-        (["p=zip(seed,batch_size=[8])"], "p", "'seed' is not of the form KEY=[VALUE,VALUE]"),
-        (["p=zip(seed=[1,2],batch_size=[8,16])", "seed=3"], "seed", "set by another override"),
-        (["resume=auto,never"], "resume", "the same for all jobs"),
-        (["seed=range(0,200)", "epochs=range(1,100)"], "seed", "more than 10,000 jobs"),
+        ("p=zip(seed=[1,2],batch_size=[8])", "seed has 2, batch_size has 1"),
+        ("p=zip(seed=[1,2])", "fewer than two keys"),
+        ("p=zip(seed=[1,2],batch_size=8)", "'batch_size=8' is not of the form KEY=[VALUE,VALUE]"),
+        ("p=zip(seed=[1,2],q=zip(a=[1],b=[2]))", "'q=zip(a=[1]' is not of the form KEY=[VALUE"),
+        ("seed=3 p=zip(seed=[1,2],batch_size=[8,16])", "set by another override"),
+        ("resume=auto,never", "the same for all jobs"),
+        ("seed=range(0,200) epochs=range(1,100)", "more than 10,000 jobs"),
+        ("optimizer.lr=range(0,1e300,1e-300)", "more than 10,000 jobs"),  # it is not listed
+        ("optimizer.lr=range(0.5,nan)", "a range needs numbers"),
+        ("optimizer.lr=range(0,1,0)", "a step that is not 0"),
+        ("optimizer.lr=interval(1,0) sweep.search=tpe", "empty or not finite"),
+        ("optimizer.lr=interval(0,inf) sweep.search=tpe", "empty or not finite"),
+        ("optimizer.lr=tag(log,interval(0,1)) sweep.search=tpe", "a logarithm needs values above 0"),
+        ("optimizer.lr=tag(cubic,interval(0,1)) sweep.search=tpe", "the only tag of an interval is log"),
     ],
 )
-def test_invalid_pairs_are_refused(overrides: list[str], key: str, words: str) -> None:
+def test_invalid_pairs_ranges_and_intervals_are_refused(words: str, why: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        jobs(*overrides)
-    assert refusal.value.key == key
-    assert words in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ("range(0,1e300,1e-300)", "more than 10,000 jobs"),
-        ("range(0.5,inf)", "more than 10,000 jobs"),
-        ("range(0.5,nan)", "a range needs numbers"),
-        ("range(0,1,0)", "a step that is not 0"),
-    ],
-)
-def test_ranges_that_are_too_long_are_refused_without_being_listed(typed: str, words: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        jobs(f"optimizer.lr={typed}")
-    assert refusal.value.key == "optimizer.lr"
-    assert words in refusal.value.why
+        jobs(*words.split())
+    assert refusal.value.key == words.partition("=")[0]
+    assert why in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -107,21 +96,6 @@ def test_intervals_of_a_search_are_parsed(typed: str, interval: Interval) -> Non
     [found] = [each for each in sweep.dimensions if each.interval]
     assert (found.keys, found.interval) == (("optimizer.lr",), interval)
     assert sweep.swept == ["optimizer.lr", "optimizer"]
-
-
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ("interval(1,0)", "empty or not finite"),
-        ("interval(0,inf)", "empty or not finite"),
-        ("tag(log,interval(0,1))", "a logarithm needs values above 0"),
-        ("tag(cubic,interval(0,1))", "the only tag of an interval is log"),
-    ],
-)
-def test_intervals_that_cannot_be_searched_are_refused(typed: str, words: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        jobs(f"optimizer.lr={typed}", "sweep.search=tpe")
-    assert words in str(refusal.value)
 
 
 @pytest.mark.parametrize("workload", ["classifier", "regression"])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from multiprocessing import active_children, forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.command import wait_until
@@ -100,30 +101,18 @@ def test_a_job_that_a_killed_command_left_running_is_waited_for(pool: Pool, tmp_
 # The assignment of cores and GPUs to jobs, without starting processes
 
 
-class Process:
-    """A fake of `multiprocessing.Process` that starts nothing."""
-
-    def __init__(self, args: tuple) -> None:
-        self.args, self.pid, self.sentinel, self.exitcode = args, 1, id(self), 0
-
-    def start(self) -> None: ...
-    def join(self) -> None: ...
-    def close(self) -> None: ...
-
-
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
-    """A fake machine with 8 cores. A test sets its GPUs."""
+    """A fake machine with 8 cores, which starts nothing. A test sets its GPUs."""
     has: dict[str, list] = {"gpus": [], "started": []}
 
-    class Context:
-        def Process(self, target: object, args: tuple, name: str) -> Process:
-            has["started"].append(args)
-            return Process(args)
+    def process(args: tuple, **_: object) -> mock.Mock:
+        has["started"].append(args)
+        return mock.Mock(pid=1, exitcode=0, sentinel=len(has["started"]))
 
     monkeypatch.setattr(local, "usable_core_numbers", lambda: list(range(8)))
     monkeypatch.setattr(local, "visible_gpus", lambda: list(has["gpus"]))
-    monkeypatch.setattr(local, "get_context", lambda method: Context())
+    monkeypatch.setattr(local, "get_context", lambda method: mock.Mock(Process=process))
     monkeypatch.setattr(local, "wait", lambda sentinels, seconds: sentinels[:1])
     return has
 
@@ -173,6 +162,8 @@ def test_each_job_has_gpus_of_its_own(machine: dict[str, list]) -> None:
         (Local, {"threads": 0}, "threads"),
         (Local, {"retries": -1}, "retries"),
         (Local, {"search": "tpe", "prune": "explode"}, "prune"),
+        (Local, {"search": "tpe", "goal": "best"}, "goal"),
+        (Local, {"search": "tpe", "trials": 0}, "trials"),
         (Local, {"trials": 3}, "trials"),
         (Ray, {"slots": 0}, "slots"),
         (Ray, {"threads": 0}, "threads"),
