@@ -59,6 +59,7 @@ class Ledger:
         path: the directory of the sweep.
         jobs: the entry of each job that was started or refused, by number; `runner.storage.ledger_file` has its keys.
         num_jobs: the number of all jobs; 0 until the caller sets it.
+        complete: whether no job has to be run again; the caller resets it when a search continues.
 
     Raises:
         ConfigError: if `resume` is neither `auto` nor `never`, another process runs this sweep, the ledger is damaged,
@@ -72,7 +73,7 @@ class Ledger:
         self.jobs: dict[int, dict[str, Any]] = {}
         self.num_jobs = 0
         self._lines: dict[int, str] = {}
-        self._complete = False
+        self.complete = False
         remedy = "resume=auto resumes the unfinished sweep with the same overrides"
         check(resume in ("auto", "never"), "resume", resume, "a sweep cannot be resumed in one run's directory", remedy)
         with ExitStack() as undo:
@@ -98,6 +99,7 @@ class Ledger:
             if found.get("typed") == self.typed and not is_complete:
                 for number, entry in found["jobs"].items():
                     self._set(int(number), entry)
+                self.complete, self.num_jobs = found["complete"], found.get("num_jobs", 0)
                 return path
         return None
 
@@ -129,7 +131,7 @@ class Ledger:
 
     def end(self, complete: bool) -> None:
         """Record that the sweep has ended; if it is not `complete`, it can be resumed."""
-        self._complete = complete
+        self.complete = complete
         self._write()
 
     def __enter__(self) -> Ledger:
@@ -143,7 +145,7 @@ class Ledger:
         self._lines[number] = f'"{number}": {json.dumps(entry, ensure_ascii=False)}'
 
     def _write(self) -> None:
-        head = {"typed": self.typed, "complete": self._complete, "pid": os.getpid(), "num_jobs": self.num_jobs}
+        head = {"typed": self.typed, "complete": self.complete, "pid": os.getpid(), "num_jobs": self.num_jobs}
         jobs = ",\n".join(self._lines.values())  # only changed entries are encoded again: a sweep may have thousands
         with storage_errors(self.path / LEDGER):
             write_text(self.path / LEDGER, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "jobs": {{\n{jobs}\n}}}}\n')

@@ -63,7 +63,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
             search.open(ledger)
         grid = JobSource(starmap(planner.plan, enumerate(jobs)), len(jobs))
         source = grid if search is None else search
-        ledger.num_jobs = len(source)
+        ledger.num_jobs, ledger.complete = len(source), False
         print(f"{len(source):,} job{'s' * (len(source) != 1)}", file=sys.stderr)
         display = Display(len(source), jobs.swept)
         with engine.connect(len(source), ledger.path) as pool, closing(display):

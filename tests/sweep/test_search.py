@@ -15,6 +15,7 @@ import pytest
 from helpers.fake_pool import FakePool
 
 from runner.config.errors import ConfigError
+from runner.storage.ledger_file import read_ledger
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Ended, Job
 from runner.sweep.engines.local import Local
@@ -176,7 +177,7 @@ def test_a_search_finds_better_values_and_returns_the_best(search: str, slots: i
         assert ("optimizer.momentum" in params) == (params["optimizer"] == "optimizer=sgd"), "only sgd has one"
         assert 1e-4 <= params["lr"] <= 1
         assert params["width"] in range(2, 9)
-    assert source._ledger._complete
+    assert source._ledger.complete
     if search == "tpe":
         assert statistics.median(losses[30:]) < statistics.median(losses[:10])
 
@@ -205,7 +206,7 @@ def test_failed_trials_have_no_value_and_an_interrupted_one_is_resumed(tmp_path:
     source, _, codes = searched(tmp_path, options, codes={0: [1], 1: [3], 2: [2], 3: [130]})
     assert codes == [1, 3, 2, 130, 0]
     assert [state for state, _, _ in study(source)] == ["FAIL", "PRUNED", "FAIL", "RUNNING", "COMPLETE"]
-    assert not source._ledger._complete
+    assert not source._ledger.complete
     source, pool, codes = searched(tmp_path, options)
     assert (pool.started, codes) == ([3], [0])
     assert [state for state, _, _ in study(source)][3:] == ["COMPLETE", "COMPLETE"]
@@ -333,6 +334,9 @@ def test_a_finished_search_continues_with_more_trials(
     assert source._ledger.path == first._ledger.path
     assert (pool.started, codes) == (started, [0] * len(started))
     assert f"\n{max(3, trials)} of {max(3, trials)} jobs done\n" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="another space"), open_search(tmp_path, Local(search="tpe")):
+        pass
+    assert read_ledger(source._ledger.path)["complete"], "the refused search has not changed it"
 
 
 @pytest.mark.parametrize(("search", "slots", "killed"), [("tpe", 3, False), ("tpe", 1, True), ("random", 3, True)])
@@ -349,7 +353,7 @@ def test_a_search_of_a_finite_space_tries_each_combination_once(
     for trials in (10, 40) if killed else (40,):
         source, pool, _ = searched(tmp_path, Local(search=search, trials=trials), what, slots)
         tried += map(frozenset, pool.overrides.values())
-        assert source._ledger._complete
+        assert source._ledger.complete
         assert len(source) == min(trials, 21)
     assert len(tried) == len(wanted) == 21
     assert set(tried) == wanted
@@ -373,7 +377,7 @@ def test_halving_stops_worse_trials_and_completes_the_best(tmp_path: Path) -> No
     assert [state for state, _, _ in study(source)] == ["COMPLETE"] + ["PRUNED"] * 8
     assert {source._ledger.jobs[number]["state"] for number in range(1, 9)} == {"pruned"}
     assert sum(pool.evaluations.values()) <= 9 + 2 * 4 + 6 * 2, "a job may evaluate once more before it stops"
-    assert source._ledger._complete
+    assert source._ledger.complete
 
 
 def test_a_pruned_trial_is_promoted_when_the_others_turn_out_worse(tmp_path: Path) -> None:
