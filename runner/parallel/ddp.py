@@ -73,8 +73,7 @@ class DDP(MultiProcess):
             **{broadcast: False},
         )
         if self.compression != "none":
-            state, hook = self._hook()
-            replica.register_comm_hook(state, hook)
+            replica.register_comm_hook(*self._hook())
         self._replica = replica
         return model
 

@@ -35,13 +35,8 @@ class Ensemble(MultiProcess):
     Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles (2017). Member i
     is bitwise equal to the model of a `parallel=single` run with the seed `seed` + i and the same number of threads.
     Training metrics are means over the members.
-
-    An evaluation covers each member, as in `eval/member_0/accuracy`, and their vote (see `Workload.vote`), as in
-    `eval/accuracy`. If the outputs are scores of classes or actions, `eval/disagreement` is the fraction of the
-    members' predictions that differ from the vote.
-
     The model in a checkpoint is the first member, from which every other mode can resume; the other members are in the
-    files of their ranks (`rank_1.pt`, …).
+    files of their ranks (`rank_1.pt`, …). docs/parallel-modes.md says what an evaluation measures.
     """
 
     description: ClassVar[str] = "ensemble"

@@ -32,8 +32,8 @@ class FSDP(MultiProcess):
     gathered in 16 bits, except if the network has batch normalization, whose operators need float32 parameters.
     Gradients are reduced in float32. Batch normalization works as in ddp without `sync_batch_norm`.
 
-    In an evaluation, too, blocks are gathered when they are used, in which all processes take part. All processes
-    therefore make as many forward passes as the one that has the most. `conf/parallel/fsdp.yaml` explains the options.
+    All processes take part in gathering a block: in an evaluation, they make as many forward passes as the one that has
+    the most samples. `conf/parallel/fsdp.yaml` explains the options.
     """
 
     description: ClassVar[str] = "FSDP2"
@@ -103,13 +103,12 @@ class FSDP(MultiProcess):
 
 def _without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the blocks of `model` that share no parameter with another part of the model."""
-    everywhere = _counts(model)
-    return [block for block in modules_of_blocks(model) if _counts(block).items() <= everywhere.items()]
 
+    def num_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
+        return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
-def _counts(module: torch.nn.Module) -> dict[int, int]:
-    """Return a dict from the `id` of each parameter of `module` to the number of names that `module` has for it."""
-    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    everywhere = num_names(model)
+    return [block for block in modules_of_blocks(model) if num_names(block).items() <= everywhere.items()]
 
 
 def _inputs_to_channels_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -34,7 +34,7 @@ from runner.parallel.pipelining.schedules import (
     check_split_backward,
     num_micro_batches,
 )
-from runner.parallel.pipelining.stages import ActivationSpec, StageModule, keep_only
+from runner.parallel.pipelining.stages import StageModule, keep_only
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble, gantt
 from runner.parallel.session import Session
 from runner.system.section_timer import timer
@@ -139,13 +139,12 @@ class Pipeline(Partition, MultiProcess):
         if self.batch_norm == "defer":
             batch_norm.defer(model)
 
-        spec, described = session.collectives.from_rank_0(lambda: self._profiles(model, session))
-        inputs, profiles = ActivationSpec(*spec), [BlockProfile(*each) for each in described]
+        sent = session.collectives.from_rank_0(lambda: self._profiles(model, session))
+        inputs, *profiles = (BlockProfile(*each) for each in sent)
         stages = self.cut(model, profiles, count)
         size = session.plan.chunk_size
         if session.plan.chunks == 1:
             log.warning("one micro-batch of %d samples: one stage computes at a time, nothing overlaps", size)
-        ends = [profiles[stop - 1] for stop in accumulate(map(len, stages))]
         numbers = range(count)  # of the stages in this process
         if self.in_processes:
             check_split_backward(self.schedule, model)
@@ -167,7 +166,7 @@ class Pipeline(Partition, MultiProcess):
         if self.in_processes:
             from runner.parallel.pipelining.process_engine import ProcessEngine
 
-            activations = [inputs, *(ActivationSpec(each.shape, each.dtype) for each in ends)]
+            activations = [inputs, *(profiles[stop - 1] for stop in accumulate(map(len, stages)))]
             rest = session.plan, session.device, self._timeline
             self._engine = ProcessEngine(placed, activations, self.schedule, *rest)
         else:
@@ -186,11 +185,11 @@ class Pipeline(Partition, MultiProcess):
         session.precision.scaled(torch.zeros((), device=session.device))
         return model
 
-    def _profiles(self, model: torch.nn.Module, session: Session) -> tuple[tuple, list[tuple]]:
-        """Return the spec of the inputs, and the profiles of the blocks, as plain tuples, to be sent to the others."""
+    def _profiles(self, model: torch.nn.Module, session: Session) -> list[tuple]:
+        """Return the profiles of the inputs and of the blocks as plain tuples, to be sent to the others."""
         inputs = first_inputs(model, session, session.plan.chunk_size)
         profiles = profile_blocks(model, inputs, session, timed=self.cuts == "auto")
-        return (tuple(inputs.shape[1:]), inputs.dtype), [tuple(profile) for profile in profiles]
+        return [("inputs", 0.0, tuple(inputs.shape[1:]), inputs.dtype), *map(tuple, profiles)]
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
         session, workload, precision = self._session, supervised(self._session.workload), self._session.precision
@@ -239,7 +238,7 @@ class Pipeline(Partition, MultiProcess):
         return bubble(self._spans, self._num_workers) if self._spans else {}
 
     def images(self, directory: Path) -> dict[str, torch.Tensor]:
-        if self._session.rank > 0 or not self._spans:
+        if not self._spans:
             return {}
         idle, plan = bubble(self._spans, self._num_workers)["pipeline/bubble"], self._session.plan
         stages, pieces = self.num_stages(self._session), f"{plan.chunks} micro-batches of {plan.chunk_size}"

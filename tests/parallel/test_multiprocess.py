@@ -83,6 +83,14 @@ def test_options_that_an_external_launcher_sets(
     assert (refusal.value.key, refusal.value.got) == ("parallel.processes", 3)
 
 
+@pytest.mark.parametrize("mode", ["single", "dp", "model", "hogwild", "pipeline parallel.engine=streams"])
+def test_modes_of_one_process_refuse_several(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started_externally(monkeypatch, 1)
+    with pytest.raises(ConfigError) as refusal:
+        prepare_session(build_composed_run(*TINY_CPU, *f"parallel={mode}".split()))
+    assert (refusal.value.key, refusal.value.got) == ("parallel.processes", 2)
+
+
 def test_buffers_are_averaged_over_the_processes(ranks: Ranks) -> None:
     """Only floating-point buffers are averaged; each process keeps its own integer count."""
     config = compose_config(*TINY_CPU, "parallel=ddp", "batch_size=63")

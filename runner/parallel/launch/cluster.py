@@ -8,6 +8,8 @@ import socket
 from contextlib import suppress
 from typing import NamedTuple
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 class RankInfo(NamedTuple):
     """The rank of a process, and the address of the store through which the processes find each other.
@@ -15,23 +17,16 @@ class RankInfo(NamedTuple):
     `local_rank` and `local_world_size` are counted only on the machine of the process.
     """
 
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    host: str = ""
-    port: int = 0
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    port: int
 
     def variables(self) -> dict[str, str]:
         """Return the rank and the address as the environment variables that torchrun sets."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.host,
-            "MASTER_PORT": str(self.port),
-        }
+        return dict(zip(_TORCHRUN, map(str, self), strict=True))
 
 
 def external_rank_info() -> RankInfo | None:
@@ -46,10 +41,9 @@ def external_world_size() -> int:
 
 
 def _torchrun() -> RankInfo | None:
-    names = RankInfo().variables()
-    if any(name not in os.environ for name in names):
+    if any(name not in os.environ for name in _TORCHRUN):
         return None
-    rank, world_size, local_rank, local_world_size, host, port = (os.environ[name] for name in names)
+    rank, world_size, local_rank, local_world_size, host, port = (os.environ[name] for name in _TORCHRUN)
     return RankInfo(int(rank), int(world_size), int(local_rank), int(local_world_size), host, int(port))
 
 

@@ -64,7 +64,7 @@ class Launcher:
             train: function that trains in this process; called by launchers that do not start the ranks.
             train_rank: picklable function of the collectives, called in each rank that a launcher starts.
             session: the session of this process.
-            directory: the run directory. A started rank N > 0 writes its output to its file `log_rank_N.txt`.
+            directory: the run directory, in which a started rank N > 0 writes its output to `log_rank_N.txt`.
 
         Raises:
             ConfigError: if torch or a rank rejects the config.

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
@@ -129,7 +129,7 @@ def start_heartbeat(
     return send
 
 
-class Supervisor:
+class Supervisor(AbstractContextManager):
     """A context manager that starts and watches the processes of a run's ranks, and kills them when the context ends.
 
     Args:
@@ -163,9 +163,6 @@ class Supervisor:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Supervisor:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -23,9 +23,6 @@ from runner.parallel.pipelining.stages import named_tensors
 from runner.parallel.session import Session
 from runner.workloads.base import SupervisedWorkload, Workload
 
-Blocks = list[tuple[str, "torch.nn.Module"]]
-"""The blocks of a network by name, in forward order; the network can be split between any two consecutive blocks."""
-
 log = logging.getLogger(__name__)
 
 _MIN_SECONDS, _MAX_REPEATS = 0.03, 20
@@ -104,8 +101,8 @@ def supervised(workload: Workload) -> SupervisedWorkload:
     return workload
 
 
-def blocks_of(model: torch.nn.Module) -> Blocks:
-    """Return the blocks of `model`; raise a `ConfigError` if it lists none."""
+def blocks_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Return the blocks of `model` by name, in forward order; raise a `ConfigError` if it lists none."""
     if found := listed_blocks(model):
         return found
     why = "it does not say where it can be split: it has no blocks()"
@@ -148,13 +145,17 @@ def balanced(seconds: Sequence[float], count: int) -> list[int]:
 class BlockProfile(NamedTuple):
     """The time of a block's forward and backward pass, 0.0 if it was not measured, and the form of its output.
 
-    The batch dimension is not in `shape`.
+    `shape` is that of one sample.
     """
 
     name: str
     seconds: float
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def empty(self, count: int, device: torch.device) -> torch.Tensor:
+        """Return an uninitialized tensor for the outputs of `count` samples."""
+        return torch.empty(count, *self.shape, dtype=self.dtype, device=device)
 
 
 def first_inputs(model: torch.nn.Module, session: Session, size: int | None = None) -> torch.Tensor:

@@ -10,8 +10,9 @@ from torch import distributed as dist
 from torch.distributed import pipelining
 
 from runner.batching import Plan
+from runner.parallel.pipelining.partition import BlockProfile
 from runner.parallel.pipelining.schedules import ONE_STAGE_EACH
-from runner.parallel.pipelining.stages import ActivationSpec, Loss, StageModule
+from runner.parallel.pipelining.stages import Loss, StageModule
 from runner.parallel.pipelining.timeline import Timeline
 
 _CLASSES: dict[str, Any] = {
@@ -27,7 +28,7 @@ class ProcessEngine:
 
     Args:
         stages: stages of this process, by the number of the stage.
-        activations: specs of the activations before the first stage and after each stage, for all processes.
+        activations: the form of the inputs, and of the outputs of each stage, also of those of other processes.
         schedule: one of `SCHEDULES`.
         plan, device, timeline: those of this process.
     """
@@ -35,7 +36,7 @@ class ProcessEngine:
     def __init__(
         self,
         stages: dict[int, StageModule],
-        activations: Sequence[ActivationSpec],
+        activations: Sequence[BlockProfile],
         schedule: str,
         plan: Plan,
         device: torch.device,

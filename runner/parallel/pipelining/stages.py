@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of the outputs and targets of a micro-batch that returns the scalar loss to differentiate."""
-
-
-class ActivationSpec(NamedTuple):
-    """The format of the activations that are passed from one stage to the next; `shape` is that of one sample."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def empty(self, count: int, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor for the activations of `count` samples."""
-        return torch.empty(count, *self.shape, dtype=self.dtype, device=device)
 
 
 class StageModule(nn.Module):

@@ -2,86 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from helpers.command import TIMEOUT_SECONDS
-from helpers.ranks import PersistentRanks, Ranks
-from helpers.runs import listening_addresses
-from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from helpers.ranks import Ranks
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from runner.config.errors import ConfigError
 from runner.parallel.ddp import DDP
 from runner.parallel.launch import process_group
-from runner.parallel.launch.cluster import RankInfo, external_rank_info
-from runner.parallel.launch.process_group import create_store
-from runner.parallel.launch.processes import PRELOADED, ExternalProcesses
-from runner.parallel.launch.supervisor import Report, Supervisor, start_heartbeat
-from runner.system.forkserver import start_server
-from runner.system.signals import StopRequest
-
-
-def test_a_store_listens_only_on_the_loopback_interface(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)  # other tests, at the same time, may use the same port number for another IP version
-    store = create_store()
-    addresses = {address for address, port in listening_addresses(tmp_path) if port == store.port}
-    assert addresses == {"0100007F"}
-    TCPStore("127.0.0.1", store.port).set("key", "value")
-    assert store.get("key") == b"value"
-
-
-retained: list[Any] = []
-
-
-def two_rank_info(rank: int, port: int) -> RankInfo:
-    return RankInfo(rank, 2, rank, 2, process_group.HOST, port)
-
-
-def init_and_destroy_group(pipe: Connection, rank: int, port: int) -> None:
-    """Initialize and destroy a process group; report the sum over both ranks, and whether a group is left."""
-    report = start_heartbeat(pipe)
-    process_group.init_process_group(two_rank_info(rank, port), "cpu", 300, external=False)
-    tensor = torch.tensor(float(rank + 1))
-    torch.distributed.all_reduce(tensor)
-    process_group.destroy_process_group()
-    process_group.destroy_process_group()  # a second call does nothing
-    report(Report(value=(float(tensor), torch.distributed.is_initialized())))
-
-
-def abort_during_collective(pipe: Connection, rank: int, port: int) -> None:
-    """Rank 0 aborts the process group while rank 1 waits in a collective whose timeout is an hour."""
-    report = start_heartbeat(pipe)
-    process_group.init_process_group(two_rank_info(rank, port), "cpu", 3600, external=False)
-    torch.distributed.barrier()
-    if rank == 0:
-        retained.append(torch.distributed.group.WORLD)
-        process_group.abort_process_group()
-        report(Report(value="aborted"))
-        return
-    try:
-        torch.distributed.all_reduce(torch.zeros(1))
-    except RuntimeError as error:
-        report(Report(value=type(error).__name__))
-
-
-@pytest.mark.parametrize(
-    ("work", "returned"),
-    [
-        (init_and_destroy_group, [(3.0, False)] * 2),
-        # The collectives of rank 1 fail before the timeout, even if rank 0 still has references to the aborted group.
-        (abort_during_collective, ["aborted", "RuntimeError"]),
-    ],
-    ids=["destroy", "abort"],
-)
-def test_a_process_group_is_left(work: Callable[..., None], returned: list[Any]) -> None:
-    start_server(*PRELOADED)
-    store = create_store()
-    with Supervisor(work, [(rank, store.port) for rank in range(2)], TIMEOUT_SECONDS) as ranks:
-        assert ranks.wait(StopRequest()) == returned
+from runner.parallel.launch.cluster import external_rank_info
+from runner.parallel.launch.processes import ExternalProcesses
 
 
 def test_abort_does_not_end_a_backend_in_agreement_with_the_other_ranks() -> None:
@@ -107,28 +37,6 @@ def test_abort_does_not_end_a_backend_in_agreement_with_the_other_ranks() -> Non
         leave()
         assert not torch.distributed.is_initialized()
     assert ended == ["shutdown", "abort"]
-
-
-def test_externally_launched_ranks_initialize_several_groups_in_turn() -> None:
-    ranks = PersistentRanks(2)  # separate from the fixture `ranks`, because this aborts their process group
-    try:
-        assert ranks.call_on_all(init_three_groups) == [[1.0, 1.0, 1.0]] * 2
-    finally:
-        ranks.close()
-
-
-def init_three_groups() -> list[float]:
-    """Create three process groups in turn between externally launched ranks; return what rank 0 broadcasts in each."""
-    rank_info, received = external_rank_info(), []
-    assert rank_info is not None
-    for _ in range(3):
-        process_group.init_process_group(rank_info, "cpu", 300, external=True)
-        tensor = torch.tensor(1.0 - rank_info.rank)
-        torch.distributed.broadcast(tensor, 0)
-        received.append(float(tensor))
-        torch.distributed.barrier()
-        process_group.abort_process_group()
-    return received
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cpu, "_quota_cores", lambda: 6.5)
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
     monkeypatch.setattr(process_group, "init_process_group", lambda *_: None)
-    init_rank(RankInfo(0, 2, 0, 2), torch.device("cpu"), 60, external=False)
+    init_rank(RankInfo(0, 2, 0, 2, "", 0), torch.device("cpu"), 60, external=False)
     assert numbers == [3]
 
 

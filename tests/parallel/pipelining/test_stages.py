@@ -11,7 +11,7 @@ from torch import nn
 from models.resnet import ResNet
 from runner.config.errors import ConfigError
 from runner.parallel.pipelining.partition import Partition
-from runner.parallel.pipelining.stages import ActivationSpec, StageModule, keep_only
+from runner.parallel.pipelining.stages import StageModule, keep_only
 from runner.parallel.pipelining.streams import StreamEngine, clock
 from runner.parallel.pipelining.timeline import Timeline
 
@@ -32,7 +32,7 @@ def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last:
 
     sent = first(images)
     assert sent.is_contiguous()
-    assert sent.shape == ActivationSpec((4, 6, 5), torch.float32).empty(2, CPU).shape == (2, 4, 6, 5)
+    assert sent.shape == (2, 4, 6, 5)
     assert not sent._is_view(), "a schedule may detach it in place"
     received = sent.detach().clone().requires_grad_()
     outputs = second(received)
@@ -75,18 +75,6 @@ def test_tied_weights_within_a_stage_stay_tied() -> None:
     assert model[2].weight is None
 
 
-def test_tensors_of_other_stages_are_removed_and_the_rest_keep_their_names() -> None:
-    model = ResNet(18, num_classes=5)
-    kept = {name for name in model.state_dict() if name.startswith(("layer4.", "fc."))}
-    before = {name: model.state_dict()[name].clone() for name in kept}
-    keep_only(model, kept)
-    assert model.state_dict().keys() == kept
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert {name for name, _ in model.named_parameters()} <= kept
-    head = model.blocks()[-1][1]
-    assert head(torch.zeros(2, 512, 1, 1)).shape == (2, 5)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The engine for one process with streams
 
@@ -95,12 +83,6 @@ ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
 
 def test_each_stage_has_a_different_micro_batch_in_each_clock_cycle() -> None:
     assert list(clock(3, 2)) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
-    for micros, stages in ((1, 3), (4, 3), (5, 1)):
-        order = list(clock(micros, stages))
-        assert sorted(order) == [(micro, stage) for micro in range(micros) for stage in range(stages)]
-        for micro, stage in order[1:]:
-            if stage:
-                assert order.index((micro, stage - 1)) < order.index((micro, stage))
 
 
 def stages() -> list[StageModule]:
