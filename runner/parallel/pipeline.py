@@ -24,7 +24,9 @@ from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
+    StageModule,
     first_inputs,
+    keep_only,
     profile_blocks,
     supervised,
 )
@@ -34,7 +36,6 @@ from runner.parallel.pipelining.schedules import (
     check_split_backward,
     num_micro_batches,
 )
-from runner.parallel.pipelining.stages import StageModule, keep_only
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble, gantt
 from runner.parallel.session import Session
 from runner.system.section_timer import timer
@@ -162,16 +163,14 @@ class Pipeline(Partition, MultiProcess):
         if 0 in placed:
             session.precision.convert(placed[0])  # the inputs are passed to the first stage, not to the whole network
 
+        from runner.parallel.pipelining.engines import ProcessEngine, StreamEngine
+
         self._engine: Any
         if self.in_processes:
-            from runner.parallel.pipelining.process_engine import ProcessEngine
-
             activations = [inputs, *(profiles[stop - 1] for stop in accumulate(map(len, stages)))]
             rest = session.plan, session.device, self._timeline
             self._engine = ProcessEngine(placed, activations, self.schedule, *rest)
         else:
-            from runner.parallel.pipelining.streams import StreamEngine
-
             devices = session.devices[:count]
             if len(devices) == 1:
                 log.warning("parallel.engine=streams: there is one device, %s: stages cannot overlap", devices[0])

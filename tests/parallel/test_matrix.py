@@ -1,7 +1,6 @@
 """Tests of the README's matrix: a run for each combination of mode, precision and accumulation.
 
-By default, only some of the combinations are tested, but they contain all pairs of two options. `-m slow` tests all
-combinations.
+By default, the combinations contain all pairs of two options; `-m slow` tests all combinations.
 """
 
 from __future__ import annotations
@@ -45,19 +44,15 @@ def cell(mode: str, precision: str, accumulation: str) -> tuple[str, ...]:
     return (*OVERRIDES, f"parallel={mode}", f"precision={precision}", f"accumulation={accumulation}")
 
 
-def rows(*modes: str) -> list[Any]:
-    """Return two pytest parameters (mode, precision, accumulations) for each of `modes` and each precision.
+def accumulations(mode: str, precision: str, every: bool) -> list[str]:
+    """Return all accumulations, or one: another for each mode and precision, so that all pairs are tested."""
+    place = MODES.index(mode) + PRECISIONS.index(precision)
+    return ACCUMULATIONS if every else [ACCUMULATIONS[place % len(ACCUMULATIONS)]]
 
-    The first has the one accumulation that is tested by default. It changes from each mode and precision to the next,
-    so that all pairs of two options are tested. The second has all accumulations, and is marked `slow`.
-    """
-    found: list[Any] = []
-    for mode, precision in itertools.product(modes, PRECISIONS):
-        place = MODES.index(mode) + PRECISIONS.index(precision)
-        selected = [ACCUMULATIONS[place % len(ACCUMULATIONS)]]
-        found.append(pytest.param(mode, precision, selected, id=f"{mode}-{precision}"))
-        found.append(pytest.param(mode, precision, ACCUMULATIONS, id=f"{mode}-{precision}-all", marks=pytest.mark.slow))
-    return found
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["selected", "all"])
+def every(request: pytest.FixtureRequest) -> bool:
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +68,11 @@ def check(result: Any, mode: str, precision: str, baseline: float) -> None:
     assert result.metrics["train/loss"] == pytest.approx(baseline, rel=tolerance)
 
 
-@pytest.mark.parametrize(("mode", "precision", "accumulations"), rows("single", "dp", "ddp", "fsdp", "ensemble"))
+@pytest.mark.parametrize(("mode", "precision"), list(itertools.product(MODES[:-1], PRECISIONS)))
 def test_in_one_or_two_processes(
-    mode: str, precision: str, accumulations: list[str], baseline: float, ranks: Ranks, tmp_path: Path
+    mode: str, precision: str, every: bool, baseline: float, ranks: Ranks, tmp_path: Path
 ) -> None:
-    configs = {each: compose_config(*cell(mode, precision, each)) for each in accumulations}
+    configs = {each: compose_config(*cell(mode, precision, each)) for each in accumulations(mode, precision, every)}
     in_one = mode in ("single", "dp")
     for result in train_all(configs, tmp_path) if in_one else ranks(2).call_on_all(train_all, configs, tmp_path)[0]:
         check(result, mode, precision, baseline)
@@ -87,10 +82,9 @@ def train_all(configs: dict[str, dict[str, Any]], root: Path) -> list[Any]:
     return [train_in_rank(config, root / name) for name, config in configs.items()]
 
 
-@pytest.mark.parametrize("all_cells", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["selected", "all"])
-def test_in_two_workers_that_share_one_model(all_cells: bool, baseline: float, tmp_path: Path) -> None:
+def test_in_two_workers_that_share_one_model(every: bool, baseline: float, tmp_path: Path) -> None:
     """All cells run in the same two workers, whose shared memory is large enough for a model in float64."""
-    cells = [(row.values[1], each) for row in rows("hogwild")[all_cells::2] for each in row.values[2]]
+    cells = [(precision, each) for precision in PRECISIONS for each in accumulations("hogwild", precision, every)]
     configs = {"_".join(names): compose_config(*cell("hogwild", *names)) for names in cells}
     work = functools.partial(train_all_together, configs)
     results: Any = train_in(tmp_path, build_composed_run(*cell("hogwild", "64", "1")), train_rank=work).result

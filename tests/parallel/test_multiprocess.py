@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session, train_in
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session
 from helpers.fake_cuda import simulate_accelerators
 from helpers.ranks import Ranks, connected_session
 
-import runner.parallel.launch.processes
 from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.parallel.ddp import DDP
@@ -154,23 +152,8 @@ TABLE = [
 ]
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which each attempt to start the fork server or a supervisor adds `server` or `supervisor`.
-
-    The functions that would start them are replaced, so that nothing is started.
-    """
-    calls: list[str] = []
-    monkeypatch.setattr(runner.parallel.launch.processes, "start_server", lambda *_: calls.append("server"))
-    monkeypatch.setattr(runner.parallel.launch.processes, "Supervisor", lambda *_: calls.append("supervisor"))
-    return calls
-
-
 @pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.overrides)
-def test_bad_input_is_refused_before_a_process_starts(
-    bad: Bad, started: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only the fork server may start, to import torch for the ranks while this process reads the data."""
+def test_bad_input_is_refused_before_a_rank_starts(bad: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_accelerators(monkeypatch, bad.gpus)
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run(*bad.overrides.split()))
@@ -178,14 +161,3 @@ def test_bad_input_is_refused_before_a_process_starts(
     for word in bad.words:
         assert word in f"{refusal.value.why}\n{refusal.value.remedy}"
     assert len(str(refusal.value).splitlines()) <= 10
-    assert "supervisor" not in started
-
-
-def test_good_input_starts_the_fork_server_and_then_the_ranks(started: list[str], tmp_path: Path) -> None:
-    """`started` must record each start, because `test_bad_input_is_refused_before_a_process_starts` relies on it."""
-    run = build_composed_run(*TINY_CPU, "parallel=ddp")
-    prepare_session(run)
-    assert started == ["server"]
-    with pytest.raises(TypeError):  # the fake supervisor is not a context manager
-        train_in(tmp_path, run)
-    assert started == ["server", "server", "supervisor"]

@@ -1,4 +1,4 @@
-"""The partition of a network into stages of consecutive blocks; by default, all stages take about the same time."""
+"""The partition of a network into stages of consecutive blocks, by default of about the same time; their modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -19,9 +19,11 @@ from runner.config.errors import ConfigError, check_range, did_you_mean
 from runner.device import synchronize
 from runner.model.base import without_memory
 from runner.parallel.base import move
-from runner.parallel.pipelining.stages import named_tensors
 from runner.parallel.session import Session
 from runner.workloads.base import SupervisedWorkload, Workload
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A function of the outputs and targets of a micro-batch that returns the scalar loss to differentiate."""
 
 log = logging.getLogger(__name__)
 
@@ -197,3 +199,72 @@ def _median_seconds(block: torch.nn.Module, x: torch.Tensor, autocast: Callable[
         synchronize(x.device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
+
+
+class StageModule(torch.nn.Module):
+    """A module of consecutive blocks, which takes and returns contiguous tensors if they are `received` or `sent`."""
+
+    def __init__(
+        self,
+        blocks: Iterable[torch.nn.Module],
+        received: bool,
+        sent: bool,
+        channels_last: bool,
+        autocast: Callable[[], AbstractContextManager],
+    ):
+        super().__init__()
+        self.blocks = torch.torch.nn.ModuleList(blocks)
+        self.received, self.sent, self.channels_last, self.autocast = received, sent, channels_last, autocast
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.received:
+            x = _Received.apply(x, self.channels_last and x.dim() == 4)  # pyright: ignore[reportAssignmentType]
+        with self.autocast():
+            for block in self.blocks:
+                x = block(x)
+        return _Sent.apply(x) if self.sent else x  # pyright: ignore[reportReturnType]
+
+
+class _Received(torch.autograd.Function):
+    """Conversion of received activations to the memory format of the blocks; their gradient is sent back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, channels_last: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.contiguous(memory_format=torch.channels_last) if channels_last else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _contiguous(gradient), None
+
+
+class _Sent(torch.autograd.Function):
+    """Conversion of activations to a contiguous tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _contiguous(x).data  # otherwise, autograd would treat it as a view, which cannot be detached in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` with the strides of a new tensor also in dimensions of size 1, which torch 2.11 compares, too."""
+    return x.contiguous().flatten().view(x.shape)
+
+
+def keep_only(model: torch.nn.Module, names: set[str]) -> None:
+    """Remove every parameter and buffer of `model` that is not in `names`; the remaining tensors keep their names.
+
+    If a tensor has several names, as tied weights have, only its first name is looked up in `names`.
+    """
+    kept = {id(tensor) for name, tensor in named_tensors(model) if name in names}
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if id(tensor) not in kept:
+                setattr(module, name, None)
+
+
+def named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
