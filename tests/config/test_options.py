@@ -34,52 +34,37 @@ WITH = {
     "data=tabular": ["workload=regression"],
 }
 
-# Options that are not available on this machine: the beginning of the error message, and a text that it contains.
+# Options that are not available on this machine: the key in the error.
 ABSENT_HERE = {
-    "data=mnist": ("data.root: got 'data'", "data/MNIST/raw"),
-    "data=fashion_mnist": ("data.root: got 'data'", "data/FashionMNIST/raw"),
-    "data=cifar10": ("data.root: got 'data'", "data/cifar-10-batches-py"),
-    "experiment=cifar10": ("data.root: got 'data'", "data/cifar-10-batches-py"),
-    "data=imagefolder": ("data.root: got 'photos'", "photos"),
-    **{f"device={kind}": (f"device.kind: got '{kind}'", "torch") for kind in ("cuda", "mps", "xpu")},
+    **dict.fromkeys(("data=mnist", "data=fashion_mnist", "data=cifar10", "experiment=cifar10"), "data.root"),
+    "data=imagefolder": "data.root",
+    **{f"device={kind}": "device.kind" for kind in ("cuda", "mps", "xpu") if kind != accelerator_type()},
+    **{f"tracking={package}": "tracking" for package in ("wandb", "mlflow", "trackio") if find_spec(package) is None},
 }
-for package in ("wandb", "mlflow", "trackio"):
-    if find_spec(package) is None:
-        ABSENT_HERE[f"tracking={package}"] = (f"tracking: got '{package}'", "not installed")
-ABSENT_HERE.pop(f"device={accelerator_type()}", None)
 
-# Incompatible pairs of options: the beginning of the error message, and a text that it contains.
-REFUSED: dict[frozenset[str], tuple[str, str]] = {
-    frozenset(("workload=dqn", f"model={name}")): (f"model: got '{kind}'", "CartPole-v1")
-    for name, kind in {
-        "convnet": "ConvNet",
-        "tiny": "ConvNet",
-        "resnet18": "ResNet",
-        "resnet50": "ResNet",
-        "torchvision": "Torchvision",
-        "timm": "Timm",
-    }.items()
+# Incompatible pairs of options: the key in the error.
+IMAGE_NETWORKS = [f"model={name}" for name in ("convnet", "tiny", "resnet18", "resnet50", "torchvision", "timm")]
+REFUSED: dict[frozenset[str], str] = {
+    frozenset((other, network)): "model"  # a row of a table, or an observation, is not an image
+    for other in ("workload=dqn", "workload=regression", "data=tabular")
+    for network in IMAGE_NETWORKS
 }
-IMAGE_NETWORKS = {option: refusal[0] for pair, refusal in REFUSED.items() for option in pair if "model=" in option}
-for option, begins in IMAGE_NETWORKS.items():  # a row of a table is not an image
-    REFUSED[frozenset(("workload=regression", option))] = (begins, "the shape [10]")
-    REFUSED[frozenset(("data=tabular", option))] = (begins, "the shape [10]")
 for name in ("classifier", "resnet50"):
-    REFUSED[frozenset((f"workload={name}", "data=tabular"))] = ("data: got 'Tabular'", "classes")
-for name, kind in {"digits": "Digits", "synthetic": "Synthetic"}.items():
-    REFUSED[frozenset(("workload=regression", f"data={name}"))] = (f"data: got '{kind}'", "numbers")
+    REFUSED[frozenset((f"workload={name}", "data=tabular"))] = "data"
+for name in ("digits", "synthetic"):
+    REFUSED[frozenset(("workload=regression", f"data={name}"))] = "data"
 for mode in ("model", "pipeline"):
-    REFUSED[frozenset(("workload=dqn", f"parallel={mode}"))] = ("workload: got 'DQN'", "loss")
-REFUSED[frozenset(("optimizer=muon", "parallel=fsdp"))] = ("optimizer: got 'Muon'", "fsdp")
-REFUSED[frozenset(("workload=dqn", "debug=overfit"))] = ("workload.overfit_batches:", "DQN")
+    REFUSED[frozenset(("workload=dqn", f"parallel={mode}"))] = "workload"
+REFUSED[frozenset(("optimizer=muon", "parallel=fsdp"))] = "optimizer"
+REFUSED[frozenset(("workload=dqn", "debug=overfit"))] = "workload.overfit_batches"
 if find_spec("Box2D") is None:
-    ABSENT_HERE["experiment=dqn_lunarlander"] = ("env.id: got 'LunarLander-v3'", "box2d")
-    REFUSED[frozenset(("workload=dqn", "env=lunarlander"))] = ("env.id: got 'LunarLander-v3'", "box2d")
+    ABSENT_HERE["experiment=dqn_lunarlander"] = "env.id"
+    REFUSED[frozenset(("workload=dqn", "env=lunarlander"))] = "env.id"
 if accelerator_type() == "cuda":
-    REFUSED[frozenset(("parallel=hogwild", "device=cuda"))] = ("device.kind: got 'cuda'", "hogwild")
+    REFUSED[frozenset(("parallel=hogwild", "device=cuda"))] = "device.kind"
 if accelerator_type() == "mps":
     for mode in ("ddp", "fsdp", "ensemble", "hogwild"):
-        REFUSED[frozenset((f"parallel={mode}", "device=mps"))] = ("device.kind: got 'mps'", "device=cpu")
+        REFUSED[frozenset((f"parallel={mode}", "device=mps"))] = "device.kind"
 
 FILES = sorted(CONF.glob("*/[!_]*.yaml"))
 INHERITED = sorted(CONF.glob("*/_*.yaml"))
@@ -164,9 +149,7 @@ def test_every_option_is_prepared_or_refused_if_it_is_not_available_here(option:
     if option in ABSENT_HERE:
         with pytest.raises(ConfigError) as refusal:
             prepare_session(run)
-        begins, word = ABSENT_HERE[option]
-        assert str(refusal.value).startswith(begins)
-        assert word in str(refusal.value)
+        assert refusal.value.key == ABSENT_HERE[option]
 
 
 ROWS = covering_rows(HERE, REFUSED)
@@ -180,13 +163,12 @@ def test_runs_with_all_compatible_pairs_of_options_are_prepared() -> None:
 
 
 def test_incompatible_pairs_of_options_are_refused_by_key() -> None:
-    for pair, (begins, word) in REFUSED.items():
+    for pair, key in REFUSED.items():
         chosen = {option.partition("=")[0] for option in pair}
         needed = [text for option in pair for text in WITH.get(option, ()) if text.partition("=")[0] not in chosen]
         with pytest.raises(ConfigError) as refusal:
             checked(build_composed_run(*pair, *needed), pair)
-        assert str(refusal.value).startswith(begins)
-        assert word in str(refusal.value)
+        assert refusal.value.key == key
 
 
 @pytest.mark.slow
