@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Optional
 
 import pytest
-from helpers.command import ROOT, child_environment
+from helpers.command import ROOT, run_program
 from helpers.compose import compose_config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -172,7 +171,6 @@ def test_build_converts_values_fills_in_defaults_and_passes_parts_on() -> None:
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"number": -1}, "whole.number: got -1.0: it must be a finite number ≥ 0"),
         ({"number": 1, "names": ["a", 10]}, "whole.names: got ['a', 10]: it must be a list"),
         ({"number": 1, "part": {}}, "whole.part: Whole has no such option"),
         ({"number": 1, "made": 1}, "whole.made: Whole has no such option"),
@@ -245,8 +243,7 @@ def test_a_package_is_trusted_through_its_entry_point(plugin: Path) -> None:
 
 
 def test_the_config_package_imports_neither_torch_nor_hydra() -> None:
-    words = [sys.executable, "-m", "helpers.programs", "imported_by", "runner.config.schema", "runner.config.options"]
-    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
+    done = run_program("imported_by", "runner.config.schema", "runner.config.options")
     imported = set(done.stdout.split())
     assert {"runner.config.schema", "omegaconf"} <= imported
     assert not imported & {"torch", "hydra", "numpy"}

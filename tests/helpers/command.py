@@ -34,6 +34,12 @@ def child_environment(**variables: str) -> dict[str, str]:
     return kept | own | variables
 
 
+def run_program(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a function of `helpers.programs` with its arguments in a new interpreter, to its end."""
+    options: Any = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS, "env": child_environment()}
+    return subprocess.run([sys.executable, "-m", "helpers.programs", *words], **options)
+
+
 def start_in_new_interpreter(*arguments: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
     """Start `python -m runner ARGUMENTS` in a fresh interpreter in `cwd`, in the background."""
     usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": child_environment()}

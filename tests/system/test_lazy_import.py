@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
-from helpers.command import child_environment
+from helpers.command import run_program
 from helpers.programs import FIRST_USES
 
 FAST = ("submodule_of_the_other_package",)  # three seconds each
@@ -16,12 +13,10 @@ FAST = ("submodule_of_the_other_package",)  # three seconds each
     "first_use", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FIRST_USES]
 )
 def test_a_lazy_import_loads_nothing_and_the_first_use_loads_the_whole_package_once(first_use: str) -> None:
-    words = [sys.executable, "-m", "helpers.programs", "import_lazily", first_use]
-    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=False)
+    done = run_program("import_lazily", first_use)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_deferred_compiler_is_loaded_at_its_first_use_and_works_as_usual() -> None:
-    words = [sys.executable, "-m", "helpers.programs", "deferred_compiler"]
-    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=False)
+    done = run_program("deferred_compiler")
     assert done.returncode == 0, done.stderr

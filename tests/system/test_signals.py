@@ -9,7 +9,6 @@ import pty
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import termios
 import threading
@@ -28,6 +27,7 @@ from helpers.command import (
     Command,
     child_environment,
     run_command,
+    run_program,
     start_in_new_interpreter,
     wait_until,
 )
@@ -60,8 +60,7 @@ def test_a_signal_is_received_and_announced_and_ctrl_c_then_interrupts(
 @pytest.mark.parametrize("place", ["exec", "destructor"])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
 def test_a_command_that_is_stopped_inside_exec_or_a_destructor_cleans_up(place: str, name: str, code: int) -> None:
-    words = [sys.executable, "-m", "helpers.programs", "signal_itself", place, name]
-    ended = subprocess.run(words, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    ended = run_program("signal_itself", place, name)
     assert (ended.returncode, ended.stdout) == (code, "cleaned up\n"), ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -143,10 +142,7 @@ def test_a_signal_after_training_ends_a_sweep_before_its_next_job() -> None:
         assert stop.received == ""
         with pytest.raises(SystemExit):
             before_training()
-
-
-def test_a_signal_during_the_last_step_stops_the_next_job() -> None:
-    with CommandSignals():
+    with CommandSignals():  # and one during the last step stops the next job
         with StopRequest():
             os.kill(os.getpid(), signal.SIGUSR2)
         with StopRequest() as next_job:
