@@ -142,23 +142,20 @@ def test_evaluation_of_a_saved_dqn_run_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "overrides", "key"),
+    ("overrides", "key"),
     [
-        (5, [], "checkpoint"),
-        ("newest", [], "checkpoint"),
-        ("last", ["resume=auto"], "resume"),
-        ("last", "data.size=16", "overrides"),
-        ("last", ["env=acrobot"], "env"),
-        ("last", ["optimizer.lrr=1"], "optimizer.lrr"),
-        ("last", ["data.size=16"], "data.size=16"),
-        ("last", ["model.hidden=7"], "model.hidden=7"),
+        (["resume=auto"], "resume"),
+        ("data.size=16", "overrides"),
+        (["env=acrobot"], "env"),
+        (["data.size=16"], "data.size=16"),
+        (["model.hidden=7"], "model.hidden=7"),
     ],
 )
 def test_invalid_evaluations_are_config_errors_that_name_the_key(
-    choice: str | int, overrides: list[str] | str, key: str, run: runner.SavedRun
+    overrides: list[str] | str, key: str, run: runner.SavedRun
 ) -> None:
     with pytest.raises(runner.ConfigError) as error:
-        run.evaluate(choice, overrides)
+        run.evaluate("last", overrides)
     assert error.value.key == key
 
 
@@ -169,14 +166,12 @@ def test_a_directory_that_is_no_run_is_refused(run: runner.SavedRun, tmp_path: P
         assert error.value.key == "directory"
 
 
-def test_data_with_other_classes_is_not_evaluated(tmp_path: Path) -> None:
-    for name, classes in (("photos", ("cat", "dog")), ("other", ("dog", "zebra"))):
-        write_images(tmp_path / name)
-        for split in (tmp_path / name).iterdir():
-            for old, new in zip(("dog", "cat"), reversed(classes), strict=True):
-                (split / old).rename(split / f"new_{new}")
-    options = ("data=imagefolder", "data.size=8", "data.workers=0", "batch_size=8")
-    run = trained(*options, "data.root=photos")
+def test_data_with_other_classes_is_not_evaluated() -> None:
+    for name in ("photos", "other"):
+        write_images(Path(name))
+    for split in ("train", "val"):
+        Path(f"other/{split}/dog").rename(f"other/{split}/zebra")
+    run = trained("data=imagefolder", "data.root=photos", "data.size=8", "data.workers=0", "batch_size=8")
     with pytest.raises(runner.ConfigError, match="the model was trained with the classes"):
         run.evaluate("last", ["data.root=other"])
 

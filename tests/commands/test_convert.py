@@ -80,17 +80,6 @@ def test_a_checkpoint_can_be_chosen_and_the_best_is_the_default(run: Path) -> No
     assert not same(saved(run, 4), saved(run, 3)), "or the test would see nothing"
 
 
-def test_averaged_weights_are_exported_unless_another_file_is_named(tmp_path: Path) -> None:
-    result = runner.train([*TINY_CPU, "steps=4", "ema.decay=0.9", f"output_root={tmp_path}"])
-    assert result.directory is not None
-    newest = checkpoint(result.directory, 4)
-    plain, averaged = load_file(newest / "model.safetensors"), load_file(newest / "ema.safetensors")
-    assert not same(plain, averaged), "or the test would see nothing"
-    for source, wanted in {result.directory: averaged, newest / "model.safetensors": plain}.items():
-        assert converted(source, tmp_path / "out.safetensors", "--force") == 0
-        assert same(read(tmp_path / "out.safetensors"), wanted)
-
-
 def test_each_format_has_the_weights_and_a_conversion_back_is_byte_identical(run: Path) -> None:
     weights = saved(run, 4)
     prefixed = {f"module.{name}": tensor for name, tensor in weights.items()}

@@ -20,7 +20,7 @@ from runner.seeds import derive
 
 
 class Corridor(gymnasium.Env):
-    """An environment with six positions. Action 1 moves forward by one; the gray level of a frame is 40 × position."""
+    """Six positions; action 1 moves forward by one. The gray level of a frame is 40 × position."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 50}  # pyright: ignore
     observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float32)
@@ -77,17 +77,6 @@ def by_hand(run: runner.Result, seed: int) -> tuple[float, int, list[int]]:
     return total, env.steps, places
 
 
-def shades_in(path: str) -> list[int]:
-    """Return the gray level of each frame of a film."""
-    shades: list[int] = []
-    with Image.open(path) as film:
-        for index in range(film.n_frames):  # pyright: ignore[reportAttributeAccessIssue]
-            film.seek(index)
-            # a frame that equals the previous one is not stored; the previous one is shown for longer
-            shades += [film.convert("RGB").getpixel((2, 2))[0]] * round(film.info["duration"] / 40)  # pyright: ignore
-    return shades
-
-
 def test_the_film_and_the_returns_are_those_of_the_greedy_policy(
     agent: runner.Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +88,13 @@ def test_the_film_and_the_returns_are_those_of_the_greedy_policy(
         f"episode {number}: return {total:g}, {length} steps" for number, (total, length, _) in enumerate(episodes)
     ]
     every_other = [40 * place for _, _, places in episodes for place in places[::2]]
-    assert shades_in("agent.gif") == every_other
+    shades: list[int] = []
+    with Image.open("agent.gif") as film:
+        for index in range(film.n_frames):  # pyright: ignore[reportAttributeAccessIssue]
+            film.seek(index)
+            # a frame that equals the previous one is not stored; the previous one is shown for longer
+            shades += [film.convert("RGB").getpixel((2, 2))[0]] * round(film.info["duration"] / 40)  # pyright: ignore
+    assert shades == every_other
     assert len(set(every_other)) > 1
 
 
