@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import option_content
-from helpers.plain_loop import MuonAndAdamW
+from helpers.plain_loop import muon_and_adamw
 
 from runner.config.errors import ConfigError
 from runner.config.schema import build
@@ -53,7 +53,7 @@ CASES: list[tuple[Optimizer, Callable[[Iterable], torch.optim.Optimizer]]] = [
         lambda p: torch.optim.Adagrad(p, 0.01, 0.1, 0.1),
     ),
     (Named(lr=0.01, name="Rprop"), lambda p: torch.optim.Rprop(p, 0.01)),
-    (Muon(lr=0.003, weight_decay=0.1), lambda p: MuonAndAdamW(list(p))),
+    (Muon(lr=0.003, weight_decay=0.1), lambda p: muon_and_adamw(list(p))),
 ]
 
 

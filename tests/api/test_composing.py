@@ -55,10 +55,6 @@ def test_a_program_that_uses_hydra_itself_can_compose() -> None:
     ("words", "key"),
     [
         (["seeed=1"], "seeed"),
-        (["precision=17"], "precision"),
-        (["sweep.slots=2"], "sweep"),
-        (["seed"], "seed"),
-        (["seed=[1"], "seed=[1"),
         (["--cfgg"], "--cfgg"),
         (["resume=nowhere"], "resume"),
         (["name=${nothing}"], "name"),

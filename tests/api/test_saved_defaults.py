@@ -165,18 +165,10 @@ def test_what_is_not_trusted_has_to_be_typed_again(
     assert typed == value
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"keep": [{"x": "${oc.env:SECRET}"}]},
-        {"model": {"_target_": "runner.model.networks.ConvNet", "weights": "${oc.env:SECRET}"}},
-    ],
-    ids=["list", "value"],
-)
-def test_an_environment_variable_in_a_saved_config_is_not_printed_or_saved(values: dict[str, Any], run: Path) -> None:
-    change(run, **values)
+def test_an_environment_variable_in_a_saved_config_is_not_printed_or_saved(run: Path) -> None:
+    change(run, keep=[{"x": "${oc.env:SECRET}"}])
     code, console = run_command(f"resume={run}", "steps=5", cwd=Path.cwd(), SECRET="hidden treasure")
-    assert (code, next(iter(values)) in console, "Traceback" in console) == (2, True, False)
+    assert (code, "keep" in console, "Traceback" in console) == (2, True, False)
     assert "treasure" not in console + "".join(map(str, tree(run).values()))
 
 

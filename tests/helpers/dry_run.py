@@ -8,7 +8,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from hydra.core.global_hydra import GlobalHydra
@@ -20,23 +21,12 @@ from runner.commands.train import main as run_command
 from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run
-from runner.state import State
-from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoint_writing import Checkpoints
 from runner.training import prepare, train_step
 
 
-class CommandOutcome(NamedTuple):
-    code: int
-    console: str
-    directory: Path | None
-    checkpoint: Checkpoint | None
-    result: Result | None
-    state: State | None
-
-
-def run_up_to_training(*arguments: str, cwd: Path, train_one_step: bool = False) -> CommandOutcome:
-    """Run the command with `arguments` in `cwd`, without training."""
+def run_up_to_training(*arguments: str, cwd: Path, train_one_step: bool = False) -> SimpleNamespace:
+    """Run the command without training; return `code`, `console`, and `directory`, `checkpoint`, `result`, `state`."""
     seen: dict[str, Any] = {}
 
     def written(run: Run, directory: Path, result: Result) -> None:
@@ -44,7 +34,7 @@ def run_up_to_training(*arguments: str, cwd: Path, train_one_step: bool = False)
             seen["directory"], seen["result"] = directory, result
         write_result(run, directory, result)
 
-    def instead(run: Run, session: Session, _: object, directory: Path, begin: Callable[[], None]) -> Result:
+    def instead(run: Run, session: Session, _: Any, directory: Path, begin: Callable[[], None], *__: Any) -> Result:
         seen["directory"] = directory
         if train_one_step:
             seen["state"] = state = prepare(run, session, directory)
@@ -59,8 +49,8 @@ def run_up_to_training(*arguments: str, cwd: Path, train_one_step: bool = False)
 
     with mock.patch("runner.api.run_job.write_result", written):
         code, console = run_in_this_process(list(arguments), cwd, instead)
-    found = (seen.get(key) for key in ("directory", "checkpoint", "result", "state"))
-    return CommandOutcome(code, console, *found)
+    found = {key: seen.get(key) for key in ("directory", "checkpoint", "result", "state")}
+    return SimpleNamespace(code=code, console=console, **found)
 
 
 def run_in_this_process(arguments: list[str], cwd: Path, trained: Callable[..., Result] = trained) -> tuple[int, str]:

@@ -130,10 +130,6 @@ class Fault:
     console_pattern: str = ""
     traceback: bool = False
 
-    def __str__(self) -> str:
-        where = f"{self.process} {self.at_point} ({self.visit_number})" if self.at_point else f"{self.after:.2f} s"
-        return f"{self.action}: {where}"
-
 
 class FaultTrial:
     """One run, from its first session to its end, with a fault in each session but the last."""

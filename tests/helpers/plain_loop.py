@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import safetensors.torch
@@ -63,28 +64,19 @@ OPTIMIZER_CASES: dict[str, tuple[list[str], Callable[..., torch.optim.Optimizer]
 """Overrides that choose an optimizer, and its constructor. The tiny network has four layers with weight and bias."""
 
 
-class MuonAndAdamW:
-    def __init__(self, parameters: list[torch.nn.Parameter]):
-        matrices, others = ([p for p in parameters if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
-        self.parts = [
-            torch.optim.Muon(matrices, 0.003, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, 0.003, weight_decay=0.1),
-        ]
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad()
+def muon_and_adamw(parameters: list[torch.nn.Parameter]) -> SimpleNamespace:
+    matrices, others = ([p for p in parameters if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
+    muon = torch.optim.Muon(matrices, 0.003, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, 0.003, weight_decay=0.1)
+    each = (muon, adamw)
+    return SimpleNamespace(step=lambda: [o.step() for o in each], zero_grad=lambda: [o.zero_grad() for o in each])
 
 
 ALL_OPTIMIZER_CASES: dict[str, tuple[list[str], Callable[..., Any]]] = {
     **OPTIMIZER_CASES,
     "nadam": (["optimizer=nadam", "optimizer.lr=0.003"], lambda p: torch.optim.NAdam(p, lr=0.003)),
     "rmsprop": (["optimizer=rmsprop", "optimizer.lr=0.003"], lambda p: torch.optim.RMSprop(p, lr=0.003)),
-    "muon": (["optimizer=muon", "optimizer.lr=0.003"], MuonAndAdamW),
+    "muon": (["optimizer=muon", "optimizer.lr=0.003"], muon_and_adamw),
 }
 """`OPTIMIZER_CASES`, and more to compare in float64.
 
