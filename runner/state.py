@@ -18,11 +18,10 @@ from runner.result import Result
 from runner.run import Run, config_hash
 from runner.schedule import Schedule
 from runner.seeds import random_state, set_random_state
-from runner.storage.checkpoint import Checkpoint
+from runner.storage.checkpoint import SIGNATURE, Checkpoint, untrusted
 from runner.storage.checkpoint_writing import Checkpoints, prune
 from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_like
-from runner.storage.manifest import untrusted
-from runner.storage.run_directory import step_name, step_of
+from runner.storage.run_directory import CONFIG, step_name, step_of
 from runner.storage.saved_run import config_text, named_checkpoint
 from runner.storage.signature import saved_signature, signature_text
 from runner.system import memory, torch_errors
@@ -69,7 +68,7 @@ class State:
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
         self.out_of_time = ""  # the rule `stop.max_time` in words, once the time of rank 0 is up
-        self.hash = config_hash(run.config)
+        self.hash, config = config_hash(run.config), config_text(run.config)
         self.checkpoints = Checkpoints(
             directory,
             run.keep,
@@ -78,8 +77,7 @@ class State:
             session.collectives.barrier,
             session.collectives.timeout,
             self.hash,
-            config_text(run.config),
-            partial(_signature_text, run.workload),
+            {CONFIG: lambda: config, SIGNATURE: partial(_signature_text, run.workload)},
         )
 
     @property

@@ -20,7 +20,7 @@ from runner.resume.starting_point import Claim, claimed_directory
 from runner.run import Run, check_same_config, check_used, config_hash
 from runner.storage import run_directory
 from runner.storage.checkpoint_writing import prune
-from runner.storage.files import write_json
+from runner.storage.files import json_text, write_text
 from runner.system import torch_errors
 from runner.system.secrets import printable, redacted
 from runner.tracking.log_file import LogFile
@@ -122,7 +122,7 @@ def write_result(run: Run, directory: Path, result: Result) -> None:
     If `result.json` cannot be written, print the reason, and make it the error of `result`, with the status `crashed`.
     """
     try:
-        write_json(directory / run_directory.RESULT, result.as_dict())
+        write_text(directory / run_directory.RESULT, json_text(result.as_dict()))
         if result.status == "done" and run.keep == 0:
             # After writing the result: a run killed in between must not start from step 0.
             prune(directory / "checkpoints", keep=0)

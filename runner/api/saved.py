@@ -18,8 +18,7 @@ from runner.data.decode import ImageInput
 from runner.model.base import without_memory
 from runner.run import Run, build_run, check_used
 from runner.storage import checkpoint as stored
-from runner.storage.checkpoint import chosen_checkpoint
-from runner.storage.manifest import DamagedError
+from runner.storage.checkpoint import DamagedError, chosen_checkpoint
 from runner.storage.run_directory import read_result, step_of
 from runner.storage.saved_run import UnreadableConfigError, checkpoints, directory_of, saved_config, saved_overrides
 from runner.storage.signature import saved_signature
@@ -50,8 +49,9 @@ class SavedRun:
         try:
             values = saved_config(directory).values
         except UnreadableConfigError as error:
-            why = f"there is no run whose config can be read ({error})"
-            raise ConfigError("directory", str(directory), why, "name a run directory: outputs/NAME/RUN") from None
+            raise ConfigError(
+                "directory", str(directory), error.why, "name a run directory: outputs/NAME/RUN"
+            ) from None
         self.directory = directory
         self.config = Config(values, saved_overrides(directory))
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.composition import register_saved
-from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, errors_under
+from runner.config.errors import ABSENT, check, did_you_mean, errors_under
 from runner.config.overrides import override_key
 from runner.config.schema import checked_values, load_class, option_fields
 from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run
-from runner.storage.saved_run import UnreadableConfigError, saved_config
+from runner.storage.saved_run import saved_config
 from runner.system.secrets import MASK
 from runner.workloads.base import Workload
 
@@ -31,11 +31,7 @@ def saved_root(source: Path, overrides: Sequence[str]) -> str:
     Raises:
         ConfigError: if the config cannot be read, or has an invalid value that `overrides` do not replace.
     """
-    try:
-        saved = saved_config(source)
-    except UnreadableConfigError as error:
-        why = f"there is no run whose config can be read ({error})"
-        raise ConfigError("resume", str(source), why, "name a run directory, or a checkpoint in one") from None
+    saved = saved_config(source)
     for reason in saved.unreadable:
         log.warning("%s; the config is read from %s", reason, saved.file)
     overridden = set(map(override_key, overrides))

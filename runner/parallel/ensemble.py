@@ -14,7 +14,7 @@ from runner.parallel import full_state
 from runner.parallel.collectives import ProcessGroup
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
-from runner.storage.content_checks import check_count, check_like
+from runner.storage.content_checks import COUNT, check_like
 from runner.tracking.metrics import MetricSums
 
 
@@ -79,7 +79,7 @@ class Ensemble(MultiProcess):
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         saved, members = state.get("members", 1), self._session.world_size
-        check_count(saved, "members")
+        check_like(saved, COUNT, "members")
         if saved != members:
             why = f"the checkpoint holds {saved} member{'s' * (saved > 1)}"
             remedy = f"parallel.processes={saved}, or start anew"

@@ -23,7 +23,7 @@ from runner.planning.trial import Trial, TrialError
 from runner.resume.changed_options import differences
 from runner.run import Run, build_run
 from runner.storage.run_directory import read_result, readable_entries
-from runner.storage.saved_run import UnreadableConfigError, saved_config
+from runner.storage.saved_run import saved_config
 from runner.system.accelerator import total_bytes
 from runner.system.memory import host_memory
 
@@ -156,8 +156,7 @@ def with_accumulation(job: Job, compose: Callable[[Sequence[str]], Job], directo
         entries = reversed(readable_entries(Path(job.config["output_root"], job.config["name"])))
         paths = [path for path in entries if read_result(path).get("status") != "done"]
     for path in paths:
-        refused = (UnreadableConfigError, ConfigError, HydraException, OmegaConfBaseException)
-        with suppress(*refused, KeyError, TypeError):
+        with suppress(ConfigError, HydraException, OmegaConfBaseException, KeyError, TypeError):
             saved = saved_config(path).values
             steps = saved["accumulation"]["steps"]
             if type(steps) is int and not differences(saved, job.config):

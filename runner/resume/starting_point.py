@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -20,28 +19,26 @@ from runner.parallel.session import Session
 from runner.result import Result
 from runner.resume.changed_options import Difference, check_resumable, differences
 from runner.run import Run
-from runner.storage import run_directory
-from runner.storage.files import UnsafeFileError, check_readable, is_locked, read_regular, renamed_together, sync
-from runner.storage.manifest import DamagedError, saved_text, verified_manifest
-from runner.storage.saved_run import (
-    UnreadableConfigError,
-    checkpoints,
-    config_files,
-    directory_of,
-    is_of_a_run,
-    named_checkpoint,
-    parse_config,
-    saved_config,
-    saved_overrides,
+from runner.storage import run_directory, saved_run
+from runner.storage.checkpoint import DamagedError, saved_text, verified_manifest
+from runner.storage.files import (
+    UnsafeFileError,
+    check_readable,
+    is_locked,
+    json_text,
+    read_regular,
+    renamed_together,
+    sync,
 )
+from runner.storage.saved_run import UnreadableConfigError, named_checkpoint, saved_config
 from runner.storage.signature import saved_signature
 from runner.system.provenance import environment
 from runner.system.secrets import redacted_values
 
 log = logging.getLogger(__name__)
 
-_BEFORE_CONFIG = {".lock", *(f".{name}.part" for name in ("config.yaml", "overrides.yaml", "environment.json"))}
-_BEFORE_CONFIG |= {run_directory.OVERRIDES}
+_FIRST = (run_directory.ENVIRONMENT, run_directory.OVERRIDES)
+_BEFORE_CONFIG = {".lock", *_FIRST, *(f".{name}.part" for name in (*_FIRST, run_directory.CONFIG))}
 """The files that a run which is killed before it has written its config may leave behind, the lock always."""
 
 _SHOWN = 5  # differences that a message mentions
@@ -85,11 +82,13 @@ def claimed_directory(
             directory `name` exists, and is not resumed; or if the directory cannot be written to.
     """
     existing = run_directory.nearest_existing(parent / (name or "")).resolve()
-    claim = _to_resume(run, session, parent, name) or _new_directory(parent, name, overrides, existing)
+    claim = _to_resume(run, parent, name) or _new_directory(parent, name, overrides, existing)
     begun = False
     with claim.lock:
         try:
             if claim.has_run:
+                if run.resume != "auto":
+                    _check_named(run, session, claim.path, run.resume)
                 _check_checkpoint(claim, run, session)
             if claim.result is None:
                 claim.begin = _beginning(claim, run, overrides)
@@ -114,25 +113,27 @@ def _new_directory(parent: Path, name: str | None, overrides: list[str], existin
             (path / ".lock").unlink()
         run_directory.remove_empty(path, existing)
         raise _unwritable("output_root", path, error) from None
+    return Claim(path, _needed("--run-directory", path, lock), has_run=False)
+
+
+def _needed(key: str, path: Path, lock: IO[str] | None) -> IO[str]:
     if lock is None:
-        why, remedy = "another process is running in it", "wait for it, or name another one"
-        raise ConfigError("--run-directory", str(path), why, remedy)
-    return Claim(path, lock, has_run=False)
+        raise ConfigError(key, str(path), "another process is running in it", "wait for it, or stop it")
+    return lock
 
 
 def _unwritable(key: str, path: Path, error: OSError) -> ConfigError:
-    remedy = "make room, or output_root=DIR elsewhere" if key == "output_root" else "make room, or make it writable"
-    return ConfigError(key, str(path), f"{error.filename or path} cannot be written ({error.strerror})", remedy)
+    why = f"{error.filename or path} cannot be written ({error.strerror})"
+    return ConfigError(key, str(path), why, "make room, or make it writable")
 
 
 def _beginning(claim: Claim, run: Run, overrides: list[str]) -> Callable[[], None]:
     """Return `Claim.begin`, which can be pickled, for a session that has steps to do."""
-    about = {"began": datetime.now(UTC).isoformat(), **environment()}
-    content = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
+    about = json_text({"began": datetime.now(UTC).isoformat(), **environment()})
     typed = set(map(override_key, overrides))
-    earlier = [text for text in saved_overrides(claim.path) if override_key(text) not in typed]
-    files = {claim.path / run_directory.ENVIRONMENT: content.encode()}
-    files |= config_files(claim.path, run.config, redacted_values([*earlier, *overrides]))
+    earlier = [text for text in saved_run.saved_overrides(claim.path) if override_key(text) not in typed]
+    files = {claim.path / run_directory.ENVIRONMENT: about.encode()}
+    files |= saved_run.config_files(claim.path, run.config, redacted_values([*earlier, *overrides]))
     key = "resume" if claim.has_run else "output_root"
     return partial(_begin, claim.path, files, named_checkpoint(run.resume), key)
 
@@ -179,20 +180,14 @@ def _result_if_done(path: Path, run: Run, session: Session) -> dict[str, Any] | 
     return {key: value for key, value in result.items() if key in known} if done else None
 
 
-def _to_resume(run: Run, session: Session, parent: Path, name: str | None) -> Claim | None:
+def _to_resume(run: Run, parent: Path, name: str | None) -> Claim | None:
     source = run.resume
     if source == "never":
         return None
     if source == "auto":
         return _unfinished(run, parent) if name is None else _started(run, parent / name)
-    path = directory_of(Path(source)).resolve()
-    lock = _locked_for_us(path)
-    try:
-        _check_named(run, session, path, source)
-    except ConfigError:
-        lock.close()
-        raise
-    return Claim(path, lock)
+    path = saved_run.directory_of(Path(source)).resolve()
+    return Claim(path, _needed("resume", path, _locked(path)))
 
 
 def _locked(path: Path) -> IO[str] | None:
@@ -204,22 +199,11 @@ def _locked(path: Path) -> IO[str] | None:
         raise ConfigError("resume", str(error.filename or path), str(error.strerror), remedy) from None
 
 
-def _locked_for_us(path: Path) -> IO[str]:
-    lock = _locked(path)
-    if lock is None:
-        raise ConfigError("resume", str(path), "another process is running in it", "wait for it, or stop it")
-    return lock
-
-
 def _check_named(run: Run, session: Session, path: Path, source: str) -> None:
     checkpoint = named_checkpoint(source)
-    try:
-        saved = saved_config(checkpoint or path)
-    except UnreadableConfigError as error:
-        why = f"there is no run whose config can be read ({error})"
-        raise ConfigError("resume", source, why, "name a run directory, or a checkpoint in one") from None
+    saved = saved_config(checkpoint or path)
     if checkpoint is not None and (not checkpoint.is_dir() or run_directory.step_of(checkpoint) is None):
-        names = ", ".join(each.name for each in checkpoints(path))
+        names = ", ".join(each.name for each in saved_run.checkpoints(path))
         remedy = f"choose from: {names}" if names else "it has none: resume its run directory, or start a new run"
         raise ConfigError("resume", source, "there is no such checkpoint", remedy)
     check_resumable(saved.values, run.config, source)
@@ -235,17 +219,15 @@ def _check_named(run: Run, session: Session, path: Path, source: str) -> None:
 
 
 def _check_checkpoint(claim: Claim, run: Run, session: Session) -> None:
-    """Check that `run` can continue the run that wrote the checkpoint to resume from, and find out if it is done.
-
-    The config of the run directory is not enough: it or the checkpoint may have been copied from another run. What
-    cannot be read is not checked: when it is loaded, an error says why, or the previous checkpoint is taken.
-    """
+    """Check that `run` can continue the run that wrote the checkpoint to resume from, and find out if it is done."""
+    # The config of the run directory is not enough: it or the checkpoint may have been copied from another run. What
+    # cannot be read is not checked: when it is loaded, an error says why, or the previous checkpoint is taken.
     newest = claim.path / "checkpoints" / run_directory.step_name(run_directory.newest_step(claim.path))
     checkpoint = named_checkpoint(run.resume) or newest
-    unreadable = (OSError, DamagedError, ConfigError, UnreadableConfigError)
+    unreadable = (OSError, DamagedError, ConfigError)
     saved, signature = None, None
     with suppress(*unreadable):
-        saved = parse_config((saved_text(checkpoint, run_directory.CONFIG) or "").encode())
+        saved = saved_run.parse_config((saved_text(checkpoint, run_directory.CONFIG) or "").encode())
     with suppress(*unreadable):
         signature = saved_signature(checkpoint)
     if saved is not None:
@@ -285,9 +267,9 @@ def _started(run: Run, path: Path) -> Claim | None:
         return None
     for each in (path, path / run_directory.CONFIG):
         check_readable("--run-directory", each)
-    if not path.is_dir() or path.is_symlink() or not (_has_not_begun(path) or is_of_a_run(path)):
+    if not path.is_dir() or path.is_symlink() or not (_has_not_begun(path) or saved_run.is_of_a_run(path)):
         raise ConfigError("--run-directory", str(path), "it exists, and is not a run directory", "name another one")
-    lock = _locked_for_us(path)
+    lock = _needed("resume", path, _locked(path))
     if _has_not_begun(path):  # only now can nobody else begin
         return Claim(path.resolve(), lock, has_run=False)
     found = _differences(path, run)
@@ -318,9 +300,9 @@ def _differences(path: Path, run: Run) -> list[Difference] | None:
     except UnreadableConfigError as error:
         may_have_checkpoints = True
         with suppress(ConfigError):  # they cannot be listed
-            may_have_checkpoints = bool(checkpoints(path))
+            may_have_checkpoints = bool(saved_run.checkpoints(path))
         if may_have_checkpoints:
-            why = f"whether {path} is the run to resume is not known, because its config cannot be read ({error})"
+            why = f"whether {path} is the run to resume is not known: {error.why}"
             remedy = "resume=never starts a new run; resume=auto goes on without that directory once it is moved away"
             raise ConfigError("resume", run.resume, why, remedy) from None
         return None

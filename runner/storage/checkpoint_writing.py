@@ -16,7 +16,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,11 @@ import torch
 from safetensors import SafetensorError
 
 from runner.config.errors import ConfigError
-from runner.storage.checkpoint import EMA, MODEL, STATE, Checkpoint, load, rank_file
-from runner.storage.files import UnsafeFileError, check_no_link, sync
-from runner.storage.manifest import NAME as MANIFEST
-from runner.storage.manifest import SIGNATURE, DamagedError, manifest_of, untrusted
-from runner.storage.run_directory import CONFIG, StorageError, entries, free_name, identity, saved_steps, step_name
+from runner.storage import checkpoint as stored
+from runner.storage.checkpoint import Checkpoint, DamagedError, load, rank_file
+from runner.storage.files import check_no_link, sync
+from runner.storage.run_directory import StorageError, entries, free_name, identity, saved_steps, step_name, step_of
+from runner.storage.saved_run import checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class Checkpoints:
         barrier: function that returns once all ranks have called it.
         timeout: seconds that rank 0 waits for the files of the other ranks.
         config_hash: hash of the config, for the manifest.
-        config: the text of the config, which is written to each checkpoint; empty to write no config.
-        signature: function that returns the text of `model.json`; empty to write none. It is called by a thread.
+        texts: functions that return the texts of further files, by name; a file without text is not written. They are
+            called by a thread.
     """
 
     def __init__(
@@ -63,13 +63,11 @@ class Checkpoints:
         barrier: Callable[[], None] = lambda: None,
         timeout: float = math.inf,
         config_hash: str = "",
-        config: str = "",
-        signature: Callable[[], str] = str,
+        texts: Mapping[str, Callable[[], str]] = {},
     ):
         self.root = directory / "checkpoints"
         self.keep, self.rank, self.world_size, self.barrier, self.timeout = keep, rank, world_size, barrier, timeout
-        self.config_hash = config_hash
-        self.texts: dict[str, Callable[[], str]] = {CONFIG: lambda: config, SIGNATURE: signature}
+        self.config_hash, self.texts = config_hash, texts
         self._writing: Writing | None = None
         self._failed = threading.Event()
         self._identity = identity(directory)
@@ -125,50 +123,47 @@ class Checkpoints:
             self._writing.join()
 
     def _write(self, checkpoint: Checkpoint, part: Path, best_step: int | None) -> None:
-        since, state_file = time.perf_counter(), part / rank_file(self.rank)
+        state_file = part / rank_file(self.rank)
+        unfinished = part / f"{state_file.name}.part"
         with self._deleted_on_failure(part):
-            _write_synced(_unfinished(state_file), lambda path: _save(checkpoint.local, path))
-            os.replace(_unfinished(state_file), state_file)  # tells rank 0 that it is complete
+            _write_synced(unfinished, lambda path: _save(checkpoint.local, path))
+            os.replace(unfinished, state_file)  # tells rank 0 that it is complete
             if self.rank == 0:
                 self._commit(checkpoint, part)
         if self.rank == 0:
             prune(self.root, max(1, self.keep), best_step)
-        log.debug("the checkpoint of step %d took %.2f s to write", checkpoint.step, time.perf_counter() - since)
 
     @contextmanager
     def _deleted_on_failure(self, part: Path) -> Iterator[None]:
-        """Convert an OSError to a `StorageError`, and delete this rank's files in `part`: the log needs the space.
-
-        The directory stays if there are other ranks: without it, they would fail, too, with an error that hides the
-        cause. The next checkpoint deletes it.
-        """
+        """Convert an OSError to a `StorageError`, and delete this rank's files in `part`: the log needs the space."""
         try:
             yield
         except OSError as error:
             names = [rank_file(self.rank), f"{rank_file(self.rank)}.part"]
-            names += [MODEL, EMA, STATE, *self.texts, MANIFEST] if self.rank == 0 else []
+            names += [stored.MODEL, stored.EMA, stored.STATE, *self.texts, stored.MANIFEST] if self.rank == 0 else []
             with suppress(OSError):
                 for name in names:
                     (part / name).unlink(missing_ok=True)
-                if self.world_size == 1:
+                if self.world_size == 1:  # without it, other ranks would fail, too, with an error that hides the cause
                     part.rmdir()
             self.check_directory()
             raise StorageError(part, error.strerror or str(error)) from error
 
     def _commit(self, checkpoint: Checkpoint, part: Path) -> None:
-        weights = {MODEL: checkpoint.tensors} | ({EMA: checkpoint.ema} if checkpoint.ema else {})
+        weights = {stored.MODEL: checkpoint.tensors} | ({stored.EMA: checkpoint.ema} if checkpoint.ema else {})
         for name, tensors in weights.items():
             _write_synced(part / name, partial(safetensors.torch.save_file, tensors))
-        _write_synced(part / STATE, lambda path: _save(checkpoint.state, path))
+        _write_synced(part / stored.STATE, lambda path: _save(checkpoint.state, path))
         # safetensors makes its files unreadable for other users; give them the mode of the other files, from the umask.
         for name in weights:
-            (part / name).chmod(stat.S_IMODE((part / STATE).stat().st_mode))
+            (part / name).chmod(stat.S_IMODE((part / stored.STATE).stat().st_mode))
         for name, text_of in self.texts.items():
             if text := text_of():
                 _write_synced(part / name, partial(Path.write_text, data=text, encoding="utf-8"))
         self._wait_for_other_ranks(part)
-        manifest = manifest_of(part, step=checkpoint.step, world_size=self.world_size, config_hash=self.config_hash)
-        _write_synced(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
+        facts = {"step": checkpoint.step, "world_size": self.world_size, "config_hash": self.config_hash}
+        manifest = stored.manifest_of(part, **facts)
+        _write_synced(part / stored.MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
         sync(part)
         final = self.root / step_name(checkpoint.step)
         if final.exists():  # resumed from an earlier step: keep the other checkpoint under another name
@@ -196,13 +191,11 @@ class Checkpoints:
                 by this version; or if `checkpoints` is a link.
             OSError: if a file cannot be read for another reason, or a damaged checkpoint cannot be renamed.
         """
-        try:
-            steps = [step for step in saved_steps(self.root) if step <= last_step]
-        except UnsafeFileError as error:
-            raise untrusted(self.root, str(error.strerror)) from None
         damaged: dict[Path, DamagedError] = {}
         found = None
-        for path in (self.root / step_name(step) for step in reversed(steps)):
+        for path in reversed(checkpoints(self.root.parent)):
+            if (step_of(path) or 0) > last_step:
+                continue
             try:
                 found = load(path, self.rank)
                 break
@@ -226,10 +219,6 @@ class Checkpoints:
 def _save(value: object, path: Path) -> None:
     with path.open("wb") as file:  # given a path, torch would hide the OSError of a full disk
         torch.save(value, file)
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f"{path.name}.part")
 
 
 def _write_synced(path: Path, write: Callable[[Path], object]) -> None:

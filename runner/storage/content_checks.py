@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:  # results and ledgers are checked without torch
     import torch
 
+COUNT = range(10**15 + 1)
+"""The form of a count, for `check_like`: no run has more steps or samples."""
+
 _BEYOND = 2**256
 """No saved integer has this absolute value; the states of random number generators have 128 bits."""
 
@@ -45,6 +48,7 @@ def check_like(value: Any, like: Any, where: str) -> None:
     - a tensor or a `TensorSpec`: the value must be a tensor of this shape and dtype;
     - a dict or a tuple: the same keys or length, and each item must have the form of the item in `like`;
     - `{str: form}` or `[form]`: a dict with strings as keys or a list, of any length, with items of this form;
+    - a range: an int in it;
     - a type: exactly this type, and not NaN; `float` also allows an int, and `object` allows everything.
 
     Only the parts that `like` describes are examined, so a deep or cyclic value does no harm.
@@ -59,6 +63,9 @@ def check_like(value: Any, like: Any, where: str) -> None:
         _require(fits, where, type(value).__name__, like.__name__)
         is_number = type(value) is not float or not math.isnan(value)
         _require(is_number and (type(value) is not int or abs(value) < _BEYOND), where, "NaN or too large", "a number")
+    elif isinstance(like, range):
+        got = "another number" if type(value) is int else type(value).__name__
+        _require(type(value) is int and value in like, where, got, f"an int from {like.start} to {like.stop - 1}")
     elif not isinstance(like, dict | list | tuple):
         _check_tensor(value, TensorSpec(like.dtype, tuple(like.shape)), where)
     else:
@@ -88,13 +95,6 @@ def check_known(value: Any, forms: Mapping[str, Any], required: Collection[str],
     for key in forms:
         if key in value:
             check_like(value[key], forms[key], f"{where}, {key}")
-
-
-def check_count(value: Any, where: str, most: float = math.inf) -> None:
-    """Check as `check_like` does that a value from a checkpoint is an integer from 0 to `most`."""
-    check_like(value, int, where)
-    wanted = "a count" if most == math.inf else f"a count of at most {most}"
-    _require(0 <= value <= most, where, "a negative or too large number", wanted)
 
 
 def _check_tensor(value: Any, spec: TensorSpec, where: str) -> None:

@@ -22,14 +22,14 @@ class UnsafeFileError(OSError):
     """Raised for a link, a path of an unexpected type, a file that is too large, or directories nested too deeply."""
 
 
+def json_text(value: object) -> str:
+    """Return `value` as indented JSON with a line break at its end."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` as UTF-8, in the same way as `write_bytes`."""
     write_bytes(path, text.encode())
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write `value` to `path` as JSON, in the same way as `write_bytes`."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -114,18 +114,6 @@ def _check_regular(path: Path, status: os.stat_result) -> None:
 def _refusal(path: Path, mode: int, wanted: str) -> UnsafeFileError:
     why = "a symbolic link, which is not followed" if stat.S_ISLNK(mode) else f"not {wanted}"
     return UnsafeFileError(errno.EPERM, f"it is {why}", str(path))
-
-
-@contextmanager
-def utf8_path(path: Path) -> Iterator[Path]:
-    """Yield a path that is valid UTF-8 and leads to the file `path`; some libraries accept no other paths."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:  # only Linux has such names
-        with open_regular(path) as file:
-            yield Path(f"/proc/self/fd/{file.fileno()}")
-    else:
-        yield path
 
 
 def check_no_link(directory: Path) -> None:

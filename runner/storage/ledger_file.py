@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ConfigError
-from runner.storage.content_checks import UnexpectedContentError, check_count, check_known
+from runner.storage.content_checks import UnexpectedContentError, check_known
 from runner.storage.files import read_regular
 from runner.system.secrets import printable
 
@@ -19,13 +19,14 @@ LEDGER = "sweep.json"
 MAX_BYTES = 24_000_000
 """The maximum size of a ledger file in bytes: four times that of 10,000 jobs. Memory takes up to 20 times as much."""
 _HEAD = {"typed": [str], "complete": bool, "jobs": {str: dict}, "num_jobs": int, "pid": int}
-_ENTRY: dict[str, type] = {
+_ENTRY: dict[str, Any] = {
     **dict.fromkeys(("state", "config_hash", "directory", "error", "slot"), str),
-    **dict.fromkeys(("code", "tries"), int),
     **dict.fromkeys(("started", "seconds"), float),
+    "code": int,
+    "tries": range(10**9),
     "overrides": list,
 }
-"""The keys of a job's entry, and the types of their values; only `config_hash` is required.
+"""The keys of a job's entry, and the forms of their values; only `config_hash` is required.
 
 `started` is in seconds since the epoch. `seconds` is the time from the last start of the job to its end.
 """
@@ -43,7 +44,11 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
     ledger = None
     try:
         ledger = json.loads(read_regular(path / LEDGER, MAX_BYTES))
-        _check(ledger)
+        check_known(ledger, _HEAD, ("typed", "complete", "jobs"), "the sweep")
+        for number, entry in ledger["jobs"].items():
+            if not re.fullmatch("[0-9]{1,9}", number):
+                raise UnexpectedContentError(f"job {number[:20]} has no number")
+            check_known(entry, _ENTRY, ("config_hash",), f"job {number}")
         return ledger
     except (FileNotFoundError, NotADirectoryError):
         return {}
@@ -61,12 +66,3 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
 def num_jobs(ledger: dict[str, Any]) -> int:
     """Return the number of jobs of a sweep, including jobs that have not begun."""
     return max(ledger.get("num_jobs", 0), len(ledger.get("jobs", {})))
-
-
-def _check(ledger: Any) -> None:
-    check_known(ledger, _HEAD, ("typed", "complete", "jobs"), "the sweep")
-    for number, entry in ledger["jobs"].items():
-        if not re.fullmatch("[0-9]{1,9}", number):
-            raise UnexpectedContentError(f"job {number[:20]} has no number")
-        check_known(entry, _ENTRY, ("config_hash",), f"job {number}")
-        check_count(entry.get("tries", 0), f"job {number}, tries", most=10**9 - 1)

@@ -16,15 +16,8 @@ from typing import IO, Any
 
 from runner.config.errors import ConfigError
 from runner.config.overrides import LOCATION_KEYS, override_key
-from runner.storage.content_checks import UnexpectedContentError, check_count, check_known, check_like
-from runner.storage.files import (
-    MAX_LEVELS,
-    UnsafeFileError,
-    check_no_link,
-    open_regular,
-    read_regular,
-    sync,
-)
+from runner.storage.content_checks import COUNT, UnexpectedContentError, check_known, check_like
+from runner.storage.files import MAX_LEVELS, UnsafeFileError, check_no_link, open_regular, read_regular, sync
 from runner.system.secrets import MASK, redacted_values
 
 CONFIG, OVERRIDES, ENVIRONMENT, RESULT = "config.yaml", "overrides.yaml", "environment.json", "result.json"
@@ -33,15 +26,13 @@ WANDB = "wandb"
 
 MAX_BYTES = 1_000_000
 """Size limit in bytes of each of these small files (config, overrides, environment and result)."""
-_RESULT: dict[str, type] = dict.fromkeys(("metrics", "best", "step_seconds", "notes"), dict)
-_RESULT |= {"status": str, "config_hash": str, "error": str, "seconds": float, "samples_per_second": float}
-"""The types of some values of a result."""
-_MAX_STEPS = 10**15
+_RESULT: dict[str, Any] = dict.fromkeys(("metrics", "best", "step_seconds", "notes"), dict)
+_RESULT |= {"status": str, "steps": COUNT, "config_hash": str, "error": str, "seconds": float}
+_RESULT |= {"samples_per_second": float}
 _MAX_NAME = 120
 """Length limit of a job's name in bytes: file systems allow 255, but that is too wide for a terminal."""
 _MAX_LABEL = 60
 """Length limit in bytes of the part of a run's name that shows the overrides; it follows the date, time and id."""
-
 
 _MAKE_ROOM = "earlier checkpoints are intact: make room on the disk, then resume (keep=1 needs the least room)"
 
@@ -89,6 +80,10 @@ def create(parent: Path, name: str | None = None, overrides: Iterable[str] = (),
         ConfigError: with the key `key`, if the directory cannot be created, for example because `name` exists.
     """
     overrides, directory, why = list(overrides), parent, ""
+    try:
+        str(parent.absolute()).encode()
+    except UnicodeEncodeError:  # torch and safetensors could not open files there
+        raise ConfigError(key, str(parent), "its path is not UTF-8", "choose another with output_root=DIR") from None
     for _ in range(10):
         directory = parent / (name or unique_name(overrides))
         try:
@@ -98,10 +93,10 @@ def create(parent: Path, name: str | None = None, overrides: Iterable[str] = (),
             why = str(error.strerror)
             if not isinstance(error, FileExistsError | FileNotFoundError):
                 break  # otherwise, it exists, or another process has removed an empty parent: try another name
-    got, remedy = str(parent), "choose another with output_root=DIR"
-    if key != "output_root":
-        got, remedy = str(directory), "name another one; resume=auto continues the run in it"
-    raise ConfigError(key, got, f"a run directory cannot be created there ({why})", remedy)
+    got, remedy = parent, "choose another with output_root=DIR"
+    if name is not None:
+        got, remedy = directory, "name another one; resume=auto continues the run in it"
+    raise ConfigError(key, str(got), f"a run directory cannot be created there ({why})", remedy)
 
 
 def _make(directory: Path) -> None:
@@ -161,13 +156,11 @@ def read_result(directory: Path) -> dict[str, Any]:
     """Return the content of the run's `result.json`, of the right types; empty if it does not exist or is damaged."""
     try:
         result = json.loads(read_regular(directory / RESULT, MAX_BYTES))
-        check_known(result, _RESULT, ("status",), "the result")
-        check_count(result.get("steps"), "the steps", most=_MAX_STEPS)
+        check_known(result, _RESULT, ("status", "steps"), "the result")
         if best := result.get("best"):
-            check_known(best, {"metric": str}, ("metric",), "the best evaluation")
+            check_known(best, {"metric": str, "step": COUNT}, ("metric", "step"), "the best evaluation")
             if (value := best.get("value")) == value:  # not NaN
                 check_like(value, float, "its value")
-            check_count(best.get("step"), "its step", most=_MAX_STEPS)
     except (OSError, ValueError, RecursionError, UnexpectedContentError):
         return {}
     return result

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from runner.storage.files import open_regular, utf8_path
+from runner.storage.files import open_regular
 
 _HARMFUL = ("bytearray", "encode", "_rebuild_nested_tensor")
 """Functions that `torch.load` allows, but that can allocate any amount of memory or read outside of a tensor."""
@@ -42,8 +42,6 @@ def load_tensors(path: Path) -> Any:
     with open_regular(path) as file:
         is_zip = file.peek(len(_ZIP)).startswith(_ZIP)
         if is_zip:
-            if not zipfile.is_zipfile(file):
-                raise UnusualFileError("it begins like a zip archive, and is none")
             with zipfile.ZipFile(file) as archive:
                 entries = archive.infolist()
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -57,8 +55,7 @@ def load_tensors(path: Path) -> Any:
             for _ in range(_LEGACY_PICKLES):
                 if file.peek(1):
                     _check_pickle(file)
-    with utf8_path(path) as name:
-        content = torch.load(name, weights_only=True, map_location="cpu", mmap=is_zip)
+    content = torch.load(path, weights_only=True, map_location="cpu", mmap=is_zip)
     _check_sizes(content, path.stat().st_size)
     return content
 
@@ -71,11 +68,7 @@ def _check_pickle(file: Any) -> None:
 
 
 def _check_sizes(content: Any, file_bytes: int) -> None:
-    """Check that nested values are few, and that the tensors are not far larger than the file.
-
-    A small file can describe a tensor of any size, if all elements share memory or the elements are not in the file;
-    and any number of values, with lists in which the same list occurs many times.
-    """
+    """Check that nested values are few, of which some may be the same, and tensors not far larger than the file."""
     remaining, num_values, tensor_bytes = [(content, 0)], 0, 0
     while remaining:
         value, depth = remaining.pop()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from runner.config.errors import ConfigError
+from runner.config.errors import ABSENT, ConfigError
 from runner.config.yaml_file import plain_values, yaml_text
 from runner.storage.files import check_no_link, read_regular
 from runner.storage.run_directory import CONFIG, MAX_BYTES, OVERRIDES, saved_steps, step_name
@@ -19,11 +19,8 @@ from runner.system.secrets import printable, redacted_values
 _SEAL = b"# sha256 of the lines above: "
 
 
-class UnreadableConfigError(Exception):
+class UnreadableConfigError(ConfigError):
     """Raised when a saved config is damaged, or contains anything other than plain values."""
-
-    def __str__(self) -> str:
-        return printable(super().__str__())  # it may quote the file
 
 
 class SavedConfig(NamedTuple):
@@ -59,19 +56,23 @@ def parse_config(content: bytes) -> dict[str, Any]:
     """
     text, _, sha256 = content.partition(_SEAL)
     if sha256.strip() != hashlib.sha256(text).hexdigest().encode():
-        raise UnreadableConfigError("its content does not match its SHA-256; options change on the command line")
+        raise _unreadable("its content does not match its SHA-256; options change on the command line")
     return _plain(text, dict)
+
+
+def _unreadable(why: str, source: object = ABSENT) -> UnreadableConfigError:
+    return UnreadableConfigError("resume", source, why, "name a run directory, or a checkpoint in one")
 
 
 def _plain(content: bytes, kind: type) -> Any:
     try:
         values = plain_values(content.decode(), "file")
     except UnicodeDecodeError as error:
-        raise UnreadableConfigError(str(error)) from None
+        raise _unreadable(str(error)) from None
     except ConfigError as error:
-        raise UnreadableConfigError(f"{error.key}: {error.why}") from None
+        raise _unreadable(f"{error.key}: {error.why}") from None
     if not isinstance(values, kind):
-        raise UnreadableConfigError(f"it is not a {kind.__name__}")
+        raise _unreadable(f"it is not a {kind.__name__}")
     return values
 
 
@@ -92,11 +93,11 @@ def saved_config(source: Path) -> SavedConfig:
                 check_no_link(file.parent.parent)
                 return SavedConfig(parse_config(read_regular(file, MAX_BYTES)), file, unreadable)
             except (OSError, ValueError, UnreadableConfigError) as error:  # ValueError: a path with a null character
-                reason = error.strerror if isinstance(error, OSError) else error
-                unreadable.append(f"{file.relative_to(directory_of(source))}: {reason}")
+                reason = getattr(error, "strerror", None) or getattr(error, "why", error)
+                unreadable.append(printable(f"{file.relative_to(directory_of(source))}: {reason}"))
     except ConfigError as error:
         unreadable.append(f"checkpoints: {error.why}")
-    raise UnreadableConfigError("; ".join(unreadable[:3]))
+    raise _unreadable(f"there is no run whose config can be read ({'; '.join(unreadable[:3])})", str(source))
 
 
 def is_of_a_run(path: Path) -> bool:

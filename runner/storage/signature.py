@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ABSENT, ConfigError
-from runner.storage.content_checks import UnexpectedContentError, check_count, check_known, check_like
-from runner.storage.manifest import SIGNATURE, saved_text, untrusted
+from runner.storage.checkpoint import SIGNATURE, saved_text, untrusted
+from runner.storage.content_checks import COUNT, UnexpectedContentError, check_known, check_like
+from runner.storage.files import json_text
 from runner.storage.run_directory import MAX_BYTES
 
-_MAX_SIZE = 4096
-"""The largest allowed size of a dimension. Without a limit, predictions with a forged file could use up the memory."""
+_SIZE = range(1, 4097)
+"""The allowed sizes of a dimension. Without a limit, predictions with a forged file could use up the memory."""
 _MAX_DIMS = 8
 """The largest number of dimensions of an input."""
 _MAX_NAMES = 20
@@ -23,20 +25,20 @@ _MAX_NAMES = 20
 
 _MOMENTS = {"mean": [float], "std": [float]}
 _FORMS: dict[str, Any] = {
-    "inputs": [int],
+    "inputs": [_SIZE],
     "classes": [str],
     "targets": [str],
     "columns": [str],
     "scale": {str: _MOMENTS},
     "image": {"shape": [int], **_MOMENTS, "center": float},
-    "data": {"training": int, "held_out": int, "sha256": str},
+    "data": {"training": COUNT, "held_out": COUNT, "sha256": str},
 }
 """The forms of the entries of a signature (see `check_like`)."""
 
 
 def signature_text(signature: Mapping[str, Any]) -> str:
     """Return a signature as JSON text; empty if the signature is empty or too large, as with a million classes."""
-    text = json.dumps(signature, ensure_ascii=False, indent=2) + "\n" if signature else ""
+    text = json_text(signature) if signature else ""
     return text if len(text.encode()) <= MAX_BYTES else ""
 
 
@@ -65,10 +67,8 @@ def _check(signature: Any) -> None:
     check_known(entries, _FORMS, (), "it")
     inputs: list[int] = entries.get("inputs", [])
     classes, targets, image, scale = (entries.get(key) for key in ("classes", "targets", "image", "scale"))
-    for key in ("training", "held_out") if "data" in entries else ():
-        check_count(entries["data"][key], f"data, {key}")
     fits = entries.keys() <= {"data"} or ("inputs" in entries and bool(classes) != bool(targets))
-    fits = fits and len(inputs) <= _MAX_DIMS and all(0 < size <= _MAX_SIZE for size in inputs)
+    fits = fits and len(inputs) <= _MAX_DIMS
     fits = fits and (not targets or (scale is not None and {"targets"} <= scale.keys() <= {"targets", "inputs"}))
     fits = fits and ("columns" not in entries or [len(entries["columns"])] == inputs)
     if image is not None:
@@ -92,11 +92,12 @@ def check_same_names(saved: Mapping[str, Any], now: Mapping[str, Any], key: str 
     """
     for kind in ("classes", "targets", "columns"):
         there, here = saved.get(kind), now.get(kind)
-        if there and here is not None:
-            trained, has = _listed(there, here), _listed(here, there)
+        if there and here is not None and list(here) != list(there):
+            start = next(i for i, (one, other) in enumerate(zip_longest(there, here)) if one != other)
+            start = start if len(there) > _MAX_NAMES else 0  # of a long list, what follows the first difference
+            trained, has = (", ".join(names[start : start + _MAX_NAMES]) for names in (there, here))
             why = f"the model was trained with the {kind} {trained}, and this data has {has}"
-            if list(here) != list(there):
-                raise ConfigError(key, ABSENT, why, f"use data with the same {kind}, or start a new run")
+            raise ConfigError(key, ABSENT, why, f"use data with the same {kind}, or start a new run")
 
 
 def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], accept: bool) -> str:
@@ -115,11 +116,3 @@ def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], accept:
     if not accept:
         raise ConfigError("data", ABSENT, why, remedy)
     return other
-
-
-def _listed(names: Sequence[str], others: Collection[str]) -> str:
-    """Return the names as text; of a long list, those that the other list lacks, and the number of the rest."""
-    known = set(others)
-    shown = names if len(names) <= _MAX_NAMES else [name for name in names if name not in known][:_MAX_NAMES]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {more:,} more" if shown else f"{more:,} in another order") * bool(more)

@@ -199,7 +199,7 @@ def test_invalid_sources_destinations_and_flags_are_refused_by_key(
         (("broken.safetensors", "out.pt"), "SOURCE: got '", "SafetensorError: "),
         (("weights.pt", "out.pt", "--checkpoint=best"), "--checkpoint: got 'best'", "is not a run directory"),
         ((checkpoint(run, 2), "out.pt"), "directory: got '", "--checkpoint 2"),
-        ((run, "out.pt", "--checkpoint=9"), "checkpoint: got '9'", "there is no step_00000009"),
+        ((run, "out.pt", "--checkpoint=9"), "checkpoint: got '9'", "there is no such checkpoint"),
         ((run, "out.gguf"), "DESTINATION: got '", "its suffix must be one of .safetensors, .pt, .pth, .pt2, .onnx\n"),
         ((run, checkpoint(run, 1) / "copy.pt"), "DESTINATION: got '", "it is inside a checkpoint"),
         ((run, f"{'x' * 252}.pt"), "DESTINATION: got '", "File name too long"),

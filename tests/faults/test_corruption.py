@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import shutil
@@ -20,10 +19,8 @@ from helpers.runs import assert_bitwise_equal, run_outcome
 
 from runner.analysis.comparison import Comparison
 from runner.api.run_job import run_one
-from runner.config.errors import ConfigError
 from runner.run import build_run
 from runner.storage.checkpoint import Checkpoint, load
-from runner.storage.ledger_file import read_ledger
 from runner.storage.saved_run import saved_config
 
 OPTIONS = (*TINY_CPU, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=4")
@@ -222,17 +219,6 @@ def test_a_damaged_completed_run_stays_done_or_repeats_its_last_steps(
         step = 8 if file == "result.json" else 6
         assert found.checkpoint.step == step
         assert_bitwise_equal(found.checkpoint.tensors, wanted[step].tensors)
-
-
-@pytest.mark.parametrize("kind", DAMAGE if ALL else ["bit flip 1", "emptied", "truncated 3"])
-def test_a_damaged_sweep_ledger_is_ignored_or_refused(kind: str, tmp_path: Path) -> None:
-    ledger = {"typed": ["seed=0,1"], "complete": False, "jobs": {"0": {"code": 0, "config_hash": "a" * 12}}}
-    data = json.dumps(ledger, indent=2).encode()
-    for number in range(10):
-        (tmp_path / "sweep.json").write_bytes(DAMAGE[kind](data, random.Random(f"{kind} {number}")))
-        with contextlib.suppress(ConfigError):
-            found = read_ledger(tmp_path, ["seed=0,1"])
-            assert found == {} or {type(found["typed"]), type(found["jobs"])} == {list, dict}
 
 
 @pytest.mark.parametrize("file", FILES if ALL else ["config.yaml", "events", "checkpoints/step_00000004/state.pt"])

@@ -11,7 +11,7 @@ import re
 import string
 import sys
 import tempfile
-from contextlib import chdir, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,14 +20,13 @@ import pytest
 import yaml
 from helpers.dry_run import globals_restored
 from helpers.faults import RUN_ALL_FAULTS as ALL
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from runner.commands.train import main as run_command
 from runner.config.errors import WIDTH
 from runner.config.options import groups, groups_in_defaults, option_keys, root_keys
 from runner.result import Result
-from runner.sweep.engines.base import Ended, Job, Pool
 from runner.system.secrets import printable
 
 COMMANDS, FILES = (2000, 1000) if ALL else (14, 10)
@@ -36,14 +35,9 @@ COMMANDS, FILES = (2000, 1000) if ALL else (14, 10)
 def generated(count: int) -> settings:
     """Return Hypothesis settings for `count` examples: random ones with `RUNNER_FAULTS=all`, otherwise fixed ones."""
     phases = (Phase.explicit, Phase.generate, Phase.shrink) if ALL else (Phase.explicit, Phase.generate)
-    return settings(
-        max_examples=count,
-        derandomize=not ALL,
-        database=None,
-        deadline=None,
-        phases=phases,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-    )
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    fixed: Any = {"max_examples": count, "derandomize": not ALL, "phases": phases, "suppress_health_check": checks}
+    return settings(database=None, deadline=None, **fixed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -74,31 +68,10 @@ def outcome(words: list[str], option_file: bytes = b"") -> Outcome:
             redirect_stdout(out),
             redirect_stderr(err),
             mock.patch("runner.api.run_job.run_one", train),
-            mock.patch("runner.sweep.engines.local.Local.connect", return_value=nullcontext(InThisProcess())),
             mock.patch.object(sys, "argv", ["runner"]),
         ):
             code = run_command(words)
         return Outcome(code, len(built), err.getvalue(), set(Path().rglob("*")) - before)
-
-
-class InThisProcess(Pool):
-    """Runs each job in this process, as soon as it is submitted."""
-
-    def __init__(self) -> None:
-        self._ended: list[Ended] = []
-
-    def submit(self, job: Job) -> str:
-        with job.console.open("w") as console, redirect_stdout(console), redirect_stderr(console):
-            self._ended.append(Ended(job.number, run_command(job.arguments)))
-        return "this process"
-
-    def wait(self, seconds: float) -> list[Ended]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def stop(self, numbers: list[int]) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
@@ -106,17 +79,13 @@ def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
     assert result.left == set(), "something is left behind"
     assert "Traceback" not in result.err, result.err
     assert result.code in (0, 2), result.err
-    for message in result.err.split("\njob "):
-        lines = message.strip().splitlines()
-        assert len(lines) <= 10, message
-        assert max(map(len, lines), default=0) <= WIDTH, message
-        assert all(line.isprintable() for line in lines), message
+    lines = result.err.strip().splitlines()
+    assert len(lines) <= 10, result.err
+    assert all(line.isprintable() and len(line) <= WIDTH for line in lines), result.err
     if result.code == 2:
-        named = {
-            part[:60] for key in keys for part in (key, key.partition(".")[0], key.rpartition(".")[2]) if len(part) > 1
-        }
-        begins = any(f"{part}:" in result.err for key in keys for part in (key, key.partition("@")[0]))
-        assert begins or any(printable(key) in result.err for key in named), f"none of {keys}: {result.err}"
+        parts = [part for key in keys for part in (*re.split("[.@]", key), key)]
+        named = [*(f"{key}:" for key in keys), *(printable(part[:60]) for part in parts if len(part) > 1)]
+        assert any(part in result.err for part in named), f"none of {keys}: {result.err}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,15 +97,14 @@ KEYS = sorted({f"{group}.{key}" for group, names in groups().items() for o in na
 OPTION_OF = {f"{g}.{key}": f"{g}={o}" for g, names in groups().items() for o in names for key in option_keys(g, o)}
 """For each key of an option, an option that has it."""
 
-HYDRA = [
-    *("hydra.run.dir", "hydra.sweep.dir", "hydra.output_subdir", "hydra.job.chdir", "hydra.job.env_set.X"),
-    *("hydra/launcher", "hydra/sweeper", "hydra/job_logging", "hydra", "hydra.callbacks.x", "hydra/x@y"),
-    *("hydra.verbose", "hydra.searchpath", "hydra.mode", "hydra.launcher._target_", "hydra.sweeper.max_batch_size"),
+UNKNOWN = [
+    *("hydra.run.dir", "hydra.job.env_set.X", "hydra/launcher", "hydra", "hydra/x@y", "hydra.launcher._target_"),
+    *("sed", "seed.x", "optimizer.lrr", "optimizer..lr", "model@x", "0seed", "é", "optimizer/lr"),
 ]
 FLAGS = [
     *("--cfg job", "--cfg=hydra", "--cfg all", "--cfg", "--info", "--info searchpath", "--resolve", "-p optimizer"),
     *("--cfg job --resolve", "--config-dir=nowhere", "--config-dir=", "-cn x", "-cp x", "--experimental-rerun x"),
-    *("-r", "--nope", "-", "--", "-x=1", "--seed=1", "--cfg job -p nope", "-m -r"),
+    *("-r", "--nope", "-", "--", "-x=1", "--seed=1", "--cfg job -p nope"),
 ]
 TEXTS = st.text(
     st.one_of(
@@ -165,19 +133,11 @@ PREFIXES = st.sampled_from(["", "", "", "", "+", "++", "~"])
 
 
 @st.composite
-def misspelled_keys(draw: st.DrawFn) -> str:
-    """Draw a key with one character inserted, deleted or replaced."""
-    key = draw(st.sampled_from([*KEYS, *ROOT_KEYS]))
-    place, character = draw(st.integers(0, len(key))), draw(st.sampled_from("xX_.@/0é"))
-    return key[:place] + character * draw(st.integers(0, 1)) + key[place + draw(st.integers(0, 1)) :]
-
-
-@st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
     """Draw a few arguments: options, keys with all kinds of values, misspelled keys, keys of Hydra, and flags."""
     words: list[str] = []
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
-        kind = draw(st.integers(0, 10))
+        kind = draw(st.integers(0, 9))
         if kind <= 3:
             key = draw(st.sampled_from(KEYS))
             if draw(st.integers(0, 3)) and not any(word.startswith(f"{key.partition('.')[0]}=") for word in words):
@@ -190,14 +150,12 @@ def command_lines(draw: st.DrawFn) -> list[str]:
             values = st.one_of(st.sampled_from(groups()[group]), VALUES)
             words.append(f"{draw(PREFIXES)}{group}={draw(values)}")
         elif kind == 7:
-            words.append(f"{draw(PREFIXES)}{draw(misspelled_keys())}={draw(VALUES)}")
+            words.append(f"{draw(PREFIXES)}{draw(st.sampled_from(UNKNOWN))}={draw(VALUES)}")
         elif kind == 8:
-            words.append(f"{draw(PREFIXES)}{draw(st.sampled_from(HYDRA))}={draw(VALUES)}")
-        elif kind == 9:
             words.append(draw(st.sampled_from(OPTIONS)))
         else:
             words += draw(st.sampled_from(FLAGS)).split(" ")
-    return ["-m", *words] if draw(st.integers(0, 4)) == 0 else words
+    return words
 
 
 def keys_of(words: list[str]) -> set[str]:
@@ -208,7 +166,6 @@ def keys_of(words: list[str]) -> set[str]:
 
 @generated(COMMANDS)
 @given(command_lines())
-@example(["seed=1"])
 def test_a_command_line_builds_a_run_or_is_refused_by_its_key(words: list[str]) -> None:
     assert_built_or_refused(outcome(words), keys_of(words))
 
@@ -216,7 +173,6 @@ def test_a_command_line_builds_a_run_or_is_refused_by_its_key(words: list[str]) 
 def test_the_check_distinguishes_valid_and_invalid_command_lines() -> None:
     """The test above relies on this: valid runs are built, and invalid ones are refused with the right key."""
     assert outcome(["seed=3"])[:2] == (0, 1)
-    assert outcome(["-m", "seed=3,4"])[:2] == (0, 2)
     assert outcome(["seed=x"])[:2] == (2, 0)
     with pytest.raises(AssertionError):
         assert_built_or_refused(outcome(["seed=x"]), {"steps"})
@@ -226,18 +182,12 @@ def test_the_check_distinguishes_valid_and_invalid_command_lines() -> None:
 # Option files
 
 SNIPPETS = [
-    *("seed: 016", "seed: 12:30", "seed: 1_000", "seed: 0x10", "name: 1.10", "name: 12:30", "name: yes"),
-    *("name: 2020-01-01", "seed: !!set {a, b}", "seed: !!binary aGk=", "name: !!python/object/apply:os.system [ls]"),
-    *("!!set {seed}", "seed: !x 1", "seed: &a [*a]", "seed: *a", "seed: 1\nseed: 2", "seed: [", "\tseed: 1", "- a"),
-    *("text", "5", "", "---\n---\n", "? [a]\n: 1", "hydra:\n  launcher: {_target_: os.system}"),
-    *("hydra: {callbacks: {a: {_target_: os.system}}}", "hydra: 3", "hydra:", "hydra: {run: {dir: x}}"),
-    *("hydra: {job: {env_set: {A: b}}}", "hydra: {searchpath: [x]}", "hydra: {verbose: true}"),
-    *("defaults:\n  - override /hydra/launcher: joblib", "defaults:\n  - override /hydra/job_logging: default"),
-    *("defaults: 3", "defaults: [nope]", "defaults: [/model: tiny]", "defaults:\n  - override /model: nope"),
-    *("defaults: [{a: {b: c}}]", "optimizer: 3", "optimizer: {lrr: 1}", "optimizer: [1]", "model: null"),
-    *("optimizer: {lr: {a: 1}}", "1: 2", "null: 1", 'name: "\\e[31m"', "name: \x1b", "seed: " + "[" * 2000),
-    *("seed: " + "9" * 5000, "data: {root: ''}", "seed: ${nope}", "seed: 1e400", "seed: .inf", "<<: {seed: 1}"),
-    *("<<: 3", "a.b: 1", "'': 1", "seed: ${", "? seed", "# @package a b c d"),
+    *("seed: 016", "seed: 12:30", "name: yes", "name: 2020-01-01", "seed: !!binary aGk=", "seed: &a [*a]", "seed: ["),
+    *("name: !!python/object/apply:os.system [ls]", "!!set {seed}", "seed: 1\nseed: 2", "\tseed: 1", "- a", "5", ""),
+    *("---\n---\n", "? [a]\n: 1", "hydra: 3", "hydra: {callbacks: {a: {_target_: os.system}}}", "defaults: 3"),
+    *("defaults:\n  - override /hydra/launcher: joblib", "defaults: [nope]", "defaults: [/model: tiny]", "1: 2"),
+    *("defaults: [{a: {b: c}}]", "optimizer: 3", "optimizer: {lrr: 1}", "model: null", 'name: "\\e[31m"', "a.b: 1"),
+    *("seed: " + "[" * 2000, "seed: " + "9" * 5000, "seed: ${nope}", "<<: 3", "seed: ${", "# @package a b c d"),
 ]
 NUMBERS_AND_LISTS = (st.booleans(), st.integers(), st.floats(), st.lists(st.integers(), max_size=3))
 PLAIN = st.one_of(st.none(), TEXTS.filter(str.isprintable), *NUMBERS_AND_LISTS)

@@ -13,7 +13,7 @@ import torch
 from helpers.command import processes_in, wait_until
 from helpers.events import scalar_curves
 from helpers.runs import held_resources, listening_inodes, newest_checkpoint, run_outcome
-from runner.storage.checkpoint import load
+from runner.storage.checkpoint import load, verified_manifest
 
 COMPUTED_RESULT_KEYS = ("status", "steps", "metrics", "best")
 """The entries of `result.json` that a run computes; the others are times, memory, and how it was started."""
@@ -88,7 +88,7 @@ def assert_newest_checkpoint_valid(run: Path, saved: int = 0) -> int:
         return 0
     newest = newest_checkpoint(run)
     loaded = load(newest)
-    for rank in range(1, loaded.world_size):
+    for rank in range(1, verified_manifest(newest)["world_size"]):
         assert load(newest, rank).local, f"rank {rank} has no state in {newest.name}"
     assert loaded.step == int(newest.name[5:]) >= saved
     return loaded.step

@@ -23,7 +23,7 @@ from runner.result import Result
 from runner.resume.starting_point import claimed_directory
 from runner.run import config_hash
 from runner.storage import run_directory
-from runner.storage.files import write_json
+from runner.storage.files import json_text, write_text
 from runner.storage.saved_run import checkpoints, config_text, saved_config
 
 
@@ -74,7 +74,7 @@ def locked(path: Path) -> IO[Any]:
 
 
 def write_result(path: Path, status: str, steps: int = 4) -> None:
-    write_json(path / "result.json", Result(status, steps).as_dict())
+    write_text(path / "result.json", json_text(Result(status, steps).as_dict()))
 
 
 def make_checkpoint(path: Path, name: str) -> None:
@@ -111,18 +111,11 @@ def test_auto_says_in_what_the_newest_unfinished_run_differs(tmp_path: Path, cap
         assert claim(tmp_path, f"resume={new}", "optimizer.lr=0.7") == new
 
 
-BROKEN = {
-    "an empty config": {"config.yaml": b""},
-    "deep nesting": {"config.yaml": b"[" * 100_000, "result.json": b"[" * 100_000},
-    "no config": {"result.json": b"{}"},
-}
-
-
-@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
+@pytest.mark.parametrize("content", [{"config.yaml": b""}, {"config.yaml": b"[" * 100_000}, {"result.json": b"{}"}])
 def test_auto_ignores_broken_files_of_another_run(content: dict[str, bytes], tmp_path: Path) -> None:
     ours = claim(tmp_path)
+    (tmp_path / "test" / "9999-broken").mkdir()
     for name, data in content.items():
-        (tmp_path / "test" / "9999-broken").mkdir(exist_ok=True)
         (tmp_path / "test" / "9999-broken" / name).write_bytes(data)
     (tmp_path / "test" / "9999-file").touch()
     os.mkfifo(tmp_path / "test" / "9999-pipe")
@@ -148,15 +141,6 @@ def test_auto_is_refused_if_checkpoints_have_no_readable_config(tmp_path: Path) 
     (ours / "checkpoints" / "step_00000002" / "config.yaml").write_text(saved)
     assert claim(tmp_path, "resume=auto") == ours
     assert saved_config(ours).unreadable == [], "it is written again"
-
-
-def test_a_refused_resume_leaves_all_files_unchanged(tmp_path: Path) -> None:
-    path = ended_early(tmp_path)
-    before = content_of(path)
-    for source in (path, path / "checkpoints" / "step_00000001"):
-        refused_by_a_rank(tmp_path, f"resume={source}", "optimizer.lr=0.3")
-        assert content_of(path) == before
-        assert len(checkpoints(path)) == 3
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -194,7 +178,7 @@ def test_runs_that_start_at_the_same_time_get_different_directories(tmp_path: Pa
         assert len({stack.enter_context(claiming(tmp_path, "resume=auto")).path for _ in range(3)}) == 3
 
 
-@pytest.mark.parametrize("names", [(), (".lock",), (".lock", "overrides.yaml", ".config.yaml.part")])
+@pytest.mark.parametrize("names", [(), (".lock",), (".lock", "environment.json", ".config.yaml.part")])
 def test_a_run_begins_in_a_directory_in_which_no_run_has_begun(names: tuple[str, ...], tmp_path: Path) -> None:
     """Nobody may write to its parent, so it can be neither replaced nor renamed."""
     path = tmp_path / "test" / "here"
@@ -210,16 +194,13 @@ def test_a_run_begins_in_a_directory_in_which_no_run_has_begun(names: tuple[str,
         assert content_of(path).keys() == {".lock", "config.yaml", "overrides.yaml", "environment.json"}
 
 
-STRANGERS: dict[str, tuple[str, ...]] = {
-    "a file called *.part": ("movie.mkv.part",),
-    "overrides of a run, and another file": (".lock", "overrides.yaml", "thesis.tex"),
-    "a config and overrides of Hydra": ("config.yaml", "hydra.yaml", "overrides.yaml"),
-    "checkpoints of another program in folders": ("checkpoints/step_100/weights.pt", "config.yaml"),
-    "a result": ("result.json", ".lock"),
-}
+STRANGERS: list[tuple[str, ...]] = [
+    *(("movie.mkv.part",), (".lock", "overrides.yaml", "thesis.tex"), ("result.json", ".lock")),
+    *(("config.yaml", "hydra.yaml", "overrides.yaml"), ("checkpoints/step_100/weights.pt", "config.yaml")),
+]
 
 
-@pytest.mark.parametrize("names", STRANGERS.values(), ids=STRANGERS.keys())
+@pytest.mark.parametrize("names", STRANGERS, ids="-".join)
 def test_a_directory_that_no_run_has_written_is_refused_and_not_changed(names: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "test" / "here"
     for name in names:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -12,9 +11,8 @@ import random
 import re
 import shutil
 import stat
-import subprocess
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +20,17 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.checkpoint_edits import rewrite_manifest
-from helpers.command import ROOT, run_command
+from helpers.command import ROOT
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run
 from helpers.handmade_runs import save_and_wait
+from helpers.permissions import enforced_permissions
+from helpers.power_loss import DiskRecorder, possible_states, write_state
 
-import runner.storage.checkpoint
-import runner.storage.manifest
 from runner.config.errors import ConfigError
-from runner.storage.checkpoint import Checkpoint
+from runner.storage.checkpoint import Checkpoint, DamagedError, chosen_checkpoint, load, saved_text
 from runner.storage.checkpoint_writing import Checkpoints, prune
-from runner.storage.manifest import saved_text
 from runner.storage.run_directory import CONFIG, StorageError, saved_steps
-from runner.storage.saved_run import config_text, parse_config
+from runner.storage.saved_run import config_text
 
 
 def checkpoint(step: int) -> Checkpoint:
@@ -56,112 +53,24 @@ def equals_checkpoint(found: Checkpoint | None, step: int) -> bool:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A crash at every point
-
-
-class Crash(BaseException):
-    """Simulates a crash of the process; `except Exception` does not catch it."""
-
-
-class Disk:
-    """Records the calls that change the disk, and simulates a crash at the call with the number `crash_at`, from 1.
-
-    The attribute `how` says when the crash occurs: `before` or `after` the call, or `torn`, when the file is half
-    written.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.calls: list[tuple[str, Path]] = []
-        self.crash_at, self.how = -1, ""
-        self.unsynced: set[Path] = set()
-        for owner, name in (
-            (torch, "save"),
-            (safetensors.torch, "save_file"),
-            (Path, "write_text"),
-            (Path, "mkdir"),
-            (os, "fsync"),
-            (os, "replace"),
-            (shutil, "rmtree"),
-        ):
-            monkeypatch.setattr(owner, name, self.watched(name, getattr(owner, name)))
-
-    def watched(self, name: str, call: Callable) -> Callable:
-        def wrapped(*arguments: Any, **options: Any) -> Any:
-            place = (
-                os.readlink(f"/proc/self/fd/{arguments[0]}") if name == "fsync" else arguments[name.startswith("save")]
-            )
-            path = Path(place if isinstance(place, str | Path) else place.name)
-            self.calls.append((name, path))
-            crash = len(self.calls) == self.crash_at
-            if crash and self.how == "before":
-                raise Crash
-            result = call(*arguments, **options)
-            if name in ("save", "save_file", "write_text"):
-                self.unsynced.add(path)
-            elif name == "fsync":
-                self.unsynced.discard(path)
-            if crash:
-                if self.how == "torn" and path.is_file():
-                    os.truncate(path, path.stat().st_size // 2)
-                raise Crash
-            return result
-
-        return wrapped
-
-    def lose_power(self) -> None:
-        """Empty the files that have not been synced since they were written."""
-        for path in self.unsynced:
-            if path.exists():
-                path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("how", ["before", "after", "torn", "power"])
-def test_a_crash_at_any_call_leaves_an_intact_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    disk = Disk(monkeypatch)
-    point, ended = 0, False
-    while not ended:
-        point += 1
-        directory = tmp_path / str(point)
-        directory.mkdir()
-        disk.crash_at = -1
-        save_and_wait(Checkpoints(directory, keep=1), checkpoint(1))
-        disk.calls.clear()
-        disk.unsynced.clear()
-        disk.crash_at, disk.how = point, "after" if how == "power" else how
-        try:
-            save_and_wait(Checkpoints(directory, keep=1), checkpoint(2))
-            ended = True
-        except Crash:
-            renamed = [call for call, path in disk.calls if call == "replace" and path.name == "tmp.step_00000002"]
-        disk.crash_at = -1
-        if how == "power":
-            disk.lose_power()
-        found = Checkpoints(directory, keep=1).latest()
-        assert equals_checkpoint(found, 1) or equals_checkpoint(found, 2), (point, disk.calls[-1])
-        assert ended or renamed or equals_checkpoint(found, 1), "not there before it is renamed"
-        assert not list(directory.rglob("*.corrupt*")), (point, disk.calls[-1])
-        save_and_wait(Checkpoints(directory, keep=1), checkpoint(3))  # the next session deletes leftovers
-        assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_00000003"]
-        assert equals_checkpoint(Checkpoints(directory, keep=1).latest(), 3)
-    assert point > 15, "every write, sync, rename and deletion is one point"
-
-
-def test_the_order_is_sync_rename_sync_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    save_and_wait(checkpoints, checkpoint(1))
-    disk = Disk(monkeypatch)
-    save_and_wait(checkpoints, checkpoint(2))
-    order = [(name, path.name) for name, path in disk.calls]
-    commit = order.index(("replace", "tmp.step_00000002"))
-    written = {path.name for name, path in disk.calls if name in ("save", "save_file", "write_text")}
-    assert written == {"model.safetensors", "state.pt", "rank_0.pt.part", "manifest.json"}
-    assert {name for call, name in order[:commit] if call == "fsync"} >= {*written, "tmp.step_00000002"}
-    assert order[commit + 1] == ("fsync", "checkpoints")
-    assert commit + 1 < order.index(("replace", "step_00000001")), "the old one goes only then"
-    assert not disk.unsynced
+def test_a_crash_or_a_power_loss_at_any_call_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
+    """Of what is not synced, any names and any part of the content may be lost."""
+    run = tmp_path / "run"
+    run.mkdir()
+    with DiskRecorder(run) as recorder:
+        for step in (1, 2):
+            save_and_wait(Checkpoints(run, keep=1), checkpoint(step))
+            recorder.mark = step
+    every = list(possible_states([instant for instant in recorder.instants if instant.mark]))
+    for number, (instant, state) in enumerate(every):
+        write_state(state, tmp_path / str(number))
+        checkpoints = Checkpoints(tmp_path / str(number), keep=1)
+        found = checkpoints.latest()
+        assert equals_checkpoint(found, 2) or (instant.mark == 1 and equals_checkpoint(found, 1)), sorted(state)
+        assert not list(checkpoints.root.glob("*.corrupt*")), sorted(state)
+        save_and_wait(checkpoints, checkpoint(3))  # the next session deletes leftovers
+        assert [path.name for path in checkpoints.root.iterdir()] == ["step_00000003"]
+    assert len(every) > 30
 
 
 def test_saving_a_step_again_renames_the_first_checkpoint(tmp_path: Path) -> None:
@@ -186,11 +95,6 @@ def two(tmp_path: Path) -> Checkpoints:
     return checkpoints
 
 
-def copied(checkpoints: Checkpoints, to: Path) -> Checkpoints:
-    shutil.copytree(checkpoints.root, to / "checkpoints")
-    return Checkpoints(to, keep=2)
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "rank_0.pt", "manifest.json"])
 def test_a_flipped_bit_is_found(two: Checkpoints, tmp_path: Path, name: str) -> None:
     path = two.root / "step_00000002" / name
@@ -200,24 +104,30 @@ def test_a_flipped_bit_is_found(two: Checkpoints, tmp_path: Path, name: str) -> 
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        with pytest.raises(runner.storage.manifest.DamagedError, match=name):
-            runner.storage.checkpoint.load(path.parent)
+        with pytest.raises(DamagedError, match=name):
+            load(path.parent)
     path.write_bytes(data)
     assert equals_checkpoint(two.latest(), 2)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "rank_0.pt", "manifest.json"])
-@pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "a directory", "longer"])
+INVALID = ("null", "[]", "{}", "{", '{"sha256": 1}', "[" * 100_000, '{"a": NaN}', "\udcff")
+DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
+    *((name, Path.unlink) for name in ("model.safetensors", "manifest.json")),
+    *((name, lambda path: (path.unlink(), path.mkdir())) for name in ("rank_0.pt", "manifest.json")),
+    ("state.pt", lambda path: os.truncate(path, 0)),
+    *(
+        ("manifest.json", lambda path, text=text: path.write_bytes(text.encode("utf-8", "surrogateescape")))
+        for text in INVALID
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGE, ids=range(len(DAMAGE)))
 def test_a_damaged_checkpoint_is_set_aside(
-    two: Checkpoints, caplog: pytest.LogCaptureFixture, name: str, damage: str
+    two: Checkpoints, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], object]
 ) -> None:
     path = two.root / "step_00000002" / name
-    data = path.read_bytes()
-    path.unlink()
-    if damage == "a directory":
-        path.mkdir()
-    elif damage != "missing":
-        path.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "longer": data + b"x"}[damage])
+    damage(path)
     left = {file.name for file in path.parent.iterdir()}
     with caplog.at_level(logging.WARNING, logger="runner"):
         assert equals_checkpoint(two.latest(), 1)
@@ -225,18 +135,6 @@ def test_a_damaged_checkpoint_is_set_aside(
     assert {file.name for file in (two.root / "step_00000002.corrupt").iterdir()} == left, "nothing is deleted"
     assert name in caplog.text
     assert "step_00000002.corrupt" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["null", "[]", "{}", "{", '{"sha256": 1}', "[" * 100_000, '{"a": NaN}', "\udcff"],
-    ids=range(8),
-)
-def test_an_invalid_manifest_is_damage(two: Checkpoints, text: str) -> None:
-    path = two.root / "step_00000002" / "manifest.json"
-    path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert equals_checkpoint(two.latest(), 1)
-    assert (two.root / "step_00000002.corrupt").is_dir()
 
 
 def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> None:
@@ -343,6 +241,8 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
         patched.setattr(owner, call, refused)
         assert save_and_wait(two, checkpoint(3)) == two.root / "step_00000003"
     assert equals_checkpoint(two.latest(), 3)
+    is_there = (two.root / "step_00000001").exists()
+    assert is_there == (call == "replace"), "an interrupted deletion leaves no partial checkpoint"
     [record] = caplog.records
     assert "step_00000001" in record.getMessage()
     assert "step_00000003" not in record.getMessage()
@@ -354,7 +254,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
 def test_the_mode_of_all_files_follows_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
-        path = save_and_wait(Checkpoints(tmp_path, keep=1, config="a: 1"), checkpoint(1))
+        path = save_and_wait(Checkpoints(tmp_path, keep=1, texts={CONFIG: lambda: "a: 1"}), checkpoint(1))
     finally:
         os.umask(before)
     modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()}
@@ -367,24 +267,22 @@ def test_the_mode_of_all_files_follows_the_umask(tmp_path: Path, umask: int, mod
 
 
 def test_a_checkpoint_contains_the_config_of_its_run(tmp_path: Path) -> None:
-    config = {"lr": 0.1, "name": "ü", "none": None}
-    path = save_and_wait(Checkpoints(tmp_path, keep=1, config=config_text(config)), checkpoint(1))
-    text = saved_text(path, CONFIG)
-    assert text == config_text(config)
-    assert text is not None
-    assert parse_config(text.encode()) == config
-    assert equals_checkpoint(Checkpoints(tmp_path, keep=1).latest(), 1)
+    text = config_text({"lr": 0.1, "name": "ü", "none": None})
+    checkpoints = Checkpoints(tmp_path, keep=1, texts={CONFIG: lambda: text})
+    path = save_and_wait(checkpoints, checkpoint(1))
+    assert saved_text(path, CONFIG) == text
+    assert equals_checkpoint(checkpoints.latest(), 1)
     (path / "state.pt").unlink()
     assert saved_text(path, CONFIG) == text, "the other files do not matter"
     (path / "config.yaml").write_text(text.replace("0.1", "0.2"))
-    with pytest.raises(runner.storage.manifest.DamagedError, match=r"config\.yaml"):
+    with pytest.raises(DamagedError, match=r"config\.yaml"):
         saved_text(path, CONFIG)
     (path / "config.yaml").unlink()
-    with pytest.raises(runner.storage.manifest.DamagedError, match=r"config\.yaml"):
+    with pytest.raises(DamagedError, match=r"config\.yaml"):
         saved_text(path, CONFIG)
-    large = save_and_wait(Checkpoints(tmp_path, keep=1, config=config_text({"name": "x" * 1_000_000})), checkpoint(2))
+    text = config_text({"name": "x" * 1_000_000})
     with pytest.raises(ConfigError, match="1,000,000 bytes"):  # its hash is correct, but reading would take a minute
-        saved_text(large, CONFIG)
+        saved_text(save_and_wait(checkpoints, checkpoint(2)), CONFIG)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -447,63 +345,6 @@ def test_a_failed_write_leaves_the_earlier_checkpoints(two: Checkpoints, monkeyp
     assert equals_checkpoint(two.latest(), 2)
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 2 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small disk is for root, where the machine lets it")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_run_on_a_full_disk_crashes_and_resumes_later(tiny_disk: Path, tmp_path: Path) -> None:
-    steady = (
-        *TINY_CPU,
-        "steps=40",
-        "save_every=2",
-        "eval_every=0",
-        "keep=1",
-        f"output_root={tiny_disk}/outputs",
-        "name=a",
-    )
-    (tiny_disk / "ballast").write_bytes(bytes(1_000_000))
-    code, said = run_command(*steady, "keep=30", cwd=tmp_path)
-    assert code == 1, said
-    assert "No space left on device" in said
-    assert "resume" in said
-    assert "Traceback" not in said
-    [directory] = (tiny_disk / "outputs/a").iterdir()
-    found = Checkpoints(directory, keep=30)
-    steps = saved_steps(found.root)
-    assert steps
-    result = json.loads((directory / "result.json").read_text())
-    # The checkpoint that had no room was written in the background of at most one interval of steps.
-    assert result["status"] == "crashed"
-    assert steps[-1] + 2 <= result["steps"] <= steps[-1] + 4
-    assert found.latest().step == steps[-1], "none is damaged"
-    (tiny_disk / "ballast").unlink()
-    code, said = run_command(f"resume={directory}", "keep=1", cwd=tmp_path)
-    assert code == 0, said
-    assert f"resumed after step {steps[-1]}" in said
-    assert saved_steps(found.root)[-1] == 40
-
-
-def test_a_disk_that_is_full_from_the_start_is_refused(tiny_disk: Path, tmp_path: Path) -> None:
-    (tiny_disk / "outputs/a").mkdir(parents=True)
-    with (tiny_disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
-        while True:
-            ballast.write(bytes(4096))
-    code, said = run_command(*TINY_CPU, "steps=2", f"output_root={tiny_disk}/outputs", "name=a", cwd=tmp_path)
-    assert code == 2, said
-    assert said.startswith("output_root: got")
-    assert "No space left on device" in " ".join(said.split())
-    assert "Traceback" not in said
-    assert list((tiny_disk / "outputs/a").iterdir()) == []
-
-
 def test_a_file_size_limit_raises_a_storage_error(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     signal = pytest.importorskip("signal")
@@ -525,3 +366,27 @@ def test_the_best_checkpoint_of_a_run_is_kept(trained: Callable[..., TrainedRun]
     steps = saved_steps(run.directory / "checkpoints")
     assert steps == sorted({12, run.result.best["step"]})
     assert build_composed_run(*TINY_CPU).keep == 2, "the default keeps a second one, should the newest be damaged"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing a checkpoint
+
+
+def test_a_step_that_was_not_saved_is_refused_and_the_saved_steps_are_listed(tmp_path: Path) -> None:
+    for name in ("step_00000000", "step_99999999", "step_100000000", "step_00000007.superseded"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert chosen_checkpoint(tmp_path, 100_000_000) == tmp_path / "checkpoints" / "step_100000000"
+    for choice in (7, "newest", -1):
+        with pytest.raises(ConfigError) as refused:
+            chosen_checkpoint(tmp_path, choice)
+        assert (refused.value.key, refused.value.got) == ("checkpoint", choice)
+        assert refused.value.remedy == "choose best, last, or one of 0, 99999999, 100000000"
+
+
+@pytest.mark.parametrize("choice", ["best", "last", 7])
+def test_checkpoints_that_cannot_be_read_are_refused_with_the_reason(choice: str | int, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_00000007").mkdir(parents=True)
+    for path, bits in ((tmp_path, 0), (tmp_path / "checkpoints", 0)):
+        with enforced_permissions(path, bits), pytest.raises(ConfigError, match="Permission denied") as refused:
+            chosen_checkpoint(tmp_path, choice)
+        assert refused.value.key == "checkpoint"

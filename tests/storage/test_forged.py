@@ -95,7 +95,7 @@ class Forger:
             train_step(state, batches, next(session.plan.steps(state.step, session.num_steps)), log_due=True)
             return "resumed"
         except ConfigError as refusal:
-            return "refused" if refusal.key == "resume" and len(str(refusal)) < 1000 else str(refusal)
+            return "refused" if refusal.key in ("resume", "checkpoint") and len(str(refusal)) < 1000 else str(refusal)
 
     def with_content(self, file: str, content: Any) -> str:
         self.restore()

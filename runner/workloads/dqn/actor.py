@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from runner.seeds import derive
-from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_count, check_like
+from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_like
 from runner.workloads.dqn.replay import NStepBuffer, Replay, row_width
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def check_saved(state: dict[str, Any], size: int, n_step: int, longest_repeat: i
     repeats = {"repeats": {"actions": [int], "left": [int]}} if longest_repeat > 1 else {}
     check_like(state, like | repeats, "the agent")
     rows, windows = state["replay"]["rows"], state["windows"]
-    check_count(state["replay"]["cursor"], "the agent, replay, cursor", most=len(rows))
+    check_like(state["replay"]["cursor"], range(len(rows) + 1), "the agent, replay, cursor")
     per_env = (state["returns"], state["lengths"], *state.get("repeats", {}).values())
     sizes = {*map(len, per_env), *(windows[key].shape[1] for key in ("rows", "returns", "open"))}
     if len(rows) == 0 or len(sizes) > 1:
