@@ -247,4 +247,7 @@ def _best_checkpoint(run: Path) -> Path:
     if not best:
         raise ConfigError("checkpoint", "best", f"{run} has not been evaluated", "take last, the newest one")
     check_known(best, {"step": range(checkpoint.step + 1)}, ("step",), "the best evaluation")
-    return chosen_checkpoint(run, best["step"])
+    path = run / "checkpoints" / step_name(best["step"])
+    if not path.is_dir():
+        raise ConfigError("checkpoint", "best", f"{path} does not exist", "take last, the newest one, or name another")
+    return path
