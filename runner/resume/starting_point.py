@@ -21,15 +21,7 @@ from runner.resume.changed_options import Difference, check_resumable, differenc
 from runner.run import Run
 from runner.storage import run_directory, saved_run
 from runner.storage.checkpoint import DamagedError, saved_text, verified_manifest
-from runner.storage.files import (
-    UnsafeFileError,
-    check_readable,
-    is_locked,
-    json_text,
-    read_regular,
-    renamed_together,
-    sync,
-)
+from runner.storage.files import check_readable, is_locked, json_text, read_regular, renamed_together, sync
 from runner.storage.saved_run import UnreadableConfigError, named_checkpoint, saved_config
 from runner.storage.signature import saved_signature
 from runner.system.provenance import environment
@@ -195,7 +187,7 @@ def _locked(path: Path) -> IO[str] | None:
         run_directory.check_regular(path)
         return run_directory.lock(path)
     except OSError as error:
-        remedy = "resume a copy of it that you own" if isinstance(error, UnsafeFileError) else "make it writable"
+        remedy = "make it writable, or resume a copy of it that you own"
         raise ConfigError("resume", str(error.filename or path), str(error.strerror), remedy) from None
 
 

@@ -27,7 +27,7 @@ import torch
 from runner.config.errors import ConfigError
 from runner.storage.content_checks import UnexpectedContentError, check_known
 from runner.storage.files import UnsafeFileError, check_no_link, open_regular, read_regular
-from runner.storage.run_directory import MAX_BYTES, step_of
+from runner.storage.run_directory import MAX_BYTES, step_name, step_of
 from runner.storage.safe_torch_load import load_tensors
 from runner.storage.saved_run import checkpoints
 from runner.system.torch_errors import is_out_of_memory
