@@ -244,7 +244,7 @@ def _best_checkpoint(run: Path) -> Path:
     """Return the path of the checkpoint with the best evaluation, whose step is recorded in the newest checkpoint."""
     checkpoint = load(_last_checkpoint(run))
     best: Any = checkpoint.state.get("best")
-    if not best:
+    if best == {}:
         raise ConfigError("checkpoint", "best", f"{run} has not been evaluated", "take last, the newest one")
     check_known(best, {"step": range(checkpoint.step + 1)}, ("step",), "the best evaluation")
     path = run / "checkpoints" / step_name(best["step"])

@@ -185,7 +185,7 @@ SNIPPETS = [
     *("seed: 016", "seed: 12:30", "name: yes", "name: 2020-01-01", "seed: !!binary aGk=", "seed: &a [*a]", "seed: ["),
     *("name: !!python/object/apply:os.system [ls]", "!!set {seed}", "seed: 1\nseed: 2", "\tseed: 1", "- a", "5", ""),
     *("---\n---\n", "? [a]\n: 1", "hydra: 3", "hydra: {callbacks: {a: {_target_: os.system}}}", "defaults: 3"),
-    *("defaults:\n  - override /hydra/launcher: joblib", "defaults: [nope]", "defaults: [/model: tiny]", "1: 2"),
+    *("defaults:\n  - override /hydra/job_logging: default", "defaults: [nope]", "defaults: [/model: tiny]", "1: 2"),
     *("defaults: [{a: {b: c}}]", "optimizer: 3", "optimizer: {lrr: 1}", "model: null", 'name: "\\e[31m"', "a.b: 1"),
     *("seed: " + "[" * 2000, "seed: " + "9" * 5000, "seed: ${nope}", "<<: 3", "seed: ${", "# @package a b c d"),
 ]
