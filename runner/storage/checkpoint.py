@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 
 from runner.config.errors import ConfigError
@@ -91,7 +90,9 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
 def _content(file: Path) -> dict[str, Any]:
     try:
         if file.suffix == ".safetensors":
-            content: Any = safetensors.torch.load_file(file)
+            from safetensors.torch import load_file  # configs are checked without torch, which it imports
+
+            content: Any = load_file(file)
         else:
             content = load_tensors(file)
     except Exception as error:  # content that no run wrote raises anything from EOFError to UnicodeDecodeError
