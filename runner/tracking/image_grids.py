@@ -70,9 +70,7 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
 def class_shares(counts: torch.Tensor, class_names: Sequence[str], most: int = 40) -> torch.Tensor:
     """Draw the accuracy of each class that has samples as a bar, the `most` lowest ones, in ascending order.
 
-    Args:
-        counts: a confusion matrix, int64 [classes, classes], whose rows are the true classes; on any device.
-        class_names: the name of each class.
+    `counts` is a confusion matrix, int64 [classes, classes], whose rows are the true classes; on any device.
     """
     right, total = counts.diagonal().tolist(), counts.sum(1).tolist()
     shares = sorted((right[i] / total[i], i) for i in range(len(total)) if total[i])[:most]

@@ -23,12 +23,7 @@ BatchSums: TypeAlias = "torch.Tensor"
 
 
 def batch_sums(loss: torch.Tensor, metrics: torch.Tensor) -> BatchSums:
-    """Return the metric sums of a micro-batch of n samples.
-
-    Args:
-        loss: the mean loss, a detached scalar.
-        metrics: all metrics of each sample except the loss, [n, num_metrics − 1].
-    """
+    """Return the metric sums of n samples with the mean loss `loss`; `metrics` are the others, [n, num_metrics − 1]."""
     why = f"its sample_metrics returns the shape {list(metrics.shape)} for {len(metrics)} samples"
     check(metrics.dim() == 2, "workload", ABSENT, why, "return [n, number of metrics without the loss]")
     totals = metrics.sum(0, dtype=None if metrics.is_floating_point() else torch.float32)
@@ -66,11 +61,7 @@ class MetricBuffer:
         self._rows, self._steps = [rows.to(self._rows[0])], array("q", [step] * len(rows))
 
     def add(self, sums: BatchSums) -> None:
-        """Add the metric sums of a micro-batch to the current step.
-
-        Raises:
-            ConfigError: if the first ones that are added do not have a value for each metric.
-        """
+        """Add the sums of a micro-batch to the current step; raise `ConfigError` if the first ones do not fit."""
         if not self._checked:
             shape, remedy = list(sums.shape), "name each of them in `metrics`, the loss first"
             why = f"its metric sums have the shape {shape}, but its metrics are {', '.join(self._metrics)}"

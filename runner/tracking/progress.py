@@ -11,10 +11,8 @@ from contextlib import suppress
 class Progress:
     """A progress display that prints a line to standard error every `interval` seconds: not on a terminal, and in CI.
 
-    Args:
-        num_steps: total number of optimizer steps of the run.
-        first_step: number of steps that were completed before the run was resumed; 0 for a new run.
-        visible: whether anything is displayed; False for ranks other than 0.
+    `first_step` is the number of the `num_steps` that were completed before the run was resumed. On ranks other than 0,
+    for which `visible` is False, nothing is displayed.
     """
 
     interval = 5.0

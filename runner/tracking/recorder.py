@@ -16,13 +16,10 @@ from runner.tracking.base import Tracker
 
 
 class Recorder:
-    """A context manager that opens the backends of a tracker, logs to each on rank 0, and closes them.
+    """A context manager that opens the backends of a tracker, logs to each, and closes them.
 
-    Args:
-        tracker: the tracker of the run.
-        directory: the run directory.
-        after_step: the step from which the run was resumed; 0 for a new run.
-        visible: False for ranks other than 0, which log nothing.
+    `directory` is that of the run, `after_step` the step from which it was resumed, 0 for a new run. On ranks other
+    than 0, for which `visible` is False, nothing is logged.
     """
 
     def __init__(self, tracker: Tracker, directory: Path, after_step: int, visible: bool = True):

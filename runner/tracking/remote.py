@@ -59,8 +59,9 @@ class RemoteTracker(Tracker, ABC):
         return [Background(self)]
 
     def check(self) -> None:
-        remedy = f"pip install {self.package}"
-        check(is_installed(self.package), "tracking", self.package, "it is not installed", remedy)
+        check(
+            is_installed(self.package), "tracking", self.package, "it is not installed", f"pip install {self.package}"
+        )
 
     @abstractmethod
     def start(self, directory: Path, identifier: str) -> str:

@@ -153,6 +153,7 @@ class Wandb(RemoteTracker):
             raise RuntimeError("wandb/settings in the run directory may say where data is sent: remove it")
         # No symbolic links: W&B would replace those at fixed paths, and in somebody else's run they may lead elsewhere.
         settings = wandb.Settings(console="off", silent=True, symlink=False)
+        self._wandb: Any = wandb
         self._run: Any = wandb.init(
             project=self.project,
             id=identifier or None,
@@ -170,9 +171,7 @@ class Wandb(RemoteTracker):
         self._run.log({"step": step, **values})
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        self._run.log({"step": step} | {tag: wandb.Image(_array(pixels)) for tag, pixels in images.items()})
+        self._run.log({"step": step} | {tag: self._wandb.Image(_array(pixels)) for tag, pixels in images.items()})
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         self._run.summary.update(texts)

@@ -100,13 +100,11 @@ class DQN(Workload):
     def prepare(self) -> None:
         with errors_under("env"):
             self.env.prepare()
-        name, shape, num_dims = type(self.model).__name__, self.env.shape, self.model.num_dims
-        kind = "images" if len(shape) == 3 else "vectors"
-        observed = f"the observations of {self.env.id} are {kind} of {' × '.join(map(str, shape))}"
-        why = f"it takes images, but {observed}"
-        check(num_dims is None or len(shape) == num_dims, "model", name, why, "use model=qnet")
-        why = f"{observed}, and only vectors are supported"
-        check(len(shape) < 3, "env.id", self.env.id, why, "choose another environment")
+        num_dims = len(self.env.shape)
+        why = "its observations are images, and only vectors are supported"
+        check(num_dims < 3, "env.id", self.env.id, why, "choose another environment")
+        fits, why = self.model.num_dims in (None, num_dims), f"it takes images, and {self.env.id} has none"
+        check(fits, "model", type(self.model).__name__, why, "use model=qnet")
         missing = self.record_video and self.env.cannot_be_drawn("rgb_array", "set workload.record_video=false")
         if missing:
             raise ConfigError("workload.record_video", True, *missing)
@@ -157,7 +155,7 @@ class DQN(Workload):
                 while actor.num_steps < self._due(step):
                     warming = actor.num_steps * self._count < self.warm_up
                     actor.step(None if warming else policy, self._epsilon(actor.num_steps * self._count))
-                possible_returns = actor.possible_returns() if self.clip_targets else (-math.inf, math.inf)
+                possible_returns = actor.possible_returns()
                 # Sampled once per step, so that the transitions do not depend on the number of micro-batches.
                 for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
                     yield unpack(rows.to(device, non_blocking=True), possible_returns)
@@ -284,8 +282,7 @@ class DQN(Workload):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check `state`, and keep it until `batches` creates the environments and buffers."""
         if state:
-            size, repeat = math.prod(self.env.shape), self.epsilon_repeat
-            check_saved(state, size, self.n_step, repeat)
+            check_saved(state, math.prod(self.env.shape), self.n_step, self.epsilon_repeat)
         self._saved = state
         self._best = state.get("best", -math.inf)
 
