@@ -16,16 +16,9 @@ from torchvision.transforms import v2
 
 from runner.data.decode import MAX_BYTES, ImageReader
 
-STORED_TRANSPOSE = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_90,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_270,
-}
-"""How the stored image is transposed, by EXIF orientation (https://exiftool.org/TagNames/EXIF.html)."""
+T = Image.Transpose
+STORED = [T.FLIP_LEFT_RIGHT, T.ROTATE_180, T.FLIP_TOP_BOTTOM, T.TRANSPOSE, T.ROTATE_90, T.TRANSVERSE, T.ROTATE_270]
+"""How the stored image is transposed, for EXIF orientations 2 to 8 (https://exiftool.org/TagNames/EXIF.html)."""
 
 WHOLE = ImageReader(size=16, augment="none", least_area=0.08, center=1.0)
 
@@ -113,7 +106,7 @@ def test_the_orientation_of_every_format_is_applied(tmp_path, extension, augment
         assert torch.equal(expected, pixels(upright)[:, :, 8:40])
     lossless = {"webp": {"lossless": True}, "jpg": {"quality": 100, "subsampling": 0}}.get(extension, {})
     for orientation in range(1, 9):
-        stored = upright if orientation == 1 else upright.transpose(STORED_TRANSPOSE[orientation])
+        stored = upright if orientation == 1 else upright.transpose(STORED[orientation - 2])
         exif = Image.Exif()
         exif[0x0112] = orientation
         stored.save(tmp_path / f"x.{extension}", exif=exif, **lossless)

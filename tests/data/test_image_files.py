@@ -72,10 +72,7 @@ def take(samples: Samples, plan: Plan, after_step: int, count: int) -> list[Batc
 
 
 def levels(batch: Batch) -> torch.Tensor:
-    """Return the color of each image in `batch` as the reader returned it, not normalized: int64 [n, 3].
-
-    Each image must have a single color.
-    """
+    """Return the color of each image, which must be one, as the reader returned it: int64 [n, 3]."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
     return ((batch.inputs * std + mean) * 255).round().long()[:, :, 0, 0]
 
@@ -84,10 +81,6 @@ def assert_same(batches: list[Batch], others: list[Batch]) -> None:
     for a, b in zip(batches, others, strict=True):
         assert torch.equal(a.inputs, b.inputs)
         assert torch.equal(a.targets, b.targets)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Batches are a pure function of (seed, step)
 
 
 @pytest.mark.parametrize(("accumulation", "shard"), [(1, (0, 1)), (3, (0, 1)), (2, (1, 3))])
@@ -126,10 +119,6 @@ def test_batches_do_not_depend_on_how_they_are_divided(photos):
         assert_same([Batch(*map(torch.cat, zip(*parts, strict=True)))], [whole])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Samples in order
-
-
 def test_inputs_are_normalized_pixels(photos):
     samples = photographed(photos, 0)
     (batch,) = samples.in_order(20, (0, 1), CPU)
@@ -138,10 +127,6 @@ def test_inputs_are_normalized_pixels(photos):
     torch.testing.assert_close(batch.inputs, ((pictures.double() / 255 - mean) / std).float(), rtol=0, atol=2e-6)
     assert pictures.dtype == torch.uint8
     assert batch.inputs.is_contiguous()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files that cannot be read
 
 
 def test_by_default_the_first_file_that_cannot_be_read_ends_the_run():
@@ -211,10 +196,6 @@ def test_batches_on_a_gpu_are_the_same_up_to_rounding(photos, workers):
         assert ours.inputs.device == ours.targets.device == torch.device("cuda", 0)
         torch.testing.assert_close(ours.inputs.cpu(), reference.inputs, rtol=0, atol=1e-6)
         assert torch.equal(ours.targets.cpu(), reference.targets)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Copies to a device: what is queued on which stream, and in which order
 
 
 def host(cuda: FakeCuda, count: int) -> Any:

@@ -82,9 +82,6 @@ def test_impossible_options_are_refused(tmp_path, key, value):
     assert refused.value.key == f"data.{key}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs of the command
-
 QUICK = ("data=imagefolder", "data.size=8", "model=tiny", "device=cpu", "device.threads=1", "batch_size=12", "epochs=4")
 
 
@@ -119,10 +116,6 @@ def test_the_command_ends_at_a_damaged_file_without_a_traceback(tmp_path):
     assert f"{bad}: it cannot be read" in output
     assert "data.on_error=skip" in output
     assert "Traceback" not in output
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The images of each class
 
 
 def make(root: Path, *names: str) -> Path:

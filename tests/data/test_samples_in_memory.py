@@ -96,10 +96,6 @@ def test_shards_in_order_have_each_sample_once_with_its_index():
     assert max(len(indices) for indices, _ in numbered) <= 4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Digits
-
-
 def digits(**options) -> Any:
     return Digits(**options).load()
 
@@ -125,10 +121,6 @@ def test_they_are_scikit_learns_and_the_split_is_the_same_in_every_run():
         assert inputs.mean().abs() < 1e-5
         assert (inputs.std() - 1).abs() < 1e-5
         assert not samples[1].augment
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Synthetic images
 
 
 def synthetic(learnable: bool) -> tuple[Any, Any]:
@@ -174,10 +166,6 @@ def test_the_nearest_class_mean_predicts_the_class_only_if_learnable(learnable):
 def test_images_of_more_than_4_gib_are_refused_before_they_are_generated():
     with pytest.raises(ConfigError, match=r"1000128 images of this size take 45\.8 GiB"):
         Synthetic(num_samples=1_000_000)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Transforms of torchvision
 
 
 IMAGES = torch.randint(256, (6, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

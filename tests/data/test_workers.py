@@ -45,8 +45,9 @@ def jobs(count: int, seconds: float = 0, fates: dict[int, str] | None = None):
 
 @pytest.fixture
 def others():
-    """Return the child processes that earlier tests have left running."""
-    return set(multiprocessing.active_children())
+    """Return the child processes that earlier tests have left running, and check that the test leaves no others."""
+    yield (before := set(multiprocessing.active_children()))
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -59,7 +60,6 @@ def test_results_come_in_order_from_the_requested_number_of_processes(count, oth
     assert (pids <= started, len(started)) == (True, 2) if count else pids == {os.getpid()}
     assert count == 0 or results[:, 2].tolist() == [1] * 20  # number of threads
     workers.close()
-    assert set(multiprocessing.active_children()) <= others
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -77,7 +77,6 @@ def test_jobs_are_requested_only_as_needed_and_an_error_is_raised_unchanged(coun
     with pytest.raises(ValueError, match="no square of 5"):
         next(results)
     workers.close()
-    assert set(multiprocessing.active_children()) <= others
 
 
 def test_one_set_of_workers_serves_iterations_that_overlap_or_are_not_completed(others):
@@ -120,15 +119,13 @@ def test_a_killed_worker_raises_an_error_at_once(fate: str, when: str, others):
     error = error_of(workers.read(Squares(), jobs(1000, 0, {20: fate})))
     assert fate in error.why, "not the timeout"
     assert "data.workers=0" in error.remedy
-    assert set(multiprocessing.active_children()) <= others
 
 
 @pytest.mark.parametrize("when", ["idle", "loading", "sending"])
 def test_a_suspended_worker_raises_an_error_after_the_timeout(when: str, others):
     workers = Workers(2)
-    results = workers.read(
-        Squares(), jobs(*{"idle": (4,), "loading": (1000, 0.01, {20: "SIGSTOP"}), "sending": (10**5,)}[when])
-    )
+    asked = {"idle": jobs(4), "loading": jobs(1000, 0.01, {20: "SIGSTOP"}), "sending": jobs(10**5)}
+    results = workers.read(Squares(), asked[when])
     assert next(results)[0] == 0
     if when == "idle":
         list(results)
@@ -140,7 +137,6 @@ def test_a_suspended_worker_raises_an_error_after_the_timeout(when: str, others)
     assert "no batch arrived within 1.5 s" in error.why
     assert "data.timeout" in error.remedy
     assert time.monotonic() - since > 1, "it was waited for"
-    assert set(multiprocessing.active_children()) <= others
 
 
 def test_only_waiting_counts_towards_the_timeout():
@@ -165,10 +161,6 @@ def test_the_default_leaves_a_core_to_each_training_process(monkeypatch, cores, 
     for gpu, expected in ((False, count), (True, beside_a_gpu)):
         simulate_accelerators(monkeypatch, int(gpu))
         assert default_count() == expected
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Workers of a process that ends
 
 
 def is_running(pid: int) -> bool:
@@ -207,10 +199,6 @@ def test_workers_end_with_their_run_whether_it_is_killed_or_exits_and_ignore_sig
                     os.kill(pid, signal.SIGKILL)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Little shared memory, such as the 64 MB of Docker: each test mounts a /dev/shm
-
-
 NAMESPACE = ["unshare", "--mount", *(["--map-root-user"] if os.getuid() else [])]
 CAN_MOUNT = [*NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
 can_mount = pytest.mark.skipif(
@@ -230,10 +218,9 @@ can_mount = pytest.mark.skipif(
     ids=["enough", "too little", "none"],
 )
 def test_too_little_shared_memory_is_an_error_with_a_remedy(option: str, said: str) -> None:
-    mount = f"mount -t tmpfs -o {option} tmpfs /dev/shm"  # two workers, each with two batches of 1 MB in advance
-    words = [*NAMESPACE, "sh", "-c", f'{mount} && exec "$0" -m helpers.programs read_megabytes 12', sys.executable]
-    ended = subprocess.run(
-        words, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
-    )
-    assert ended.stdout.startswith(said)
-    assert ("docker run --shm-size=" in ended.stdout, "data.workers=0" in ended.stdout) == (said != "12",) * 2
+    # Two workers, each with two batches of 1 MB in advance.
+    command = f'mount -t tmpfs -o {option} tmpfs /dev/shm && exec "$0" -m helpers.programs read_megabytes 12'
+    words = [*NAMESPACE, "sh", "-c", command, sys.executable]
+    printed = subprocess.check_output(words, env=child_environment(), text=True, timeout=TIMEOUT_SECONDS)
+    assert printed.startswith(said)
+    assert ("docker run --shm-size=" in printed, "data.workers=0" in printed) == (said != "12",) * 2

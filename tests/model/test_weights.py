@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from models.qnet import QNet, WithTarget
 from runner.config.errors import ConfigError
@@ -49,18 +50,18 @@ def test_a_zip_archive_that_only_torch_recognizes_is_refused(tmp_path: Path) -> 
         load_tensors(path)
 
 
-class EndsWithoutParameters(torch.nn.Module):
+class EndsWithoutParameters(nn.Module):
     """A network whose last block has no parameters."""
 
     def __init__(self, num_outputs: int):
         super().__init__()
-        self.body, self.head = torch.nn.Linear(2, 3), torch.nn.Linear(3, num_outputs)
+        self.body, self.head = nn.Linear(2, 3), nn.Linear(3, num_outputs)
 
-    def blocks(self) -> list[tuple[str, torch.nn.Module]]:
+    def blocks(self) -> list[tuple[str, nn.Module]]:
         return [
             ("body", self.body),
-            ("head", torch.nn.Sequential(self.head, torch.nn.ReLU())),
-            ("shape", torch.nn.Sequential(torch.nn.Flatten())),
+            ("head", nn.Sequential(self.head, nn.ReLU())),
+            ("shape", nn.Sequential(nn.Flatten())),
         ]
 
 
