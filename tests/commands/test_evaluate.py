@@ -43,14 +43,6 @@ def test_the_best_checkpoint_is_the_default_and_overrides_are_applied(
     assert report["metrics"] != result.evaluation
 
 
-def test_mistakes_are_refused_with_the_key(result: runner.Result, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--checkpoint", "3"], ["optimizer.lrr=1"], ["parallel.processes"]):
-        assert evaluate.main([str(result.directory), *words]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert f"\n{words[0].lstrip('-').partition('=')[0]}:" in f"\n{captured.err}"
-
-
 def test_what_is_left_out_of_the_data_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,9 +18,8 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment
 
 def load_events(directory: Path) -> EventAccumulator:
     sizes = dict.fromkeys(("scalars", "images", "tensors"), 0)
-    with mock.patch.object(
-        pywrap_tensorflow, "crc32c", google_crc32c.value
-    ):  # the original takes 10 ms for the images of a run
+    # The original takes 10 ms for the images of a run.
+    with mock.patch.object(pywrap_tensorflow, "crc32c", google_crc32c.value):
         return EventAccumulator(str(directory), size_guidance=sizes).Reload()
 
 

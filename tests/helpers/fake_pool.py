@@ -10,13 +10,8 @@ from runner.sweep.engines.base import Ended, Job, Pool
 class FakePool(Pool):
     """A pool whose jobs end in the order in which they were started, one job in each call of `wait`.
 
-    Args:
-        codes: maps the number of a job to the exit codes of its attempts, in order. Further attempts, and jobs that are
-            not in `codes`, end with 0. A job that was asked to stop always ends with 75.
-        slots: number of jobs that can run at once.
-
-    Attributes:
-        earlier: `earlier` and `is_changed` of each job that was started, in order.
+    `codes` has the exit codes of the attempts of a job, by its number; all others end with 0. A job that was asked to
+    stop ends with 75.
     """
 
     def __init__(self, codes: dict[int, list[int | None]], slots: int = 2):

@@ -1,13 +1,8 @@
 """A fake of `python -m runner` that starts quickly, for tests of engines: `python -S fake_run.py WORD …`.
 
-It prints a line of JSON with its process IDs, its directory, some environment variables, and whether it is resumed. On
-SIGTERM, it exits with code 75. The words:
-
-- `exit=N`: end with exit code N.
-- `until=FILE`: run until FILE exists.
-- `saved=FILE`: write FILE on SIGTERM. If FILE already exists at the start, the program counts as resumed, and does not
-  wait for the file of `until`.
-- `with_child`: start a child process that sleeps.
+It prints a line of JSON with its process IDs, its directory, some environment variables, and whether it is resumed, and
+exits with the code of `exit=N`; with `until=FILE`, once FILE exists; on SIGTERM, with 75. Then, it writes the file of
+`saved=FILE`: if this exists at the start, it is resumed, and waits for nothing. `with_child` starts a child process.
 """
 
 from __future__ import annotations

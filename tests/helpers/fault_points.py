@@ -1,15 +1,10 @@
 """Points of a run at which a test can plant a fault, and a record of the samples that the run trains on.
 
 `install` wraps the file operations of a run and the parts of its training loop. A process that reaches a point, such as
-`before fsync state.pt` or `after step`, uses these files in its working directory:
-
-- `fault.json`: {"at": a point, "process": `main` or `rank 1`, "count": at which visit, from 1,
-  "do": see `trigger_fault`};
-- `trace.txt`: if it exists, a line is added for each point.
-
-A fault happens once; the file `fired` marks that it has happened. The samples of each step are appended to `seen.txt`
-(see `fault_checks.assert_each_sample_once`), and the steps whose checkpoints are committed to `saved.txt`. The package
-does not know about any of this.
+`before fsync state.pt` or `after step`, adds it to `trace.txt` in its working directory, if there is such a file, and
+does what `fault.json` says there (see `plant_fault` and `trigger_fault`), once, which the file `fired` marks.
+The samples of each step are appended to `seen.txt` (see `fault_checks.assert_each_sample_once`), and the steps whose
+checkpoints are committed to `saved.txt`.
 """
 
 from __future__ import annotations

@@ -107,13 +107,9 @@ def train_without_faults(cwd: Path, run: str) -> ReferenceRun:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in one session of a run.
+    """What happens in one session of a run (see `trigger_fault`), when a process reaches a point for the n-th time.
 
     Args:
-        action: what happens; see `helpers.fault_points.trigger_fault`.
-        at_point: the point at which the fault happens; empty for a fault at a certain time.
-        visit_number: the fault happens when a process reaches the point for the `visit_number`-th time.
-        process: the role of this process, for example `main` or `rank 1`.
         after: the time of a fault without `at_point`, in seconds since the start of the command.
         codes: the exit codes that the command may have. If they do not include 0 and the command exits with 0, the run
             finished before the fault happened.

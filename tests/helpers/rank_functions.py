@@ -142,31 +142,27 @@ def report_num_threads(pipe: Connection, asked: str | None, config: dict[str, An
 
 
 def run_sweep_jobs(configs: list[dict[str, Any]], directory: Path) -> list[str]:
-    """Run the jobs of a sweep one after another on this rank, which was started from outside, as by `torchrun`."""
-    return [run_sweep_job(config, directory / str(number), fails=number == 1) for number, config in enumerate(configs)]
+    """Run the jobs of a sweep one after another on this rank, which was started from outside, as by `torchrun`.
 
-
-retained_groups: list[Any] = []
-
-
-def run_sweep_job(config: dict[str, Any], directory: Path, fails: bool) -> str:
-    run = build_run(config)
-    directory.mkdir(exist_ok=True)
-    launcher = run.parallel.launcher(run.device)
-    with launcher.connect() as process:
-        session = run.prepare(process)
-        if fails:
-            retained_groups.append(
-                torch.distributed.group.WORLD
-            )  # keeps the group alive, as a replica in a traceback may
-            fail_at(1, 5, ValueError("only here"), run, session)
-        with LogFile(directory, process.rank):
-            try:
-                return launcher.launch(
-                    partial(train, run, session, directory), fail_if_started, session, directory
-                ).status
-            except Exception as error:
-                return str(error.__cause__)
+    Rank 1 fails in the second job. Return the status of each job, or its error.
+    """
+    found, groups = [], []
+    for number, config in enumerate(configs):
+        run, path = build_run(config), directory / str(number)
+        path.mkdir(exist_ok=True)
+        launcher = run.parallel.launcher(run.device)
+        with launcher.connect() as process:
+            session = run.prepare(process)
+            if number == 1:
+                groups.append(torch.distributed.group.WORLD)  # kept alive, as by a replica in a traceback
+                fail_at(1, 5, ValueError("only here"), run, session)
+            with LogFile(path, process.rank):
+                try:
+                    here = partial(train, run, session, path)
+                    found.append(launcher.launch(here, fail_if_started, session, path).status)
+                except Exception as error:
+                    found.append(str(error.__cause__))
+    return found
 
 
 def fail_if_started(process: Collectives) -> None:

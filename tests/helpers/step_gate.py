@@ -1,9 +1,7 @@
 """A gate before a training step, where runs wait so that a test can rely on them to be still training.
 
-Importing this module installs the gate in the training loop of this process and of processes forked from it. If
-`command.STEP_GATE_PYTHONPATH` is on PYTHONPATH, new interpreters import this module if they run `python -m runner` or a
-fork server. If the environment contains `STEP_GATE=30:FILE`, a run waits before step 30 until FILE exists or the run is
-asked to stop.
+Importing this module installs the gate in this process and its forks, and `command.STEP_GATE_PYTHONPATH` on PYTHONPATH
+in new interpreters. With `STEP_GATE=30:FILE`, a run waits before step 30 until FILE exists or the run is asked to stop.
 
 From step 14 on, rank N hangs before a step if there is a file `rank_N_hangs` in the working directory of the rank.
 """
