@@ -78,7 +78,7 @@ def lines(axes: Any) -> list[list[tuple[float, float]]]:
 # Parallel modes
 
 
-def test_modes_are_drawn_as_bars_with_error_bars_and_the_fastest_pipeline(sweep: Sweep) -> None:
+def test_modes_have_error_bars_and_the_theoretical_curve_touches_the_measurements_from_below(sweep: Sweep) -> None:
     figures = add_modes(sweep).pictures()
     assert list(figures) == ["modes", "modes_and_pipeline", "split_size"]
     [axes] = figures["modes_and_pipeline"].axes
@@ -90,19 +90,14 @@ def test_modes_are_drawn_as_bars_with_error_bars_and_the_fastest_pipeline(sweep:
     texts = [text.get_text() for text in axes.texts]
     assert texts == ["19.7 samples/s", f"17.9 samples/s, {6.1 / 6.7:.2f} ×", f"28 samples/s, {6.1 / 4.3:.2f} ×"]
 
-
-def test_the_theoretical_curve_touches_the_measurements_from_below(sweep: Sweep) -> None:
-    (curve,) = split_curves(add_modes(sweep).compare().rows)
+    (curve,) = split_curves(sweep.compare().rows)
     assert [size for size, _ in curve.points] == [3, 12, 60]
     assert (curve.batch_size, curve.stages) == (120, 2)
     # m = 40, 10, 2: (m+1)/m = 1.025, 1.1, 1.5; measured 5.3, 4.3, 5.1 on average
     assert [curve.slowdown(size) for size in (3, 12, 60)] == [pytest.approx(x) for x in (1.025, 1.1, 1.5)]
     assert curve.seconds_without_bubble == pytest.approx(5.1 / 1.5)
-    [axes] = sweep.pictures()["split_size"].axes
-    labels = [line.get_label() for line in axes.lines]
-    assert "GPipe's bubble alone: 3.4 s · (m+1)/m" in labels
-    assert "best: 12, 4.3 s" in labels
-    assert "single: 6.1 s" in labels
+    labels = {line.get_label() for line in figures["split_size"].axes[0].lines}
+    assert {"GPipe's bubble alone: 3.4 s · (m+1)/m", "best: 12, 4.3 s", "single: 6.1 s"} <= labels
 
 
 def test_the_batch_size_of_a_curve_is_that_of_an_accumulation_step(sweep: Sweep) -> None:
@@ -267,16 +262,13 @@ def test_what_cannot_be_plotted_is_refused(
 # Files that are damaged, or written by somebody else
 
 
-def write(content: bytes) -> Callable[[Path], object]:
-    return lambda path: path.write_bytes(content)
-
-
+NUMBERS = '{"status": "done", "steps": 1, "step_seconds": {"median": 1e999}, "metrics": {"a": "0.5"}}'
 BROKEN: dict[str, Callable[[Path], object]] = {
-    "bytes": write(bytes(range(256))),
-    "a list": write(b"[1, 2]"),
-    "YAML of a class": write(b"!!python/object/apply:os.system [exit]"),
-    "nested deeply": write(b"[" * 100_000),
-    "numbers": write(b'{"status": "done", "steps": 1, "step_seconds": {"median": 1e999}, "metrics": {"a": "0.5"}}'),
+    "bytes": lambda path: path.write_bytes(bytes(range(256))),
+    "a list": lambda path: path.write_text("[1, 2]"),
+    "YAML of a class": lambda path: path.write_text("!!python/object/apply:os.system [exit]"),
+    "nested deeply": lambda path: path.write_text("[" * 100_000),
+    "numbers": lambda path: path.write_text(NUMBERS),
     "a pipe": os.mkfifo,
     "a directory": Path.mkdir,
     "a link to a device": lambda path: path.symlink_to("/dev/zero"),

@@ -73,13 +73,10 @@ def test_what_clearly_fits_or_is_predicted_not_to_fit_is_not_tried() -> None:
     assert [line.split(":")[0] for line in said] == ["1 micro-batch", "2 micro-batches", "4 micro-batches"]
 
 
-def test_micro_batches_are_divided_further_after_running_out_of_memory() -> None:
+def test_micro_batches_are_divided_further_after_running_out_of_memory_but_not_after_another_error() -> None:
     attempts = FakeTrials(least=8)
     assert fit(1.5 * needed(1), attempts)[0] == 8
     assert attempts.counts == [1, 2, 4, 8]  # none is skipped, because the prediction was wrong
-
-
-def test_another_error_of_an_attempt_is_raised() -> None:
     attempts = FakeTrials(error=TrialError("RuntimeError: something else"))
     with pytest.raises(TrialError, match="something else"):
         fit(1.5 * needed(1), attempts)

@@ -117,7 +117,6 @@ def test_mistakes_are_refused(line: str, key: str, capsys: pytest.CaptureFixture
         (TrialError("no step within 50 s", "dropped"), REFUSED, "--budget"),
         (TrialError("MemoryError: no memory"), CRASHED, "no memory"),
     ],
-    ids=["too late", "crashed"],
 )
 def test_a_baseline_that_does_not_train_is_reported(
     error: TrialError, code: int, word: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
