@@ -25,16 +25,14 @@ def test_a_paused_job_is_counted_once_with_its_final_state(capsys: pytest.Captur
     assert capsys.readouterr().out == "\n1 of 3 jobs done, 1 pruned\n"
 
 
-@pytest.mark.parametrize(
-    "title", ["模型" * 40, "🦆" * 40, "x" * 80, "a\tb" * 30], ids=["CJK", "emoji", "Latin", "tabs"]
-)
-def test_the_table_fits_into_the_terminal(title: str, tmp_path: Path) -> None:
+def test_the_table_fits_into_the_terminal(tmp_path: Path) -> None:
+    titles = ["模型" * 40, "🦆" * 40, "x" * 80, "a\tb" * 30]
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=40, height=6, color_system=None)
     table = Display(9, ["name"], console)
     (tmp_path / "console").write_text("last line\n")
     for number in range(9):
-        table.started(Job(number, [], tmp_path / "console", overrides=[f"name={title}"]), "a slot")
+        table.started(Job(number, [], tmp_path / "console", overrides=[f"name={titles[number % 4]}"]), "a slot")
     table.refresh()
     status, *rows = [
         line for line in re.sub(r"\x1b\[[?0-9]*[a-zA-Z]", "", output.getvalue()).splitlines() if line.strip()

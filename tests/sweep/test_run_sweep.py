@@ -23,7 +23,6 @@ REFUSED = {
     f"{LR}  seed=1,2  sweep.search=tpe  sweep.seeds=3": ["sweep.seeds: got 3", "seed is swept, too"],
     "parallel=single,pipline": ["parallel: got 'pipline'", "did you mean pipeline?"],
     "seed=1,2  resume=outputs/x": ["resume: got 'outputs/x'", "resume=auto"],
-    "p=zip(seed=[1,2],epochs=[1])": ["p: got 'zip(seed=[1,2],epochs=[1])'", "seed has 2, epochs has 1"],
 }
 
 

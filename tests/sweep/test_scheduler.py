@@ -15,6 +15,7 @@ from runner.config.errors import ConfigError, check
 from runner.result import EXIT_CODES
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import StorageError
+from runner.sweep import ledger as ledger_module
 from runner.sweep.display import Display
 from runner.sweep.engines.base import Engine, Job
 from runner.sweep.engines.local import Local
@@ -157,21 +158,6 @@ def test_a_stop_signal_stops_the_running_jobs_and_no_more_jobs_start(
     assert "SIGTERM: 1 running job saves and stops; press Ctrl-C to stop without saving" in capsys.readouterr().err
 
 
-def test_a_ledger_that_cannot_be_written_any_more_stops_the_sweep(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    pool = FakePool({})
-    pool.on_wait = lambda: monkeypatch.setattr("runner.sweep.ledger.write_text", fail)
-    with pytest.raises(StorageError) as caught:
-        run_scheduler(ledger, FakeJobSource(ledger.path, 5), pool)
-    assert caught.value.path == ledger.path / "sweep.json"
-    assert pool.running == []
-    assert pool.stopped == {1}, "job 0 had ended"
-
-
 def test_the_ledger_records_which_jobs_run_and_tells_the_pool_where_a_killed_command_had_started_them(
     ledger: Ledger,
 ) -> None:
@@ -188,24 +174,29 @@ def test_the_ledger_records_which_jobs_run_and_tells_the_pool_where_a_killed_com
     assert not any({"code", "error", "seconds"} & seen[0][number].keys() for number in "01")
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left", "study.log"), ConfigError("a", 1, "b", "c")])
-@pytest.mark.parametrize("where", ["next", "tell"])
-def test_a_study_that_cannot_go_on_stops_the_sweep(where: str, error: Exception, ledger: Ledger) -> None:
-    def fail() -> Any:
+DISK_FULL, NOT_MEASURED = OSError(errno.ENOSPC, "No space left", "study.log"), ConfigError("a", 1, "b", "c")
+
+
+@pytest.mark.parametrize("error", [DISK_FULL, NOT_MEASURED], ids=["disk", "config"])
+@pytest.mark.parametrize("where", ["next", "tell", "write"])
+def test_a_ledger_or_a_study_that_cannot_be_written_stops_the_sweep(
+    where: str, error: Exception, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Any:
         raise error
 
     class Failing(FakeJobSource):
         def job(self, number: int) -> Job:
-            return super().job(number) if where == "tell" or number < 2 else fail()
-
-        def tell(self, *given: Any) -> None:
-            super().tell(*given) if where == "next" else fail()
+            return fail() if where == "next" and number == 2 else super().job(number)
 
     jobs, pool = Failing(ledger.path, 4), FakePool({}, slots=2)
-    with pytest.raises((StorageError, ConfigError), match=r"study\.log cannot be written: No space left|a: got 1: b"):
+    owner, name = (jobs, "tell") if where == "tell" else (ledger_module, "write_text")
+    pool.on_wait = lambda: None if where == "next" else monkeypatch.setattr(owner, name, fail)
+    file = "sweep.json" if where == "write" else "study.log"
+    with pytest.raises((StorageError, ConfigError), match=f"{file} cannot be written: No space left|a: got 1: b"):
         run_scheduler(ledger, jobs, pool)
     assert pool.running == []
-    assert pool.stopped
+    assert pool.stopped == ({0, 1} if where == "next" else {1}), "job 0 had ended"
 
 
 def test_unpromising_jobs_are_stopped_and_may_continue_later(ledger: Ledger) -> None:

@@ -142,7 +142,7 @@ def run(source: Search, pool: FakePool, options: Local) -> list[int]:
 
 def searched(
     root: Path, options: Local, what: Space | None = None, slots: int = 1, **given: Any
-) -> tuple[Search, FakeTrainingPool, list[int]]:
+) -> tuple[Search, Any, list[int]]:
     """Run a search, in a `FakeEvaluatingPool` if `loss_after` is given, and return it, its pool and its exit codes."""
     with open_search(root, options, what) as source:
         kind = FakeEvaluatingPool if "loss_after" in given else FakeTrainingPool
