@@ -95,16 +95,6 @@ def test_the_interface_of_parallel_modes_stays_small() -> None:
     assert len(public) <= 16, public
 
 
-def test_the_entry_point_only_calls_main() -> None:
-    assert len(ast.parse((ROOT / "runner" / "__main__.py").read_text(encoding="utf-8")).body) <= 3
-
-
-def test_parallel_modes_do_not_import_the_run_or_the_training_loop() -> None:
-    above = {"runner.run", "runner.state", "runner.training"}
-    for path in (ROOT / "runner" / "parallel").rglob("*.py"):
-        assert imports(path) & above == set(), path
-
-
 @pytest.mark.parametrize("module", sorted(name for name in modules() if name.startswith("models")))
 def test_networks_import_only_torch_torchvision_and_the_standard_library(module: str) -> None:
     tree = ast.parse(modules()[module].read_text(encoding="utf-8"))

@@ -95,15 +95,6 @@ def test_indices_follow_the_stream(length):
         assert order.indices(start, start + 3).tolist() == expected[start : start + 3]
 
 
-def test_each_epoch_is_another_permutation_of_all_samples():
-    order = SampleOrder(50, seed=0)
-    first, second = order.indices(0, 50), order.indices(50, 100)
-    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(50))
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, SampleOrder(50, seed=1).indices(0, 50))
-    assert not torch.equal(first, torch.arange(50))
-
-
 def test_the_order_does_not_use_the_global_generator():
     before = torch.get_rng_state()
     SampleOrder(10, seed=0).indices(0, 30)

@@ -13,7 +13,7 @@ from helpers.plain_loop import muon_and_adamw
 
 from runner.config.errors import ConfigError
 from runner.config.schema import build
-from runner.optimizer import SGD, Adam, AdamW, Muon, Named, Optimizer, learning_rates, trainable
+from runner.optimizer import SGD, Adam, AdamW, Muon, Named, Optimizer, learning_rates
 from runner.parallel import full_state
 
 
@@ -94,21 +94,6 @@ def test_resume_from_a_loaded_state_is_bitwise_exact(ours: Optimizer) -> None:
     full_state.load(then, resumed, *full_state.collect(first, optimizer, keep=True))
     steps(then, resumed, inputs[3:])
     assert all(torch.equal(a, b) for a, b in zip(then.parameters(), wanted, strict=True))
-
-
-@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
-def test_frozen_parameters_are_not_trained(kind: type[Optimizer]) -> None:
-    model = network()
-    target = model.get_submodule("0").requires_grad_(False)
-    before = [parameter.clone() for parameter in target.parameters()]
-    optimizer = kind(lr=0.1, weight_decay=0.5).build(model)
-    trained(model, optimizer)
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
-        id(p) for p in model.get_submodule("2").parameters()
-    ]
-    assert [id(p) for p in trainable(model)] == [id(p) for p in model.get_submodule("2").parameters()]
-    for parameter, old in zip(target.parameters(), before, strict=True):
-        assert torch.equal(parameter, old)
 
 
 def groups_of(**options: Any) -> list[tuple[str, float, float, list[str]]]:

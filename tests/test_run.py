@@ -126,21 +126,6 @@ def test_an_option_that_would_be_ignored_is_refused(typed: str) -> None:
     assert (refusal.value.key, refusal.value.got) == tuple(words[-1].lstrip("+").split("="))
 
 
-@pytest.mark.parametrize(
-    ("every", "due"),
-    [
-        (1, [1, 2, 3, 4, 5, 6, 7]),
-        (3, [3, 6, 7]),  # and after the last step
-        (7, [7]),
-        (100, [7]),
-        (0, [7]),  # only after the last step
-    ],
-)
-def test_is_due_every_n_steps_and_after_the_last_step(every: int, due: list[int]) -> None:
-    session = session_of("steps=7")
-    assert [step for step in range(1, 8) if session.is_due(every, step)] == due
-
-
 def test_checkpoints_are_saved_when_they_are_due(trained: Callable[..., TrainedRun]) -> None:
     run = trained("steps=7", "eval_every=3", "save_every=2", "keep=9")
     saved = {int(path.name.removeprefix("step_")) for path in (run.directory / "checkpoints").glob("step_*")}

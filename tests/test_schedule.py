@@ -84,12 +84,6 @@ def test_warm_up_is_linear_lr_before_the_schedule(share: float, warmup: int) -> 
     assert our_rates(Cosine(warmup=share), 100) == close(torch_rates(make, 100))
 
 
-def test_milestones_are_fractions_of_the_updates_after_the_warm_up() -> None:
-    rates = our_rates(Step(warmup=0.2, milestones=(0.5,)), 100)
-    assert rates[19:60] == [PEAK] * 41
-    assert rates[60] == pytest.approx(PEAK / 10)
-
-
 def test_every_group_keeps_its_own_rate() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.4)]
     chosen = torch.optim.SGD(groups)

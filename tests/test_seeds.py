@@ -42,15 +42,6 @@ def test_uniforms_are_those_of_the_reference(seed):
     assert torch.equal(drawn, torch.tensor(expected, dtype=torch.float32))
 
 
-def test_uniforms_do_not_depend_on_the_rest_of_the_batch():
-    epochs, samples = torch.arange(50) // 7, torch.arange(50) * 13
-    together = uniforms(3, epochs, samples, 4)
-    order = torch.randperm(50)
-    assert torch.equal(uniforms(3, epochs[order], samples[order], 4), together[order])
-    assert torch.equal(uniforms(3, epochs[9:10], samples[9:10], 4), together[9:10])
-    assert torch.equal(uniforms(3, epochs, samples, 9)[:, :4], together)
-
-
 @pytest.mark.parametrize("count", [0, 1, 8, 83, 1000])
 def test_random_bytes_are_those_of_the_reference_whatever_the_chunk(count, monkeypatch):
     seed = derive(3, "x")

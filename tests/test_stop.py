@@ -55,12 +55,7 @@ RULES: list[tuple[str, dict[str, Any], list[float], str]] = [
     ("max", {"patience": 2}, [0.5, 0.4, 0.6, 0.6, 0.5], "stop.patience"),
     ("min", {"patience": 2}, [0.5, 0.6, 0.4, 0.4, 0.5], "stop.patience"),
     ("max", {"patience": 2, "min_delta": 0.25}, [0.5, 0.75, 0.7], "stop.patience"),
-    (
-        "max",
-        {"patience": 2, "min_delta": 0.25},
-        [0.25, 0.375, 0.625, 0.875],
-        "",
-    ),  # compared with the latest improvement
+    ("max", {"patience": 2, "min_delta": 0.25}, [0.25, 0.375, 0.625, 0.875], ""),  # from the latest improvement
     ("min", {"patience": 1, "min_delta": 0.25}, [1.0, 0.5, 0.25], "stop.patience"),
     ("max", {"target": 0.75}, [0.5, 0.7, 0.75], "stop.target"),
     ("min", {"target": 0.25}, [0.5, 0.3, 0.2], "stop.target"),
