@@ -94,7 +94,7 @@ def create(parent: Path, name: str | None = None, overrides: Iterable[str] = (),
             if not isinstance(error, FileExistsError | FileNotFoundError):
                 break  # otherwise, it exists, or another process has removed an empty parent: try another name
     got, remedy = parent, "choose another with output_root=DIR"
-    if name is not None:
+    if key != "output_root":
         got, remedy = directory, "name another one; resume=auto continues the run in it"
     raise ConfigError(key, str(got), f"a run directory cannot be created there ({why})", remedy)
 
