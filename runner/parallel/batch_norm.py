@@ -14,10 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def convert_sync_batch_norm(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Convert the batch normalization layers in `model` so that they normalize over all processes, and return `model`.
-
-    They become `torch.nn.SyncBatchNorm`, or the class in this file on a CPU, which torch's does not support.
-    """
+    """Let batch normalization in `model` normalize over all processes, and return `model`; torch's needs a GPU."""
     if device.type != "cpu":
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():

@@ -27,10 +27,9 @@ def encode(value: Any) -> bytes:
 
 
 def decode(message: bytes) -> Any:
-    """Return the value that was encoded as `message`; its tensors are on the CPU. No code of the sender is executed.
+    """Return the value that was encoded as `message`, with tensors on the CPU; raise a `ValueError` for any other.
 
-    Raises:
-        ValueError: if `message` was not made by `encode`, or holds objects of other types.
+    No code of the sender is executed.
     """
     try:
         return torch.load(io.BytesIO(message), map_location="cpu", weights_only=True)
@@ -70,10 +69,7 @@ class Collectives:
         self.devices, self.rank, self.world_size = list(devices), rank, world_size
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
-        """Return a dict with the sum over all ranks of each tensor in the dict `sums`.
-
-        Metrics are passed as sums and counts, so that the means are exact even if the ranks have unequal shards.
-        """
+        """Return the sum over all ranks of each tensor in `sums`: means of unequal shards would not be exact."""
         return sums
 
     def local_share(self, total: torch.Tensor) -> torch.Tensor:
@@ -117,10 +113,7 @@ class Collectives:
 
 
 class ProcessGroup(Collectives):
-    """The collectives of several processes, over the default process group of `torch.distributed`.
-
-    `shared_state` is memory that the processes of this machine share, for subclasses.
-    """
+    """The collectives of several processes, over the default process group of `torch.distributed`."""
 
     def __init__(self, devices: Sequence[torch.device], timeout: float, shared_state: Any = None):
         super().__init__(devices, torch.distributed.get_rank(), torch.distributed.get_world_size())

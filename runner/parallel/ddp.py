@@ -23,10 +23,8 @@ class DDP(MultiProcess):
     """Data parallelism: every process holds a replica of the model, and trains it on its shard of each batch.
 
     Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training (2020). Gradients are averaged
-    over the processes once per step, during the backward pass of the last micro-batch.
-
-    Without `sync_batch_norm`, the running means and variances of the shards are averaged over the processes before an
-    evaluation or a checkpoint. The result is exact for the means; the variances are slightly too small, because the
+    over the processes once per step, during the backward pass of the last micro-batch. Without `sync_batch_norm`,
+    running variances, which are averaged before an evaluation or a checkpoint, are slightly too small, because the
     means of the shards differ from one another. `conf/parallel/ddp.yaml` explains the options.
     """
 

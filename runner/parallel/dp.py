@@ -24,7 +24,7 @@ class DP(Parallel):
     """Data parallelism in one process: each GPU runs a replica of the model on its part of each micro-batch.
 
     `conf/parallel/dp.yaml` says what custom models have to know. Batch normalization uses the statistics of each GPU's
-    part; only the running statistics of the first GPU are kept.
+    part, and keeps the running ones of the first GPU.
     """
 
     description: ClassVar[str] = "DataParallel"

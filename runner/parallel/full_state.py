@@ -64,8 +64,7 @@ def load_optimizer(
 ) -> None:
     """Load `optimizer_state`, by parameter name and then by key. Parameters without saved state keep what they have.
 
-    If the optimizer keeps no state, like SGD without momentum, the saved state is ignored. Shapes are checked because
-    fused kernels would read and write beyond the end of a tensor that is too short.
+    Shapes are checked because fused kernels would read and write beyond the end of a tensor that is too short.
     """
     parameters = dict(model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}

@@ -50,10 +50,8 @@ class SharedMemoryCollectives(ProcessGroup):
         """Return whether this worker has to stop now, after its latest update; `flag` requests that all workers stop.
 
         Rank 0 then chooses the number of updates after which every worker stops, one that no worker has passed.
-        Therefore, a worker waits here until it is at most `_MAX_LEAD` updates ahead of the slowest worker.
-
-        Raises:
-            LostError: if this worker has to wait for another worker for more than `timeout` seconds.
+        Therefore, a worker waits here until it is at most `_MAX_LEAD` updates ahead of the slowest worker. It raises a
+        `LostError` after `timeout` seconds.
         """
         updates = int(self.updates[self.rank])
         if flag:  # set, never cleared: a read-modify-write could undo the write of another worker
@@ -76,11 +74,9 @@ class Hogwild(MultiProcess):
     """Lock-free training: each worker computes gradients of a shared model and updates the model without locks.
 
     Niu et al., HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent (2011). The workers divide
-    the global batches among themselves, and each has an optimizer. Before logging, evaluating or saving, they wait for
-    each other. With only one worker, the results are exactly those of `parallel=single`.
-
-    A checkpoint holds the model and the optimizer state of worker 0, from which other modes can resume. In
-    addition, each worker's own optimizer state is in the file of its rank (`rank_0.pt`, …).
+    the global batches among themselves, and wait for each other before logging, evaluating or saving. With only one
+    worker, the results are exactly those of `parallel=single`. A checkpoint holds the optimizer state of worker 0, from
+    which other modes can resume, and that of each worker in the file of its rank (`rank_0.pt`, …).
     """
 
     description: ClassVar[str] = "Hogwild"

@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 class ModelParallel(Partition, Parallel):
     """Model parallelism: the network is split into stages on several devices, and one device computes at a time.
 
-    This mode is for networks too large for one GPU. Activations are moved from each device to the next one, and targets
-    to the last device. With `parallel=pipeline`, in contrast, all devices compute at the same time.
+    This mode is for networks too large for one GPU. With `parallel=pipeline`, all devices compute at the same time.
     """
 
     description: ClassVar[str] = "model split over devices"

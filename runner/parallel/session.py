@@ -22,9 +22,7 @@ class Session:
     A session has no reference to the `Run`, so that parallel modes depend on nothing else of it.
 
     Args:
-        collectives: the rank and the devices of this process, and its connection to the other processes.
         plan: which samples are in the micro-batches of this process, and from which seeds it draws.
-        workload, precision, channels_last, compile: those of the run.
         num_steps: number of optimizer steps of the whole run; 0 if nothing is trained.
         eval_every, save_every: number of steps between evaluations, and between checkpoints; 0: only at the end.
         steps_per_epoch: number of steps of one pass over the training data; None if the workload has no epochs.

@@ -36,14 +36,11 @@ def create_store() -> TCPStore:
 
 
 def init_process_group(rank_info: RankInfo, kind: str, timeout: float, external: bool) -> None:
-    """Initialize the default process group: tensors on a GPU are sent over NCCL, those in host memory over gloo.
+    """Initialize the default process group: tensors on a device of `kind` are sent over NCCL, say, others over gloo.
 
-    Args:
-        rank_info: that of this process.
-        kind: the type of its device.
-        timeout: seconds that a collective waits for the other ranks. On the CPU, the supervisor of ranks that we have
-            started enforces it, and not gloo, which counts time during which all processes are suspended.
-        external: whether torchrun or SLURM has started the ranks.
+    A collective waits for other ranks for `timeout` seconds. On the CPU, the supervisor of ranks that we have started
+    enforces it, and not gloo, which counts time during which all processes are suspended. Ranks are `external` if
+    torchrun or SLURM has started them.
 
     Raises:
         RuntimeError: if the store cannot be reached, or the other ranks do not join in time.

@@ -74,10 +74,7 @@ class Launcher:
 
 
 class LocalProcesses(Launcher):
-    """A launcher that starts one process for each of `devices` on this machine, and trains in these processes.
-
-    `mode` is the `MultiProcess`, whose options it takes.
-    """
+    """A launcher that starts one process for each of `devices`, with the options of `mode`, and trains in them."""
 
     def __init__(self, devices: list[torch.device], mode: Any):
         super().__init__(devices)

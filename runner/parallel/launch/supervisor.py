@@ -57,11 +57,7 @@ class LostError(RuntimeError):
 class Report:
     """The outcome of a rank: its return value, the config error that ended it, or `what` else did, in one line.
 
-    Args:
-        trace: the traceback of that exception; empty if the exception's message says enough.
-        result: the result of the run up to that exception; None if it is unknown.
-        by_others: whether the exception only means that another rank is gone.
-        time: when the rank ended, in seconds since the epoch.
+    `trace` is the traceback of that exception, empty if its message says enough; `result` that of the run until then.
     """
 
     value: Any = None
@@ -69,7 +65,7 @@ class Report:
     what: str = ""
     trace: str = ""
     result: Any = None
-    by_others: bool = False
+    by_others: bool = False  # whether the exception only means that another rank is gone
     time: float = field(default_factory=time.time)
 
     @property
@@ -94,13 +90,9 @@ def start_heartbeat(
 ) -> Callable[[Report], None]:
     """Start a thread that sends heartbeats; if the supervisor dies, the thread kills all ranks, including this one.
 
-    Args:
-        pipe: connection to the supervisor.
-        progress: returns the heartbeat: a number that grows when this rank begins to wait for other ranks.
-        give_up: called when any rank has failed, died or hung; it lets the waits of this rank fail.
-
-    Returns:
-        A function that sends a report to the supervisor.
+    `progress` returns the heartbeat: a number that grows when this rank begins to wait for other ranks. `give_up` is
+    called when any rank has failed, died or hung; it lets the waits of this rank fail. The function that is returned
+    sends a report to the supervisor.
     """
     sending = threading.Lock()
 

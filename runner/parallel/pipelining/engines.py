@@ -27,11 +27,7 @@ _CLASSES: dict[str, Any] = {
 class ProcessEngine:
     """An engine that runs one or more stages in each process; stage i runs in process i modulo the number of processes.
 
-    Args:
-        stages: stages of this process, by the number of the stage.
-        activations: the form of the inputs, and of the outputs of each stage, also of those of other processes.
-        schedule: one of `SCHEDULES`.
-        plan, device, timeline: those of this process.
+    `stages` are those of this process, by number; `activations` describe the inputs and the outputs of all stages.
     """
 
     def __init__(

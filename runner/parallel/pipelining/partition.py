@@ -80,10 +80,9 @@ class Partition:
     def stage_of_each_tensor(
         self, model: torch.nn.Module, stages: Sequence[Sequence[torch.nn.Module]]
     ) -> dict[str, int]:
-        """Return a dict from the name of each parameter and buffer of `model` to the number of its stage.
+        """Return the number of the stage of each parameter and buffer of `model` by name, given each stage's blocks.
 
-        A tensor that is not part of any block belongs to stage 0. `stages` are the blocks of each stage. If two stages
-        share a tensor, a `ConfigError` is raised.
+        A tensor that is not part of any block belongs to stage 0. If stages share one, a `ConfigError` is raised.
         """
         names = {id(tensor): name for name, tensor in named_tensors(model)}
         stage_of: dict[int, int] = {}
@@ -167,10 +166,9 @@ def first_inputs(model: torch.nn.Module, session: Session, size: int | None = No
 
 
 def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, session: Session, timed: bool) -> list[BlockProfile]:
-    """Measure copies of the blocks of `model`, in forward order.
+    """Measure copies of the blocks of `model`, in forward order, on a chunk of `inputs` and its device.
 
-    `inputs` are as many as in a chunk, on the device on which the blocks are measured. Times are measured in training
-    mode; if not `timed`, only the outputs are described, in evaluation mode.
+    Times are measured in training mode; if not `timed`, only the outputs are described, in evaluation mode.
     """
     dtype, autocast = next(model.parameters()).dtype, session.precision.autocast
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs  # float64 under precision=64
@@ -255,10 +253,7 @@ def _contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 def keep_only(model: torch.nn.Module, names: set[str]) -> None:
-    """Remove every parameter and buffer of `model` that is not in `names`; the remaining tensors keep their names.
-
-    If a tensor has several names, as tied weights have, only its first name is looked up in `names`.
-    """
+    """Remove all parameters and buffers of `model` but `names`, in which a tied weight has the first of its names."""
     kept = {id(tensor) for name, tensor in named_tensors(model) if name in names}
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:

@@ -28,12 +28,9 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """A recording of the computations of this process's stages. While `on` is false, nothing is recorded.
+    """A recording of the computations of this process's stages, on `devices`. While `on` is false, it records nothing.
 
     On CUDA, events on the streams measure the times: the host waits only before a recording, and when it is read.
-
-    Args:
-        devices: devices of the stages.
     """
 
     def __init__(self, devices: Sequence[torch.device]):
@@ -137,7 +134,7 @@ _INK, _IDLE, _LINE, _WHITE = (40, 40, 40), (235, 235, 235), (205, 205, 205), (25
 
 
 def gantt(spans: Sequence[Span], num_workers: int, title: str) -> torch.Tensor:
-    """Draw a Gantt chart of one step: an RGB image, uint8 [3, height, width], in which stages have rows as workers."""
+    """Draw a Gantt chart of one step, with a row for each worker: an RGB image, uint8 [3, height, width]."""
     from PIL import Image, ImageDraw
 
     begin, end = min(span.start for span in spans), max(span.stop for span in spans)
@@ -150,10 +147,9 @@ def gantt(spans: Sequence[Span], num_workers: int, title: str) -> torch.Tensor:
         draw.line((_MARGIN + seconds * scale, _TOP - 4, _MARGIN + seconds * scale, bottom), _LINE)
         text = f"{seconds * 1000:.3g}{' ms' * (tick == 0)}"
         draw.text((_MARGIN + seconds * scale, bottom + 9), text, _INK, font(12), anchor="mm")
-    row = "worker" if any(span.stage >= num_workers for span in spans) else "stage"
     for worker in range(num_workers):
         top = _TOP + worker * _ROW
-        draw.text((_MARGIN - 10, top + _BAR / 2), f"{row} {worker}", _INK, font(13), anchor="rm")
+        draw.text((_MARGIN - 10, top + _BAR / 2), f"worker {worker}", _INK, font(13), anchor="rm")
         draw.rectangle((_MARGIN, top, _MARGIN + (end - begin) * scale, top + _BAR), _IDLE)
     for stage, kind, micro, start, stop in sorted(spans, key=lambda span: span.start):
         left, right = (_MARGIN + (moment - begin) * scale for moment in (start, stop))
