@@ -9,14 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
-from helpers.fake_cuda import simulate_accelerators
 from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights_at
 from torch import nn
 
 from runner.config.errors import ConfigError
-from runner.device import Device
 from runner.parallel.collectives import Collectives
-from runner.parallel.dp import DP
 from runner.planning.fake_step import prepared, trace
 
 
@@ -58,21 +55,6 @@ def test_a_compiled_network_is_refused_on_two_gpus() -> None:
     with pytest.raises(ConfigError) as refusal:
         run.session(Collectives([torch.device("cuda", index) for index in range(2)]))
     assert (refusal.value.key, refusal.value.got) == ("compile", "blocks")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The devices of a process that uses several
-
-
-@pytest.mark.parametrize(("indices", "found"), [([], [0, 1]), ([1], [1]), ([1, 0], [1, 0])])
-def test_all_gpus_or_those_in_indices_are_used_in_the_given_order(
-    indices: list[int], found: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    simulate_accelerators(monkeypatch, 2)
-    for kind in ("auto", "cuda"):
-        launcher = DP().launcher(Device(kind=kind, indices=indices))
-        assert launcher.devices == [torch.device("cuda", index) for index in found]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -74,12 +74,7 @@ def test_gradients_are_reduced_once_a_step_and_weights_gathered_per_option(
 
 
 def collectives(config: dict[str, Any], directory: Path) -> tuple[list[int], int, int]:
-    """In a rank: train for a step, evaluate, train for another step, and count operations.
-
-    Returns:
-        The reduce-scatters until the end of each micro-batch of the first step, the all-gathers of the last micro-batch
-        of the second one, and the operations of the optimizer that update one tensor.
-    """
+    """In a rank: count reduce-scatters by micro-batch of a step, all-gathers in the last of another, and updates."""
     with connected_session(config) as (run, session), Operations() as seen:
         state = prepare(run, session, directory)
         sent = one_step(state, lambda: seen.count("reduce_scatter"))

@@ -1,7 +1,4 @@
-"""Tests of the README's matrix: a run for each combination of mode, precision and accumulation.
-
-By default, the combinations contain all pairs of two options; `-m slow` tests all combinations.
-"""
+"""Tests of the README's matrix: runs with all pairs of mode, precision and accumulation; all triples are slow."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -116,48 +116,34 @@ def averaged(config: dict[str, Any], equal: torch.Tensor) -> tuple[torch.Tensor,
 # Options that are refused before any rank is started
 
 
-class Bad(NamedTuple):
-    """Invalid overrides, with the key and value of the `ConfigError`, and words in its reason or remedy.
-
-    Args:
-        gpus: number of GPUs that torch pretends to find.
-    """
-
-    overrides: str
-    key: str
-    got: str
-    words: list[str]
-    gpus: int = 0
-
-
-TABLE = [
+TABLE = [  # overrides, the key and value of the refusal, words in its reason or remedy, and the number of GPUs
     # processes
-    Bad("parallel=ddp parallel.processes=0", "parallel.processes", "0", ["≥ 1"]),
-    Bad("parallel=ddp parallel.processes=two", "parallel.processes", "two", ["parallel.processes=2"]),
-    Bad("parallel=ddp parallel.processes=4", "parallel.processes", "4", ["2 GPUs may be used", "at most 2"], gpus=2),
+    ("parallel=ddp parallel.processes=0", "parallel.processes", "0", ["≥ 1"], 0),
+    ("parallel=ddp parallel.processes=two", "parallel.processes", "two", ["parallel.processes=2"], 0),
+    ("parallel=ddp parallel.processes=4", "parallel.processes", "4", ["2 GPUs may be used", "at most 2"], 2),
     # the batch
-    Bad("parallel=ddp parallel.processes=4 batch_size=2", "batch_size", "2", ["batch_size=4"]),
-    Bad("parallel=fsdp parallel.processes=3 batch_size=64", "batch_size", "64", ["batch_size=63 or batch_size=66"]),
+    ("parallel=ddp parallel.processes=4 batch_size=2", "batch_size", "2", ["batch_size=4"], 0),
+    ("parallel=fsdp parallel.processes=3 batch_size=64", "batch_size", "64", ["batch_size=63 or batch_size=66"], 0),
     # devices
-    Bad("parallel=hogwild device=cuda", "device.kind", "cuda", ["parallel=ddp"], gpus=2),
-    Bad("parallel=ddp device=mps", "device.kind", "mps", ["share one device", "parallel=single"]),
-    Bad("parallel=fsdp device=cuda", "device.kind", "cuda", ["torch finds no CUDA device", "device=auto"]),
-    Bad(
-        "parallel=ddp device=cuda device.index=2", "device.index", "2", ["2 CUDA devices are visible", "0 to 1"], gpus=2
-    ),
-    Bad("parallel=ddp device=cuda device.indices=[0,7]", "device.indices", "[0, 7]", ["0 to 1"], gpus=2),
+    ("parallel=hogwild device=cuda", "device.kind", "cuda", ["parallel=ddp"], 2),
+    ("parallel=ddp device=mps", "device.kind", "mps", ["share one device", "parallel=single"], 0),
+    ("parallel=fsdp device=cuda", "device.kind", "cuda", ["torch finds no CUDA device", "device=auto"], 0),
+    ("parallel=ddp device=cuda device.index=2", "device.index", "2", ["2 CUDA devices are visible", "0 to 1"], 2),
+    ("parallel=ddp device=cuda device.indices=[0,7]", "device.indices", "[0, 7]", ["0 to 1"], 2),
     # options
-    Bad("parallel=ddp parallel.static_graph=true accumulation=2", "parallel.static_graph", "True", ["accumulation=1"]),
-    Bad("parallel=ddp parallel.compression=zip", "parallel.compression", "zip", ["powersgd"]),
+    ("parallel=ddp parallel.static_graph=true accumulation=2", "parallel.static_graph", "True", ["accumulation=1"], 0),
+    ("parallel=ddp parallel.compression=zip", "parallel.compression", "zip", ["powersgd"], 0),
 ]
 
 
-@pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.overrides)
-def test_bad_input_is_refused_before_a_rank_starts(bad: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
-    simulate_accelerators(monkeypatch, bad.gpus)
+@pytest.mark.parametrize(("overrides", "key", "got", "words", "gpus"), TABLE)
+def test_bad_input_is_refused_before_a_rank_starts(
+    overrides: str, key: str, got: str, words: list[str], gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate_accelerators(monkeypatch, gpus)
     with pytest.raises(ConfigError) as refusal:
-        prepare_session(build_composed_run(*bad.overrides.split()))
-    assert (refusal.value.key, str(refusal.value.got)) == (bad.key, bad.got)
-    for word in bad.words:
+        prepare_session(build_composed_run(*overrides.split()))
+    assert (refusal.value.key, str(refusal.value.got)) == (key, got)
+    for word in words:
         assert word in f"{refusal.value.why}\n{refusal.value.remedy}"
     assert len(str(refusal.value).splitlines()) <= 10

@@ -51,27 +51,18 @@ def freeze(name: str, run: Run, session: Session) -> None:
 
 
 class Row(NamedTuple):
-    """A run of a mode, and how close its weights must be to those of the plain loop.
-
-    Args:
-        case: the optimizer, a key of `ALL_OPTIMIZER_CASES`.
-        more: overrides that also apply to the plain loop.
-        options: overrides that do not apply to the plain loop.
-        tolerance: relative tolerance of the weights: a few rounding errors, such as 1e-6 in float32.
-        frozen: the name of a module that is not trained.
-        devices: the number of devices of one process, all of which are the CPU.
-    """
+    """A run of a mode, and how close its weights must be to those of the plain loop."""
 
     mode: str
     processes: int = 1
     accumulation: int = 1
-    case: str = "sgd"
-    more: str = ""
-    options: str = ""
-    tolerance: float = 1e-6
+    case: str = "sgd"  # the optimizer, a key of `ALL_OPTIMIZER_CASES`
+    more: str = ""  # overrides that also apply to the plain loop
+    options: str = ""  # overrides that do not
+    tolerance: float = 1e-6  # of the weights, relative: a few rounding errors
     max_norm: float | None = None
-    frozen: str = ""
-    devices: int = 1
+    frozen: str = ""  # the name of a module that is not trained
+    devices: int = 1  # of one process, all of which are the CPU
 
     def __str__(self) -> str:
         clip, frozen = f"clip{self.max_norm}" * bool(self.max_norm), f"frozen {self.frozen}" * bool(self.frozen)
@@ -265,10 +256,7 @@ SGD = (*COMMON, *OPTIMIZER_CASES["sgd"][0])
 
 
 def test_16_bit_precision_rounds_as_a_single_process_does(trained, ranks: Ranks, tmp_path: Path) -> None:
-    """Two processes are compared with one process that accumulates the gradients of the same two micro-batches.
-
-    The tolerance is larger for FSDP, which also rounds parameters that autocast keeps in float32.
-    """
+    """One process accumulates the same micro-batches. FSDP also rounds parameters that autocast keeps in float32."""
     overrides, plain = (*SGD, "precision=bf16"), reference()[0]
     alone = weights_at(trained(*overrides, "accumulation=2", directory="alone").directory, STEPS)
     for mode, tolerance in (("ddp", 1e-6), ("fsdp", 0.01), ("pipeline parallel.num_micro_batches=2", 1e-6)):

@@ -91,10 +91,7 @@ def test_batch_normalization_uses_the_statistics_of_each_micro_batch(
 
 
 def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Ranks, tmp_path: Path) -> None:
-    """Running means and variances are compared in the first layer, whose inputs do not depend on micro-batches.
-
-    In all layers, a step counts as one tracked batch, and a resume in stages that are cut elsewhere changes nothing.
-    """
+    """Running statistics are compared in the first layer, whose inputs do not depend on micro-batches."""
     short = ("data.size=32", "steps=1")  # with smaller images, two samples have too few values in the last layers
     run_here(tmp_path / "one", *BATCH_NORM, *short, change=use_narrow_resnet)
     options = (*short, "parallel=pipeline", "parallel.batch_norm=defer", "accumulation=2", "parallel.split_size=2")
