@@ -261,7 +261,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
         launcher = run.parallel.launcher(run.device)
         monkeypatch.setattr(run_job, "train_rank", work)
         with launcher.connect() as process:
-            return run_job.trained(run, run.prepare(process), launcher, tmp_path, begin=dict)
+            return run_job.trained(run, run.prepare(process), launcher, tmp_path, begin=dict, overrides=[])
 
     return run_it
 
