@@ -32,15 +32,6 @@ def train(profiler: Profiler, directory: Path, num_steps: int) -> None:
             profiler.after_step(step)
 
 
-def test_none_writes_nothing_and_does_not_touch_the_timer(tmp_path: Path) -> None:
-    timer.reset()
-    with timer.section("data"):
-        pass
-    train(Profiler(), tmp_path, 3)
-    assert list(tmp_path.iterdir()) == []
-    assert timer.calls == {"data": 1}
-
-
 @pytest.mark.parametrize("name", ["simple", "advanced", "trace"])
 def test_a_profile_that_cannot_be_written_does_not_hide_the_error_of_the_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

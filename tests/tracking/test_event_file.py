@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import io
 import math
 import os
-import random
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +18,7 @@ from torch.utils.tensorboard.summary import scalar
 
 from runner.storage.run_directory import StorageError
 from runner.tracking import event_file
-from runner.tracking.event_file import EventFile, EventReader, points, record
+from runner.tracking.event_file import EventFile, EventReader, points
 from runner.tracking.tensorboard import TensorBoard
 
 
@@ -78,13 +76,6 @@ def test_files_whose_number_is_not_that_of_a_session_are_ignored(tmp_path: Path,
     EventFile(tmp_path, 0).close()
     [name] = {path.name for path in tmp_path.iterdir()} - {f"events.out.tfevents.{digits}"}
     assert before <= int(name.removeprefix("events.out.tfevents.")) <= time.time()
-
-
-def test_records_are_written_as_tensorboard_writes_them() -> None:
-    for length in (0, 1, 100, 5000):
-        theirs, data = io.BytesIO(), random.Random(length).randbytes(length)
-        RecordWriter(theirs).write(data)
-        assert record(data) == theirs.getvalue()
 
 
 NAME = "events.out.tfevents.0000000001"
