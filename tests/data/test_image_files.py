@@ -45,7 +45,7 @@ class ConstantColorReader:
 
 def made_up(count: int = 20, damaged: tuple[int, ...] = (), skipped: dict[str, str] | None = None) -> FileSamples:
     paths, targets = [str(i) for i in range(count)], [i % 4 for i in range(count)]
-    fetch = Fetch(ConstantColorReader(*damaged), (3, 2, 2))
+    fetch = Fetch(ConstantColorReader(*damaged), (3, 2, 2), augment=lambda image: 255 - image)
     return FileSamples(paths, targets, list("abcd"), fetch, MEAN, STD, Workers(0), None, skipped)
 
 
@@ -92,7 +92,7 @@ def test_every_row_is_its_sample_augmented_with_the_random_numbers_of_its_seed(a
         draws = torch.stack([torch.randint(256, (2,), generator=torch.Generator().manual_seed(each)) for each in seeds])
         assert batch.inputs.dtype == torch.float32
         assert batch.targets.tolist() == [int(i) % 4 for i in indices]
-        assert torch.equal(levels(batch), torch.cat((indices[:, None], draws), 1))
+        assert torch.equal(levels(batch), 255 - torch.cat((indices[:, None], draws), 1))
 
 
 def test_any_number_of_workers_gives_bitwise_the_same_batches_and_no_global_generator_changes(photos, tmp_path):
@@ -142,8 +142,8 @@ def test_in_training_the_next_readable_sample_replaces_an_unreadable_one():
     instead = {4: 5, 7: 9, 8: 9, 19: 0}
     whole, holed = take(made_up(), Plan(6), 0, 20), take(made_up(damaged=damaged, skipped={}), Plan(6), 0, 20)
     for a, b in zip(whole, holed, strict=True):
-        numbers = [instead.get(number, number) for number in levels(a)[:, 0].tolist()]
-        assert levels(b)[:, 0].tolist() == numbers
+        numbers = [instead.get(number, number) for number in (255 - levels(a)[:, 0]).tolist()]
+        assert (255 - levels(b)[:, 0]).tolist() == numbers
         assert b.targets.tolist() == [number % 4 for number in numbers]
         assert torch.equal(levels(b)[:, 1:], levels(a)[:, 1:])  # same draws as for the unreadable sample
 
