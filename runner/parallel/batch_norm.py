@@ -14,7 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def convert_sync_batch_norm(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Let batch normalization in `model` normalize over all processes, and return `model`; torch's needs a GPU."""
+    """Convert the batch normalization layers in `model` so that they normalize over all processes, and return `model`.
+
+    They become `torch.nn.SyncBatchNorm`, or the class in this file on a CPU, which torch's does not support.
+    """
     if device.type != "cpu":
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
@@ -24,22 +27,60 @@ def convert_sync_batch_norm(model: torch.nn.Module, device: torch.device) -> tor
 
 
 class BatchNormOfAnyDim(_BatchNorm):
-    """Batch normalization (Ioffe and Szegedy, 2015) of inputs [n, channels, …]."""
+    """Batch normalization (Ioffe and Szegedy, 2015) of inputs [n, channels, …]; subclasses compute the statistics."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         pass  # any
 
+    @torch.no_grad()
+    def update_running_stats(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Update the running statistics as `_BatchNorm` does, with a mean and an unbiased variance, [channels]."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked += 1
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
 
 class SyncBatchNorm(BatchNormOfAnyDim):
-    """Batch normalization over the shards of all processes, of equal size, which each process gathers."""
+    """Batch normalization over the equal shards of all processes, with differentiable all-reduces."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        from torch.distributed.nn.functional import all_gather  # differentiable: it sums the gradients of all ranks
-
         if not self.training:
             return super().forward(input)
-        start = torch.distributed.get_rank() * len(input)
-        return super().forward(torch.cat(all_gather(input)))[start : start + len(input)]
+        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        others = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        count = x.numel() // x.size(1) * torch.distributed.get_world_size()  # all shards have the same size
+        # Two passes, as in one process: the mean of squares minus the squared mean suffers from cancellation.
+        mean = _sum_over_ranks(x.sum(others)) / count
+        centered = x - mean.view(shape)
+        variance = _sum_over_ranks(centered.square().sum(others)) / count
+        self.update_running_stats(mean, variance * (count / max(1, count - 1)))
+        normalized = centered * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            normalized = normalized * self.weight.view(shape) + self.bias.view(shape)
+        return normalized.to(input.dtype)
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """A differentiable all-reduce: the backward pass sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        total = tensor.contiguous().clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _sum_over_ranks(gradient)
+
+
+_sum_over_ranks: Any = _AllReduceSum.apply
+if torch.__version__ < "2.14":  # compiled by torch 2.11, the all-reduces give wrong sums; 2.14 was found to be right
+    _sum_over_ranks = torch.compiler.disable(_sum_over_ranks)
 
 
 def defer(model: torch.nn.Module) -> None:
@@ -56,7 +97,8 @@ def defer(model: torch.nn.Module) -> None:
 def update(model: torch.nn.Module) -> None:
     """Update the running statistics in `model` with those of a whole batch, after its last micro-batch."""
     for module in model.modules():
-        if isinstance(module, DeferredBatchNorm):
+        # Stages of other processes have no statistics in this one.
+        if isinstance(module, DeferredBatchNorm) and module.running_mean is not None:
             module.update()
 
 
@@ -86,12 +128,6 @@ class DeferredBatchNorm(BatchNormOfAnyDim):
 
     @torch.no_grad()
     def update(self) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return  # a stage of another process
-        self.num_batches_tracked += 1
-        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(self.seen_mean.to(self.running_mean.dtype), share)
-        variance = self.seen_squares / (self.seen - 1).clamp(min=1)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+        self.update_running_stats(self.seen_mean, self.seen_squares / (self.seen - 1).clamp(min=1))
         for buffer in (self.seen, self.seen_mean, self.seen_squares):
             buffer.zero_()
