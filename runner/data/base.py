@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from runner.batching import MicroBatch
+from runner.config.errors import ConfigError
 
 
 class Batch(NamedTuple):
@@ -71,6 +72,10 @@ class Samples(ABC):
     def fingerprint(self) -> str:
         """Return a SHA-256 of the whole data set, training and held-out samples; empty if its options determine it."""
         return ""
+
+    def joined(self, other: Samples) -> Samples:
+        """Return the samples of both, for an evaluation; raises `ConfigError` if they cannot be joined."""
+        raise ConfigError("--split", "all", f"{type(self).__name__} cannot be joined", "evaluate each split")
 
     def close(self) -> None:
         """End the processes that were started for `batches` and `in_order`; they are started again when needed."""
@@ -150,7 +155,7 @@ class Data(ABC):
         """Load the training samples and the held-out samples; raises `ConfigError` if this is impossible."""
 
     def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
-        """Return functions that load each split: `train`, `val` (held out), and `test` and `all` if there are any.
+        """Return functions that load each split: `train`, `val` (held out), `all`, and `test` if there is one.
 
         The first is the one to evaluate of data that the run was not trained on. `saved`, the signature of the
         checkpoint, has the columns and the normalization to use; it may be empty. Raises `ConfigError` if the data
@@ -161,4 +166,4 @@ class Data(ABC):
 
 def two_splits(train: Samples, held_out: Samples) -> dict[str, Callable[[], Samples]]:
     """Return `Data.splits` of a data set whose samples have been loaded."""
-    return {"val": lambda: held_out, "train": lambda: train}
+    return {"val": lambda: held_out, "train": lambda: train, "all": lambda: train.joined(held_out)}

@@ -25,7 +25,7 @@ MAX_BYTES = 256 * 2**20
 """The maximum size of a file in bytes. An image of more than 89,478,485 pixels is refused, too: Pillow warns of it."""
 
 _ORIENTATION, _SWAPPED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that swap width and height
-_BITS_PER_SAMPLE, _PHOTOMETRIC = 0x0102, 0x0106  # TIFF tags; the value 1 of the second: black is zero
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 0x0102, 0x0106, 0  # TIFF tags, and a value of the second
 
 
 @dataclass(frozen=True)
@@ -108,17 +108,20 @@ class ImageReader:
 
 
 def _in_8_bits(image: Image) -> Image:
-    """Scale gray pixels of 16 bits to 8 bits; `Image.convert` would clip them."""
+    """Scale gray pixels of more than 8 bits to 8 bits; `Image.convert` would clip them."""
     import numpy
     from PIL import Image
 
-    if not image.mode.startswith(("F", "I")):
-        return image
     tags = getattr(image, "tag_v2", {})  # of a TIFF file
-    unusual = tags and (image.mode == "I" or tags.get(_BITS_PER_SAMPLE) != (16,) or tags.get(_PHOTOMETRIC) != 1)
-    if image.mode == "F" or unusual:
-        raise ValueError("the values of black and white are unknown: convert it to 8 bits, or to 16 with black as 0")
-    return Image.fromarray((numpy.asarray(image) >> 8).astype(numpy.uint8))
+    if image.mode == "F" or (image.mode == "I" and tags):
+        kind = "floating-point numbers" if image.mode == "F" else "integers of 32 bits, or signed"
+        raise ValueError(f"its pixels are {kind}, and the value of white is unknown: convert it to 8 or 16 bits")
+    if not image.mode.startswith("I"):
+        return image
+    pixels = numpy.asarray(image) >> (tags.get(_BITS_PER_SAMPLE, (16,))[0] - 8)
+    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # Pillow inverts the pixels of 8 bits only
+        pixels = 255 - pixels
+    return Image.fromarray(pixels.astype(numpy.uint8))
 
 
 @dataclass(frozen=True)

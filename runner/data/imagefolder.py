@@ -156,9 +156,10 @@ def training_and_held_out(root: Path, holdout: float) -> dict[str, Files]:
 
 
 def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
-    """Return the images of the splits below `root`: the directories `val`, `train` and `test`, or all and two shares.
+    """Return the images of each split below `root`: `all`, and those of `train`, `val` and `test` that there are.
 
-    In contrast to `training_and_held_out`, no split must exist, and a class may have a single image or none.
+    In contrast to `training_and_held_out`, no split must exist, and a class may have a single image or none. The first
+    split is `all`, but if the splits are directories, it is `val`.
     """
     folders = {name: _classes(root / name, root) for name in _split_folders(root)}
     if not folders:
@@ -166,7 +167,11 @@ def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
         return {"all": classes} | _split(classes, root, holdout)
     held_out = [folders[name] for name in HELD_OUT if name in folders][:1]
     splits = {"val": held_out[0]} if held_out else {}
-    return splits | {name: folders[name] for name in ("train", "test") if name in folders}
+    splits |= {name: folders[name] for name in ("train", "test") if name in folders}
+    everything: Files = {}
+    for label, paths in sorted(pair for classes in folders.values() for pair in classes.items()):
+        everything[label] = sorted(everything.get(label, []) + paths)
+    return splits | {"all": everything}
 
 
 def fingerprint(root: Path, parts: Iterable[Files]) -> str:

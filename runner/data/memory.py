@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,15 @@ class ArraySamples(Samples):
         for first in range(start, stop, batch_size):
             last = min(first + batch_size, stop)
             yield Batch(self._normalized(self.inputs[first:last]), self.targets[first:last])
+
+    def joined(self, other: Samples) -> Samples:
+        if type(other) is not type(self):
+            return super().joined(other)
+        for each in (self, other):
+            each._move(torch.device("cpu"))
+        both = copy.copy(self)
+        both.inputs, both.targets = torch.cat((self.inputs, other.inputs)), torch.cat((self.targets, other.targets))
+        return both
 
     def _move(self, device: torch.device) -> None:
         self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)

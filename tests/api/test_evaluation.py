@@ -115,7 +115,7 @@ def test_a_split_is_chosen_by_name() -> None:
     for seed, (split, count) in enumerate({"train": 10, "val": 3, "test": 5}.items()):
         write_photos(f"photos/{split}", dict.fromkeys(COLORS, count), seed)
     run = trained(*TINY_CPU, *IMAGES, "steps=8")
-    for split, folder in {"train": "train", None: "val", "test": "test"}.items():
+    for split, folder in {"train": "train", None: "val", "test": "test", "all": "*"}.items():
         wanted = wanted_of_images(run, *sorted(Path("photos").glob(f"{folder}/*/*")))
         assert run.evaluate("last", split=split) == pytest.approx(wanted, rel=1e-5), split
     of_val = run.evaluate("last", split="val")
@@ -123,13 +123,14 @@ def test_a_split_is_chosen_by_name() -> None:
     assert run.evaluate("last", ["data.root=photos"]) == of_val, "as there is a val/"
 
 
-def test_a_split_that_the_data_lacks_is_refused() -> None:
+def test_all_of_a_data_set_in_memory_is_its_two_parts() -> None:
     run = trained(*TINY_CPU, "steps=5")
-    assert run.evaluate("last", split="train") != run.evaluate("last", split="val")
+    parts = [run.evaluate("last", split=split)["eval/accuracy"] for split in ("train", "val", "all")]
+    assert parts[2] == pytest.approx((parts[0] * 1438 + parts[1] * 359) / 1797)
     with pytest.raises(ConfigError) as refused:
         run.evaluate("last", split="test")
     assert (refused.value.key, refused.value.got) == ("--split", "test")
-    assert {"train", "val"} <= {*refused.value.remedy.replace(",", "").split()}
+    assert "val, train, all" in refused.value.remedy
 
 
 def test_images_that_would_be_normalized_in_another_way_are_refused() -> None:
