@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from runner.batching import Accumulation, Plan
-from runner.config.errors import ABSENT, ConfigError, check, check_range, errors_under, near_key
+from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, errors_under
+from runner.config.options import root_keys
+from runner.config.other_names import type_instead
 from runner.config.overrides import LOCATION_KEYS
 from runner.config.schema import build, component_fields, load_class, option_fields, typed_values
 from runner.data.base import Data
@@ -211,7 +213,10 @@ def build_run(config: Mapping[str, Any]) -> Run:
     known = [*scalars, *CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload"]
     for key in config:
         if key not in known:
-            raise ConfigError(key, ABSENT, "there is no such key;", near_key(key))
+            inner = config[key] if isinstance(config[key], Mapping) else ()
+            others = filter(None, map(type_instead, (key, *(f"{key}.{name}" for name in inner))))
+            remedy = next(others, did_you_mean(key, root_keys()))
+            raise ConfigError(key, ABSENT, "there is no such key;", remedy)
     parts = {group: build(_node(config, group), base, group) for group, base in CONFIG_GROUPS.items()}
     node = _node(config, "workload")
     with errors_under("workload"):

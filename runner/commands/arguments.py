@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, near_key, wrapped
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, wrapped
+from runner.config.options import root_keys
+from runner.config.other_names import type_instead
 from runner.config.overrides import checked_override, override_value
 from runner.system.console import CRASHED, INTERRUPTED, REFUSED
 from runner.system.secrets import printable, redacted
@@ -62,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         for word in words:  # before argparse misses another argument
             flag = word.partition("=")[0]
             if re.match(r"-(?![\d.]|$)", word) and flag not in self._option_string_actions:
-                raise self._unknown(flag)
+                raise self._unknown(flag, word.lstrip("-"))
         options, surplus = self.parse_known_intermixed_args(words)
         for word in surplus:
             raise ConfigError(word, ABSENT, "it is one word too many;", f"{self.prog} --help explains all words")
@@ -76,14 +78,13 @@ class Parser(argparse.ArgumentParser):
         names = [name for name in flag.split("/") if name.startswith("--")] or [flag]
         raise ConfigError(names[0], ABSENT, why or "it is not complete", f"{self.prog} --help explains it")
 
-    def _unknown(self, flag: str) -> ConfigError:
+    def _unknown(self, flag: str, bare: str) -> ConfigError:
+        key = re.split(r"[=.]", bare)[0]
+        dashed = f"without dashes: {bare if '=' in bare else f'{bare}=…'}" if key in root_keys() else ""
         actions = self._option_string_actions.items()
         known = [name for name, action in actions if name.startswith("--") and action.help != argparse.SUPPRESS]
-        name = flag.lstrip("-")
-        remedy = did_you_mean(name, [each.removeprefix("--") for each in known], "--")
-        if self._takes_overrides and not remedy.startswith("did"):
-            remedy = f"options are typed without dashes: {near_key(name)}"
-        return ConfigError(flag, ABSENT, "there is no such flag;", remedy)
+        remedy = (dashed or type_instead(flag.lstrip("-"))) if self._takes_overrides else ""
+        return ConfigError(flag, ABSENT, "there is no such flag;", remedy or did_you_mean(flag, known))
 
 
 def check_not_resumed(overrides: Sequence[str]) -> None:

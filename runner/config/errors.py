@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from runner.config.options import all_keys, option_file, root_keys
+from runner.config.options import option_file
 from runner.system.secrets import printable, redacted
 
 WIDTH = 200
@@ -107,28 +107,6 @@ def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
     if near:
         return f"did you mean {' or '.join(spelled[name] for name in near)}?"
     return f"choose from: {', '.join(spelled.values())}" if spelled else "it has none"
-
-
-def near_key(key: str) -> str:
-    """Return a hint for an unknown key: the keys whose last word is similar to its last word, or those of the root."""
-    word, known = key.lower().replace("-", "_").rpartition(".")[2], set(all_keys())
-    word = _ELSEWHERE.get(word, word)
-    near = difflib.get_close_matches(word, {name.rpartition(".")[2] for name in known}, n=1)
-    found = sorted(name for name in known if name.rpartition(".")[2] in near)
-    return f"did you mean {' or '.join(found)}?" if found else did_you_mean(key, root_keys())
-
-
-_ELSEWHERE = {
-    **dict.fromkeys(("learning_rate", "base_lr"), "lr"),
-    **dict.fromkeys(("gradient_clip_val", "grad_clip", "clip_grad", "clip_grad_norm"), "max_grad_norm"),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "accumulation"),
-    **dict.fromkeys(("fp16", "amp", "mixed_precision", "dtype"), "precision"),
-    **dict.fromkeys(("gpus", "devices", "num_gpus", "num_devices", "world_size"), "processes"),
-    **dict.fromkeys(("ddp", "fsdp", "strategy"), "parallel"),
-    **dict.fromkeys(("ckpt_path", "checkpoint"), "resume"),
-    **dict.fromkeys(("logger", "wandb", "report_to"), "tracking"),
-}
-"""Names of other libraries that are not similar to the last word of the key that means the same here."""
 
 
 @contextmanager

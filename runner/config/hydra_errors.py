@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Collection, Mapping
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.errors import ABSENT, ConfigError, did_you_mean, near_key
+from runner.config.errors import ABSENT, ConfigError, did_you_mean
 from runner.config.options import groups, option_keys, root_keys
+from runner.config.other_names import type_instead
 
 
 def explain(error: Exception) -> str:
@@ -57,18 +60,28 @@ _BY_KEY = {
 
 def _no_such_key(error: Exception) -> ConfigError | None:
     match = re.search(r"[Cc]ould not override '([^']+)'", str(error))
-    return match and ConfigError(match[1], ABSENT, "there is no such key;", _other_key(match[1]))
+    node = getattr(error.__context__, "parent_node", None)  # of OmegaConf's error: it does not have the key
+    chosen = {str(name) for name in node if name != "_target_"} if isinstance(node, Mapping) else set()
+    return match and ConfigError(match[1], ABSENT, "there is no such key;", _other_key(match[1], chosen))
 
 
-def _other_key(key: str) -> str:
-    """Return a remedy for an unknown key: similar keys, other options that have the key, or all keys of its group."""
+def _other_key(key: str, chosen: Collection[str]) -> str:
+    """Return a remedy for an unknown key: similar keys, other options that have the key, or all valid keys.
+
+    Args:
+        key: the unknown key, such as `optimizer.lrr`.
+        chosen: the keys of the option that is chosen in its config group; empty if they are not known.
+    """
     group, _, name = key.partition(".")
     keys = {option: option_keys(group, option) for option in groups().get(group, [])}
     if not keys:
-        return near_key(key)
+        return type_instead(key) or did_you_mean(group, root_keys())
     if owners := [f"{group}={option}" for option, names in keys.items() if name in names]:
         return f"it is a key of {', '.join(owners)}; another {group} is chosen"
-    return did_you_mean(name, {name for names in keys.values() for name in names}, f"{group}.")
+    known = {name for names in keys.values() for name in names}
+    if difflib.get_close_matches(name.lower(), known, n=1):
+        return did_you_mean(name, known, f"{group}.")
+    return type_instead(key) or did_you_mean(name, chosen or known, f"{group}.")
 
 
 def _several_values(error: Exception) -> ConfigError | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,15 @@ class OptionFiles(ConfigSource):
         content = read_config(path)
         header = self._get_header_dict(path.read_text(encoding="utf-8")[:512])
         values: Any = OmegaConf.to_container(content)
+        groups = [group for entry in values.get("defaults") or [] if isinstance(entry, dict) for group in entry]
+        keys = [str(name).rpartition(" ")[2].lstrip("/") for name in (*groups, header.get("package") or "")]
         for key, value in (values.get("hydra") or {}).items():
             if key not in HYDRA_KEYS and (key != "sweeper" or {*value} != {"params"}):
+                keys.append(f"hydra.{key}")
+        for key in keys:
+            if re.match(r"hydra\b", key):
                 why = f"{os.path.relpath(path)} sets this key of Hydra, which only composes the config here"
-                raise ConfigError(f"hydra.{key}", ABSENT, why, f"only {', '.join(HYDRA_KEYS)} have an effect")
+                raise ConfigError(key, ABSENT, why, f"only {', '.join(HYDRA_KEYS)} have an effect")
         return ConfigResult(self.provider, self.full_path(), content, header)
 
     def available(self) -> bool:

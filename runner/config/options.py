@@ -52,16 +52,6 @@ def option_keys(group: str, option: str) -> list[str]:
     return _keys(CONF / group / f"{option}.yaml", group)
 
 
-def all_keys() -> list[str]:
-    """Return the keys of the root config and of all option files, such as `optimizer.lr`."""
-    found = [*root_keys()]
-    for path in CONF.glob("*/*.yaml"):  # as text: parsing all of them takes half a second
-        text = path.read_text(encoding="utf-8")
-        keys = set(re.findall(r"^([a-z]\w*):", text, re.MULTILINE)) - {"defaults"}
-        found += [f"{path.parent.name}.{key}" for key in keys if not text.startswith("# @package")]
-    return found
-
-
 def description(option: Path) -> str:
     """Return the first comment in an option file that is no directive (`# @package`) or example command; or ""."""
     comments = [line[1:].strip() for line in option.read_text(encoding="utf-8").splitlines() if line.startswith("#")]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from runner.config.errors import ABSENT, ConfigError
 from runner.config.options import groups, groups_in_defaults
+from runner.config.other_names import type_instead
 
 LOCATION_KEYS = ("name", "output_root", "resume")
 """The config keys that only determine where a run is saved."""
@@ -19,10 +20,13 @@ HYDRA_KEYS = ("verbose", "searchpath", "sweeper.params")
 
 _OVERRIDE = re.compile(r"(?P<key>[~+]{0,2}[\w./@-]+)=(?P<value>.*)", re.DOTALL)
 _DELETION = re.compile(r"~[\w./@-]+")
+_NUMBER = re.compile(r"[+-]?\d[\w.]*")
 _FUNCTION = re.compile(r"(zip|choice|range|interval|glob|tag|sort|shuffle|int|float|str|bool)\(")
 """A pattern for the functions of Hydra that give several values, or convert values."""
 _PATHS = ("output_root", "resume", "data.root", "data.file", "model.weights")
 _TEXTS = (*_PATHS, "name")
+_LISTS_OF_TEXTS = ("data.inputs", "data.targets", "model.freeze", "model.unfreeze")
+_LIST_ITEM = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^][,'"\s](?:[^][,'"]*[^][,'"\s])?""")
 _QUOTED = re.compile(r"""(['"])([\w.+-]+)\1""")
 _ALLOWED_HYDRA_KEY = re.compile(r"hydra\.(verbose|searchpath|sweeper\.params(\.[\w./@-]+)?)")
 
@@ -84,7 +88,7 @@ def checked_override(word: str) -> str:
     name = key.lstrip("~+")
     allowed = key[0] != "~" and _ALLOWED_HYDRA_KEY.fullmatch(name)
     if re.match(r"hydra(?:[./@]|$)", name) and not allowed:
-        remedy = f"only {', '.join(f'hydra.{each}' for each in HYDRA_KEYS)} can be set"
+        remedy = type_instead(name) or f"only {', '.join(f'hydra.{each}' for each in HYDRA_KEYS)} can be set"
         raise ConfigError(key, value or ABSENT, "Hydra only composes the config: this would have no effect", remedy)
     return word
 
@@ -103,20 +107,32 @@ def quoted(word: str, sweep: bool) -> str:
         return word
     key, value = match["key"], match["value"]
     name = key.lstrip("+")
-    is_group = name in groups_in_defaults()
-    if is_group and value == "null":
-        return f"~{name}"  # Hydra's syntax for a group without an option
+    if name in groups_in_defaults():
+        if value == "null":
+            return f"~{name}"  # Hydra's syntax for a group without an option
+        parts = value.split(",")
+        return f"{key}={','.join(hydra_quoted(part) if _is_number(part) else part for part in parts)}"
+    if name in _LISTS_OF_TEXTS and value.startswith("["):  # the column 1_0 is not the column 10
+        return f"{key}={_LIST_ITEM.sub(_quoted_item, value)}"
     if value[:1] in "'\"[{" or (sweep and _FUNCTION.match(value)):
         return word
-    parts = value.split(",") if sweep or is_group else [value]
-    if name in _PATHS:
-        parts = [checked_path(name, part) for part in parts]
-    is_text = is_group or name in _TEXTS
-    return f"{key}={','.join(hydra_quoted(part) if _needs_quotes(part, is_text) else part for part in parts)}"
+    parts = value.split(",") if sweep else [value]
+    return f"{key}={','.join(_quoted_text(name, part) for part in parts)}"
 
 
-def _needs_quotes(value: str, is_text: bool) -> bool:
-    return not value.isascii() or (is_text and (_is_literal(value) or not re.fullmatch(r"[\w./${}:-]*", value)))
+def _is_number(option: str) -> bool:
+    return bool(_NUMBER.fullmatch(option)) or _is_literal(option)
+
+
+def _quoted_item(item: re.Match[str]) -> str:
+    return hydra_quoted(item[0]) if _is_literal(item[0]) or item[0] == "null" else item[0]
+
+
+def _quoted_text(key: str, value: str) -> str:
+    if key in _PATHS:
+        value = checked_path(key, value)
+    is_text = key in _TEXTS and (_is_literal(value) or not re.fullmatch(r"[\w./${}:-]*", value))
+    return hydra_quoted(value) if is_text or not value.isascii() else value
 
 
 def _is_literal(value: str) -> bool:

@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping
+from enum import EnumMeta
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -181,6 +182,8 @@ def _converted(value: Any, hint: Any) -> Any:
             return word in _TRUE
         if kind is Path and isinstance(value, str):
             return Path(value)
+        if isinstance(kind, EnumMeta) and value in kind.__members__:
+            return kind[value]
         if kind is str and type(value) is int:
             return str(value)
         if kind is int and isinstance(value, str) and _INTEGER.fullmatch(value):

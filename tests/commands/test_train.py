@@ -44,10 +44,10 @@ REFUSED = {
     "~optimizer": ["optimizer: got null", "nothing is chosen"],
     "~optimizer.lr": ["optimizer.lr: it has no value", "give it one; see the comments in conf/optimizer/sgd.yaml"],
     # Keys of other libraries
-    "lr=0.1": ["lr:", "did you mean optimizer.lr?"],
-    "trainer.max_epochs=3": ["trainer.max_epochs:", "did you mean epochs?"],
-    "--grad-clip=4": ["--grad-clip:", "without dashes: did you mean max_grad_norm?"],
-    "hydra/sweeper=optuna": ["hydra/sweeper: got 'optuna'", "only hydra.verbose"],
+    "lr=0.1": ["lr:", "type optimizer.lr=…"],
+    "trainer.max_epochs=3": ["trainer.max_epochs:", "type epochs=…"],
+    "--per-device-train-batch-size=4": ["--per-device-train-batch-size:", "type batch_size=…"],
+    "hydra/sweeper=optuna": ["hydra/sweeper: got 'optuna'", "type sweep.search=tpe"],
     # Values: a few of each kind; tests/config/test_schema.py has all of them
     "model.weights=/nowhere.pt": ["model.weights: got '/nowhere.pt'", "no such file"],
     # Names and paths
@@ -60,7 +60,7 @@ REFUSED = {
     "smoke": ["smoke: there is no such subcommand", "compare, "],
     "evalute  out": ["evalute: there is no such subcommand", "did you mean evaluate?"],
     "optimizer": ["optimizer:", "KEY=VALUE", "optimizer=adam, optimizer=adamw, optimizer="],
-    "--foo": ["--foo: there is no such flag", "typed without dashes"],
+    "--foo": ["--foo: there is no such flag", "did you mean"],
     "--cfg  jobb": ["--cfg", "'jobb'", "choose from"],
     "-m  --cfg  job": ["--cfg:", "not allowed with argument --multirun"],
     "--config-dir=/nowhere": ["--config-dir: got '/nowhere'", "no such directory"],

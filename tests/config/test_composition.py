@@ -26,6 +26,8 @@ SECTIONS = {
     "hydra: {launcher: {_target_: helpers.plugin_component.PluginSGD}}": "hydra.launcher",
     "hydra: {run: {dir: x}}": "hydra.run",
     "hydra: {sweeper: {max_batch_size: 1}}": "hydra.sweeper",
+    "defaults:\n  - override /hydra/job_logging: stdout\n  - _self_": "hydra/job_logging",
+    "# @package hydra.job\nenv_set: {X: y}": "hydra.job",
 }
 
 

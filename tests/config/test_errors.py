@@ -11,16 +11,13 @@ from contextlib import nullcontext
 import pytest
 
 from runner.config.errors import (
-    _ELSEWHERE,
     ABSENT,
     ConfigError,
     check_range,
     did_you_mean,
     errors_under,
-    near_key,
     see_comments,
 )
-from runner.config.options import all_keys
 from runner.optimizer import SGD
 from runner.run import Run
 
@@ -61,25 +58,6 @@ def test_a_range_includes_some_ends_and_null(value: float | None) -> None:
     fits = value is None or value in (1.001, 2, 3)
     with nullcontext() if fits else pytest.raises(ConfigError, match="> 1 and ≤ 3"):
         check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", above=1, most=3)
-
-
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("lr", "did you mean optimizer.lr?"),
-        ("Trainer.Max-Epochs", "did you mean epochs?"),
-        ("num_workers", "did you mean data.workers?"),
-        ("gradient_clip_val", "did you mean max_grad_norm?"),
-        ("seeed", "did you mean seed?"),
-        ("qqq", "choose from: accumulation, "),
-    ],
-)
-def test_an_unknown_key_is_compared_with_the_last_words_of_all_keys(key: str, hint: str) -> None:
-    assert near_key(key).startswith(hint)
-
-
-def test_every_name_of_another_library_leads_to_a_key() -> None:
-    assert set(_ELSEWHERE.values()) <= {key.rpartition(".")[2] for key in all_keys()}
 
 
 def test_did_you_mean_suggests_the_nearest_or_lists_all() -> None:

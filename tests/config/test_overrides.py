@@ -1,4 +1,4 @@
-"""Tests of `runner.config.overrides`, which checks and quotes overrides."""
+"""Tests of `runner.config.overrides`, which checks and quotes overrides, and of `other_names`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from runner.config.errors import ConfigError
-from runner.config.options import CONF, groups
+from runner.config.options import CONF, groups, root_keys
+from runner.config.other_names import NAMES, type_instead
 from runner.config.overrides import checked_override, quoted, resumed
 
 REFUSED_HYDRA_KEYS = [
@@ -40,6 +41,7 @@ def test_a_hydra_key_is_refused_with_any_prefix(word: str, prefix: str) -> None:
         ("name=${seed}-x", "name=${seed}-x"),
         ("output_root=/a b/ü=,c", "output_root='/a b/ü=,c'"),
         ("resume=outputs/a/000-seed=1,lr=2", "resume='outputs/a/000-seed=1,lr=2'"),
+        ("data.inputs=[1_0, 1.10 ,on,null,'007',a b]", "data.inputs=['1_0', '1.10' ,on,'null','007',a b]"),
         ("data.file=my table (1).csv", "data.file='my table (1).csv'"),
         ("~seed", "~seed"),
     ],
@@ -52,6 +54,7 @@ def test_a_comma_separates_values_in_a_sweep_and_is_text_in_a_single_run() -> No
     assert quoted("name=a b,c", sweep=True) == "name='a b',c"
     assert quoted("model.weights=ü.pt,null", sweep=True) == "model.weights='ü.pt',null"
     assert quoted("optimizer.lr=0.1,0.2", sweep=True) == "optimizer.lr=0.1,0.2"
+    assert quoted("data.inputs=[1_0],[10]", sweep=True) == "data.inputs=['1_0'],['10']"
     assert quoted("name=a b,c", sweep=False) == "name='a b,c'"
 
 
@@ -103,3 +106,17 @@ def test_resumed_returns_the_directory_that_resume_names(prefix: str, tmp_path: 
         with pytest.raises(ConfigError) as refusal:
             resumed([f"resume={value}"])
         assert (refusal.value.key, refusal.value.got) == ("resume", value)
+
+
+def test_every_name_of_other_libraries_means_one_thing_and_none_is_ours() -> None:
+    names = " ".join(NAMES.values()).split()
+    assert len(names) == len(set(names))
+    assert not set(names) & root_keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [("Trainer.Max-Epochs", "type epochs=…"), ("hydra.job.name", "type name=…"), ("hydra.launcher.gpus", "")],
+)
+def test_a_name_of_another_library_is_known_by_its_last_word(key: str, remedy: str) -> None:
+    assert type_instead(key) == remedy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -196,18 +197,26 @@ def test_an_error_does_not_contain_the_value_of_an_environment_variable(
     assert "hunter2" not in str(refusal.value)
 
 
+class Color(enum.Enum):
+    RED = 1
+
+
 @dataclass
 class Other(Part):
     """A component with fields of types that this project does not use."""
 
     path: Path
+    color: Color = Color.RED
     anything: tuple = ()
     maybe: Optional[int] = None  # noqa: UP045
 
 
-def test_components_of_others_may_have_paths_and_bare_tuples() -> None:
-    node = {"_target_": "runner.tests.Other", "path": "a/b", "anything": [1, "a"], "maybe": "3"}
-    assert build(node, Part, "other") == Other(Path("a/b"), (1, "a"), 3)
+def test_components_of_others_may_have_paths_enums_and_bare_tuples() -> None:
+    node = {"_target_": "runner.tests.Other", "path": "a/b", "color": "RED", "anything": [1, "a"], "maybe": "3"}
+    assert build(node, Part, "other") == Other(Path("a/b"), Color.RED, (1, "a"), 3)
+    with pytest.raises(ConfigError) as refusal:
+        build(node | {"color": "BLUE"}, Part, "other")
+    assert (refusal.value.key, refusal.value.got) == ("other.color", "BLUE")
 
 
 def test_references_to_environment_variables_are_resolved_and_converted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from helpers.compose import TINY_CPU
 
 from runner.commands import COMMANDS
 from runner.config.options import groups, option_keys, root_keys
+from runner.config.other_names import NAMES
 from runner.config.overrides import text_override
 
 TEXTS = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("conf/**/*.yaml"), *ROOT.glob("runner/**/*.py")]
@@ -54,7 +55,7 @@ def test_messages_name_keys_and_options_that_exist():
     known = {
         group: {key for option in names for key in option_keys(group, option)} for group, names in groups().items()
     }
-    for path, texts in messages().items():
+    for path, texts in {**messages(), "names of other libraries": list(NAMES)}.items():
         for group, key, value in re.findall(r"(?<![\w./-])([a-z_]+)((?:\.[a-z_]+)*)=([\w\[]*)", "\n".join(texts)):
             options = groups().get(group, [])
             if key and options:
