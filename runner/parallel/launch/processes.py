@@ -21,6 +21,7 @@ from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo, external_rank_info
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
 from runner.parallel.session import Session
+from runner.system.accelerator import properties
 from runner.system.console import open_console
 from runner.system.cpu import cores_per_process
 from runner.system.forkserver import start_server
@@ -133,17 +134,23 @@ class ExternalProcesses(Launcher):
                     raise ConfigError("parallel.timeout", timeout, why, remedy) from None
                 atexit.register(process_group.destroy_process_group)
             collectives = self.mode.collectives_class(self.devices, timeout)
-            kinds = collectives.all_gather(collectives.on_all_ranks(self._kind))
-            if len(set(kinds)) > 1:
-                why = "the ranks have devices of several kinds"
-                raise ConfigError("device.kind", ", ".join(kinds), why, "device=cpu")
+            devices = collectives.all_gather(collectives.on_all_ranks(self._device))
+            if len({kind for kind, _ in devices}) > 1:
+                kinds = ", ".join(kind for kind, _ in devices)
+                raise ConfigError("device.kind", kinds, "the ranks have devices of several kinds", "device=cpu")
+            if devices[0][1] and len(set(devices)) < count:  # with which NCCL would fail
+                why = "several processes have the same GPU"
+                remedy = "start one process per GPU; srun --gpus-per-task=1 gives each its own"
+                raise ConfigError("parallel.processes", count, why, remedy)
             yield collectives
             collectives.finish()
 
-    def _kind(self) -> str:
+    def _device(self) -> tuple[str, str]:
+        """Return the type and, of a GPU, the UUID of the device."""
         if self.refusal is not None:
             raise self.refusal
-        return self.devices[0].type
+        device = self.devices[0]
+        return device.type, "" if device.type == "cpu" else str(getattr(properties(device), "uuid", ""))
 
     def launch(self, train: Train, train_rank: TrainRank, session: Session, directory: Path) -> Any:
         try:
