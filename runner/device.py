@@ -184,7 +184,7 @@ def synchronize(*devices: torch.device) -> None:
 def flops_per_second(device: torch.device, dtype: torch.dtype, side: int = 4096) -> float:
     """Return the floating-point operations per second of `device` in products of two matrices of `side`²: the median.
 
-    TF32 is used if it is switched on. Returns 0 if there is no memory for the three matrices.
+    TF32 is used if it is switched on. Returns 0 if there is no memory for the matrices, or no product of them.
     """
     try:
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -195,6 +195,6 @@ def flops_per_second(device: torch.device, dtype: torch.dtype, side: int = 4096)
             torch.matmul(a, b)
             synchronize(device)
             times.append(time.perf_counter() - began)
-    except torch.OutOfMemoryError:
+    except RuntimeError:
         return 0.0
     return 2 * side**3 / statistics.median(times)
