@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -192,13 +193,8 @@ class DQN(Workload):
                 why = f"the replay buffer takes {takes} on this machine, and {free} are free"
                 remedy = f"use at most workload.replay_size={int(free_bytes // row_bytes) * self._count}"
                 raise ConfigError("workload.replay_size", self.replay_size, why, remedy)
-        try:
+        with self._memory_errors():
             replay = Replay(capacity, size, replay_device)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            why, remedy = f"it does not fit into the memory of {device}", "reduce it, or set workload.replay_device=cpu"
-            raise ConfigError("workload.replay_size", self.replay_size, why, remedy) from error
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
         with errors_under("env"):
             vector = self.env.vector(num_envs)
@@ -207,11 +203,23 @@ class DQN(Workload):
         seed = derive(plan.seed, "agent", plan.data_rank)
         return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, repeats)
 
+    @contextmanager
+    def _memory_errors(self) -> Iterator[None]:
+        """Refuse the size of the replay buffer if memory runs out inside the context."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            why, remedy = "it does not fit into the memory", "reduce it, or set workload.replay_device=cpu"
+            raise ConfigError("workload.replay_size", self.replay_size, why, remedy) from error
+
     def _resume(self, actor: Actor, last_step: int) -> None:
         """Restore what was saved for this process, whose last step was `last_step`, or fill its replay at random."""
         if self._saved:
             try:
-                actor.load_state_dict(self._saved)
+                with self._memory_errors():
+                    actor.load_state_dict(self._saved)
             except (*CONTENT_ERRORS, EnvironmentBrokenError) as error:
                 why = f"the state of the environments in the checkpoint is not that of {self.env.id}: {error}"
                 raise ConfigError("resume", ABSENT, why, "do not trust it, and resume another checkpoint") from None

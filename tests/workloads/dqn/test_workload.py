@@ -392,14 +392,20 @@ def test_a_config_that_cannot_run_is_refused(typed: str) -> None:
     assert remedy in refusal.value.remedy
 
 
-def test_a_replay_that_does_not_fit_into_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["__init__", "load_state_dict"])
+def test_a_replay_that_does_not_fit_is_refused_and_says_nothing_against_the_checkpoint(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    workload = prepared()
-    monkeypatch.setattr(Replay, "__init__", fail)
+    before, workload = prepared(), prepared()
+    model = workload.build_model()
+    next(before.batches(model, Plan(64), 0, CPU))
+    workload.load_state_dict(before.state_dict())
+    monkeypatch.setattr(Replay, method, fail)
     with pytest.raises(ConfigError) as refusal:
-        workload.batches(workload.build_model(), Plan(64), 0, CPU)
+        workload.batches(model, Plan(64), 10, CPU)
     assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 50_000)
 
 
