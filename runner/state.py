@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from runner.device import flops_per_second
+from runner.device import BusyMachine, flops_per_second
 from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run, config_hash
@@ -64,6 +64,7 @@ class State:
         has_target = type(run.workload).after_step is not Workload.after_step
         self.weights_are_followed = has_target or run.ema.decay is not None
         self.metric_buffer = MetricBuffer(run.workload.metrics, session.device)
+        self.busy_machine = BusyMachine(session.device)
         self.step_timer = StepTimer(session.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}

@@ -228,6 +228,8 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     if state.session.steps_per_epoch:
         points["epoch"] = step / state.session.steps_per_epoch
     points |= memory.usage(state.session.device)
+    if state.session.rank == 0 and (why := state.busy_machine.warning()):
+        log.warning("%s", why)
     recorder.scalars(points, step)  # at once, as each call is a record on the disk, and a request to a remote tracker
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -13,7 +14,7 @@ from helpers.fake_cuda import simulate_accelerators
 
 import runner.device
 from runner.config.errors import ConfigError
-from runner.device import Device, default_threads, oversubscription
+from runner.device import BusyMachine, Device, default_threads, oversubscription
 
 
 @pytest.fixture
@@ -171,3 +172,27 @@ def test_more_threads_than_cores_are_reported(
     with monkeypatch.context() as patched:
         patched.setattr(torch, "get_num_threads", lambda: threads)
         assert oversubscription(torch.device(device), workers).partition(" compete for 2 cores")[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("threads", "seconds", "waited", "advised"),
+    [
+        (2, 10.0, 16.0, "1.6 were waiting for one on average for 10 s; fewer may be faster: device.threads=1"),
+        (16, 10.0, 9.0, "0.9 were waiting for one on average for 10 s; fewer may be faster: device.threads=15"),
+        (2, 10.0, 1.0, ""),  # a quiet machine
+        (1, 10.0, 9.0, ""),  # there is nothing to type
+        (2, 2.0, 2.0, ""),  # too short to know
+    ],
+)
+def test_a_busy_machine_is_noticed_once_while_training(
+    monkeypatch: pytest.MonkeyPatch, threads: int, seconds: float, waited: float, advised: str
+) -> None:
+    periods = [0, 0, 1, 2]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(time, "perf_counter", lambda: 100.0 + periods[0] * seconds)
+    monkeypatch.setattr(runner.device, "seconds_without_core", lambda: 7.0 + periods[0] * waited)
+    machine, warnings = BusyMachine(torch.device("cpu")), []
+    while periods.pop(0) < 2:
+        warnings.append(machine.warning())
+    assert [bool(warning) for warning in warnings] == [False, bool(advised), False]
+    assert warnings[1].endswith(advised)
