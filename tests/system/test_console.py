@@ -12,6 +12,7 @@ from helpers.command import TIMEOUT_SECONDS, child_environment, names_left_in
 from helpers.compose import TINY_CPU
 from helpers.handmade_runs import write_run_directory
 
+from runner.commands import COMMANDS
 from runner.storage import run_directory
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -77,6 +78,25 @@ def test_characters_that_a_console_lacks_are_escaped(command: str, variables: di
     assert ended.stdout.isascii()
     assert ("name: \\xfc\n" in ended.stdout) == ("name" in command)
     assert names_left_in(tmp_path) == set()
+
+
+HELP_OF_EACH_COMMAND = """
+import sys
+from runner.commands.start import COMMANDS, main
+for name in COMMANDS:
+    sys.argv[1:] = [name, "--help"]
+    try:
+        assert main() == 0
+    except SystemExit as ended:
+        assert not ended.code
+"""
+
+
+def test_the_help_of_each_command_is_printed_on_a_console_with_ascii_only(tmp_path: Path) -> None:
+    words, variables = [sys.executable, "-c", HELP_OF_EACH_COMMAND], {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    printed = subprocess.check_output(words, cwd=tmp_path, env=child_environment(**variables))
+    assert printed.isascii()
+    assert all(f"runner {name}".encode() in printed for name in COMMANDS)
 
 
 @FULL
