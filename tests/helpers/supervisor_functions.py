@@ -31,7 +31,8 @@ def sleep_until_killed() -> None:
     time.sleep(SLEEP_SECONDS)
 
 
-def fail(error: BaseException) -> None:
+def fail(error: BaseException, after_seconds: float = 0.0) -> None:
+    time.sleep(after_seconds)
     raise error
 
 

@@ -178,7 +178,9 @@ def test_runs_that_start_at_the_same_time_get_different_directories(tmp_path: Pa
         assert len({stack.enter_context(claiming(tmp_path, "resume=auto")).path for _ in range(3)}) == 3
 
 
-@pytest.mark.parametrize("names", [(), (".lock",), (".lock", "environment.json", ".config.yaml.part")])
+@pytest.mark.parametrize(
+    "names", [(), (".lock",), (".lock", "environment.json", "overrides.yaml", ".config.yaml.part")]
+)
 def test_a_run_begins_in_a_directory_in_which_no_run_has_begun(names: tuple[str, ...], tmp_path: Path) -> None:
     """Nobody may write to its parent, so it can be neither replaced nor renamed."""
     path = tmp_path / "test" / "here"
@@ -195,7 +197,8 @@ def test_a_run_begins_in_a_directory_in_which_no_run_has_begun(names: tuple[str,
 
 
 STRANGERS: list[tuple[str, ...]] = [
-    *(("movie.mkv.part",), (".lock", "overrides.yaml", "thesis.tex"), ("result.json", ".lock")),
+    *(("movie.mkv.part",), ("book.part/text",), ("overrides.yaml",), (".lock", "overrides.yaml", "thesis.tex")),
+    ("result.json", ".lock"),
     *(("config.yaml", "hydra.yaml", "overrides.yaml"), ("checkpoints/step_100/weights.pt", "config.yaml")),
 ]
 

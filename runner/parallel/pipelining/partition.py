@@ -211,7 +211,7 @@ class StageModule(torch.nn.Module):
         autocast: Callable[[], AbstractContextManager],
     ):
         super().__init__()
-        self.blocks = torch.torch.nn.ModuleList(blocks)
+        self.blocks = torch.nn.ModuleList(blocks)
         self.received, self.sent, self.channels_last, self.autocast = received, sent, channels_last, autocast
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

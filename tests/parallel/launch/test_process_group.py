@@ -39,25 +39,34 @@ def test_abort_does_not_end_a_backend_in_agreement_with_the_other_ranks() -> Non
     assert ended == ["shutdown", "abort"]
 
 
+ONE = ("cuda", "GPU-1")
+
+
 @pytest.mark.parametrize(
-    ("kinds", "got"),
-    [(["cuda", "cuda"], None), (["cuda", "cpu"], "cuda, cpu"), (["cuda", None], "gpu"), ([None, None], "gpu")],
+    ("devices", "refused"),
+    [
+        ([ONE, ("cuda", "GPU-2")], None),
+        ([ONE, ONE], ("parallel.processes", 2)),
+        ([ONE, ("cpu", "")], ("device.kind", "cuda, cpu")),
+        ([ONE, None], ("device.kind", "gpu")),
+        ([None, None], ("device.kind", "gpu")),
+    ],
     ids=str,
 )
 def test_devices_that_do_not_fit_together_are_refused_on_all_ranks(
-    kinds: list[str | None], got: object, ranks: Ranks
+    devices: list[tuple[str, str] | None], refused: object, ranks: Ranks
 ) -> None:
-    assert ranks(2).call_on_all(refusal_of_devices, kinds) == [got and ("device.kind", got)] * 2
+    assert ranks(2).call_on_all(refusal_of_devices, devices) == [refused] * 2
 
 
-def refusal_of_devices(kinds: list[str | None]) -> tuple[str, object] | None:
-    """In a rank: return the refusal of devices of `kinds`, one for each rank; None: a rank without a device."""
+def refusal_of_devices(devices: list[tuple[str, str] | None]) -> tuple[str, object] | None:
+    """In a rank: return the refusal of `devices`, a type and a UUID for each rank; None: a rank without a device."""
     rank_info = external_rank_info()
     assert rank_info is not None
-    kind, refusal = kinds[rank_info.rank], ConfigError("device.kind", "gpu", "there is none", "device=cpu")
-    launcher = ExternalProcesses(rank_info, torch.device("cpu"), DDP(), None if kind else refusal)
-    if kind:
-        launcher._kind = lambda: kind  # type: ignore[method-assign]
+    device, refusal = devices[rank_info.rank], ConfigError("device.kind", "gpu", "there is none", "device=cpu")
+    launcher = ExternalProcesses(rank_info, torch.device("cpu"), DDP(), None if device else refusal)
+    if device:
+        launcher._device = lambda: device  # type: ignore[method-assign]
     try:
         with launcher.connect():
             return None

@@ -69,9 +69,10 @@ def test_a_report_sent_just_before_the_rank_ends_is_read() -> None:
 
 
 def test_a_config_error_of_a_rank_is_raised_unchanged() -> None:
+    """Also if the rank that has lost its peer reports first."""
     refusal = ConfigError("model", "x", "it is no model", "take another")
     with pytest.raises(ConfigError) as caught:
-        outcome(partial(work.fail, CONNECTION_CLOSED), partial(work.fail, refusal))
+        outcome(partial(work.fail, CONNECTION_CLOSED), partial(work.fail, refusal, 0.5))
     assert (caught.value.key, caught.value.got, caught.value.remedy) == ("model", "x", "take another")
 
 
@@ -106,6 +107,14 @@ def test_ranks_that_wait_for_a_hanging_rank_are_detected(
     ranks.progress.update(enumerate(progress))
     ranks.reports, ranks.stalled = reports, seconds
     assert ranks._has_stalled() == stalled
+    assert not stalled or ranks._first([], {})[0] == 1, "the rank that has started the fewest collectives is blamed"
+
+
+def test_a_stop_signal_is_forwarded_to_all_ranks() -> None:
+    stop = StopRequest()
+    stop.received = "SIGTERM"
+    with Supervisor(report_result_of, [(work.wait_for_signal,)] * 2, TIMEOUT_SECONDS) as ranks:
+        assert ranks.wait(stop) == ["SIGUSR1"] * 2
 
 
 def test_ranks_start_with_signals_blocked() -> None:

@@ -101,6 +101,13 @@ def test_stop_makes_running_jobs_save_and_cancels_waiting_jobs(pool: Pool, clust
     assert wait_until_ended(pool, 1)[1].reason == "SLURM says NODE_FAIL"
 
 
+def test_a_job_ends_with_the_process_that_manages_it(pool: Pool) -> None:
+    pool.submit(job(0, "until=never"))
+    wait_until_started(pool, 0)
+    os.kill(reports_of_job(0)[0]["parent"], signal.SIGKILL)
+    wait_until(lambda: not processes(), what="the command goes on")
+
+
 def test_killed_jobs_leave_no_process_and_do_not_save(cluster: FakeSlurm) -> None:
     with Slurm().connect(2, Path.cwd()) as pool:
         for number in (0, 1):
