@@ -21,6 +21,8 @@ from helpers.fault_checks import assert_newest_checkpoint_valid, assert_no_tempo
 from helpers.faults import RUN_ALL_FAULTS as ALL
 from helpers.runs import assert_bitwise_equal, run_outcome
 
+from runner.storage.run_directory import read_result
+
 OPTIONS = (*TINY_CPU, "data.crop=2", "model.dropout=0.2", "optimizer=adamw", "steps=8", "save_every=2", "eval_every=3")
 OPTIONS += ("log_every=1", "name=a", "resume=auto")
 
@@ -139,6 +141,26 @@ def test_disk_errors_outside_of_checkpoints_are_reported_and_lose_no_checkpoint(
     code, console = run_in_this_process([*OPTIONS[:-1], f"resume={path}"], tmp_path)
     assert code == 0, console
     assert_bitwise_equal({**run_outcome(path), "curves": undisturbed["curves"]}, undisturbed)
+
+
+def test_a_run_whose_disk_is_full_crashes_and_resumes_later(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    """A real disk: what the failed checkpoint took is given back, or the result would not fit."""
+    disk = tmp_path / "outputs"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk is for root, where the machine lets it")
+    try:
+        code, console = run_in_this_process([*OPTIONS, "keep=9"], tmp_path)
+        assert (code, "Traceback" in console) == (1, False), console
+        assert "No space left on device" in " ".join(console.split())
+        [path] = disk.glob("a/*")
+        assert read_result(path)["status"] == "crashed"
+        assert assert_newest_checkpoint_valid(path, 2) < 8
+        subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
+        assert_resumes_to_the_same_end(tmp_path, undisturbed)
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.parametrize("step", [1, 4, 8] if ALL else [4])
