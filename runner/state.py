@@ -19,7 +19,7 @@ from runner.run import Run, config_hash
 from runner.schedule import Schedule
 from runner.seeds import random_state, set_random_state
 from runner.storage.checkpoint import SIGNATURE, Checkpoint, untrusted
-from runner.storage.checkpoint_writing import Checkpoints, prune
+from runner.storage.checkpoints import Checkpoints, prune
 from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_like
 from runner.storage.run_directory import CONFIG, step_name, step_of
 from runner.storage.saved_run import config_text, named_checkpoint

@@ -28,7 +28,7 @@ from runner.batching import SampleOrder
 from runner.parallel.session import Session
 from runner.run import Run
 from runner.state import State
-from runner.storage.checkpoint_writing import Checkpoints
+from runner.storage.checkpoints import Checkpoints
 from runner.storage.run_directory import saved_steps
 from runner.workloads.classifier import Classifier
 

@@ -19,7 +19,7 @@ from runner.result import CrashedError, Result
 from runner.resume.starting_point import Claim, claimed_directory
 from runner.run import Run, check_same_config, check_used, config_hash
 from runner.storage import run_directory
-from runner.storage.checkpoint_writing import prune
+from runner.storage.checkpoints import prune
 from runner.storage.files import json_text, write_text
 from runner.system import torch_errors
 from runner.system.secrets import printable, redacted

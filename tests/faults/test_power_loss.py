@@ -27,7 +27,7 @@ from runner.parallel.session import Session
 from runner.resume.starting_point import claimed_directory
 from runner.run import Run, build_run, config_hash
 from runner.storage.checkpoint import Checkpoint
-from runner.storage.checkpoint_writing import Checkpoints
+from runner.storage.checkpoints import Checkpoints
 from runner.storage.run_directory import read_result
 from runner.storage.saved_run import UnreadableConfigError, saved_config
 from runner.tracking.event_file import EventFile

@@ -21,7 +21,7 @@ from runner.commands.train import main as run_command
 from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run
-from runner.storage.checkpoint_writing import Checkpoints
+from runner.storage.checkpoints import Checkpoints
 from runner.training import prepare, train_step
 
 

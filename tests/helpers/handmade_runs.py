@@ -10,7 +10,7 @@ from typing import Any
 
 from helpers.compose import compose_config
 from runner.storage.checkpoint import Checkpoint
-from runner.storage.checkpoint_writing import Checkpoints
+from runner.storage.checkpoints import Checkpoints
 from runner.storage.files import renamed_together
 from runner.storage.run_directory import step_name
 from runner.storage.saved_run import config_files

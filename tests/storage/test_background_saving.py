@@ -21,10 +21,10 @@ from helpers.handmade_runs import save_and_wait
 from helpers.ranks import PersistentRanks
 from helpers.runs import assert_bitwise_equal
 
-import runner.storage.checkpoint_writing
+import runner.storage.checkpoints
 from runner.result import CrashedError
 from runner.storage.checkpoint import Checkpoint, load
-from runner.storage.checkpoint_writing import Checkpoints, Writing
+from runner.storage.checkpoints import Checkpoints, Writing
 from runner.storage.run_directory import StorageError, saved_steps
 
 EVERY = ("steps=12", "save_every=4", "eval_every=6", "log_every=3", "keep=9")
@@ -53,7 +53,7 @@ class DeferredWriting:
 
 
 def write_by(kind: Any, *_: Any) -> None:
-    runner.storage.checkpoint_writing.Writing = kind
+    runner.storage.checkpoints.Writing = kind
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -263,7 +263,7 @@ def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(
 
 
 def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = runner.storage.checkpoint_writing._save
+    save = runner.storage.checkpoints._save
 
     def full(value: Any, path: Path) -> None:
         if path.name.startswith("rank_1"):
@@ -271,7 +271,7 @@ def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path: Path, monke
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         save(value, path)
 
-    monkeypatch.setattr(runner.storage.checkpoint_writing, "_save", full)
+    monkeypatch.setattr(runner.storage.checkpoints, "_save", full)
     ranks = two_ranks(tmp_path, timeout=1)
     save_on_both(ranks, 3)
     with pytest.raises(StorageError, match="No space left on device"):
@@ -285,7 +285,7 @@ def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path: Path, monke
 INTERRUPTED_WHILE_A_DISK_HANGS = """
 import signal, threading
 from pathlib import Path
-import runner.storage.checkpoint_writing as writing
+import runner.storage.checkpoints as writing
 from runner.storage.checkpoint import Checkpoint
 from runner.system.signals import run_main
 
