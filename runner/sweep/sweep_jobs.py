@@ -133,7 +133,7 @@ class SweepJobs:
         name, members = parse_zip(word) or ("", [])
         overrides = self._composer.parse([quoted(member, sweep=True) for member in members])
         values = {_bare(override.get_key_element()): _words(override) for override in overrides}
-        check(len(values) == len(overrides), name, word.partition("=")[2], "a key is in it twice", "leave one out")
+        check(len(values) == len(members), name, word.partition("=")[2], "a key is in it twice", "leave one out")
         listed = ", ".join(f"{key} has {len(words):,}" for key, words in values.items())
         why = f"paired keys must have the same number of values: {listed}"
         check(len({*map(len, values.values())}) == 1, name, word.partition("=")[2], why, "add or remove some")
