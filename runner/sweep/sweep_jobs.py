@@ -133,7 +133,6 @@ class SweepJobs:
         name, members = parse_zip(word) or ("", [])
         overrides = self._composer.parse([quoted(member, sweep=True) for member in members])
         values = {_bare(override.get_key_element()): _words(override) for override in overrides}
-        check(len(values) == len(members), name, word.partition("=")[2], "a key is in it twice", "leave one out")
         listed = ", ".join(f"{key} has {len(words):,}" for key, words in values.items())
         why = f"paired keys must have the same number of values: {listed}"
         check(len({*map(len, values.values())}) == 1, name, word.partition("=")[2], why, "add or remove some")
@@ -156,7 +155,9 @@ def parse_zip(word: str) -> tuple[str, list[str]] | None:
         member = _MEMBER.fullmatch(text.strip())
         if member is None:
             raise ConfigError(name, value, f"{text.strip()!r} is not of the form KEY=[VALUE,VALUE]", _EXAMPLE)
-        members[member["key"].lstrip("+")] = f"{member['key']}={member['values']}"
+        key = member["key"].lstrip("+")
+        check(key not in members, name, value, f"{key} is in it twice", "leave one out")
+        members[key] = f"{member['key']}={member['values']}"
     check(len(members) > 1, name, value, "it pairs fewer than two keys", _EXAMPLE)
     return name, list(members.values())
 

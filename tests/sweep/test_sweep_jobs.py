@@ -61,7 +61,7 @@ def test_options_that_are_numbers_can_be_paired() -> None:
     ("words", "why"),
     [
         ("p=zip(seed=[1,2],batch_size=[8])", "seed has 2, batch_size has 1"),
-        ("p=zip(seed=[1,2],batch_size=[8,16],seed=[3,4])", "a key is in it twice"),
+        ("p=zip(seed=[1,2],batch_size=[8,16],seed=[3,4])", "seed is in it twice"),
         ("p=zip(seed=[1,2])", "fewer than two keys"),
         ("p=zip(seed=[1,2],batch_size=8)", "'batch_size=8' is not of the form KEY=[VALUE,VALUE]"),
         ("p=zip(seed=[1,2],q=zip(a=[1],b=[2]))", "'q=zip(a=[1]' is not of the form KEY=[VALUE"),
