@@ -91,10 +91,10 @@ def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
     parameter.grad = torch.zeros(_PROBE)
     copied = copy.copy(optimizer)
     copied.state = defaultdict(dict)
-    first = group["params"][0]
-    for key, value in optimizer.state.get(first, {}).items():  # Adagrad of torch 2.11 makes its state when it is built
-        follows = isinstance(value, torch.Tensor) and value.shape == first.shape
-        copied.state[parameter][key] = torch.zeros(_PROBE) if follows else copy.copy(value)
+    for first in group["params"][:1]:
+        for key, value in optimizer.state.get(first, {}).items():  # Adagrad of torch 2.11 has state before a step
+            follows = isinstance(value, torch.Tensor) and value.shape == first.shape
+            copied.state[parameter][key] = torch.zeros(_PROBE) if follows else copy.copy(value)
     copied.param_groups = [{**group, "params": [parameter]}]
     copied.step()
     forms: dict[str, TensorSpec | type | None] = {}

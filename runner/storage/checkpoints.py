@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 from runner.config.errors import ConfigError
 from runner.storage import checkpoint as stored
-from runner.storage.checkpoint import Checkpoint, DamagedError, load, rank_file
+from runner.storage.checkpoint import Checkpoint, DamagedError, load, rank_file, untrusted
 from runner.storage.files import check_no_link, sync
 from runner.storage.run_directory import StorageError, entries, free_name, identity, saved_steps, step_name, step_of
 from runner.storage.saved_run import checkpoints
@@ -193,7 +193,11 @@ class Checkpoints:
         """
         damaged: dict[Path, DamagedError] = {}
         found = None
-        for path in reversed(checkpoints(self.root.parent)):
+        try:
+            saved = checkpoints(self.root.parent)
+        except ConfigError as error:
+            raise untrusted(self.root, error.why) from None
+        for path in reversed(saved):
             if (step_of(path) or 0) > last_step:
                 continue
             try:

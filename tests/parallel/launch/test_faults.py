@@ -83,7 +83,7 @@ def assert_whole(run: Path) -> None:
     newest = newest_checkpoint(run)
     for rank in (0, 1):
         loaded = load(newest, rank)
-        assert (loaded.step, loaded.world_size) == (int(newest.name[5:]), 2)
+        assert loaded.step == int(newest.name[5:])
         assert loaded.local, "each rank's own"
 
 
