@@ -1,7 +1,8 @@
 """`python -m runner predict RUN FILE|DIRECTORY …` prints the class that a run predicts for each image.
 
 Images are read as the evaluation of the run reads them: cropped, resized and normalized in the same way. For a file
-that cannot be read, the reason is printed. Neither the data of the run nor its device is needed.
+that cannot be read, the reason is printed; if none can be read, the exit code is 2. Neither the data of the run nor
+its device is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from runner.analysis.output import csv_text, one_line
 from runner.commands.arguments import Parser, command
-from runner.system.console import DONE
+from runner.system.console import DONE, REFUSED
 from runner.system.secrets import printable
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None) -> int:
         print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
     else:
         print(_as_table(predictions))
-    return DONE
+    return REFUSED if all(each.error for each in predictions) else DONE
 
 
 def _as_table(predictions: list[Prediction]) -> str:

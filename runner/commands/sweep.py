@@ -49,7 +49,8 @@ def lines(path: Path, ledger: dict[str, Any]) -> list[str]:
     parts = [f"{count:,} {state}" for state, count in sorted(counts.items()) if state]
     waiting = num_jobs(ledger) - len(jobs)
     what = ", ".join([*parts, *([f"{waiting:,} not begun"] if waiting else [])]) or "no job has begun"
-    stopped = "complete" if ledger.get("complete") else "stopped; its command with resume=auto goes on"
+    is_complete = ledger.get("complete") or (jobs and not waiting and counts.keys() <= {"done", "refused"})
+    stopped = "complete" if is_complete else "stopped; its command with resume=auto goes on"
     state = f"running, process {ledger.get('pid', 0)}" if is_running else stopped
     shown = [f"{path}: {state}", what]
     for number, entry in sorted(jobs.items(), key=lambda item: int(item[0])):

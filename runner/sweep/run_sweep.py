@@ -14,7 +14,7 @@ from runner.analysis.sweep_summary import find_best, write_summary
 from runner.config.errors import ABSENT, ConfigError
 from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
-from runner.config.overrides import typed_path
+from runner.config.overrides import override_key, typed_path
 from runner.config.schema import build
 from runner.parallel.launch.cluster import external_rank_info
 from runner.storage.files import write_text
@@ -76,7 +76,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
             codes += [job["code"] for job in ledger.jobs.values() if job.get("code") in (CRASHED, REFUSED)]
             if search.best() is not None:  # trials that diverge are results, too
                 codes = [DONE if code == DIVERGED else code for code in codes]
-            _report_best(search, ledger.path, engine.seeds, config_dir)
+            _report_best(search, ledger.path, engine.seeds, config_dir, jobs.common)
         elif found is not None:
             print(found)
         if found is not None:
@@ -124,8 +124,11 @@ def _search(jobs: SweepJobs, planner: Planner) -> Search:
     return Search(space, options, objective, seed, planner.plan)
 
 
-def _report_best(source: Search, path: Path, num_seeds: int, config_dir: str | None) -> None:
-    """Print the best trial of a search, and write its overrides to an option file with which it can be run again."""
+def _report_best(source: Search, path: Path, num_seeds: int, config_dir: str | None, common: Sequence[str]) -> None:
+    """Print the best trial of a search, and write its overrides to an option file with which it can be run again.
+
+    `common` are the overrides that say where the runs of the sweep are; the file does not have them.
+    """
     found = source.best()
     if found is None:
         return
@@ -138,5 +141,6 @@ def _report_best(source: Search, path: Path, num_seeds: int, config_dir: str | N
         file.parent.mkdir(parents=True, exist_ok=True)
         comments = [f"The best of {source.num_trials} trials: {lines[0]}"]
         write_text(file, experiment_file(overrides, comments, config_dir))
-        lines.append(f"run: {experiment_command(str(path / OPTIONS), 'best', config_dir)}")
+        where = [shlex.quote(text) for text in common if override_key(text) == "output_root"]
+        lines.append(" ".join(["run:", experiment_command(str(path / OPTIONS), "best", config_dir), *where]))
     print("\n".join(lines), flush=True)

@@ -48,6 +48,7 @@ def test_the_table_csv_and_json_have_every_prediction(run: runner.SavedRun, caps
     assert [tuple(row.values()) for row in rows] == [(e.file, e.label, e.probability, e.error) for e in wanted]
     assert [{**row, "probability": float(row["probability"])} for row in table] == rows
     assert broken.split(None, 1)[1].startswith("photos/val/broken.png: ValueError: it is not an image")
+    assert predict.main([str(run.directory), "photos/val/broken.png"]) == 2
     assert [line.split() for line in lines] == [[e.label, f"{e.probability:.1%}", e.file] for e in wanted[1:]]
 
 

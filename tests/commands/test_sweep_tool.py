@@ -39,6 +39,8 @@ def test_the_state_of_the_sweep_and_of_its_jobs_is_shown(tmp_path: Path, capsys:
     (tmp_path / "002-seed=2").mkdir()
     (tmp_path / "002-seed=2" / "result.json").write_text('{"status": "done", "steps": 6}')
     assert shown()[1:] == ["1 crashed, 2 done", crashed]
+    refused = {number: JOBS["0"] | {"state": state} for number, state in (("0", "done"), ("1", "refused"))}
+    assert shown(jobs=refused)[0] == f"{tmp_path}: complete", "a refused job is refused again"
     assert shown(complete=True, jobs={}) == [f"{tmp_path}: complete", "no job has begun"]
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -36,9 +36,9 @@ def test_invalid_searches_are_refused_and_leave_no_files(line: str, tmp_path: Pa
 
 
 def test_a_search_of_which_a_trial_diverges_prints_a_command_that_reproduces_the_best_one(tmp_path: Path) -> None:
-    wild = ("data.crop=0", "schedule=constant", "batch_size=32", "steps=40", "log_every=10")
+    wild = ("data.crop=0", "schedule=constant", "batch_size=32", "steps=40", "log_every=10", "output_root=runs")
     code, output = run_command(*TINY_CPU, "-m", "optimizer.lr=0.1,900", *wild, "sweep.search=grid", cwd=tmp_path)
-    [path] = tmp_path.glob("outputs/sweeps/classifier/*")
+    [path] = tmp_path.glob("runs/sweeps/classifier/*")
     entries = {entry["state"]: entry for entry in read_ledger(path)["jobs"].values()}
     assert (code, entries.keys()) == (0, {"diverged", "done"}), output
     best = read_result(path / entries["done"]["directory"])["best"]["value"]
@@ -46,7 +46,7 @@ def test_a_search_of_which_a_trial_diverges_prints_a_command_that_reproduces_the
     [line] = [line for line in output.splitlines() if line.startswith("run: python -m runner ")]
     code, again = run_command(*line.removeprefix("run: python -m runner ").split(), cwd=tmp_path)
     assert code == 0, again
-    [single] = tmp_path.glob("outputs/classifier/*")
+    [single] = tmp_path.glob("runs/classifier/*")
     assert read_result(single)["best"]["value"] == best, "the same run"
 
 
