@@ -1,4 +1,4 @@
-"""Everything that only a machine with an accelerator can show; planned for eight minutes on one device.
+"""Everything that only a machine with an accelerator can show; about twelve minutes on one H200.
 
 `python -m benchmarks.gpu [--only PART,PART] [--again] [--data DIR] [--out DIR]`. Each part writes `PART.json` when it
 ends, and a part that is there already is not repeated, so that a run that was cut off goes on. Afterwards, `report.md`
