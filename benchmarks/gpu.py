@@ -38,7 +38,7 @@ ROOT = Path(__file__).parent.parent
 TRAINING_FLOPS = 3 * 2 * 4.09e9
 """FLOPs per image of 224×224: 4.09 G multiply-adds forward (ResNet50 v1.5; He et al., 2016), twice that backward."""
 BYTES_PER_IMAGE = 45e6
-"""Memory of training, for each image of a batch, in bfloat16 (in float32, choosing algorithms takes minutes)."""
+"""Memory of training, for each image of a batch, in bfloat16 (in float32, two minutes were too few on an H200)."""
 
 Rows = list[list[Any]]
 """What was looked at, and what was found."""
