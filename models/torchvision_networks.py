@@ -165,11 +165,11 @@ def create(name: str, shape: tuple[int, ...], num_classes: int, options: Mapping
         given["input_size"] = (height, width)
     from_init_params = BlockParams.from_init_params
 
-    def on_cpu(**sizes: Any) -> BlockParams:
+    def from_init_params_on_cpu(**sizes: Any) -> BlockParams:
         with torch.device("cpu"), _disable_current_modes():  # the widths are computed with tensors, also with fake ones
             return from_init_params(**sizes)
 
-    with patch.object(BlockParams, "from_init_params", on_cpu):
+    with patch.object(BlockParams, "from_init_params", from_init_params_on_cpu):
         network = models.get_model(name, weights=None, num_classes=num_classes, **given)
     if channels != 3:
         _replace_first_convolution(network, channels)

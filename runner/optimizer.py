@@ -90,10 +90,10 @@ class Optimizer(ABC):
             parameters = [held[name] for name in group.parameters if name in held]
             options = {"lr": group.lr, "weight_decay": group.weight_decay, "name": group.name}
             found.append({"params": parameters} | options)
-        return self.build_for(found)
+        return self.build_from_groups(found)
 
     @abstractmethod
-    def build_for(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return an optimizer for `groups`, as torch takes them, each with its `lr` and `weight_decay`."""
 
     def parameter_groups(self, model: torch.nn.Module) -> list[ParameterGroup]:
@@ -174,7 +174,7 @@ class SGD(Optimizer):
             why = "Nesterov momentum requires optimizer.momentum > 0"
             raise ConfigError("nesterov", True, why, "set optimizer.momentum=0.9")
 
-    def build_for(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         parameters = [parameter for group in groups for parameter in group["params"]]
         # For DTensor parameters torch implements fused Adam, but not fused SGD; and foreach, but not by default.
         sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
@@ -197,7 +197,7 @@ class Adam(Optimizer):
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def build_for(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         cls = next(each for base in type(self).__mro__ if (each := getattr(torch.optim, base.__name__, None)))
         return cls(groups, **self._arguments(cls))
 
@@ -218,7 +218,7 @@ class Named(Optimizer):
     name: str = "Adagrad"
     options: dict[str, Any] | None = None
 
-    def build_for(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         classes = inspect.getmembers(
             torch.optim, lambda each: inspect.isclass(each) and each.__name__ not in _ELSEWHERE
         )
@@ -259,7 +259,7 @@ class Muon(AdamW):
     nesterov: bool = True
     ns_steps: int = 5
 
-    def build_for(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         matrices, others = (
             [group | {"params": [p for p in group["params"] if (p.dim() == 2) == wanted]} for group in groups]
             for wanted in (True, False)

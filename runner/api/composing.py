@@ -106,7 +106,7 @@ def composer_of(overrides: Sequence[str], config_dir: str | None) -> Composer:
 
 @contextmanager
 def _separate_hydra() -> Iterator[None]:
-    """A context in which composing does not change Hydra's global objects."""
+    """A context in which composing does not change Hydra's global objects: the caller may be a program of Hydra."""
     Plugins.instance()  # whose import registers options, only once
     instances, resolvers = Singleton._instances, BaseContainer._resolvers
     separate: Any = {cls: each for cls, each in instances.items() if cls not in (HydraConfig, JobRuntime, VersionBase)}

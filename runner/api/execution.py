@@ -16,7 +16,7 @@ import torch
 from runner.api.composing import Config, compose
 from runner.api.run_job import run_one
 from runner.config.composition import Job
-from runner.planning.auto_accumulation import with_accumulation
+from runner.planning.auto_accumulation import resolve_auto_accumulation
 from runner.result import CrashedError, Result
 from runner.run import build_run
 from runner.system import accelerator
@@ -50,7 +50,7 @@ def train(config: Config | Sequence[str] = ()) -> Result:
         return Job(dict(other), list(other.overrides))
 
     with settings_kept():
-        job = with_accumulation(Job(deepcopy(dict(composed)), list(composed.overrides)), again)
+        job = resolve_auto_accumulation(Job(deepcopy(dict(composed)), list(composed.overrides)), again)
         result = run_one(build_run(job.config), job.overrides)
     if result.status == "crashed":
         raise CrashedError(result) from result.cause

@@ -143,7 +143,7 @@ def render(report: dict[str, Any]) -> Group:
         versions["commit"] = f"{commit}{', with uncommitted changes' if source['dirty'] else ''}"
     findings = [Text("\nfindings", style="bold yellow"), *(Text(f"  {each}") for each in report["findings"])]
     return Group(
-        _devices(report["devices"]),
+        _device_table(report["devices"]),
         pairs("processor", _processor(report)),
         table("precision=", ["", *names], precisions),
         table(f"parallel= on {where}", ["", ""], ([option["name"], option["what"]] for option in report["parallel"])),
@@ -155,7 +155,7 @@ def render(report: dict[str, Any]) -> Group:
     )
 
 
-def _devices(devices: list[dict[str, Any]]) -> RenderableType:
+def _device_table(devices: list[dict[str, Any]]) -> RenderableType:
     if not devices:
         return Text("no accelerator: device=auto chooses the CPU")
     titles = ["", "name", "memory free", "compute", "SMs", "clock", "memory clock", "peers", "computes"]

@@ -105,9 +105,9 @@ def _run(arguments: list[str]) -> list[int]:
         _print_model(run)
         return []
     if run.accumulation.steps == "auto":
-        from runner.planning.auto_accumulation import with_accumulation
+        from runner.planning.auto_accumulation import resolve_auto_accumulation
 
-        job = with_accumulation(job, partial(compose_run, composer), directory)
+        job = resolve_auto_accumulation(job, partial(compose_run, composer), directory)
         run = build_run(job.config)
     if getattr(run.parallel, "in_processes", False):
         from runner.parallel.launch.processes import start_rank_server

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None) -> int:
     from runner.api.composing import compose
     from runner.planning.candidates import PERMISSIONS
     from runner.planning.trial import TrialError
-    from runner.planning.tune import render, tune, write
+    from runner.planning.tune import render, tune, write_report
     from runner.run import build_run, check_used
 
     allowed = [name.strip() for name in options.allow.split(",") if name.strip()]
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None) -> int:
     flags = {"config_dir": config_dir, "budget": options.budget, "allowed": allowed}
     report, directory = {"typed": list(overrides)} | flags | found, None
     try:
-        directory = str(write(report, run.output_root))
+        directory = str(write_report(report, run.output_root))
     except (OSError, ConfigError) as error:  # what has taken a minute to measure is printed all the same
         print(f"the result cannot be saved: {error}", file=sys.stderr)
     print_report(report | {"directory": directory}, options.json, render)

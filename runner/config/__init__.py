@@ -1,1 +1,1 @@
-"""Turns YAML options into validated components."""
+"""Turns YAML options into validated components. Hydra's errors, with suggestions, are in hydra_errors.py."""

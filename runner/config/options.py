@@ -82,4 +82,5 @@ def _keys(file: Path, group: str = "") -> list[str]:
 
 
 def _numbers_first(name: str) -> tuple[int, str]:
+    # As text, accumulation=16 would come before 2.
     return (int(name), "") if name.isdigit() else (10**9, name)

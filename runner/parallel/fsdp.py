@@ -30,7 +30,8 @@ class FSDP(MultiProcess):
     Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The parameters of a block are gathered
     when the block is used; the network's `blocks()` defines the blocks. With a 16-bit precision, parameters are
     gathered in 16 bits, except if the network has batch normalization, whose operators need float32 parameters.
-    Gradients are reduced in float32. Batch normalization works as in ddp without `sync_batch_norm`.
+    Gradients are reduced in float32; the base class clips them by the norm over all shards. Batch normalization works
+    as in ddp without `sync_batch_norm`.
 
     All processes take part in gathering a block: in an evaluation, they make as many forward passes as the one that has
     the most samples. `conf/parallel/fsdp.yaml` explains the options.
@@ -61,7 +62,7 @@ class FSDP(MultiProcess):
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),
             "offload_policy": CPUOffloadPolicy() if self.offload and device.type != "cpu" else OffloadPolicy(),
         }
-        for block in _without_tied_weights(model):
+        for block in _blocks_without_tied_weights(model):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
         # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
         fully_shard(model, reshard_after_forward=False, **options)
@@ -101,7 +102,7 @@ class FSDP(MultiProcess):
             return model(torch.zeros(shape, dtype=dtype, device=self._session.device) if inputs is None else inputs)
 
 
-def _without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:
+def _blocks_without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the blocks of `model` that share no parameter with another part of the model."""
 
     def num_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, int]:

@@ -88,7 +88,7 @@ class MultiProcess(Parallel, ABC):
     def _gpus(self, choice: Device) -> list[torch.device]:
         """Return the GPUs of this machine that the processes may use; an empty list if the processes run on the CPU."""
         kind = choice.resolved_kind()
-        if kind == "mps" and choice.kind == "auto":
+        if kind == "mps" and choice.kind == "auto":  # processes cannot share the one device, but nobody asked for it
             return []
         why = "the processes would share one device" if kind == "mps" else ""
         try:

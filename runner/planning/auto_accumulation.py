@@ -122,7 +122,7 @@ def fitting_accumulation(
     raise ConfigError("accumulation", "auto", "the run does not fit even with the smallest micro-batches", smaller)
 
 
-def with_accumulation(job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None = None) -> Job:
+def resolve_auto_accumulation(job: Job, compose: Callable[[Sequence[str]], Job], directory: Path | None = None) -> Job:
     """Return `job` with a number of micro-batches in place of `accumulation=auto`; any other job is returned unchanged.
 
     If `resume=auto` continues a run, its number is used again, so that the resume is exact. As the run directory may

@@ -225,7 +225,7 @@ def plain(row: Candidate, base: Candidate, samples: int) -> dict[str, Any]:
     }
 
 
-def write(report: dict[str, Any], output_root: str) -> Path:
+def write_report(report: dict[str, Any], output_root: str) -> Path:
     """Write `report` to a new directory in `output_root`/tuned, and return the directory.
 
     The directory has the structure of conf/, and contains the report as `tune.json` and an experiment with the typed

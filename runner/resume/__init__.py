@@ -1,1 +1,1 @@
-"""Where a run continues: the run directory, the run to resume, and which options may change."""
+"""Which run to resume (starting_point.py), and which of its options may change (changed_options.py)."""

@@ -1,1 +1,1 @@
-"""The files of a run: its directory and its checkpoints, written atomically."""
+"""The files of a run: its directory and its checkpoints (checkpoints.py has the latest), written atomically."""

@@ -1,4 +1,4 @@
-"""Crash-safe writing of the checkpoints of a run, in the background.
+"""The checkpoints of a run: the latest one that is intact, and crash-safe writing in the background.
 
 A thread of each rank writes its files to a temporary directory, and syncs them to disk, while the training goes on.
 Rank 0 waits for the files of the other ranks, without collectives, which would get mixed up with those of the training,

@@ -1,4 +1,6 @@
-"""The scheduler of a sweep. It submits the jobs to a pool, and records the state of each job in the ledger."""
+"""The scheduler of a sweep. It submits the jobs to a pool, which has the cores and GPUs (see `engines/`), and records
+the state of each job in the ledger.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,7 @@ class Scheduler:
         return None
 
     def _start(self, job: Job) -> bool:
-        """Start `job`, unless it is settled or refused; return False if it has to wait until the pool has room."""
+        """Start `job`, unless it is settled or refused: then the next may start. Return False if it waits for room."""
         code = self.ledger.settled(job.number, job.config_hash)
         if code is not None:
             self._codes[job.number] = code

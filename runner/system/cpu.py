@@ -31,7 +31,7 @@ def cpu() -> dict[str, Any]:
         "model": cpu_model(),
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": os.cpu_count(),
-        "allowed_cores": len(_affinity()),
+        "allowed_cores": len(_allowed_cores()),
         "quota_cores": _quota_cores(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -47,7 +47,7 @@ def cpu_model() -> str:
 def usable_core_numbers() -> list[int]:
     """Return the indices of the logical cores that this process may use, at most as many as its CPU quota allows."""
     quota = _quota_cores()
-    return _affinity() if quota is None else _affinity()[: max(1, int(quota))]
+    return _allowed_cores() if quota is None else _allowed_cores()[: max(1, int(quota))]
 
 
 def local_world_size() -> int:
@@ -69,7 +69,7 @@ def seconds_without_core() -> float | None:
     return sum(map(int, nanoseconds)) / 1e9 if nanoseconds else None
 
 
-def _affinity() -> list[int]:
+def _allowed_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):  # missing on macOS
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -74,7 +74,7 @@ class Bar(Progress):
         self._bar.update(self._task, completed=step, summary=self.summary(step), refresh=True)
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
+        with suppress(OSError):  # a terminal that was closed must not hide the error that ends the run
             self._bar.stop()
 
 

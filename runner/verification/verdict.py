@@ -134,7 +134,7 @@ def _row(kind: str, configured: Pair | None, exact: Pair | None, precision: Prec
         ours, theirs = pair.tested.tensors[kind], pair.reference.tensors[kind]
         if kind == "evaluation" and not (ours and theirs):  # a mode may evaluate without the methods that are observed
             return Difference(0.0, "not compared")
-        return largest(ours, theirs)
+        return largest_difference(ours, theirs)
 
     rounding = Difference(0.0, "")
     if configured is not None and exact is not None:
@@ -143,7 +143,7 @@ def _row(kind: str, configured: Pair | None, exact: Pair | None, precision: Prec
     return Row(kind, in_float64, as_configured, rounding, limit, tolerance, exact_limit)
 
 
-def largest(tested: Tensors, reference: Tensors) -> Difference:
+def largest_difference(tested: Tensors, reference: Tensors) -> Difference:
     """Return the largest relative difference between floating-point tensors of the same name.
 
     The relative difference of two tensors is the norm of their difference, divided by the norm of the reference tensor.

@@ -127,7 +127,7 @@ def choose(*typed: str, directory: Path | None = None) -> Job:
     def compose(words: Sequence[str]) -> Job:
         return Job(compose_config(*words), list(words))
 
-    return auto_accumulation.with_accumulation(compose(typed), compose, directory)
+    return auto_accumulation.resolve_auto_accumulation(compose(typed), compose, directory)
 
 
 def steps(*typed: str, directory: Path | None = None) -> object:

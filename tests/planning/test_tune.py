@@ -17,7 +17,7 @@ from runner.commands import tune
 from runner.planning import tune as planning
 from runner.planning.candidates import Candidate
 from runner.planning.trial import TrialError
-from runner.planning.tune import BUDGET_SPENT, plain, render, verdict, write
+from runner.planning.tune import BUDGET_SPENT, plain, render, verdict, write_report
 from runner.system.console import CRASHED, DONE, REFUSED
 
 SMALL = ("model=tiny", "data.size=8", "device=cpu", "device.threads=1", "parallel=single")
@@ -63,7 +63,7 @@ def test_both_commands_that_are_printed_compose_the_same_config(tmp_path: Path) 
     own.parent.mkdir(parents=True)
     own.write_text("defaults: [tiny, _self_]\nhidden: 7\n")
     found = report(typed=["model=own", "~optimizer.momentum"], config_dir=str(own.parent.parent))
-    found["directory"] = str(write(found, str(tmp_path / "a, b=c")))
+    found["directory"] = str(write_report(found, str(tmp_path / "a, b=c")))
     assert json.loads(Path(found["directory"], "tune.json").read_text())["chosen"] == found["chosen"]
     configs = []
     for line in verdict(found)[1:3]:
@@ -139,7 +139,7 @@ def test_what_was_measured_is_printed_if_it_cannot_be_saved(
 
     found = {key: value for key, value in report().items() if key not in ("typed", "config_dir", "budget", "allowed")}
     monkeypatch.setattr(planning, "tune", lambda *_: found)
-    monkeypatch.setattr(planning, "write", full)
+    monkeypatch.setattr(planning, "write_report", full)
     assert tune.main([*SMALL]) == CRASHED
     shown = capsys.readouterr()
     assert "cannot be saved: [Errno 28] No space left on device" in shown.err

@@ -23,7 +23,7 @@ from runner.precision import TF32, BFloat16, Double, Precision
 from runner.run import Run, build_run
 from runner.verification import steps as verify_steps
 from runner.verification.steps import Steps, sample_hashes
-from runner.verification.verdict import Pair, Verdict, compare, first_other_samples, largest
+from runner.verification.verdict import Pair, Verdict, compare, first_other_samples, largest_difference
 
 ROOT = Path(__file__).parent.parent.parent
 RESNET = ("model=resnet18", "data.size=16", "data.holdout=0.02", "batch_size=8")
@@ -242,13 +242,13 @@ def test_configs_that_cannot_be_compared_are_refused(
 def test_the_largest_difference_is_relative_and_named() -> None:
     theirs = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 1e-9]), "count": torch.tensor(3)}
     ours = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([0.0, 2e-9]), "count": torch.tensor(4)}
-    found = largest(ours, theirs)
+    found = largest_difference(ours, theirs)
     assert found.where == "a"
     assert found.size == pytest.approx(0.1)
     ours["b"] = torch.tensor([0.0, float("nan")])
-    assert largest(ours, theirs).where == "b"
+    assert largest_difference(ours, theirs).where == "b"
     del ours["b"]
-    assert largest(ours, theirs).size == torch.inf
+    assert largest_difference(ours, theirs).size == torch.inf
 
 
 def test_sample_hashes_depend_on_every_bit() -> None:

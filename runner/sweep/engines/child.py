@@ -169,12 +169,12 @@ class SlurmTask:
             has_gpus = any(map(os.environ.get, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")))
             self._child.run({} if has_gpus else {"CUDA_VISIBLE_DEVICES": ""}, line)  # else it would see the node's GPUs
             patience = time.monotonic() + _SECONDS_TO_BE_KILLED
-            while self._was_saved() and self._terminated and time.monotonic() < patience:
+            while self._is_to_be_requeued() and self._terminated and time.monotonic() < patience:
                 time.sleep(0.1)
         except Exception as error:  # raised by submitit's signal handler if it does not requeue the job
             if self._child.code is None:
                 raise
-            if self._was_saved():
+            if self._is_to_be_requeued():
                 with suppress(OSError), open(self.task.console, "a", encoding="utf-8") as file:
                     print(f"SLURM has not requeued the job, which can be resumed: {error}", file=file)
         code = self._child.wait()
@@ -189,9 +189,9 @@ class SlurmTask:
 
         self._child.stop()
         self._child.wait()
-        return DelayedSubmission(SlurmTask(self.task, self.end)) if self._was_saved() else None
+        return DelayedSubmission(SlurmTask(self.task, self.end)) if self._is_to_be_requeued() else None
 
-    def _was_saved(self) -> bool:
+    def _is_to_be_requeued(self) -> bool:
         return self._child.code == STOPPED and not self._stopping
 
     def _handle(self, number: int, _: object) -> None:

@@ -80,7 +80,7 @@ def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -
     numbers: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(cpu, "_affinity", lambda: list(range(16)))
+    monkeypatch.setattr(cpu, "_allowed_cores", lambda: list(range(16)))
     monkeypatch.setattr(cpu, "_quota_cores", lambda: 6.5)
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
     monkeypatch.setattr(process_group, "init_process_group", lambda *_: None)
@@ -91,7 +91,7 @@ def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("asked", "overrides", "wanted"),
     [
-        (None, ["device.threads=null"], max(1, len(cpu._affinity()) // 2)),
+        (None, ["device.threads=null"], max(1, len(cpu._allowed_cores()) // 2)),
         (None, ["device.threads=3"], 3),
         ("5", ["device.threads=null"], 5),
         ("5", ["device.threads=3"], 3),
