@@ -17,17 +17,7 @@ if TYPE_CHECKING:
     from runner.config.errors import ConfigError
     from runner.result import CrashedError, Result
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "CrashedError",
-    "Result",
-    "SavedRun",
-    "__version__",
-    "compose",
-    "load",
-    "train",
-]
+__all__ = ["Config", "ConfigError", "CrashedError", "Result", "SavedRun", "__version__", "compose", "load", "train"]
 
 _MODULES = {
     "runner.api.composing": ("Config", "compose"),

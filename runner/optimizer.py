@@ -107,9 +107,8 @@ class Optimizer(ABC):
         blocks, block_of = [name for name, _ in blocks_of(model)], block_indices(model)
         if self.layer_decay < 1 and not blocks:
             why = f"{type(model).__name__} has no blocks() from which the depth of a parameter could be told"
-            raise ConfigError(
-                "optimizer.layer_decay", self.layer_decay, why, "'optimizer.groups={PATTERN: {lr: 0.01}}'"
-            )
+            remedy = "'optimizer.groups={PATTERN: {lr: 0.01}}'"
+            raise ConfigError("optimizer.layer_decay", self.layer_decay, why, remedy)
         groups: dict[tuple[str, float, float], list[str]] = {("", self.lr, self.weight_decay): []}
         for name, parameter in parameters.items():
             pattern = pattern_of.get(name, "")
@@ -229,9 +228,8 @@ class Named(Optimizer):
         cls, options = known[self.name], self.options or {}
         has = inspect.signature(cls).parameters.keys() - {"params", "lr", "weight_decay", "fused", "foreach"}
         for key in options.keys() - has:
-            raise ConfigError(
-                f"optimizer.options.{key}", ABSENT, f"{self.name} has no such option;", did_you_mean(key, has)
-            )
+            why = f"{self.name} has no such option;"
+            raise ConfigError(f"optimizer.options.{key}", ABSENT, why, did_you_mean(key, has))
         if self.weight_decay and "weight_decay" not in inspect.signature(cls).parameters:
             why = f"{self.name} has no weight decay"
             raise ConfigError("optimizer.weight_decay", self.weight_decay, why, "optimizer.weight_decay=0")

@@ -177,7 +177,8 @@ class Comparison:
                 continue
             if state in ("running", "queued") and not is_locked(sweep):
                 state = "killed"
-            values = self._values(_typed(entry))
+            texts = [text for text in entry.get("overrides", []) if isinstance(text, str)]
+            values = self._values({override_key(text): text.partition("=")[2].strip("'\"") for text in texts})
             yield Failure(values, self.name(sweep / name), state, None, _shown(entry.get("error", "")))
 
     def name(self, path: Path) -> str:
@@ -214,11 +215,6 @@ def _chosen_metric(runs: list[MeasuredRun], name: str | None) -> str:
     if found := [tag for tag in (name, f"eval/{name}") if tag in tags]:
         return found[0]
     raise ConfigError("--metric", name, "no run that is done has this metric;", did_you_mean(name, tags))
-
-
-def _typed(entry: dict[str, Any]) -> dict[str, str]:
-    texts = [text for text in entry.get("overrides", []) if isinstance(text, str)]
-    return {override_key(text): text.partition("=")[2].strip("'\"") for text in texts}
 
 
 def _shown(reason: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from runner.config.errors import ConfigError
 from runner.config.options import option_files
+from runner.config.overrides import LOCATION_KEYS
+from runner.storage.checkpoint import DamagedError, read_manifest
 from runner.storage.files import UnsafeFileError, check_no_link, walk
 from runner.storage.files import is_locked as is_file_locked
 from runner.storage.ledger_file import LEDGER
-from runner.storage.run_directory import CONFIG, ENVIRONMENT, RESULT, newest_step, read_result
+from runner.storage.run_directory import CONFIG, ENVIRONMENT, RESULT, newest_step, read_result, step_name
 from runner.storage.saved_run import UnreadableConfigError, is_of_a_run, saved_config, saved_overrides
 
 STATES = ("done", "crashed", "diverged", "stopped", "running", "killed", "damaged")
@@ -25,9 +29,6 @@ result that cannot be read."""
 
 REPEATS = ("seed", "repeat")
 """Config keys in which the repeats of one measurement differ."""
-
-_WRITTEN = ("name", "output_root", "resume")
-"""Config keys that determine where a run is saved."""
 
 
 def is_number(value: object) -> bool:
@@ -80,9 +81,13 @@ class MeasuredRun:
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The tag and the value of the best evaluation; None if there is none."""
+        """The tag and the value of the best evaluation, without a result that of the newest checkpoint; or None."""
         best = self.result.get("best")
-        return (best["metric"], float(best["value"])) if best and is_number(best["value"]) else None
+        with suppress(DamagedError, ConfigError, OSError):
+            newest = self.directory / "checkpoints" / step_name(newest_step(self.directory))
+            best = best or read_manifest(newest).get("best")
+        valid = isinstance(best, dict) and isinstance(best.get("metric"), str) and is_number(best.get("value"))
+        return (best["metric"], float(best["value"])) if best and valid else None
 
     @cached_property
     def state(self) -> str:
@@ -211,7 +216,7 @@ def swept_keys(runs: list[dict[str, Any]]) -> list[str]:
     swept: list[str] = []
     for key in dict.fromkeys(key for labels in runs for key in labels):
         with_key = [labels for labels in runs if key in labels]
-        if key in (*REPEATS, *_WRITTEN) or len({repr(labels[key]) for labels in with_key}) < 2:
+        if key in (*REPEATS, *LOCATION_KEYS) or len({repr(labels[key]) for labels in with_key}) < 2:
             continue
         group = key.partition(".")[0]
         pairs = {(repr(labels.get(group)), repr(labels[key])) for labels in with_key}

@@ -79,12 +79,7 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
 
 
 def trained(
-    run: Run,
-    session: Session,
-    launcher: Launcher,
-    directory: Path,
-    begin: Callable[[], None],
-    overrides: Sequence[str],
+    run: Run, session: Session, launcher: Launcher, directory: Path, begin: Callable[[], None], overrides: Sequence[str]
 ) -> Result:
     """Train a run, and return its result, even if training crashed; `begin` is that of `runner.training.train`."""
     known = config_hash(run.config)

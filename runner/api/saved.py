@@ -49,9 +49,8 @@ class SavedRun:
         try:
             values = saved_config(directory).values
         except UnreadableConfigError as error:
-            raise ConfigError(
-                "directory", str(directory), error.why, "name a run directory: outputs/NAME/RUN"
-            ) from None
+            remedy = "name a run directory: outputs/NAME/RUN"
+            raise ConfigError("directory", str(directory), error.why, remedy) from None
         self.directory = directory
         self.config = Config(values, saved_overrides(directory))
 

@@ -125,6 +125,8 @@ def report_error(error: Exception) -> int:
     if isinstance(error, DataError):
         print(wrapped(str(error)), file=sys.stderr)
         return CRASHED
+    if isinstance(error, ConfigError):  # it may name an argument of the Python API
+        error.key = {"directory": "RUN", "checkpoint": "--checkpoint"}.get(error.key, error.key)
     if isinstance(error, HydraException | OmegaConfBaseException | ConfigError):
         print(wrapped(explain(error)), file=sys.stderr)
         return REFUSED

@@ -52,7 +52,11 @@ def gather() -> dict[str, Any]:
         "nccl": distributed and torch.distributed.is_nccl_available(),
         "gloo": distributed and torch.distributed.is_gloo_available(),
     }
-    report["precisions"] = _precisions(devices, report["cpu"]["features"])
+    found = [torch.device("cpu"), *(torch.device(device["device"]) for device in devices[:1])]  # which auto chooses
+    meanings = {device.type: meanings_on(device, report["cpu"]["features"]) for device in found}
+    report["precisions"] = [
+        {"precision": name} | {kind: of[name] for kind, of in meanings.items()} for name in meanings["cpu"]
+    ]
     modes = option_files()["parallel"].items()
     report["parallel"] = [{"name": name, "what": description(path)} for name, path in modes]
 
@@ -102,13 +106,6 @@ def _add_clocks(on_cuda: list[dict[str, Any]], findings: list[str]) -> str | Non
                 device[f"{name}_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, kind)
                 device[f"max_{name}_mhz"] = pynvml.nvmlDeviceGetMaxClockInfo(handle, kind)
     return driver
-
-
-def _precisions(devices: list[dict[str, Any]], features: Iterable[str]) -> list[dict[str, str]]:
-    """Return what each precision does on the CPU, and on the first device, which `device=auto` chooses."""
-    found = [torch.device("cpu"), *(torch.device(device["device"]) for device in devices[:1])]
-    meanings = {device.type: meanings_on(device, features) for device in found}
-    return [{"precision": name, **{kind: of[name] for kind, of in meanings.items()}} for name in meanings["cpu"]]
 
 
 def meanings_on(device: torch.device, features: Iterable[str]) -> dict[str, str]:

@@ -52,10 +52,7 @@ def main(arguments: Sequence[str] | None) -> int:
 
 
 def plan(
-    overrides: Sequence[str],
-    config_dir: str | None = None,
-    num_devices: int | None = None,
-    memory: float | None = None,
+    overrides: Sequence[str], config_dir: str | None = None, num_devices: int | None = None, memory: float | None = None
 ) -> dict[str, Any]:
     """Return the plan of a config as plain values; `memory` is that of a device, in bytes.
 

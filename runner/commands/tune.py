@@ -76,8 +76,10 @@ def main(arguments: Sequence[str] | None) -> int:
         found = tune(build, overrides, seconds, allowed, said)
     except TrialError as error:
         if error.status == "dropped":
-            why = f"{error.why}: that is too little time to measure the config itself"
-            raise ConfigError("--budget", options.budget, why, f"--budget {4 * options.budget:g}") from None
+            why = "the config itself did not get to its first measurement in this time"
+            raise ConfigError(
+                "--budget", f"{options.budget:g}", why, f"--budget {max(60, 4 * options.budget):g}"
+            ) from None
         print(f"the config cannot be trained: {error.why}", file=sys.stderr)
         return REFUSED if error.status == "refused" else CRASHED
     flags = {"config_dir": config_dir, "budget": options.budget, "allowed": allowed}

@@ -8,8 +8,8 @@ weights, three steps by default, in float64 and in the precision of the config. 
   of an evaluation. In float64 they must agree to 1e-9 (the mean loss, which is summed in float32, to 1e-6); in the
   precision of the config they must agree to 1e-2 (TF32 to 2.5e-2, 16 bits to 0.2).
 
-The verdict is `cannot be judged` if rounding errors cannot be told apart from mistakes: rounding alone changes the
-results of the reference by more than half of the limit, something computes in float32 although float64 was requested,
+The verdict is `cannot be judged` if rounding errors cannot be told apart from mistakes: those of the reference alone
+exceed half of the limit and may explain the difference, something computes in float32 although float64 was requested,
 or the device has no float64 and the results do not agree to 1e-6 (TF32 to 5e-3, 16 bits to 4e-2).
 
 Exit codes: 0: the same. 1: different. 2: the config is refused, or cannot be the same (hogwild, ensemble). 3: cannot be

@@ -31,10 +31,9 @@ class ConfigError(Exception):
         self.key, self.got, self.why, self.remedy = key, got, why, remedy
 
     def __str__(self) -> str:
-        got = "" if self.got is ABSENT else f" got {_shortened(self.got)}:"
-        key = self.key if len(self.key) <= _MAX_SHOWN else self.key[: _MAX_SHOWN - 1] + "…"
-        one_line = key.replace("\n", "\\n")
-        return printable(f"{one_line}:{got} {self.why}\n  {self.remedy}")
+        got = "" if self.got is ABSENT else f" got {_shortened('null' if self.got is None else repr(self.got))}:"
+        key = _shortened(self.key).replace("\n", "\\n")
+        return printable(f"{key}:{got} {self.why}\n  {self.remedy}")
 
 
 def wrapped(message: str) -> str:
@@ -127,6 +126,5 @@ def see_comments(component: object) -> str:
 _MAX_SHOWN = 80  # characters of a key or a value that a message shows
 
 
-def _shortened(value: object) -> str:
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "…"
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from runner.config.errors import ABSENT, ConfigError
-from runner.config.options import groups, groups_in_defaults
+from runner.config.options import groups, groups_in_defaults, root_keys
 from runner.config.other_names import type_instead
 
 LOCATION_KEYS = ("name", "output_root", "resume")
@@ -81,9 +81,11 @@ def checked_override(word: str) -> str:
     """
     match = _OVERRIDE.fullmatch(word)
     if not match and not _DELETION.fullmatch(word):
-        examples = ", ".join(f"{word}={option}" for option in groups().get(word, [])) or "seed=1"
-        why = "it is not of the form KEY=VALUE, without spaces around the ="
-        raise ConfigError(word, ABSENT, why, f"for example {examples}")
+        examples = [f"{word}={option}" for option in groups().get(word, [])]
+        examples = examples or [f"{group}={word}" for group, options in groups().items() if word in options]
+        why = "it has no value" if word.partition(".")[0] in root_keys() else "there is no such key"
+        remedy = f"type KEY=VALUE, without spaces around the =: {', '.join(examples) or 'seed=1'}"
+        raise ConfigError(word, ABSENT, why, remedy)
     key, value = (match["key"], match["value"]) if match else (word, "")
     name = key.lstrip("~+")
     allowed = key[0] != "~" and _ALLOWED_HYDRA_KEY.fullmatch(name)
@@ -110,18 +112,14 @@ def quoted(word: str, sweep: bool) -> str:
     if name in groups_in_defaults():
         if value == "null":
             return f"~{name}"  # Hydra's syntax for a group without an option
-        parts = value.split(",")
-        return f"{key}={','.join(hydra_quoted(part) if _is_number(part) else part for part in parts)}"
+        parts = [hydra_quoted(x) if _NUMBER.fullmatch(x) or _is_literal(x) else x for x in value.split(",")]
+        return f"{key}={','.join(parts)}"
     if name in _LISTS_OF_TEXTS and value.startswith("["):  # the column 1_0 is not the column 10
         return f"{key}={_LIST_ITEM.sub(_quoted_item, value)}"
     if value[:1] in "'\"[{" or (sweep and _FUNCTION.match(value)):
         return word
     parts = value.split(",") if sweep else [value]
     return f"{key}={','.join(_quoted_text(name, part) for part in parts)}"
-
-
-def _is_number(option: str) -> bool:
-    return bool(_NUMBER.fullmatch(option)) or _is_literal(option)
 
 
 def _quoted_item(item: re.Match[str]) -> str:
@@ -172,8 +170,8 @@ def hydra_quoted(value: str) -> str:
 
 def text_override(key: str, value: object) -> str:
     """Return `KEY=VALUE` for a text, such as a path, as it is typed in a shell: in all quotes that it needs."""
-    text = str(value)
-    word = f"{key}={text if re.fullmatch(r'[A-Za-z_./][A-Za-z0-9_./+-]*', text) else hydra_quoted(text)}"
+    text, plain = str(value), r"[\w./][\w./+=-]*" if key in _TEXTS else r"[A-Za-z_./][\w./+-]*"
+    word = f"{key}={text if re.fullmatch(plain, text, re.ASCII) else hydra_quoted(text)}"
     return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
 
 

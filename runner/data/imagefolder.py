@@ -73,7 +73,7 @@ class ImageFolder(Augmented):
         for key in ("mean", "std"):
             here = list(getattr(self, key))
             there = list((saved.get("image") or {key: here})[key])
-            remedy = f"data.{key}=[{','.join(map(str, there))}]"
+            remedy = f"'data.{key}=[{','.join(map(str, there))}]'"
             check(here == there, key, here, "the model was trained on images with another one", remedy)
         return self._samples(splits_for_evaluation, saved.get("classes") or [])
 

@@ -96,6 +96,9 @@ class Tabular(Data):
         pairs = {"inputs": table.inputs[train], "targets": table.targets[train]}
         scaled = self.standardize and "scale" not in saved
         scales = [_scale(part, scaled, saved.get("scale", {}).get(key)) for key, part in pairs.items()]
+        constant = (pairs["targets"] == pairs["targets"][:1]).all(0).tolist()
+        for name in [name for name, is_constant in zip(table.target_names, constant, strict=True) if is_constant]:
+            log.warning("data.targets: %s is the same in all training samples: there is nothing to learn", name)
         content = "" if self.file is None else table.fingerprint()
         rows = {"all": torch.arange(count), "train": train, "val": val}
         return {name: partial(TableSamples, table, chosen, *scales, content) for name, chosen in rows.items()}
@@ -217,7 +220,7 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
         raise refuse(f"its first line has the columns {names}, and {len(frame)} lines of cells follow")
     if not (inputs or targets) and all(map(_NUMBER.fullmatch, named)):
         why = f"its first line has numbers, not the names of columns: {','.join(named)[:80]}"
-        choose = f"add a line with names; if these are the names, choose columns by them: data.targets=[{named[-1]}]"
+        choose = f"add a line with names; if these are the names, choose columns by them: 'data.targets=[{named[-1]}]'"
         raise refuse(why, choose)
     if len(named) < len(names) and not (inputs and targets):
         left_out = f"left out {len(names) - len(named)} of {len(names)} columns, which have no name"
@@ -239,8 +242,13 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
     if len(wrong):
         row, column = wrong[0]
         where = f"line {chosen.index[row]}, column {chosen.columns[column]}"
-        remedy = "replace it or leave the line out, or choose columns: data.inputs=[…] data.targets=[…]"
-        raise refuse(f"{where}: {chosen.iloc[row, column]!r} is not a finite number in float32", remedy)
+        cell, remedy = (
+            chosen.iloc[row, column],
+            "replace it, leave the line out, or choose data.inputs and data.targets",
+        )
+        if "," in cell:
+            remedy = "write numbers with a decimal point, and without commas: 1234.5"
+        raise refuse(f"{where}: {cell!r} is not a finite number in float32", remedy)
     values, count = torch.from_numpy(table), len(inputs)
     return Table(values[:, :count].contiguous(), values[:, count:].contiguous(), targets, inputs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,6 +17,8 @@ from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
 from runner.system import torch_private
 from runner.tracking.metrics import BatchSums
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,6 +58,8 @@ class DDP(MultiProcess):
         device = session.device
         if self.sync_batch_norm:
             model = convert_sync_batch_norm(model, device)
+            if session.plan.accumulation > 1:
+                log.warning("batch normalization normalizes each micro-batch by itself; accumulation=1 avoids this")
         if session.compile:
             torch_private.split_compiled_ddp(not self.sync_batch_norm and self.bucket_mb >= 1)
         model = super()._place(model, session)

@@ -30,12 +30,7 @@ from runner.parallel.pipelining.partition import (
     profile_blocks,
     supervised,
 )
-from runner.parallel.pipelining.schedules import (
-    ONE_STAGE_EACH,
-    SCHEDULES,
-    check_split_backward,
-    num_micro_batches,
-)
+from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES, check_split_backward, num_micro_batches
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble, gantt
 from runner.parallel.session import Session
 from runner.system.section_timer import timer
@@ -121,7 +116,8 @@ class Pipeline(Partition, MultiProcess):
             if stages != each * processes:
                 number = "one stage" if self.schedule in ONE_STAGE_EACH else f"as many stages, and at least {least}"
                 why = f"under parallel.schedule={self.schedule}, each of the {processes} processes has {number}"
-                raise ConfigError("parallel.stages", stages, why, f"parallel.stages={each * processes}")
+                fewer = "parallel.processes=auto, or " * (self.processes != "auto")
+                raise ConfigError("parallel.stages", stages, why, f"{fewer}parallel.stages={each * processes}")
         splitting = (session.plan.micro_size, self.split_size, self.num_micro_batches)
         chunks = num_micro_batches(*splitting, self.schedule, stages, processes)
         # The first stage takes the inputs of the batches, and the last one the targets.

@@ -136,13 +136,15 @@ def _begin(path: Path, files: Mapping[Path, bytes], named: Path | None, key: str
         with suppress(OSError):
             if all(read_regular(file, len(content)) == content for file, content in files.items()):
                 return  # they hold the time of the session: one of its processes has begun it
-        superseded = _later_checkpoints(named)
-        superseded += [path / run_directory.RESULT] if (path / run_directory.RESULT).exists() else []
+        later = _later_checkpoints(named)
+        superseded = [*later, path / run_directory.RESULT] if (path / run_directory.RESULT).exists() else later
         with renamed_together(files):
             for current in superseded:
                 os.replace(current, run_directory.free_name(current, "superseded"))
             for folder in {current.parent for current in superseded}:
                 sync(folder)  # a power loss must not leave the new config beside later checkpoints
+        if named and later:
+            log.warning("back to %s: the later checkpoints and the result are now named *.superseded", named.name)
     except OSError as error:
         raise _unwritable(key, path, error) from None
 
@@ -194,6 +196,8 @@ def _locked(path: Path) -> IO[str] | None:
 def _check_named(run: Run, session: Session, path: Path, source: str) -> None:
     checkpoint = named_checkpoint(source)
     saved = saved_config(checkpoint or path)
+    for reason in saved.unreadable:  # the console has it since the config was composed, before there was a log file
+        log.debug("%s; the config is read from %s", reason, saved.file)
     if checkpoint is not None and (not checkpoint.is_dir() or run_directory.step_of(checkpoint) is None):
         names = ", ".join(each.name for each in saved_run.checkpoints(path))
         remedy = f"choose from: {names}" if names else "it has none: resume its run directory, or start a new run"

@@ -119,7 +119,7 @@ def manifest_of(directory: Path, **facts: Any) -> str:
 def verified_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest in `directory`, a dict, after verifying the hashes of the files that it lists.
 
-    Its keys are `schema`, `files` (a dict from file name to SHA-256), `step` and `world_size`.
+    Its keys are `schema`, `files` (a dict from file name to SHA-256), `world_size`, `step`, and `best`, an evaluation.
 
     Raises:
         DamagedError: if the manifest or a listed file is missing, or does not match its hash.
@@ -127,7 +127,7 @@ def verified_manifest(directory: Path) -> dict[str, Any]:
         OSError: if a file cannot be read for another reason.
     """
     with _refusals(directory):
-        manifest = _read(directory)
+        manifest = read_manifest(directory)
         for name, sha256 in manifest["files"].items():
             _verify(directory / name, _sha256(directory / name), sha256)
     return manifest
@@ -142,7 +142,7 @@ def saved_text(directory: Path, name: str) -> str | None:
         DamagedError, ConfigError, OSError: as in `verified_manifest`.
     """
     with _refusals(directory):
-        sha256 = _read(directory)["files"].get(name)
+        sha256 = read_manifest(directory)["files"].get(name)
         if sha256 is None:
             return None
         content = read_regular(directory / name, MAX_BYTES)
@@ -168,7 +168,8 @@ def _refusals(directory: Path) -> Iterator[None]:
         raise DamagedError(f"{directory} is damaged: {error.filename}: {error.strerror}") from None
 
 
-def _read(directory: Path) -> dict[str, Any]:
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Return what `verified_manifest` returns, after verifying only the hash of the manifest itself."""
     check_no_link(directory)
     path = directory / MANIFEST
     try:

@@ -162,6 +162,7 @@ class Checkpoints:
                 _write_synced(part / name, partial(Path.write_text, data=text, encoding="utf-8"))
         self._wait_for_other_ranks(part)
         facts = {"step": checkpoint.step, "world_size": self.world_size, "config_hash": self.config_hash}
+        facts["best"] = checkpoint.state.get("best")
         manifest = stored.manifest_of(part, **facts)
         _write_synced(part / stored.MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
         sync(part)

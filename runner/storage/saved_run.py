@@ -139,11 +139,11 @@ def checkpoints(path: Path) -> list[Path]:
     """Return the paths of all checkpoints of the run directory `path`, damaged or not, in the order of their steps.
 
     Raises:
-        ConfigError: with the key `checkpoint`, if the directory of the checkpoints is a link, or cannot be read.
+        ConfigError: with the key `resume`, if the directory of the checkpoints is a link, or cannot be read.
     """
     root = path / "checkpoints"
     try:
         return [root / step_name(step) for step in saved_steps(root)]
     except OSError as error:
         why, remedy = f"it cannot be read ({error.strerror})", "make it readable, or name another run"
-        raise ConfigError("checkpoint", str(root), why, remedy) from None
+        raise ConfigError("resume", str(root), why, remedy) from None

@@ -59,9 +59,8 @@ class RemoteTracker(Tracker, ABC):
         return [Background(self)]
 
     def check(self) -> None:
-        check(
-            is_installed(self.package), "tracking", self.package, "it is not installed", f"pip install {self.package}"
-        )
+        why, remedy = "it is not installed", f"pip install {self.package}"
+        check(is_installed(self.package), "tracking", self.package, why, remedy)
 
     @abstractmethod
     def start(self, directory: Path, identifier: str) -> str:

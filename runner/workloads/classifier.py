@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from runner.device import sum_dtype
 from runner.tracking.image_grids import class_shares, confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
 from runner.workloads.from_data import DataWorkload
+
+log = logging.getLogger(__name__)
 
 _MAX_IMAGES = 36  # in a grid
 _MAX_CLASSES = 1000  # in a confusion matrix
@@ -66,6 +69,8 @@ class Classifier(DataWorkload[LabeledSamples]):
         why = f"all predictions are right among the {count} classes of this data"
         check(not self.top5 or count > 5, "workload.top5", True, why, "workload.top5=false")
         self._weights = self._class_weights(count)
+        if count == 1:
+            log.warning("data: all samples have the class %s: there is nothing to learn", self.train.class_names[0])
 
     def _class_weights(self, num_classes: int) -> torch.Tensor | None:
         """Return the weight of each class in the loss, float64 [num_classes]; None if all weights are 1."""

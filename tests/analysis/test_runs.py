@@ -10,16 +10,20 @@ import pytest
 from helpers.handmade_runs import evaluation_entries, save_ledger, set_age_days, write_run_directory
 
 from runner.commands import runs
+from runner.storage.checkpoint import manifest_of
 from runner.storage.run_directory import lock
 
 
 @pytest.fixture
 def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a directory with three runs and a sweep, whose jobs are done, crashed, and refused without a run."""
+    """Return a directory with three runs, one killed, and a sweep, whose jobs are done, crashed, and refused."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "outputs"
     set_age_days(write_run_directory(path / "classifier" / "old", **evaluation_entries(0.7, 0.7)), days=9)
-    set_age_days(write_run_directory(path / "classifier" / "killed"), days=5)
+    killed = write_run_directory(path / "classifier" / "killed")
+    checkpoint, best = killed / "checkpoints" / "step_00000007", evaluation_entries(0.6, 0.6)["best"]
+    (checkpoint / "manifest.json").write_text(manifest_of(checkpoint, step=7, world_size=1, best=best))
+    set_age_days(killed, days=5)
     set_age_days(write_run_directory(path / "other" / "new", **evaluation_entries(0.95, 0.9, steps=12)), days=1)
     sweep = path / "sweeps" / "s" / "2026"
     set_age_days(write_run_directory(sweep / "000-a", **evaluation_entries(0.8, 0.8)), days=3)
@@ -42,7 +46,7 @@ def test_runs_are_listed_by_date_with_their_numbers(outputs: Path, capsys: pytes
     entries = listed(capsys)
     assert [(Path(entry["directory"]).name, entry["status"], entry["steps"], entry["best"]) for entry in entries] == [
         ("old", "done", 7, 0.7),
-        ("killed", "killed", 7, None),
+        ("killed", "killed", 7, 0.6),
         ("000-a", "done", 7, 0.8),
         ("001-b", "crashed", 7, None),
         ("new", "done", 12, 0.95),

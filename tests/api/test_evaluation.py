@@ -138,4 +138,4 @@ def test_images_that_would_be_normalized_in_another_way_are_refused() -> None:
     run = trained(*TINY_CPU, *IMAGES, "data.mean=[0.5,0.5,0.5]", "steps=1")
     with pytest.raises(ConfigError) as refused:
         run.evaluate("last", ["data=imagefolder", *IMAGES[1:-1]])
-    assert (refused.value.key, refused.value.remedy) == ("data.mean", "data.mean=[0.5,0.5,0.5]")
+    assert (refused.value.key, refused.value.remedy) == ("data.mean", "'data.mean=[0.5,0.5,0.5]'")

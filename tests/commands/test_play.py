@@ -111,10 +111,10 @@ def test_mistakes_are_refused_with_the_key(
         ("--film", "link.gif"): "--film",
         ("--film", "agent.gif", "--episodes", "4"): "--episodes",  # too many frames
         ("--episodes", "0"): "--episodes",
-        ("--checkpoint", "7"): "checkpoint",
+        ("--checkpoint", "7"): "--checkpoint",
         ("env.idd=CartPole-v1",): "env.idd",
         (): "env",  # this environment cannot render to a window
-        ("classifier",): "directory",
+        ("classifier",): "RUN",
     }.items():
         run, flags = (classifier, ()) if words == ("classifier",) else (agent, words)
         assert play.main([str(run.directory), *flags]) == 2

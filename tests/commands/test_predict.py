@@ -72,7 +72,7 @@ def test_mistakes_are_refused_with_the_key(run: runner.SavedRun, capsys: Told) -
     for words, key in {
         ("empty",): "FILES",
         ("nowhere.png",): "FILES",
-        ("photos/val", "--checkpoint", "3"): "checkpoint",
+        ("photos/val", "--checkpoint", "3"): "--checkpoint",
     }.items():
         assert predict.main([str(run.directory), *words]) == 2
         captured = capsys.readouterr()

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from runner.config.errors import ConfigError
 from runner.config.options import CONF, groups, root_keys
 from runner.config.other_names import NAMES, type_instead
-from runner.config.overrides import checked_override, quoted, resumed
+from runner.config.overrides import checked_override, quoted, resumed, text_override
 
 REFUSED_HYDRA_KEYS = [
     *("hydra.run.dir=x", "hydra.sweeper.max_batch_size=0", "hydra.launcher._target_=os.system", "hydra.verbose.x=1"),
@@ -78,6 +78,14 @@ def test_text_options_keep_exactly_what_was_typed(value: str) -> None:
         assert (override.value(), type(override.value())) == (value, str)
     [override] = OverridesParser.create().parse_overrides([quoted(f"name={value},x", sweep=True)])
     assert list(override.sweep_string_iterator()) == [f"'{value}'", "x"] or value in ("016", "0x10")
+
+
+def test_paths_of_runs_and_files_need_no_quotes() -> None:
+    for word in ("resume=outputs/a/2026-01-01_12-00-00-abc-lr=0.1+steps=3", "data.file=2026-01.csv", "env.id=A/B-v1"):
+        assert text_override(*word.split("=", 1)) == word
+        [override] = OverridesParser.create().parse_overrides([quoted(word, sweep=False)])
+        assert override.value() == word.partition("=")[2]
+    assert text_override("env.id", "1=2") == "\"env.id='1=2'\"", "Hydra would read it as something else"
 
 
 def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

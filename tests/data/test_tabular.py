@@ -98,6 +98,12 @@ def test_inputs_and_targets_are_standardized_by_the_training_samples_alone(house
     assert held_out.standardization() == train.standardization()
 
 
+def test_targets_that_are_all_the_same_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = "".join(f"{i},0.1,{i},7\n" for i in range(9))
+    loaded(file=written(tmp_path / "a.csv", f"x,constant,y,z\n{lines}"), targets=("y", "z"))
+    assert [message.partition(" is the same")[0] for message in caplog.messages] == ["data.targets: z"]
+
+
 def test_a_large_offset_costs_no_precision(tmp_path: Path) -> None:
     def standardized(offset: int) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
         times = offset + numpy.round(numpy.arange(0, 1800, 1.8), 1)
@@ -182,7 +188,9 @@ def test_a_cell_is_a_number_if_it_is_one_to_every_reader_of_csv_files(tmp_path: 
     )
     for cell in others:
         file, text = written(tmp_path / "a.csv", f"x,y\n1,2\n{cell},4\n"), cell.strip('"')
-        assert f"line 3, column x: {text!r} is not a finite number" in refusal(file=file).why
+        refused = refusal(file=file)
+        assert f"line 3, column x: {text!r} is not a finite number" in refused.why
+        assert ("decimal point" in refused.remedy) is ("," in cell)
 
 
 def test_a_first_line_of_numbers_is_refused_unless_columns_are_chosen_by_them(tmp_path: Path) -> None:

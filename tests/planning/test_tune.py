@@ -114,7 +114,7 @@ def test_mistakes_are_refused(line: str, key: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("error", "code", "word"),
     [
-        (TrialError("no step within 50 s", "dropped"), REFUSED, "--budget"),
+        (TrialError("no step within 50 s", "dropped"), REFUSED, "--budget: got '60': the config itself did not"),
         (TrialError("MemoryError: no memory"), CRASHED, "no memory"),
     ],
 )

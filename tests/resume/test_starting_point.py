@@ -129,7 +129,9 @@ def test_auto_skips_a_run_of_a_package_that_has_been_removed(tmp_path: Path) -> 
     assert claim(tmp_path, "resume=auto") != path
 
 
-def test_auto_is_refused_if_checkpoints_have_no_readable_config(tmp_path: Path) -> None:
+def test_auto_is_refused_if_checkpoints_have_no_readable_config(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The checkpoints may be those of the run to resume. If they were ignored, the run would begin again."""
     ours = claim(tmp_path)
     make_checkpoint(ours, "step_00000002")
@@ -139,6 +141,9 @@ def test_auto_is_refused_if_checkpoints_have_no_readable_config(tmp_path: Path) 
     assert str(ours) in error.why
     saved = config_text(compose_config(*TINY_CPU, "steps=4"))
     (ours / "checkpoints" / "step_00000002" / "config.yaml").write_text(saved)
+    with caplog.at_level("DEBUG", "runner"):  # which the log file has
+        refused_by_a_rank(tmp_path, f"resume={ours}")
+    assert f"config is read from {ours / 'checkpoints' / 'step_00000002' / 'config.yaml'}" in caplog.text
     assert claim(tmp_path, "resume=auto") == ours
     assert saved_config(ours).unreadable == [], "it is written again"
 
@@ -347,7 +352,7 @@ def test_a_resume_path_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> No
     assert "no run" in error.why
 
 
-def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
+def test_fewer_steps_than_are_done_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Otherwise, the run would be done after more steps than configured, without an evaluation at its end."""
     path = claim(tmp_path)
     for step in (4, 9):
@@ -357,4 +362,6 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
     assert error.why.startswith("9 ")
     assert "steps=10" in error.remedy
     assert claim(tmp_path, f"resume={path}", "steps=9") == path
+    assert caplog.messages == []
     assert claim(tmp_path, f"resume={path}/checkpoints/step_00000004", "steps=8") == path
+    assert [message[:21] for message in caplog.messages] == ["back to step_00000004"]

@@ -146,7 +146,7 @@ def test_checkpoints_that_cannot_be_read_are_not_treated_as_missing(secret: str,
     with enforced_permissions(run / secret, 0):
         with pytest.raises(ConfigError) as refused:
             checkpoints(run)
-        assert (refused.value.key, refused.value.got) == ("checkpoint", str(run / "checkpoints"))
+        assert (refused.value.key, refused.value.got) == ("resume", str(run / "checkpoints"))
         assert "Permission denied" in refused.value.why
         if secret:
             assert saved_config(run) == ({"lr": 30}, run / "config.yaml", []), "they are not needed"

@@ -288,6 +288,8 @@ def steps(gradient: float) -> Steps:
         ((1, 1), (1 + 2e-5, 1), Precision(), Verdict.DIFFERENT),
         ((1, 1), (1 + 2e-9, 1), Precision(), Verdict.UNJUDGED),  # something computes in float32
         ((1.57, 1), (5, 3.35), Precision(), Verdict.UNJUDGED),  # a difference of 0.57 and a rounding error of 2.35
+        ((1, 1.02), (1.5, 1), Precision(), Verdict.DIFFERENT),  # in float64, rounding explains 0.2 at most
+        ((1.3, 1.15), (1.01, 1), BFloat16(), Verdict.DIFFERENT),
         ((1.57, 1), (1, 1), Precision(), Verdict.DIFFERENT),
         ((1, 1), (3.35, 3.35), Precision(), Verdict.SAME),  # bitwise equal in both precisions
         ((float("nan"), 1), (1, 1), Precision(), Verdict.DIFFERENT),
@@ -305,6 +307,13 @@ def test_limits_do_not_grow_with_rounding(
 ) -> None:
     configured, in_float64 = (each and Pair(*map(steps, each)) for each in (own, exact))
     assert compare(configured, in_float64, precision).verdict == verdict
+
+
+def test_a_plain_difference_counts_also_if_rounding_hides_others() -> None:
+    wrong, noisy = Pair(steps(1.5), steps(1)), {"w": torch.tensor(1.0)}
+    for tested_or_reference, rounded in zip(wrong, (0.0, 2.35), strict=True):
+        tested_or_reference.tensors["weights"] = {"w": noisy["w"] + rounded}
+    assert compare(wrong, Pair(steps(1), steps(1)), Precision()).verdict == Verdict.DIFFERENT
 
 
 def test_a_wrong_mean_loss_is_detected_in_float64_for_every_precision() -> None:

@@ -186,3 +186,10 @@ def test_options_that_do_not_fit_are_refused(overrides: tuple[str, ...], key: st
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run("model=tiny", "device=cpu", "device.threads=1", *overrides))
     assert refusal.value.key == key
+
+
+def test_a_single_class_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    for count in (1, 2):
+        data = ("data=synthetic", "data.size=8", "data.num_samples=64", f"data.num_classes={count}")
+        build_composed_run("model=tiny", *data).workload.prepare()
+    assert [message.partition(": there")[0] for message in caplog.messages] == ["data: all samples have the class 0"]

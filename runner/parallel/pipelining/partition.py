@@ -60,7 +60,8 @@ class Partition:
         names = [name for name, _ in blocks_of(without_memory(workload.build_model))]
         if count > len(names):
             why = f"the network has {len(names)} blocks: {', '.join(names)}"
-            raise ConfigError("parallel.stages", count, why, f"at most parallel.stages={len(names)}")
+            fewer = ", with parallel.processes=auto" * (getattr(self, "processes", "auto") != "auto")
+            raise ConfigError("parallel.stages", count, why, f"at most parallel.stages={len(names)}{fewer}")
         if self.cuts != "auto":
             positions_of(self.cuts, names)
 
@@ -122,7 +123,7 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
     if found != sorted({*found} - {0}):
         why = f"blocks begin stages, in the network's order, once each, and not {names[0]}"
         in_order = ",".join(names[i] for i in sorted({*found} - {0}))
-        raise ConfigError("parallel.cuts", list(cuts), why, f"parallel.cuts=[{in_order or names[1]}]")
+        raise ConfigError("parallel.cuts", list(cuts), why, f"'parallel.cuts=[{in_order or names[1]}]'")
     return found
 
 

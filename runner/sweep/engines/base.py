@@ -84,11 +84,7 @@ class Pool(AbstractContextManager["Pool"]):
 MAX_TRIALS = 10_000
 """The maximum number of trials of a search."""
 
-_CHOICES = {
-    "search": ("random", "tpe", "grid"),
-    "goal": ("min", "max"),
-    "prune": ("median", "halving"),
-}
+_CHOICES = {"search": ("random", "tpe", "grid"), "goal": ("min", "max"), "prune": ("median", "halving")}
 _ONLY_IN_SEARCH = ("trials", "seeds", "metric", "goal", "prune", "sampler_seed")
 """Options that have no effect without a search."""
 

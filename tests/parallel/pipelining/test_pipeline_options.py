@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from helpers.compose import build_composed_run, prepare_session
@@ -56,6 +58,16 @@ def test_invalid_options_are_refused(overrides: str, key: str, got: object, reme
     assert error.got == got
     assert remedy in error.remedy
     assert len(str(error).splitlines()) <= 3
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
+def test_what_is_suggested_instead_of_too_many_processes_is_accepted(schedule: str) -> None:
+    typed = [f"parallel.schedule={schedule}", "parallel.processes=50"]
+    for words in (typed, [*typed, "parallel.stages=4"]):
+        remedy, _, _ = refusal(*words).remedy.partition(", or ")
+        assert prepare(*words, *re.findall(r"parallel\.\w+=\w+", remedy)).world_size == (
+            4 if schedule == "gpipe" else 2
+        )
 
 
 @pytest.mark.parametrize("mode", ["pipeline", "model"])
