@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.analysis.output import one_line
 from runner.analysis.saved_runs import REPEATS, MeasuredRun, find_runs, find_sweeps, is_locked, swept_keys
+from runner.analysis.significance import Contrast, contrast, corrected
 from runner.config.errors import ConfigError, did_you_mean
-from runner.config.overrides import override_key
+from runner.config.overrides import as_typed, override_key
 from runner.config.schema import load_class
 from runner.storage.ledger_file import read_ledger
 from runner.system.secrets import printable, redacted
@@ -66,7 +68,12 @@ class Row:
     @property
     def seeds(self) -> int:
         """The number of different seeds; smaller than the number of runs if some of the runs have the same seed."""
-        return len({tuple(repr(run.labels.get(key)) for key in REPEATS) for run in self.runs})
+        return len(set(map(_seed, self.runs)))
+
+    @property
+    def options(self) -> list[str]:
+        """The values as the user types them: `optimizer.lr=0.1`."""
+        return [printable(f"{key}={as_typed(value)}") for key, value in self.values.items()]
 
     @property
     def other_values(self) -> str:
@@ -95,6 +102,8 @@ class Comparison:
         paths: directories that are, or contain at any depth, runs and sweeps.
         metric: the TensorBoard tag of the metric to compare, with or without `eval/`; None for the metric by which most
             runs choose the best checkpoint, or else any.
+        against: the row with which the others are compared: some of its options, as `KEY=VALUE,KEY=VALUE`, or the
+            directory of one of its runs; None for the best one of those with several seeds.
 
     Attributes:
         runs: all runs, whether they are done or not.
@@ -107,10 +116,10 @@ class Comparison:
         ledgers: the ledgers of the sweeps, by directory.
 
     Raises:
-        ConfigError: if there are no runs, or no run that is done has `metric`.
+        ConfigError: if there are no runs, no run that is done has `metric`, or `against` is not one row.
     """
 
-    def __init__(self, paths: list[Path], metric: str | None = None):
+    def __init__(self, paths: list[Path], metric: str | None = None, against: str | None = None):
         self.runs = runs = list(find_runs(paths))
         self.ledgers = {path: ledger for path in find_sweeps(paths) if (ledger := read_ledger(path))}
         parents = {*(run.directory.absolute().parent for run in runs), *(path.absolute() for path in self.ledgers)}
@@ -133,11 +142,47 @@ class Comparison:
         sign = -1 if self.quality != STEP_SECONDS and self.direction == "max" else 1
         worst = Spread(sign * math.inf, math.nan)
         self.rows = sorted(rows, key=lambda row: sign * row.measures.get(self.quality, worst).mean)
+        self.against = None if against is None else self._named(against)
 
     @property
     def quality(self) -> str:
         """The measure by which settings are ranked: `best` or, if no run has it, `last` or `step_seconds`."""
         return next((name for name in (BEST, LAST) if name in self.measures), STEP_SECONDS)
+
+    @cached_property
+    def reference(self) -> Row | None:
+        """The row with which the others are compared; None if there is none with two seeds or more."""
+        return self.against or next((row for row in self.rows if len(self._by_seed(row)) > 1), None)
+
+    @cached_property
+    def contrasts(self) -> dict[int, Contrast]:
+        """The comparison of `quality` with that of the reference by the index of a row, as far as seeds permit one."""
+        if self.reference is None:
+            return {}
+        theirs = self._by_seed(self.reference)
+        every = {
+            i: contrast(self._by_seed(row), theirs) for i, row in enumerate(self.rows) if row is not self.reference
+        }
+        found = {index: each for index, each in every.items() if each}
+        return dict(zip(found, corrected(list(found.values()), is_best=self.against is None), strict=True))
+
+    def _by_seed(self, row: Row) -> dict[tuple[str, ...], float]:
+        """Return the `quality` of a row by seed; of several runs with the same seed, the mean."""
+        values: dict[tuple[str, ...], list[float]] = {}
+        for run in row.runs:
+            if self.quality in (numbers := self.measured(run)):
+                values.setdefault(_seed(run), []).append(numbers[self.quality])
+        return {seed: statistics.fmean(each) for seed, each in values.items()}
+
+    def _named(self, name: str) -> Row:
+        options, directory = set(re.split(r",(?=[\w.]+=)", name)), Path(name).name
+        found = [row for row in self.rows if directory in {run.directory.name for run in row.runs}]
+        found = found or [row for row in self.rows if options <= {*row.options}]
+        if len(found) == 1:
+            return found[0]
+        rows = [",".join(row.options) for row in found or self.rows]
+        why = f"{len(found)} rows have these options;" if found else "no row with runs that are done has these options;"
+        raise ConfigError("--against", name, why, did_you_mean(name, rows))
 
     def measured(self, run: MeasuredRun) -> dict[str, float]:
         """Return the measures of a run by name, as far as they are known."""
@@ -203,6 +248,10 @@ def direction(metric: str, runs: Iterable[MeasuredRun]) -> str:
         if metric == f"eval/{name}":
             return best_is
     return "min" if _LOWER_IS_BETTER.search(metric.rpartition("/")[2]) else "max"
+
+
+def _seed(run: MeasuredRun) -> tuple[str, ...]:
+    return tuple(repr(run.labels.get(key)) for key in REPEATS)
 
 
 def _chosen_metric(runs: list[MeasuredRun], name: str | None) -> str:

@@ -20,7 +20,7 @@ from runner.config.overrides import as_typed
 from runner.system.secrets import printable
 from runner.tracking.event_file import EventReader
 
-NAMES = ("modes", "modes_and_pipeline", "split_size", "sweep", "heat_map", "curves")
+NAMES = ("modes", "modes_and_pipeline", "split_size", "sweep", "heat_map", "differences", "curves")
 """The names of all figures that `pictures` may return."""
 
 COLORS = ("#2f6f9f", "#c8553d", "#5b8c5a", "#8e6c8a", "#b8860b", "#4c4c4c")
@@ -34,8 +34,9 @@ def pictures(compared: Comparison) -> dict[str, Figure]:
     """Return the figures that suit the compared runs by name; an empty dict if there is nothing to compare.
 
     Runs of several parallel modes have the run time of each mode, with and without a pipeline, and of the pipeline for
-    each `split_size`. Other runs have the metric over each key and, if there are two, for each pair of values. If there
-    is no figure over `split_size`, there are learning curves.
+    each `split_size`. Other runs have the metric over each key and, if there are two, for each pair of values; with
+    several seeds, also the difference of each row to the best. If there is no figure over `split_size`, there are
+    learning curves.
     """
     drawn: dict[str, Figure] = {}
     rows = sorted((row for row in compared.rows if STEP_SECONDS in row.measures), key=lambda row: row.runs[0].directory)
@@ -233,7 +234,28 @@ def _of_sweep(compared: Comparison) -> dict[str, Figure]:
     panels = [(name, quality) for name in names if _is_numeric(data[name]) or data[name].nunique() <= _MAX_CELLS]
     if len(names) == 1 and compared.quality != STEP_SECONDS and data[_SECONDS].notna().any():
         panels += [(name, _SECONDS) for name, _ in panels]
-    return drawn | ({"sweep": _over_keys(compared, data, names, panels[:_MAX_PANELS])} if panels else {})
+    drawn |= {"sweep": _over_keys(compared, data, names, panels[:_MAX_PANELS])} if panels else {}
+    return drawn | ({"differences": _differences(compared)} if compared.contrasts else {})
+
+
+def _differences(compared: Comparison) -> Figure:
+    """Draw the difference of each row to the best one with its 95 % confidence interval."""
+    found = [(compared.rows[index], each) for index, each in compared.contrasts.items()][:_MAX_BARS]
+    title = f"Difference of the {compared.title(compared.quality)} to the best row"
+    figure, [axes] = _canvas(compared, title, (8.5, 1.4 + 0.36 * len(found)))
+    axes.set_title("95 % confidence intervals; gray: cannot be told from it", loc="left", fontsize=8, color="#666666")
+    for at, (_, each) in enumerate(found):
+        width = 0.0 if math.isnan(each.low) else each.high - each.difference
+        color = COLORS[0] if each.is_told else "#999999"
+        axes.errorbar(each.difference, at, xerr=width, color=color, marker="o", ms=5, lw=1.6, capsize=4)
+    assert compared.reference is not None
+    axes.axvline(0, color=COLORS[1], ls=":", lw=1.2, label=f"the best: {_labels([compared.reference])[0]}")
+    axes.set_yticks(range(len(found)), _labels([row for row, _ in found]), fontsize=9)
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(shown(compared.title(compared.quality)))
+    axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1.08))
+    return figure
 
 
 def _is_numeric(values: Any) -> bool:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
-from runner.analysis.comparison import BEST, LAST, RATE, SECONDS, STEPS, Comparison, Failure, Row
+from runner.analysis.comparison import BEST, LAST, RATE, SECONDS, STEPS, Comparison, Failure, Row, Spread
 from runner.analysis.output import csv_text
+from runner.analysis.significance import LEVEL, MAX_SEEDS, POWER, Contrast
 from runner.config.overrides import as_typed
 from runner.system.secrets import printable
 from runner.system.tables import table
 
 COMPARED = (BEST, LAST, STEPS, SECONDS, RATE)
 """The measures that `runner compare` shows."""
+
+NOT_TOLD = "≈"
+"""The mark of a row that cannot be told from the reference."""
+
+_MAX_WIDTH = 60  # of a cell that is not wrapped, in characters
 
 
 class TextTable(NamedTuple):
@@ -26,8 +36,12 @@ class TextTable(NamedTuple):
     caption: str = ""
 
     def rich(self) -> Table:
-        """Return the table for a terminal."""
-        return table(self.caption, self.titles, self.rows, title_style="bold red")
+        """Return the table for a terminal. Without a caption, cells are not wrapped unless they are very long."""
+        found = table(self.caption, self.titles, self.rows, title_style="bold red")
+        for column, cells in zip(found.columns, zip(*self.rows, strict=True), strict=True):
+            if not self.caption:
+                column.min_width = min(_MAX_WIDTH, max(cell_len(line) for cell in cells for line in cell.split("\n")))
+        return found
 
     def markdown(self) -> str:
         """Return the table as Markdown."""
@@ -37,40 +51,140 @@ class TextTable(NamedTuple):
 
 
 def terminal(comparison: Comparison, width: int) -> Group:
-    """Return the tables of a comparison for a terminal of `width` characters.
+    """Return the tables and the notes of a comparison for a terminal of `width` characters.
 
-    If the terminal is too narrow for a column per config key, a single column lists the keys and values of a row.
+    If the terminal is too narrow for a column per config key, a single column lists the keys and values of a row; if it
+    is too narrow for all measures, they continue in further tables.
     """
-    whole, *others = (table.rich() for table in text_tables(comparison))
-    console = Console(width=10_000)
-    if comparison.keys and comparison.rows and console.measure(whole).minimum > width:
-        whole = text_tables(comparison, in_one_column=True)[0].rich()
-    return Group(whole, *others)
+    parts = text_tables(comparison)
+    if comparison.rows and _width(parts[0]) > width:
+        whole = text_tables(comparison, in_one_column=True)[0] if comparison.keys else parts[0]
+        parts[:1] = _in_blocks(whole, 1 if comparison.keys else 0, width)
+    texts = (Text(f"\n{note}") for note in notes(comparison))
+    return Group(*(part.rich() for part in parts), *texts)
+
+
+def _width(part: TextTable) -> int:
+    return Console(width=10_000, height=100).measure(part.rich()).minimum
+
+
+def _in_blocks(part: TextTable, repeated: int, width: int) -> Iterator[TextTable]:
+    """Yield tables of at most `width` characters, if possible, with the columns of `part`, the first ones in each."""
+    first, rest = [*range(repeated)], [*range(repeated, len(part.titles))]
+    while rest:
+        for count in range(len(rest), 0, -1):
+            chosen = [*first, *rest[:count]]
+            rows = [[row[index] for index in chosen] for row in part.rows]
+            block = TextTable([part.titles[index] for index in chosen], rows)
+            if _width(block) <= width or count == 1:
+                yield block
+                rest = rest[count:]
+                break
 
 
 def markdown(comparison: Comparison) -> str:
-    """Return the tables of a comparison as Markdown."""
-    return "\n\n".join(table.markdown() for table in text_tables(comparison)) + "\n"
+    """Return the tables and the notes of a comparison as Markdown."""
+    return "\n\n".join([*(table.markdown() for table in text_tables(comparison)), *notes(comparison)]) + "\n"
 
 
 def text_tables(comparison: Comparison, in_one_column: bool = False) -> list[TextTable]:
     """Return a table of the runs that are done and a table of those that are not, each only if it is not empty.
 
-    The keys of the config have a column each, or only one, `options`, with the keys and values of each row.
+    The keys of the config have a column each, or only one, `options`, with the keys and values of each row. If rows are
+    compared, the table says how they differ from the reference.
     """
     measures = [name for name in COMPARED if name in comparison.measures]
-    keys = list(map(format_value, comparison.keys))
-    rows = []
-    for row in comparison.rows:
-        values = _values(comparison, row)
-        listed = "\n".join(f"{key}={value}" for key, value in zip(keys, values, strict=True) if value)
-        cells = [_count(row), *(_cell(row, name) for name in measures)]
-        rows.append([*([listed] if in_one_column else values), *cells])
+    contrasts, keys = comparison.contrasts, list(map(format_value, comparison.keys))
     titles = [*(["options"] if in_one_column else keys), "runs", *map(comparison.title, measures)]
+    verdicts = ["difference", "p", "seeds needed"][: 3 if any(not c.is_told for c in contrasts.values()) else 2]
+    rows = []
+    for index, row in enumerate(comparison.rows):
+        values = ["\n".join(row.options)] if in_one_column else _values(comparison, row)
+        cells = [*values, _count(row), *(_cell(row, name) for name in measures)]
+        if contrasts:
+            reference = ["the best" if comparison.against is None else "the reference"]
+            reference *= row is comparison.reference
+            found = _verdict(contrasts[index]) if index in contrasts else reference
+            cells += [*found, "", "", ""][: len(verdicts)]
+        rows.append(cells)
+    titles += verdicts if contrasts else []
     failed = [[f.run, f.state, "" if f.step is None else str(f.step), f.reason] for f in comparison.failures]
     caption = f"{len(failed)} {'run is' if len(failed) == 1 else 'runs are'} not done"
     tables = TextTable(titles, rows), TextTable(["run", "state", "step", "reason"], failed, caption)
     return [table for table in tables if table.rows]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Differences
+
+
+def _verdict(found: Contrast) -> list[str]:
+    """Return the cells of a contrast: the difference with its interval, p, and the number of seeds needed."""
+    mark, needed = "" if found.is_told else f"{NOT_TOLD} ", found.seeds_needed
+    difference = f"{found.difference:+.{_decimals(found)}f}"
+    if not math.isnan(found.low):
+        difference += f" [{_limits(found, ', ')}]"
+    seeds = "" if found.is_told or found.p == 1 else f"> {MAX_SEEDS:,}" if needed is None else f"{needed:,}"
+    return [mark + difference, _p(found.corrected_p), seeds]
+
+
+def _decimals(found: Contrast) -> int:
+    """Return the number of decimals that shows two digits of the interval, but at most five of the values."""
+    size = max(abs(found.difference if math.isnan(found.low) else found.high - found.difference), 0.0)
+    size = max(size, max(map(abs, found.values)) / 10_000)
+    return max(0, 1 - math.floor(math.log10(size))) if size else 1
+
+
+def _limits(found: Contrast, between: str) -> str:
+    return f"{found.low:+.{_decimals(found)}f}{between}{found.high:+.{_decimals(found)}f}"
+
+
+def _p(p: float) -> str:
+    return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Return what the differences mean or, of two rows or with `against`, a sentence for each of them."""
+    contrasts, rows, is_best = comparison.contrasts, comparison.rows, comparison.against is None
+    single = [" ".join(row.options) for row in rows if row.seeds < 2]
+    if len(rows) > 1 and len(single) == len(rows):
+        return ["Each row has one seed: nothing can be said about which is better. Repeat the runs: seed=0,1,2,3,4"]
+    lines = [f"With one seed, nothing can be said: {'; '.join(single[:5])}{'; …' * (len(single) > 5)}"]
+    lines *= len(rows) > 1 and bool(single)
+    if len(contrasts) == 1 or (contrasts and not is_best):
+        return lines + [_sentence(comparison, rows[index], found) for index, found in contrasts.items()]
+    if not contrasts:
+        return lines
+    paired = sum(found.is_paired for found in contrasts.values())
+    tests = [name for name, count in (("paired by seed", paired), ("Welch's t-test", len(contrasts) - paired)) if count]
+    best = "the best row" if comparison.reference is rows[0] else "the best row with several seeds"
+    text = (
+        f"difference: of the mean {comparison.title(comparison.quality)} to {best}, with its 95 % confidence interval"
+    )
+    text += f" ({' or '.join(tests)}; p is corrected for all pairs of rows)."
+    if any(not found.is_told for found in contrasts.values()):
+        text += (
+            f" {NOT_TOLD}: cannot be told from {best} (p ≥ {LEVEL}). seeds needed: of each row, to find a difference"
+        )
+        text += f" of this size with a probability of {POWER * 100:g} %."
+    return [*lines, text]
+
+
+def _sentence(comparison: Comparison, row: Row, found: Contrast) -> str:
+    assert comparison.reference is not None
+    metric, names = comparison.title(comparison.quality), [row.options, comparison.reference.options]
+    of_one, of_other = (f"{Spread.of(each)} (n = {len(each)})" for each in (found.values, found.others))
+    text = f"With {' '.join(names[0])}, the {metric} (mean ± standard deviation over seeds) is {of_one}, with "
+    text += f"{' '.join(names[1])} {of_other}: a difference of {found.difference:+.{_decimals(found)}f} ("
+    if not math.isnan(found.low):
+        text += f"95 % confidence interval {_limits(found, ' to ')}; "
+    text += f"{found.test}{' by seed' if found.is_paired else ''}, two-sided, p {'= ' * (found.corrected_p >= 1e-4)}"
+    text += f"{_p(found.corrected_p)}{' by Holm' if len(comparison.contrasts) > 1 else ''}), which is "
+    text += f"{'' if found.is_told else 'not '}significant at the level of {LEVEL * 100:g} %."
+    if not found.is_told and (needed := found.seeds_needed):
+        text += f" To find one of this size with a probability of {POWER * 100:g} % takes {needed:,} seeds each."
+    left_out = sum(each.values in (row.values, comparison.reference.values) for each in comparison.failures)
+    return text + (f" Runs left out, as they are not done: {left_out}." if left_out else "")
 
 
 def format_value(value: object) -> str:
@@ -99,19 +213,32 @@ def _cell(row: Row, measure: str) -> str:
 # For programs
 
 
+_NUMBERS = ("difference", "low", "high", "p", "seeds_needed")
+
+
+def _numbers(found: Contrast | None) -> dict[str, float | None]:
+    if found is None:
+        return dict.fromkeys(_NUMBERS)
+    numbers = found.difference, found.low, found.high, found.corrected_p, found.seeds_needed
+    return dict(zip(_NUMBERS, numbers, strict=True))
+
+
 def as_csv(comparison: Comparison) -> str:
     """Return a CSV table with a line for each run that is done, in the order of the rows, and for each failure."""
     measures, keys = comparison.measures, list(map(format_value, comparison.keys))
     titles = [comparison.title(name) if name in (BEST, LAST) else name for name in measures]
-    lines: list[list[Any]] = [[*keys, "seed", *titles, "run", "state", "step", "reason"]]
-    for row in comparison.rows:
+    lines: list[list[Any]] = [[*keys, "seed", *titles, "run", "state", "step", "reason", *_NUMBERS]]
+    for index, row in enumerate(comparison.rows):
+        verdict = comparison.contrasts.get(index)
+        numbers = ["" if number is None or number != number else number for number in _numbers(verdict).values()]
         for run in row.runs:
-            numbers, name = comparison.measured(run), comparison.name(run.directory)
-            found = [numbers.get(measure, "") for measure in measures]
-            lines.append([*_values(comparison, row), run.labels.get("seed", ""), *found, name, "done", "", ""])
+            measured, name = comparison.measured(run), comparison.name(run.directory)
+            found = [measured.get(measure, "") for measure in measures]
+            seed = run.labels.get("seed", "")
+            lines.append([*_values(comparison, row), seed, *found, name, "done", "", "", *numbers])
     for f in comparison.failures:
-        step = "" if f.step is None else f.step
-        lines.append([*_values(comparison, f), "", *[""] * len(measures), f.run, f.state, step, f.reason])
+        step, none = "" if f.step is None else f.step, [""] * len(_NUMBERS)
+        lines.append([*_values(comparison, f), "", *[""] * len(measures), f.run, f.state, step, f.reason, *none])
     return csv_text(lines)
 
 
@@ -119,17 +246,25 @@ def as_json(comparison: Comparison) -> str:
     """Return the comparison as JSON text, with all numbers unrounded; those that are not finite are null.
 
     `keys`, `metric` and `direction` are those of `Comparison`. Each of `rows` has its `values`, the numbers of `runs`
-    and of different `seeds`, the run `directories`, and for each measure null or an object with `mean` and `std`. Each
-    of `failures` has the fields of `Failure`.
+    and of different `seeds`, the run `directories`, for each measure null or an object with `mean` and `std`, and as
+    its `contrast` null or its difference to the row whose values are `reference` (see `Contrast`). Each of `failures`
+    has the fields of `Failure`; `notes` are the sentences below the table.
     """
     measures = [name for name in COMPARED if name in comparison.measures]
     rows = []
-    for row in comparison.rows:
+    for index, row in enumerate(comparison.rows):
         spreads = {name: row.measures.get(name) for name in measures}
         numbers = {name: spread and {"mean": spread.mean, "std": spread.deviation} for name, spread in spreads.items()}
         directories = {"directories": [str(run.directory) for run in row.runs]}
-        rows.append({"values": row.values, "runs": len(row.runs), "seeds": row.seeds, **numbers, **directories})
+        found = comparison.contrasts.get(index)
+        more = {} if found is None else {"test": found.test, "df": found.df, "uncorrected_p": found.p}
+        more |= {} if found is None else {"compared_seeds": [len(found.values), len(found.others)]}
+        compared = {"contrast": found and {**_numbers(found), **more, "is_told": found.is_told}}
+        about = {"values": row.values, "runs": len(row.runs), "seeds": row.seeds}
+        rows.append(about | numbers | compared | directories)
     head = {"keys": comparison.keys, "metric": comparison.metric, "direction": comparison.direction}
+    head["reference"] = comparison.reference and comparison.reference.values
     content = head | {"rows": rows, "failures": [failure._asdict() for failure in comparison.failures]}
+    content["notes"] = notes(comparison)
     text = json.dumps(content, default=str)  # in ASCII, with numbers such as NaN that JSON does not have
     return json.dumps(json.loads(text, parse_constant=lambda number: None), indent=2) + "\n"

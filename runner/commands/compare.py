@@ -1,8 +1,9 @@
 """`python -m runner compare PATH…` prints a table of runs: the options in which they differ, and their results.
 
 It reads `config.yaml` and `result.json` of every run directory below each PATH, and the ledgers of sweeps. Runs that
-differ only in their seed share one row, which shows mean ± standard deviation. The best row comes first. Runs that are
-not done follow in a second table, which says why.
+differ only in their seed share one row, which shows mean ± standard deviation. The best row comes first. With several
+seeds, the table says which rows cannot be told from the best. Runs that are not done follow in a second table, which
+says why.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from runner.storage.files import check_readable
 def main(arguments: Sequence[str] | None) -> int:
     """Print a table of runs."""
     parser = parser_of_runs("compare", "Compare runs: the options that differ, and what came of them.")
+    against = "compare with this row, by options in which it differs or one of its runs (default: the best)"
+    parser.add_argument("--against", metavar="KEY=VALUE|RUN", help=against)
     formats = parser.add_mutually_exclusive_group()
     for name, write in (("CSV", as_csv), ("Markdown", markdown), ("JSON", as_json)):
         flag = f"--{name.lower()}"
         formats.add_argument(flag, dest="format", action="store_const", const=write, help=f"print {name}, not a table")
     options = parser.parsed(arguments)
-    comparison = Comparison(existing(options.paths), options.metric)
+    comparison = Comparison(existing(options.paths), options.metric, options.against)
     if options.format is None:
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(terminal(comparison, console.width))

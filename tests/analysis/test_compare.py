@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 from helpers.compose import compose_config
 from helpers.handmade_runs import evaluation_entries, save_ledger, write_run_directory
+from rich.console import Console
+from scipy import stats
 
 from runner.analysis.comparison import LAST, STEPS, Comparison, Spread, direction
 from runner.analysis.saved_runs import MeasuredRun, find_runs, labels_of
+from runner.analysis.tables import terminal
 from runner.commands import compare
 from runner.storage.run_directory import lock
 
@@ -84,10 +87,10 @@ def test_csv_markdown_and_terminal_tables_show_the_same_values(sweep: Path, caps
     ]
     assert [row["run"][:3] for row in rows] == ["002", "003", "000", "001", "004", "005", "006"]
     lines = compared(capsys, sweep, "--markdown").splitlines()
-    assert lines[0] == (
+    assert lines[0].startswith(
         "| optimizer.lr | runs | best eval/accuracy | last eval/accuracy | steps | seconds | samples/s |"
     )
-    assert lines[2] == "| 0.2 | 2 | 0.960 ± 0.014 | 0.930 ± 0.042 | 7 | 2.50 ± 0.71 | 150 ± 71 |"
+    assert lines[2] == "| 0.2 | 2 | 0.960 ± 0.014 | 0.930 ± 0.042 | 7 | 2.50 ± 0.71 | 150 ± 71 | the best |  |  |"
     assert "| 004-diverged | diverged | 3 | the loss is not finite |" in lines
     shown = compared(capsys, sweep).splitlines()
     assert next(line.split() for line in shown if line.split()[:1] == ["0.2"])[1:5] == ["2", "0.960", "±", "0.014"]
@@ -169,7 +172,7 @@ def test_non_finite_values_are_left_out(tmp_path: Path, capsys: pytest.CaptureFi
     assert row == {
         "values": {}, "runs": 2, "seeds": 2,
         "last": {"mean": pytest.approx(0.6), "std": pytest.approx(0.1 * math.sqrt(2))},
-        "steps": {"mean": 7, "std": 0}, "directories": [str(tmp_path / "0"), str(tmp_path / "1")],
+        "steps": {"mean": 7, "std": 0}, "contrast": None, "directories": [str(tmp_path / "0"), str(tmp_path / "1")],
     }  # fmt: skip
 
 
@@ -243,3 +246,87 @@ def test_mean_and_spread_are_rounded_to_two_digits_of_the_spread() -> None:
     pairs = [(0.001234, 0.0000523), (5.0, 0.0), (0.0, 0.0), (5.31789, math.nan)]
     texts = ["0.001234 ± 0.000052", "5.0000 ± 0.0000", "0.0 ± 0.0", "5.318"]
     assert [str(Spread(*pair)) for pair in pairs] == texts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Differences
+
+
+def write_seeds(path: Path, losses: dict[float, list[float]], metric: str = "eval/loss") -> Path:
+    """Write a run for each learning rate and each of the losses, with the seeds 0, 1, …; the last is also the best."""
+    for lr, values in losses.items():
+        for seed, loss in enumerate(values):
+            entries = evaluation_entries(loss, loss, metric)
+            write_run_directory(path / f"{lr}-{seed}", f"optimizer.lr={lr}", f"seed={seed}", **entries)
+    return path
+
+
+def test_rows_are_compared_with_the_best_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = {0.1: [1.00, 1.02, 0.98, 1.01], 0.2: [0.52, 0.49, 0.51, 0.50], 0.3: [0.54, 0.48, 0.50, 0.53]}
+    write_seeds(tmp_path, losses)
+    write_run_directory(tmp_path / "one", "optimizer.lr=0.4", **evaluation_entries(0.3, 0.3, "eval/loss"))
+    write_run_directory(tmp_path / "killed", "optimizer.lr=0.3", "seed=4")
+    table = json.loads(compared(capsys, tmp_path, "--json"))
+    assert table["reference"] == {"optimizer.lr": 0.2}, "the best row has one seed"
+    rows = {row["values"]["optimizer.lr"]: row["contrast"] for row in table["rows"]}
+    assert rows[0.4] is rows[0.2] is None
+    near, far = rows[0.3], rows[0.1]
+    theirs = stats.ttest_rel(losses[0.3], losses[0.2])
+    assert (near["test"], near["compared_seeds"], near["is_told"]) == ("paired t-test", [4, 4], False)
+    assert near["difference"] == pytest.approx(0.0075)
+    assert (near["low"], near["high"]) == pytest.approx(theirs.confidence_interval(0.95))
+    assert near["uncorrected_p"] == pytest.approx(theirs.pvalue)
+    assert near["seeds_needed"] > 4
+    assert far["is_told"]
+    assert far["p"] == pytest.approx(3 * stats.ttest_rel(losses[0.1], losses[0.2]).pvalue), "of three pairs"
+    lines = list(csv.DictReader(io.StringIO(compared(capsys, tmp_path, "--csv"))))
+    assert {float(line["p"]) for line in lines if line["optimizer.lr"] == "0.1"} == {far["p"]}
+    assert {line["difference"] for line in lines if line["optimizer.lr"] in ("0.2", "0.4")} == {""}
+    marked = [line for line in compared(capsys, tmp_path, "--markdown").splitlines() if line.count("≈") and "|" in line]
+    assert [line.split()[1] for line in marked] == ["0.3"]
+
+
+def test_two_rows_and_against_give_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_seeds(tmp_path, {0.1: [0.80, 0.81, 0.82], 0.2: [0.90, 0.92, 0.91], 0.3: [0.85, 0.70, 0.90]}, "eval/accuracy")
+    assert len(json.loads(compared(capsys, tmp_path, "--json"))["notes"]) == 1
+    for name in ("optimizer.lr=0.1", "0.1-2", str(tmp_path / "0.1-0")):
+        table = json.loads(compared(capsys, tmp_path, "--against", name, "--json"))
+        assert table["reference"] == {"optimizer.lr": 0.1}
+        assert [row["contrast"] and row["contrast"]["is_told"] for row in table["rows"]] == [True, False, None]
+        first, second = table["notes"]
+        assert first.startswith(
+            "With optimizer.lr=0.2, the best eval/accuracy (mean ± standard deviation over seeds) is"
+        )
+        assert all(text in first for text in ("0.910 ± 0.010 (n = 3)", "+0.100", "95 % confidence", "is significant"))
+        assert "is not significant" in second
+        assert f"takes {table['rows'][1]['contrast']['seeds_needed']:,} seeds" in second
+    assert compare.main([str(tmp_path), "--against", "optimizer.lr=7"]) == 2
+    assert "--against: got 'optimizer.lr=7': no row" in capsys.readouterr().err
+
+
+def test_single_seeds_say_nothing_and_seeds_run_twice_count_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    single = write_seeds(tmp_path / "single", {0.1: [0.8], 0.2: [0.9]})
+    table = json.loads(compared(capsys, single, "--json"))
+    assert [row["contrast"] for row in table["rows"]] == [None, None]
+    assert "nothing can be said" in table["notes"][0]
+    twice = write_seeds(tmp_path / "twice", {0.1: [0.8, 0.9], 0.2: [0.5, 0.7]})
+    write_run_directory(twice / "again", "optimizer.lr=0.1", "seed=1", **evaluation_entries(0.7, 0.7, "eval/loss"))
+    [found] = Comparison([twice]).contrasts.values()
+    assert (found.values, found.others) == (pytest.approx([0.8, 0.8]), [0.5, 0.7])
+
+
+def test_narrow_terminals_get_further_columns_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_seeds(tmp_path, {0.1: [0.8, 0.81], 0.2: [0.805, 0.92]})
+    monkeypatch.setenv("TERM", "dumb")
+    comparison = Comparison([tmp_path])
+    for width in (80, 60, 40):
+        console = Console(file=io.StringIO(), width=width, height=50)
+        with console.capture() as shown:
+            console.print(terminal(comparison, width))
+        lines = shown.get().splitlines()
+        assert max(map(len, lines)) <= width
+        words = " ".join(lines).split()
+        assert words.count("optimizer.lr=0.1") > 1, "each part of the table has the options, in one piece"
+        assert {"0.8050", "difference", "p", "needed"} <= {*words}

@@ -18,6 +18,7 @@ from helpers.handmade_runs import evaluation_entries, write_run_directory
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
+from scipy import stats
 
 from runner.analysis.comparison import STEP_SECONDS, Comparison
 from runner.analysis.figures import pictures, split_curves
@@ -147,6 +148,19 @@ def test_a_sweep_over_two_keys_is_drawn_over_each_with_colors_for_the_other_and_
     assert lines(panels["optimizer.lr"])[0] == [(0.1, pytest.approx(0.1)), (0.2, pytest.approx(0.2))]
     cells = [text.get_text() for text in figures["heat_map"].axes[0].texts]
     assert cells == ["0.1", "0.2", "0.1", "0.1", "0.2"]
+
+
+def test_differences_to_the_best_row_have_their_confidence_intervals(sweep: Sweep) -> None:
+    accuracies = {0.1: (0.90, 0.92, 0.91), 0.2: (0.80, 0.81, 0.83), 0.3: (0.88, 0.93, 0.89)}
+    for lr, values in accuracies.items():
+        for seed, accuracy in enumerate(values):
+            sweep.add(1.0, f"optimizer.lr={lr}", f"seed={seed}", **evaluation_entries(accuracy, accuracy))
+    [axes] = sweep.pictures()["differences"].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["optimizer.lr=0.3", "optimizer.lr=0.2"]
+    bars = [segment for each in axes.collections for segment in each.get_segments()]  # pyright: ignore
+    for at, (lr, bar) in enumerate(zip((0.3, 0.2), bars, strict=True)):
+        theirs = stats.ttest_rel(accuracies[lr], accuracies[0.1])
+        assert [tuple(point) for point in bar] == [(pytest.approx(x), at) for x in theirs.confidence_interval(0.95)]
 
 
 def test_more_than_two_keys_are_drawn_over_each_key(sweep: Sweep) -> None:
