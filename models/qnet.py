@@ -76,11 +76,19 @@ class WithTarget(nn.Module):
 
     One forward pass computes everything that the loss needs from both, so that wrappers which gather parameters, split
     batches or synchronize gradients see one call per batch. `shift` is subtracted from the observations before both
-    networks, and `scale` multiplies them, [num_inputs] each.
+    networks, and `scale` multiplies them, [num_inputs] each. With `pixel_scale`, they are images of any dtype, such as
+    uint8, which are converted to that of the parameters and multiplied by it.
     """
 
-    def __init__(self, online: nn.Module, shift: torch.Tensor | None = None, scale: torch.Tensor | None = None):
+    def __init__(
+        self,
+        online: nn.Module,
+        shift: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        pixel_scale: float | None = None,
+    ):
         super().__init__()
+        self.pixel_scale = pixel_scale
         self.online = online
         self.target = copy.deepcopy(online).requires_grad_(False)
         self.shift: torch.Tensor | None
@@ -107,6 +115,8 @@ class WithTarget(nn.Module):
             return values, target_values.gather(1, self.online(normalized).argmax(1, keepdim=True))
 
     def _normalized(self, observations: torch.Tensor) -> torch.Tensor:
+        if self.pixel_scale is not None:
+            return observations.to(next(self.online.parameters()).dtype) * self.pixel_scale
         if self.shift is None or self.scale is None:
             return observations
         flat = (observations.flatten(1) - self.shift) * self.scale

@@ -159,6 +159,7 @@ class State:
         self.average.load_local(local.get("ema", {}), load_local)
         if local:
             run.workload.load_state_dict(local["workload"])
+            run.workload.load_parts(checkpoint.part_files)
             _load_random_state(local["random"], devices)
         else:
             log.info("rank %d saved nothing in this checkpoint: its random numbers start anew", self.session.rank)
@@ -196,7 +197,8 @@ class State:
             "random": random_state(self.session.devices),
             "ema": self.average.local_state(partial(run.parallel.local_state, self.model)),
         }
-        self.checkpoints.save(Checkpoint(self.step, tensors, shared, local, ema=ema), self.best.get("step"))
+        checkpoint = Checkpoint(self.step, tensors, shared, local, ema, run.workload.parts())
+        self.checkpoints.save(checkpoint, self.best.get("step"))
 
     def flush_metrics(self) -> dict[str, float]:
         """Return a dict from the tag of each training metric to its mean since the last log, and empty the buffer.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import ConfigError, check, check_choice, check_range
@@ -14,10 +16,15 @@ from runner.system.import_path import is_installed
 
 if TYPE_CHECKING:
     from gymnasium.envs.registration import EnvSpec
+    from gymnasium.vector import VectorEnv
 
     from runner.env.vector import Vector
 
+_PACKAGES = {"ALE": "ale_py", "MinAtar": "minatar"}
+"""The modules of packages that register environments in a namespace."""
+
 _MAX_ENVS = 4096  # a larger number is most likely a typing error
+_MAX_FRAMES = 64  # of a stack, which a byte counts, or skipped
 _MAX_PROCESSES = 128  # thousands of processes would overload a machine before any limit of the system is reached
 
 
@@ -32,6 +39,11 @@ class Env:
     num_envs: int = 8
     vectorization: str = "auto"
     max_episode_steps: int | None = None
+    frame_stack: int = 1
+    frame_skip: int = 1
+    grayscale: bool = False
+    image_size: int | None = None
+    options: dict[str, Any] | None = None
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
 
@@ -39,6 +51,9 @@ class Env:
         check_range(self, "num_envs", least=1, most=_MAX_ENVS)
         check_choice(self, "vectorization", ("auto", "sync", "async"))
         check_range(self, "max_episode_steps", least=1)
+        for key in ("frame_stack", "frame_skip"):
+            check_range(self, key, least=1, most=_MAX_FRAMES)
+        check_range(self, "image_size", least=1, most=1024)
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -51,17 +66,16 @@ class Env:
     def prepare(self) -> None:
         """Create an environment to find out its properties, and set them as attributes.
 
-        They are `shape` (of an observation), `num_actions`, `longest` (steps of an episode; None without a limit),
-        `frames_per_second`, and `shared_rng` (whether environments that are stepped together share a random number
-        generator). Raises `ConfigError` if it cannot be created, or has spaces that are not supported.
+        They are `shape` (of an observation), `pixels` (see `Vector.pixels`), `num_actions`, `longest` (steps of an
+        episode; None without a limit), `frames_per_second`, and `shared_rng` (whether environments that are stepped
+        together share a random number generator). Raises `ConfigError` if it cannot be created, or has spaces that are
+        not supported.
         """
-        import gymnasium
-
-        from runner.env.vector import shape_and_actions
+        from runner.env.vector import make_single, shape_and_actions
 
         spec = self._spec()
         try:
-            single = gymnasium.make(spec, **self._options())
+            single = make_single(spec, self._options(), self._wrappers())
         except Exception as error:  # an environment may be anybody's, and says itself what is missing
             why = f"it cannot be created: {type(error).__name__}: {error}"
             raise ConfigError("id", self.id, why, "install what is missing, or choose another environment") from None
@@ -71,7 +85,9 @@ class Env:
         self.shape, self.num_actions = shape_and_actions(self.id, single)
         self.longest = self.max_episode_steps or spec.max_episode_steps
         with self.vector(1, in_process=True) as vector:
-            self.shared_rng = vector.shared_rng
+            self.shared_rng, self.pixels = vector.shared_rng, vector.pixels
+        if self.pixels is not None:
+            self.shape = self.pixels.shape
         if self.vectorization == "async":
             why = f"each runs in a process, and at most {_MAX_PROCESSES} are allowed"
             few = self.num_envs <= _MAX_PROCESSES
@@ -90,14 +106,15 @@ class Env:
             in_process: run the environments in this process even if `vectorization` is `async`.
             render_mode: `rgb_array` enables `Vector.render`, and `human` shows a window; None renders nothing.
         """
-        from runner.env.vector import Vector, make
+        from runner.env.vector import Vector
 
-        spec = self._spec()
         # gymnasium's vectorized implementations have no window
         sync = (in_process and self.vectorization == "async") or render_mode == "human"
         vectorization = "sync" if sync else self.vectorization
         try:
-            return Vector(make(spec, num_envs, vectorization, self._options(render_mode)), self.id)
+            return Vector(self._make(self._spec(), num_envs, vectorization, render_mode), self.id, self.frame_stack)
+        except ConfigError:
+            raise
         except Exception as error:  # of any type: an environment may be anybody's
             why = f"they cannot be started: {type(error).__name__}: {error}"
             raise ConfigError("num_envs", num_envs, why, "reduce it, or env.vectorization=sync") from None
@@ -111,9 +128,22 @@ class Env:
             return why, "pip install 'gymnasium[classic-control]'"
         return None
 
+    def _make(self, spec: EnvSpec, num_envs: int, vectorization: str, render_mode: str | None) -> VectorEnv:
+        from runner.env.vector import make
+
+        return make(spec, num_envs, vectorization, self._options(render_mode), self._wrappers())
+
     def _options(self, render_mode: str | None = None) -> dict[str, Any]:
-        options: dict[str, Any] = {"render_mode": render_mode} if render_mode else {}
+        options = (self.options or {}) | ({"render_mode": render_mode} if render_mode else {})
         return options | ({"max_episode_steps": self.max_episode_steps} if self.max_episode_steps else {})
+
+    def _wrappers(self) -> list[Any]:
+        from gymnasium.wrappers import GrayscaleObservation, MaxAndSkipObservation, ResizeObservation
+
+        found: list[Any] = [partial(MaxAndSkipObservation, skip=self.frame_skip)] if self.frame_skip > 1 else []
+        found += [partial(GrayscaleObservation, keep_dim=False)] if self.grayscale else []
+        size = self.image_size
+        return found + ([partial(ResizeObservation, shape=(size, size))] if size is not None else [])
 
     def _spec(self) -> EnvSpec:
         import gymnasium
@@ -125,11 +155,21 @@ class Env:
         except Exception as error:  # third-party modules may raise anything
             why = f"the module {module} cannot be imported: {type(error).__name__}: {error}"
             raise ConfigError("id", self.id, why, "install what is missing, or correct the name") from None
+        namespace = name.rpartition("/")[0]
         try:
-            return gymnasium.spec(name)
+            if namespace not in {each.namespace for each in gymnasium.registry.values()}:
+                for entry in entry_points(group="gymnasium.envs", name=namespace):  # of packages with environments
+                    entry.load()()
+            spec = gymnasium.spec(name)
         except gymnasium.error.Error as error:
             remedy = "use env=cartpole, acrobot, mountaincar or lunarlander"
+            if namespace in _PACKAGES and not is_installed(_PACKAGES[namespace]):
+                remedy = f"pip install {_PACKAGES[namespace].replace('_', '-')}"
             raise ConfigError("id", self.id, f"gymnasium has no such environment: {error}", remedy) from None
+        why = "its preprocessing and its true rewards are options of another component"
+        atari = type(self) is Env and str(spec.vector_entry_point).startswith("ale_py.")
+        check(not atari, "id", self.id, why, f"env=atari env.id={name}")
+        return spec
 
 
 def envs_per_process(num_envs: int, count: int) -> int:

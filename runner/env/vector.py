@@ -28,6 +28,12 @@ from runner.system.signals import STOP_SIGNALS
 _UNBOUNDED = 1e6
 """Bounds with at least this absolute value count as infinite: some environments give the largest float instead."""
 
+_MAX_ENVS = 4096
+"""At least the number of environments: the seeds of some are this one plus their index."""
+
+_MIN_RENDERED = 160
+"""Rendered images that are smaller than this are enlarged by a whole factor, so that films of them can be seen."""
+
 _PRELOADED = ("gymnasium", "runner.env.vector")
 _WITH_STATE = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")
 _PLAIN_TYPES = (bool, int, float, str, type(None), np.ndarray, np.number, np.bool_)
@@ -37,7 +43,7 @@ class Steps(NamedTuple):
     """The results of one step in each of n environments."""
 
     observations: np.ndarray
-    """float32 [n, …]: the observations after the step; for an episode that ended, its last observation."""
+    """float32 [n, …], or uint8 of images: those after the step; for an episode that ended, its last observation."""
     rewards: np.ndarray
     """float [n]: the rewards of the step."""
     terminated: np.ndarray
@@ -46,6 +52,62 @@ class Steps(NamedTuple):
     """bool [n]: whether the episode was truncated."""
     taken: np.ndarray
     """bool [n]: False where the action was ignored and the environment was reset, because its episode had ended."""
+    lives: np.ndarray | None = None
+    """int [n]: the number of lives after the step, in games that have some."""
+
+
+class Pixels(NamedTuple):
+    """How the images that an environment returns become observations, uint8 [channels, height, width]."""
+
+    axes: tuple[int, ...]
+    """The permutation of the axes of a batch of images that puts the channels first; () if they have no channels."""
+    frame_shape: tuple[int, int, int]
+    """The channels, height and width of one frame."""
+    stack: int
+    """Number of frames in an observation, the oldest first; before its first, an episode has copies of that frame."""
+    scale: float
+    """The factor that maps the values to [0, 1]."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.frame_shape
+        return self.stack * channels, height, width
+
+    def stacked(self, before: np.ndarray, images: np.ndarray, restarted: np.ndarray) -> np.ndarray:
+        """Return the observations that follow those `before`, as a new array, given the new images [n, …].
+
+        `restarted`, bool [n], is True where a new episode begins.
+        """
+        frames = images.transpose(self.axes) if self.axes else images[:, None]
+        frames = frames.astype(np.uint8)
+        if self.stack == 1:
+            return frames
+        observations = np.concatenate((before[:, self.frame_shape[0] :], frames), 1)
+        if restarted.any():
+            observations[restarted] = np.tile(frames[restarted], (1, self.stack, 1, 1))
+        return observations
+
+
+def pixels_of(name: str, space: gymnasium.Space, stack: int) -> Pixels | None:
+    """Return how observations of `space` are images; None if they are vectors.
+
+    uint8 arrays [height, width], and uint8 or bool arrays with channels as their last or first axis are images; the
+    first axis has the channels if it is shorter than the last.
+    """
+    shape: Any = space.shape or ()
+    flat = not isinstance(space, gymnasium.spaces.Box) or len(shape) < 2
+    if flat or (len(shape) == 2 and space.dtype != np.uint8):
+        why = "only images are stacked, and its observations are none"
+        check(stack == 1, "frame_stack", stack, why, "env.frame_stack=1")
+        return None
+    assert isinstance(space, gymnasium.spaces.Box)
+    fits = len(shape) <= 3 and space.dtype in (np.uint8, np.bool_)
+    why = f"its observations are {space.dtype} {'×'.join(map(str, shape))}, and images are uint8 or bool, with channels"
+    remedy = "wrap the environment so that it returns single frames of uint8, 0 to 255; env.frame_stack stacks them"
+    check(fits, "id", name, why, remedy)
+    axes = () if len(shape) == 2 else (0, 1, 2, 3) if shape[0] < shape[-1] else (0, 3, 1, 2)
+    channels, height, width = [shape[axis - 1] for axis in axes[1:]] if axes else (1, *shape)
+    return Pixels(axes, (channels, height, width), stack, 1 / max(1.0, float(space.high.max())))
 
 
 def shape_and_actions(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], int]:
@@ -67,21 +129,25 @@ def _needs_flattening(space: gymnasium.Space) -> bool:
     return not isinstance(space, gymnasium.spaces.Box)
 
 
-def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, Any]) -> VectorEnv:
+def make(
+    spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, Any], wrappers: Sequence[Any] = ()
+) -> VectorEnv:
     """Create vectorized environments, each of which is reset in the step after its episode ends.
 
     `vectorization` is `sync` (one after another), `async` (one process each) or `auto`: the registered implementation
-    if it resets in that step and returns arrays; otherwise, `sync`. `options` are those of the environment.
+    if it resets in that step and returns arrays, and there are no `wrappers`; otherwise, `sync`. `options` are those of
+    the environment, and `wrappers` functions that wrap a single one.
     """
-    if vectorization == "auto" and spec.vector_entry_point is not None:
+    if vectorization == "auto" and spec.vector_entry_point is not None and not wrappers:
         envs = gymnasium.make_vec(spec, num_envs, "vector_entry_point", **options)
         resets_in_next_step = envs.metadata.get("autoreset_mode") == AutoresetMode.NEXT_STEP
         if resets_in_next_step and not _needs_flattening(envs.single_observation_space):
             return envs
         envs.close()
     mode = "sync" if vectorization == "auto" else vectorization
-    single = gymnasium.make(spec, **options)
-    wrappers: list[Any] = [FlattenObservation] if _needs_flattening(single.observation_space) else []
+    wrappers = list(wrappers)
+    single = make_single(spec, options, wrappers)
+    wrappers += [FlattenObservation] if _needs_flattening(single.observation_space) else []
     single.close()
     if mode != "async":
         return gymnasium.make_vec(spec, num_envs, mode, wrappers=wrappers, **options)
@@ -90,6 +156,13 @@ def make(spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, An
     wrappers.append(partial(_with_default_signals, parent=os.getpid()))
     with without_main_module():
         return gymnasium.make_vec(spec, num_envs, mode, {"context": METHOD}, wrappers=wrappers, **options)
+
+
+def make_single(spec: EnvSpec, options: dict[str, Any], wrappers: Sequence[Any]) -> gymnasium.Env:
+    env = gymnasium.make(spec, **options)
+    for wrapper in wrappers:
+        env = wrapper(env)
+    return env
 
 
 def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
@@ -106,14 +179,21 @@ def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
 
 
 class Vector:
-    """A context manager that steps vectorized environments and closes them; errors call them `name`."""
+    """A context manager that steps vectorized environments and closes them; errors call them `name`.
 
-    def __init__(self, envs: VectorEnv, name: str):
+    An observation of images consists of the last `frame_stack` frames.
+    """
+
+    def __init__(self, envs: VectorEnv, name: str, frame_stack: int = 1):
         self.envs, self.name, self.num_envs = envs, name, envs.num_envs
-        self.shared_rng = not hasattr(envs, "env_fns")
+        self.pixels = pixels_of(name, envs.single_observation_space, frame_stack)
+        """How images become observations; None if the observations are vectors."""
+        self.shared_rng = getattr(envs, "shared_rng", not hasattr(envs, "env_fns"))
         """Whether all environments share one random number generator."""
         self._first_action = int(envs.single_action_space.start)  # pyright: ignore[reportAttributeAccessIssue]
-        self.observations = np.empty(0, np.float32)
+        shape = () if self.pixels is None else (self.num_envs, *self.pixels.shape)
+        self.observations = np.zeros(shape, np.float32 if self.pixels is None else np.uint8)
+        self.lives: np.ndarray | None = None
 
     def __enter__(self) -> Vector:
         return self
@@ -130,9 +210,11 @@ class Vector:
     def reset(self, seed: int | Sequence[int]) -> None:
         """Reset all environments, with one seed each, or one from which gymnasium derives `seed + i`."""
         self._ended = np.zeros(self.num_envs, bool)
-        seeds: Any = seed if isinstance(seed, int) else list(seed)  # the type annotation of gymnasium lacks lists
-        observations, _ = self._call(lambda: self.envs.reset(seed=seeds))
-        self._observe(observations, np.zeros(self.num_envs))
+        # The annotation of gymnasium lacks lists; environments of others often take seeds of 31 bits only.
+        limit = 2**63 if str(getattr(self.envs.spec, "entry_point", "")).startswith("gymnasium.") else 2**31 - _MAX_ENVS
+        seeds: Any = seed % limit if isinstance(seed, int) else [each % limit for each in seed]
+        observations, infos = self._call(lambda: self.envs.reset(seed=seeds))
+        self._observe(observations, np.zeros(self.num_envs), np.ones(self.num_envs, bool), infos)
 
     def step(self, actions: np.ndarray) -> Steps:
         """Take one step in each environment, given the index of its action, int64 [num_envs].
@@ -141,15 +223,22 @@ class Vector:
         Raises `EnvironmentBrokenError` if an environment raises an error, or returns NaN or infinity.
         """
         taken = ~self._ended
-        observations, *others, _ = self._call(lambda: self.envs.step(actions + self._first_action))
+        observations, *others, infos = self._call(lambda: self.envs.step(actions + self._first_action))
         rewards, terminated, truncated = map(np.array, others)  # copies: environments may return the same arrays again
-        self._observe(observations, rewards)
+        self._observe(observations, rewards, ~taken, infos)
         self._ended = terminated | truncated
-        return Steps(self.observations, rewards, terminated, truncated, taken)
+        return Steps(self.observations, rewards, terminated, truncated, taken, self.lives)
 
-    def _observe(self, observations: np.ndarray, rewards: np.ndarray) -> None:
-        self.observations = observations.astype(np.float32)  # a copy, as in `step`
-        finite = np.isfinite(self.observations.reshape(self.num_envs, -1)).all(1) & np.isfinite(rewards)
+    def _observe(
+        self, observations: np.ndarray, rewards: np.ndarray, restarted: np.ndarray, infos: dict[str, Any]
+    ) -> None:
+        finite = np.isfinite(rewards)
+        if self.pixels is None:
+            self.observations = observations.astype(np.float32)  # a copy, as in `step`
+            finite &= np.isfinite(self.observations.reshape(self.num_envs, -1)).all(1)
+        else:
+            self.observations = self.pixels.stacked(self.observations, observations, restarted)
+        self.lives = np.array(infos["lives"]) if "lives" in infos else None
         if not finite.all():
             what = f"environment {int(finite.argmin())} returned a value that is not finite"
             raise EnvironmentBrokenError(f"{self.name}: {what}")
@@ -170,15 +259,19 @@ class Vector:
         return (low, high) if bounded.all() else None
 
     def render(self) -> np.ndarray:
-        """Return a rendered image of the first environment: uint8 [height, width, 3]."""
+        """Return a rendered image of the first environment: uint8 [height, width, 3]; tiny games are enlarged."""
         frames = self.envs.render()
         assert frames is not None
-        return np.asarray(frames[0])
+        image = np.asarray(frames[0])
+        if image.dtype != np.uint8:
+            image = (image * 255).astype(np.uint8)  # colors from 0 to 1
+        factor = max(1, _MIN_RENDERED // max(image.shape)) if self.pixels is not None else 1
+        return image.repeat(factor, 0).repeat(factor, 1)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of the environments as plain values and tensors; None if it cannot be read."""
         envs = self.envs.envs if isinstance(self.envs, SyncVectorEnv) else [self.envs]
-        if not all(type(env.unwrapped).__module__.startswith(_WITH_STATE) for env in envs):
+        if not all(_has_plain_state(env.unwrapped) for env in envs):
             return None
         return {
             "envs": [_attributes(each) for each in self._with_wrappers()],
@@ -208,6 +301,11 @@ class Vector:
             while found[-1] is not env.unwrapped:
                 found.append(found[-1].env)
         return found
+
+
+def _has_plain_state(env: Any) -> bool:
+    """Return whether the state of an environment is in its attributes; those of others say so in their metadata."""
+    return type(env).__module__.startswith(_WITH_STATE) or bool(env.metadata.get("plain_state"))
 
 
 def _attributes(env: Any) -> dict[str, Any]:

@@ -90,6 +90,37 @@ class QNet(Model):
 
 
 @dataclass
+class NatureCNN(Model):
+    """Convolutions without padding that compute action values from images (`models.nature_cnn.NatureCNN`)."""
+
+    channels: tuple[int, ...] = (32, 64, 64)
+    kernel_sizes: tuple[int, ...] = (8, 4, 3)
+    strides: tuple[int, ...] = (4, 2, 1)
+    hidden: int = 512
+    dueling: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("channels", "kernel_sizes", "strides"):
+            values = getattr(self, key)
+            if min(values, default=0) < 1 or len(values) != len(self.channels):
+                why = "channels, kernel_sizes and strides are as many positive numbers as there are convolutions"
+                raise ConfigError(key, list(values), why, see_comments(self))
+        check_range(self, "hidden", least=1)
+
+    def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+        from models import nature_cnn
+
+        channels, height, width = shape
+        options = (self.channels, self.kernel_sizes, self.strides, self.hidden, self.dueling)
+        try:
+            return nature_cnn.NatureCNN(channels, height, width, num_classes, *options, self.checkpoint_activations)
+        except ValueError as error:
+            remedy = "use model=minatar_cnn, smaller kernels, or larger images (env.image_size=84)"
+            raise ConfigError("kernel_sizes", list(self.kernel_sizes), str(error), remedy) from None
+
+
+@dataclass
 class NamedModel(Model):
     """The base class for the options of networks that a library builds by `name`, with the arguments `options`."""
 

@@ -15,11 +15,12 @@ import json
 import logging
 import re
 import reprlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -51,6 +52,19 @@ class DamagedError(Exception):
 
 
 @dataclass
+class Part:
+    """A piece of a rank's state that never changes: a file of its own, which later checkpoints share by a hard link.
+
+    Args:
+        write: function that writes the content to an open file.
+        written: set once the file is on the disk, or failed; until then, the memory must not be overwritten.
+    """
+
+    write: Callable[[BinaryIO], object]
+    written: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
 class Checkpoint:
     """The content of one checkpoint.
 
@@ -60,6 +74,8 @@ class Checkpoint:
         state: the state that is the same on all ranks.
         local: the state of this rank; empty if the checkpoint has no state for this rank.
         ema: as `tensors`, but with averaged weights; empty if the run does not average the weights.
+        parts: further state of this rank to save, by name; a name stands for the same content in a whole run.
+        part_files: the files of the parts of a loaded checkpoint, by name, whose hashes are correct.
     """
 
     step: int
@@ -67,6 +83,8 @@ class Checkpoint:
     state: dict[str, Any]
     local: dict[str, Any]
     ema: dict[str, torch.Tensor] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+    part_files: dict[str, Path] = field(default_factory=dict)
 
 
 def load(path: Path, rank: int = 0) -> Checkpoint:
@@ -84,7 +102,10 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
         return _content(path / name) if name in manifest["files"] else {}
 
     tensors, state, local, ema = map(content, (MODEL, STATE, rank_file(rank), EMA))
-    return Checkpoint(manifest["step"], tensors, state, local, ema)
+    prefix, suffix = part_file(rank, "*").split("*")
+    names = [name for name in manifest["files"] if name.startswith(prefix) and name.endswith(suffix)]
+    files = {name.removeprefix(prefix).removesuffix(suffix): path / name for name in names}
+    return Checkpoint(manifest["step"], tensors, state, local, ema, part_files=files)
 
 
 def _content(file: Path) -> dict[str, Any]:
@@ -109,9 +130,13 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt"
 
 
-def manifest_of(directory: Path, **facts: Any) -> str:
-    """Return the text of a manifest with `facts` and the hashes of all files in `directory`."""
-    files = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
+def part_file(rank: int, name: str) -> str:
+    return f"rank_{rank}_{name}.bin"
+
+
+def manifest_of(directory: Path, known: Mapping[str, str], **facts: Any) -> str:
+    """Return the text of a manifest with `facts` and the hashes of all files in `directory`, except those `known`."""
+    files = {path.name: known.get(path.name) or _sha256(path) for path in sorted(directory.iterdir())}
     manifest = {"schema": SCHEMA, **facts, "files": files}
     return json.dumps(manifest | {"sha256": _seal(manifest)}, indent=2) + "\n"
 
@@ -131,6 +156,23 @@ def verified_manifest(directory: Path) -> dict[str, Any]:
         for name, sha256 in manifest["files"].items():
             _verify(directory / name, _sha256(directory / name), sha256)
     return manifest
+
+
+def hashes_of_shared(directory: Path, other: Path) -> dict[str, str]:
+    """Return the hashes, by name, of the files in `directory` that are those of the checkpoint `other`, by hard links.
+
+    They are taken from the manifest of `other`, whose hashes were verified when it was loaded, or computed when it was
+    written. If it cannot be read, the result is empty.
+    """
+    try:
+        listed = read_manifest(other)["files"]
+        return {name: sha256 for name, sha256 in listed.items() if _is_same_file(directory / name, other / name)}
+    except (DamagedError, ConfigError, OSError):
+        return {}
+
+
+def _is_same_file(path: Path, other: Path) -> bool:
+    return path.exists() and other.exists() and path.samefile(other)
 
 
 def saved_text(directory: Path, name: str) -> str | None:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 from runner.config.errors import ConfigError
 from runner.storage import checkpoint as stored
-from runner.storage.checkpoint import Checkpoint, DamagedError, load, rank_file, untrusted
+from runner.storage.checkpoint import Checkpoint, DamagedError, Part, load, part_file, rank_file, untrusted
 from runner.storage.files import check_no_link, sync
 from runner.storage.run_directory import StorageError, entries, free_name, identity, saved_steps, step_name, step_of
 from runner.storage.saved_run import checkpoints
@@ -71,6 +71,8 @@ class Checkpoints:
         self._writing: Writing | None = None
         self._failed = threading.Event()
         self._identity = identity(directory)
+        self._newest: Path | None = None
+        """The checkpoint that this process has loaded or saved last, whose parts the next one shares."""
 
     def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> None:
         """On every rank, wait until the previous checkpoint is written, and begin to write `checkpoint` in a thread.
@@ -93,7 +95,8 @@ class Checkpoints:
                 part.mkdir()
                 sync(self.root.parent)
         self.barrier()
-        self._writing = Writing(partial(self._write, checkpoint, part, best_step))
+        self._writing = Writing(partial(self._write, checkpoint, part, best_step, self._newest))
+        self._newest = self.root / step_name(checkpoint.step)
 
     def check_directory(self) -> None:
         """On rank 0, raise a `StorageError` if the run directory has been removed or renamed, or another is there."""
@@ -122,24 +125,26 @@ class Checkpoints:
         if self._writing is not None:
             self._writing.join()
 
-    def _write(self, checkpoint: Checkpoint, part: Path, best_step: int | None) -> None:
+    def _write(self, checkpoint: Checkpoint, part: Path, best_step: int | None, before: Path | None) -> None:
         state_file = part / rank_file(self.rank)
         unfinished = part / f"{state_file.name}.part"
-        with self._deleted_on_failure(part):
+        parts = {part_file(self.rank, name): each for name, each in checkpoint.parts.items()}
+        with self._deleted_on_failure(part, *parts):
+            _write_parts(parts, part, before)
             _write_synced(unfinished, lambda path: _save(checkpoint.local, path))
             os.replace(unfinished, state_file)  # tells rank 0 that it is complete
             if self.rank == 0:
-                self._commit(checkpoint, part)
+                self._commit(checkpoint, part, before)
         if self.rank == 0:
             prune(self.root, max(1, self.keep), best_step)
 
     @contextmanager
-    def _deleted_on_failure(self, part: Path) -> Iterator[None]:
+    def _deleted_on_failure(self, part: Path, *parts: str) -> Iterator[None]:
         """Convert an OSError to a `StorageError`, and delete this rank's files in `part`: the log needs the space."""
         try:
             yield
         except OSError as error:
-            names = [rank_file(self.rank), f"{rank_file(self.rank)}.part"]
+            names = [rank_file(self.rank), f"{rank_file(self.rank)}.part", *parts]
             names += [stored.MODEL, stored.EMA, stored.STATE, *self.texts, stored.MANIFEST] if self.rank == 0 else []
             with suppress(OSError):
                 for name in names:
@@ -149,7 +154,7 @@ class Checkpoints:
             self.check_directory()
             raise StorageError(part, error.strerror or str(error)) from error
 
-    def _commit(self, checkpoint: Checkpoint, part: Path) -> None:
+    def _commit(self, checkpoint: Checkpoint, part: Path, before: Path | None) -> None:
         weights = {stored.MODEL: checkpoint.tensors} | ({stored.EMA: checkpoint.ema} if checkpoint.ema else {})
         for name, tensors in weights.items():
             _write_synced(part / name, partial(safetensors.torch.save_file, tensors))
@@ -163,7 +168,8 @@ class Checkpoints:
         self._wait_for_other_ranks(part)
         facts = {"step": checkpoint.step, "world_size": self.world_size, "config_hash": self.config_hash}
         facts["best"] = checkpoint.state.get("best")
-        manifest = stored.manifest_of(part, **facts)
+        known = {} if before is None else stored.hashes_of_shared(part, before)
+        manifest = stored.manifest_of(part, known, **facts)
         _write_synced(part / stored.MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
         sync(part)
         final = self.root / step_name(checkpoint.step)
@@ -202,7 +208,7 @@ class Checkpoints:
             if (step_of(path) or 0) > last_step:
                 continue
             try:
-                found = load(path, self.rank)
+                found, self._newest = load(path, self.rank), path
                 break
             except DamagedError as error:
                 damaged[path] = error
@@ -219,6 +225,27 @@ class Checkpoints:
             remedy = "start a new run, without resume (overrides.yaml has what was typed)"
             raise ConfigError("resume", str(self.root.parent), why, remedy)
         return found
+
+
+def _write_parts(parts: Mapping[str, Part], directory: Path, before: Path | None) -> None:
+    """Write each part to `directory`, or link the file of the same name in the checkpoint `before`, if it has one."""
+    try:
+        for name, part in parts.items():
+            try:
+                if before is None:
+                    raise FileNotFoundError
+                os.link(before / name, directory / name)
+            except OSError:  # it is new, or the file system has no hard links
+                _write_synced(directory / name, partial(_write_part, part))
+            part.written.set()
+    finally:  # the training must not wait for what will never be written
+        for part in parts.values():
+            part.written.set()
+
+
+def _write_part(part: Part, path: Path) -> None:
+    with path.open("wb") as file:
+        part.write(file)
 
 
 def _save(value: object, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import ABSENT, ConfigError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from runner.batching import Plan
+    from runner.storage.checkpoint import Part
 
 
 @dataclass
@@ -190,6 +192,13 @@ class Workload(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned; raises `UnexpectedContentError` if it is another one."""
+
+    def parts(self) -> dict[str, Part]:
+        """Return large state of this rank that grows, but does not change, by name: checkpoints share its files."""
+        return {}
+
+    def load_parts(self, files: dict[str, Path]) -> None:
+        """Take the files of a checkpoint with what `parts` returned, after `load_state_dict`."""
 
 
 @dataclass

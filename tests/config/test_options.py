@@ -32,6 +32,7 @@ WITH = {
     "data=synthetic": SMALL,
     "workload=resnet50": ["batch_size=64"],
     "data=tabular": ["workload=regression"],
+    "model=nature_cnn": ["model.kernel_sizes=[3,3,3]", "model.strides=[1,1,1]"],  # for the digits, of 8×8 pixels
 }
 
 # Options that are not available on this machine: the key in the error.
@@ -43,7 +44,8 @@ ABSENT_HERE = {
 }
 
 # Incompatible pairs of options: the key in the error.
-IMAGE_NETWORKS = [f"model={name}" for name in ("convnet", "tiny", "resnet18", "resnet50", "torchvision", "timm")]
+IMAGE_NETWORKS = ["model=convnet", "model=tiny", "model=nature_cnn", "model=minatar_cnn"]
+IMAGE_NETWORKS += ["model=resnet18", "model=resnet50", "model=torchvision", "model=timm"]
 REFUSED: dict[frozenset[str], str] = {
     frozenset((other, network)): "model"  # a row of a table, or an observation, is not an image
     for other in ("workload=dqn", "workload=regression", "data=tabular")
@@ -70,6 +72,10 @@ FILES = sorted(CONF.glob("*/[!_]*.yaml"))
 INHERITED = sorted(CONF.glob("*/_*.yaml"))
 # Experiments and local files are not combined with other options, because they set keys of the whole config.
 CROSSED = {group: options for group, options in groups().items() if group not in ("experiment", "local")}
+for package, game in (("ale_py", "atari"), ("minatar", "minatar")):
+    CROSSED["env"].remove(game)  # games need networks for images, which other environments refuse
+    if find_spec(package) is None:
+        ABSENT_HERE[f"experiment=dqn_{game}"] = "env.id"
 if find_spec("timm") is None:
     CROSSED["model"].remove("timm")
     for pair in [pair for pair in REFUSED if "model=timm" in pair]:

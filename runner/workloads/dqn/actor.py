@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,9 +13,11 @@ import torch
 
 from runner.seeds import derive
 from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_like
+from runner.workloads.dqn.frames import saved_form
 from runner.workloads.dqn.replay import NStepBuffer, Replay, row_width
 
 if TYPE_CHECKING:
+    from runner.env.base import Env
     from runner.env.vector import Vector
 
 log = logging.getLogger(__name__)
@@ -83,6 +86,8 @@ class Actor:
         replay: Replay,
         seed: int,
         repeats: Repeats | None = None,
+        clip_rewards: bool = False,
+        terminal_on_life_loss: bool = False,
     ):
         self.vector, self.num_actions, self.n_step_buffer, self.replay = vector, num_actions, n_step_buffer, replay
         self._random = np.random.Generator(np.random.PCG64(derive(seed, "exploration")))
@@ -93,6 +98,7 @@ class Actor:
         self._returns, self._lengths = np.zeros(vector.num_envs), np.zeros(vector.num_envs, np.int64)
         self._ended: list[tuple[float, int]] = []
         self._repeats = repeats
+        self._clip_rewards, self._terminal_on_life_loss = clip_rewards, terminal_on_life_loss
         self._rewards = (0.0, 0.0)
         """The least and the greatest reward so far; 0 counts, because an episode may end."""
 
@@ -103,7 +109,7 @@ class Actor:
         environment that is not repeating an action begins to repeat one.
         """
         vector, num_envs = self.vector, self.vector.num_envs
-        previous = vector.observations
+        previous, lives = vector.observations, vector.lives
         draws = self._random.random((2, num_envs))
         actions = (draws[1] * self.num_actions).astype(np.int64)
         explores = draws[0] < (1.0 if policy is None else epsilon)
@@ -111,15 +117,19 @@ class Actor:
             explores, actions = self._repeats.extend(explores, actions, self._random)
         if policy is not None:
             actions = np.where(explores, actions, policy(previous))
-        observations, rewards, terminated, truncated, taken = vector.step(actions)
-        flat, flat_next = previous.reshape(num_envs, -1), observations.reshape(num_envs, -1)
+        observations, rewards, terminated, truncated, taken, lives_left = vector.step(actions)
         ended = terminated | truncated
         if self._repeats is not None:
             self._repeats.end(ended)
-        self.replay.add(self.n_step_buffer.push(flat, actions, rewards, flat_next, terminated, truncated, taken))
+        self._returns += rewards
+        if self._clip_rewards:
+            rewards = rewards.clip(-1, 1)
+        if self._terminal_on_life_loss and lives is not None and lives_left is not None:
+            terminated = terminated | (taken & (lives_left < lives))  # the episode goes on
+        step = (actions, rewards, observations, terminated, truncated, taken)
+        self.replay.store(self.n_step_buffer, previous, *step)
         self._rewards = min(self._rewards[0], float(rewards.min())), max(self._rewards[1], float(rewards.max()))
         self.num_steps += num_envs
-        self._returns += rewards
         self._lengths += taken
         if ended.any():
             self._ended += zip(self._returns[ended].tolist(), self._lengths[ended].tolist(), strict=True)
@@ -137,8 +147,8 @@ class Actor:
         return (least / scale, greatest / scale) if in_range else (-math.inf, math.inf)
 
     def sample(self, count: int) -> torch.Tensor:
-        """Return `count` packed transitions, drawn uniformly with replacement, on the device of the replay buffer."""
-        return self.replay.at(self._random.integers(len(self.replay), size=count))
+        """Return `count` rows of the replay buffer, drawn uniformly with replacement; see `Replay.batch`."""
+        return self.replay.sample(self._random, count)
 
     def take_episodes(self) -> dict[str, float]:
         """Return the means `episode/return` and `episode/length` of the episodes that ended since the last call."""
@@ -161,13 +171,13 @@ class Actor:
             "rewards": self._rewards,
         } | ({} if self._repeats is None else {"repeats": self._repeats.state_dict()})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned.
+    def load_state_dict(self, state: dict[str, Any], parts: Mapping[str, Path] | None = None) -> None:
+        """Restore the state that `state_dict` returned, with the `parts` of the replay buffer.
 
         If the state of the environments was not saved, or the number of environments differs, all environments start
         new episodes, and a warning is logged. If an error is raised, the state may be partly replaced.
         """
-        self.replay.load_state_dict(state["replay"])
+        self.replay.load_state_dict(state["replay"], parts)
         self.num_episodes = state["num_episodes"]
         self._ended = [tuple(episode) for episode in state["ended"]]
         self._rewards = state["rewards"]
@@ -177,6 +187,7 @@ class Actor:
             why = "their state cannot be saved" if same_number else "the checkpoint has a different number of them"
             log.warning("%s environments start new episodes: %s", self.vector.name, why)
             self.vector.reset(int(self._random.integers(2**62)))  # other episodes than the first ones
+            self.replay.restart()
             return
         self.vector.load_state_dict(state["environments"])
         self.vector.step(np.zeros(self.vector.num_envs, np.int64))  # raises an error if they are in an impossible state
@@ -187,12 +198,13 @@ class Actor:
             self._repeats.load_state_dict(state["repeats"])
 
 
-def check_saved(state: dict[str, Any], size: int, n_step: int, longest_repeat: int) -> None:
+def check_saved(state: dict[str, Any], env: Env, n_step: int, longest_repeat: int) -> None:
     """Check what `DQN.state_dict` returned, except the state of the environments, which is checked when it is loaded.
 
-    Raises `UnexpectedContentError` if it cannot have been saved by an agent with observations of `size` values.
+    Raises `UnexpectedContentError` if it cannot have been saved by an agent in such environments.
     """
-    width = row_width(size)
+    width = row_width(math.prod(env.shape) if env.pixels is None else 1)
+    vectors = {"rows": TensorSpec(torch.float32, (None, width)), "cursor": int}
     windows = {
         "time": int,
         "rows": TensorSpec(torch.float32, (n_step, None, width)),
@@ -200,7 +212,7 @@ def check_saved(state: dict[str, Any], size: int, n_step: int, longest_repeat: i
         "open": TensorSpec(torch.bool, (n_step, None)),
     }
     like = {
-        "replay": {"rows": TensorSpec(torch.float32, (None, width)), "cursor": int},
+        "replay": vectors if env.pixels is None else saved_form(math.prod(env.pixels.frame_shape)),
         "num_episodes": int,
         "random": {"bit_generator": str, "state": {"state": int, "inc": int}, "has_uint32": int, "uinteger": int},
         "environments": object,
@@ -214,7 +226,8 @@ def check_saved(state: dict[str, Any], size: int, n_step: int, longest_repeat: i
     repeats = {"repeats": {"actions": [int], "left": [int]}} if longest_repeat > 1 else {}
     check_like(state, like | repeats, "the agent")
     rows, windows = state["replay"]["rows"], state["windows"]
-    check_like(state["replay"]["cursor"], range(len(rows) + 1), "the agent, replay, cursor")
+    if env.pixels is None:
+        check_like(state["replay"]["cursor"], range(len(rows) + 1), "the agent, replay, cursor")
     per_env = (state["returns"], state["lengths"], *state.get("repeats", {}).values())
     sizes = {*map(len, per_env), *(windows[key].shape[1] for key in ("rows", "returns", "open"))}
     if len(rows) == 0 or len(sizes) > 1:

@@ -23,24 +23,34 @@ Infer = Callable[[torch.Tensor], torch.Tensor]
 _MAX_STEPS = 10_000  # per episode, if the environment has no limit
 
 
-def play(env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], device: torch.device) -> MetricSums:
+def play(
+    env: Env, infer: Infer, num_episodes: int, shard: tuple[int, int], device: torch.device, epsilon: float = 0.0
+) -> MetricSums:
     """Play one shard of the evaluation episodes, all at the same time, and return sums `return`, `length` and `count`.
 
-    The environments' seeds are independent of the run's seed. Each environment plays exactly one episode, because
+    Actions are random with the probability `epsilon`. Their seeds and those of the environments are independent of the
+    run's seed. Each environment plays exactly one episode, because
     counting the episodes that end first would favor short ones.
     """
     first, last = shard_bounds(num_episodes, shard)
-    counted = slice(first, last)
+    counted, episodes = slice(first, last), range(num_episodes)
     if not env.shared_rng:  # each episode has a seed, so this process can skip the episodes of other shards
         counted = slice(0, last - first)
-        num_episodes = max(last - first, 1)
-    seeds = [derive(0, "evaluation", first + episode) for episode in range(num_episodes)]
+        episodes = range(first, max(last, first + 1))
+        num_episodes = len(episodes)
+    seeds = [derive(0, "evaluation", episode) for episode in episodes]
     policy, in_lockstep = greedy_policy(infer, device), shard[1] > 1 and not env.shared_rng
     with env.vector(num_episodes, in_process=True) as vector:
         vector.reset(derive(0, "evaluation") if env.shared_rng else seeds)
         returns, lengths, running = np.zeros(num_episodes), np.zeros(num_episodes), np.ones(num_episodes, bool)
+        randoms = [np.random.default_rng(derive(0, "exploration", i)) for i in episodes]
         for _ in range(env.longest or _MAX_STEPS):
-            steps = vector.step(policy(vector.observations))
+            actions = policy(vector.observations)
+            if epsilon:
+                draws = np.array([random.random(2) for random in randoms])
+                random_actions = (draws[:, 1] * env.num_actions).astype(np.int64)
+                actions = np.where(draws[:, 0] < epsilon, random_actions, actions)
+            steps = vector.step(actions)
             returns += steps.rewards * running
             lengths += running
             running &= ~(steps.terminated | steps.truncated)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from runner.config.errors import ConfigError
+from runner.storage.checkpoint import Part
+from runner.system.cpu import local_world_size
+from runner.system.memory import host_memory
 
 
 class Transitions(NamedTuple):
     """A batch of n transitions on the device of the model."""
 
     observations: torch.Tensor
-    """float32 [n, size]"""
+    """float32 [n, size], or uint8 [n, channels, height, width] of images"""
     actions: torch.Tensor
     """int64 [n, 1]"""
     returns: torch.Tensor
     """float32 [n, 1]: the discounted sum of the rewards of up to `n_step` environment steps."""
     next_observations: torch.Tensor
-    """float32 [n, size]"""
+    """as `observations`"""
     discounts: torch.Tensor
     """float32 [n, 1]: the factor of the next observation's value in the TD target; 0 if the episode terminated."""
     possible_returns: tuple[float, float] = (-math.inf, math.inf)
@@ -38,12 +45,28 @@ def unpack(rows: torch.Tensor, possible_returns: tuple[float, float] = (-math.in
     return Transitions(observations, actions.long(), returns, following, discounts, possible_returns)
 
 
+def check_host_memory(replay_size: int, num_processes: int, row_bytes: int) -> None:
+    """Refuse a replay buffer, divided among `num_processes`, that does not fit into the memory of this machine.
+
+    The system allocates memory only as a buffer is filled, and kills the run when none is left.
+    """
+    free_bytes, bytes_per_row = host_memory()["available_bytes"] or 0, row_bytes * local_world_size()
+    if (num_bytes := math.ceil(replay_size / num_processes) * bytes_per_row) > free_bytes:
+        takes, free = f"{num_bytes / 1e9:.1f} GB", f"{free_bytes / 1e9:.1f} GB"
+        why = f"the replay buffer takes {takes} on this machine, and {free} are free"
+        remedy = f"use at most workload.replay_size={int(free_bytes // bytes_per_row) * num_processes}"
+        raise ConfigError("workload.replay_size", replay_size, why, remedy)
+
+
 class Replay:
     """A replay buffer of the last `capacity` transitions (Lin, 1992; Mnih et al., 2015).
 
     Each transition is one row of a float32 tensor. On the CPU, the operating system allocates memory as rows are
     filled.
     """
+
+    begun = 0
+    """The optimizer step after which the buffer was begun, with new transitions."""
 
     def __init__(self, capacity: int, observation_size: int, device: torch.device | str = "cpu"):
         self.capacity = capacity
@@ -67,11 +90,44 @@ class Replay:
         rows = torch.from_numpy(indices)
         return self.rows.index_select(0, rows.to(self.rows.device, non_blocking=True))
 
+    def store(
+        self,
+        window: NStepBuffer,
+        observations: np.ndarray,
+        actions: np.ndarray,
+        rewards: np.ndarray,
+        next_observations: np.ndarray,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        taken: np.ndarray,
+    ) -> None:
+        """Add the transitions that `window` completes when it is given a step of each environment (see its `push`)."""
+        seen, following = (each.reshape(len(actions), -1) for each in (observations, next_observations))
+        self.add(window.push(seen, actions, rewards, following, terminated, truncated, taken))
+
+    def sample(self, random: np.random.Generator, count: int) -> torch.Tensor:
+        """Return `count` rows, drawn uniformly with replacement, on the device of the rows."""
+        return self.at(random.integers(len(self), size=count))
+
+    def batch(self, rows: torch.Tensor, device: torch.device, possible_returns: tuple[float, float]) -> Transitions:
+        """Return the transitions of sampled rows on `device`."""
+        return unpack(rows.to(device, non_blocking=True), possible_returns)
+
+    def restart(self) -> None:
+        """Prepare for new episodes in all environments, whose last ones have not ended."""
+
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows[: self._length].to("cpu", copy=True), "cursor": self._cursor}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; if not all saved rows fit, keep only the newest transitions."""
+    def parts(self) -> dict[str, Part]:
+        """Return parts of the state that do not change any more, by name; see `Workload.parts`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], parts: Mapping[str, Path] | None = None) -> None:
+        """Restore the state that `state_dict` returned; if not all saved rows fit, keep only the newest transitions.
+
+        `parts` are the files of what the method `parts` returned.
+        """
         rows, cursor = state["rows"], state["cursor"]
         if len(rows) > self.capacity or (cursor != len(rows) % self.capacity and len(rows) != self.capacity):
             rows = torch.cat((rows[cursor:], rows[:cursor]))[-self.capacity :]  # oldest first

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,18 +20,21 @@ from runner.env import EnvironmentBrokenError
 from runner.env.base import Env, envs_per_process
 from runner.model.base import Model
 from runner.seeds import derive
-from runner.storage.content_checks import CONTENT_ERRORS
-from runner.system.cpu import local_world_size
-from runner.system.memory import host_memory
+from runner.storage.checkpoint import Part
+from runner.storage.content_checks import CONTENT_ERRORS, check_like
 from runner.system.section_timer import timer
 from runner.system.torch_errors import is_out_of_memory
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.base import Workload
 from runner.workloads.dqn import evaluation
 from runner.workloads.dqn.actor import Actor, Policy, Repeats, check_saved, greedy_policy
-from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, row_width, unpack
+from runner.workloads.dqn.frames import FrameReplay
+from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, check_host_memory, row_width
 
 log = logging.getLogger(__name__)
+
+_MAX_FLAT = 4096  # values of an image that a multi-layer perceptron may take
+_MAX_FRAMES = 2**23  # float32 numbers them exactly up to twice as many, and some are kept besides the capacity
 
 
 @dataclass
@@ -64,14 +68,21 @@ class DQN(Workload):
     epsilon_repeat: int = 1
     epsilon_repeat_exponent: float = 2.0
     normalize: bool = False
+    clip_rewards: bool = False
+    terminal_on_life_loss: bool = False
     eval_episodes: int = 100
+    eval_epsilon: float = 0.0
     record_video: bool = False
+    save_replay: bool = True
 
     metrics: ClassVar[tuple[str, ...]] = ("td_loss", "q_mean")
     best: ClassVar[tuple[str, str]] = ("return", "max")
     forward_passes: ClassVar[int] = 5  # also of the next observation, by the network and by the target network
     outputs_are_scores: ClassVar[bool] = True
-    may_change_on_resume: ClassVar[tuple[str, ...]] = ("env_steps", "replay_device", "eval_episodes", "record_video")
+    may_change_on_resume: ClassVar[tuple[str, ...]] = (
+        *("env_steps", "replay_device", "save_replay"),
+        *("eval_episodes", "eval_epsilon", "record_video"),
+    )
 
     def __post_init__(self) -> None:
         for key in ("env_steps", "replay_size", "n_step", "target_every", "eval_episodes"):
@@ -82,7 +93,7 @@ class DQN(Workload):
         check_range(self, "discount", least=0, most=1)
         check_range(self, "target_tau", above=0, most=1)
         check_range(self, "huber_delta", above=0, most=1e6)
-        for key in ("epsilon_start", "epsilon_final", "epsilon_fraction"):
+        for key in ("epsilon_start", "epsilon_final", "epsilon_fraction", "eval_epsilon"):
             check_range(self, key, least=0, most=1)
         check_choice(self, "replay_device", ("learner", "cpu"))
         check_choice(self, "td_loss", ("huber", "mse"))
@@ -96,16 +107,30 @@ class DQN(Workload):
         check(self.env_steps >= min_env_steps, "env_steps", self.env_steps, why, remedy)
         self._actor: Actor | None = None
         self._saved: dict[str, Any] = {}
+        self._saved_parts: dict[str, Path] = {}
         self._best = -math.inf
 
     def prepare(self) -> None:
         with errors_under("env"):
             self.env.prepare()
-        num_dims = len(self.env.shape)
-        why = "its observations are images, and only vectors are supported"
-        check(num_dims < 3, "env.id", self.env.id, why, "choose another environment")
+        shape, num_dims = self.env.shape, len(self.env.shape)
         fits, why = self.model.num_dims in (None, num_dims), f"it takes images, and {self.env.id} has none"
         check(fits, "model", type(self.model).__name__, why, "use model=qnet")
+        if self.env.pixels is not None:
+            size = "×".join(map(str, shape))
+            why = f"it would flatten images of {size} to vectors"
+            fits = self.model.num_dims is not None or math.prod(shape) <= _MAX_FLAT
+            check(fits, "model", type(self.model).__name__, why, "use model=nature_cnn")
+            check(
+                not self.normalize, "workload.normalize", True, "images are scaled anyway", "workload.normalize=false"
+            )
+            fits, why = self.replay_size <= _MAX_FRAMES, f"the numbers of its frames are below {_MAX_FRAMES:,}"
+            check(fits, "workload.replay_size", self.replay_size, why, f"workload.replay_size={_MAX_FRAMES}")
+        if self.terminal_on_life_loss:
+            with self.env.vector(1, in_process=True) as vector:
+                vector.reset(0)
+                why, remedy = f"{self.env.id} does not tell how many lives are left", "leave it false"
+                check(vector.lives is not None, "workload.terminal_on_life_loss", True, why, remedy)
         missing = self.record_video and self.env.cannot_be_drawn("rgb_array", "set workload.record_video=false")
         if missing:
             raise ConfigError("workload.record_video", True, *missing)
@@ -131,7 +156,9 @@ class DQN(Workload):
 
         with errors_under("model"):
             online = self.model.build(self.env.shape, self.env.num_actions)
-        return WithTarget(online, *(evaluation.observation_scaling(self.env, self.warm_up) if self.normalize else ()))
+        pixel_scale = None if self.env.pixels is None else self.env.pixels.scale
+        scaling = evaluation.observation_scaling(self.env, self.warm_up) if self.normalize else (None, None)
+        return WithTarget(online, *scaling, pixel_scale)
 
     def input_shape(self) -> tuple[int, ...]:
         return self.env.shape
@@ -141,10 +168,12 @@ class DQN(Workload):
     ) -> Iterator[Transitions]:
         self._count = plan.num_data_ranks
         self._logged = (_training_time(), 0)
-        self._actor = self._new_actor(plan, device)
+        self._actor, policy = self._new_actor(plan, device), greedy_policy(model, device)
         if after_step:
-            self._resume(self._actor, after_step + 1 + plan.step_shard[0] - plan.step_shard[1])
-        return self._stream(self._actor, greedy_policy(model, device), plan, after_step, device)
+            last_step = after_step + 1 + plan.step_shard[0] - plan.step_shard[1]
+            # A forward pass of a sharded model is a collective, and other ranks may have saved theirs.
+            self._resume(self._actor, None if plan.shards_parameters else policy, last_step)
+        return self._stream(self._actor, policy, plan, after_step, device)
 
     def _stream(
         self, actor: Actor, policy: Policy, plan: Plan, after_step: int, device: torch.device
@@ -159,17 +188,15 @@ class DQN(Workload):
                 possible_returns = actor.possible_returns()
                 # Sampled once per step, so that the transitions do not depend on the number of micro-batches.
                 for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
-                    yield unpack(rows.to(device, non_blocking=True), possible_returns)
+                    yield actor.replay.batch(rows, device, possible_returns)
 
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Transitions]:
-        capacity = math.ceil(self.replay_size / plan.num_data_ranks)
-        replay_device = device if self.replay_device == "learner" else "cpu"
-        replay = torch.zeros(capacity, row_width(math.prod(self.env.shape)), device=replay_device)
+        replay = self._new_replay(plan, device)
         sizes = [micro.stop - micro.start for micro in plan.micro_batches(1)]
         while True:
-            indices = torch.zeros(sum(sizes), dtype=torch.int64, device=replay_device)
-            for rows in replay.index_select(0, indices).split_with_sizes(sizes):
-                yield unpack(rows.to(device))
+            indices = torch.zeros(sum(sizes), dtype=torch.int64, device=replay.rows.device)
+            for rows in replay.rows.index_select(0, indices).split_with_sizes(sizes):
+                yield replay.batch(rows, device, (-math.inf, math.inf))
 
     def _due(self, step: int) -> float:
         """Return the number of environment steps of each process before optimizer step `step`; it may be fractional."""
@@ -181,27 +208,33 @@ class DQN(Workload):
         return self.epsilon_start + (self.epsilon_final - self.epsilon_start) * progress
 
     def _new_actor(self, plan: Plan, device: torch.device) -> Actor:
-        num_envs, size = envs_per_process(self.env.num_envs, plan.num_data_ranks), math.prod(self.env.shape)
-        capacity = math.ceil(self.replay_size / self._count)
-        replay_device = device if self.replay_device == "learner" else torch.device("cpu")
-        if replay_device.type == "cpu":
-            # The system allocates memory only as a buffer is filled, and kills the run when none is left.
-            free_bytes, count = host_memory()["available_bytes"] or 0, local_world_size()
-            row_bytes = 4 * row_width(size) * count
-            if capacity * row_bytes > free_bytes:
-                takes, free = f"{capacity * row_bytes / 1e9:.1f} GB", f"{free_bytes / 1e9:.1f} GB"
-                why = f"the replay buffer takes {takes} on this machine, and {free} are free"
-                remedy = f"use at most workload.replay_size={int(free_bytes // row_bytes) * self._count}"
-                raise ConfigError("workload.replay_size", self.replay_size, why, remedy)
+        num_envs = envs_per_process(self.env.num_envs, plan.num_data_ranks)
+        if "cpu" in (self.replay_device, device.type):
+            check_host_memory(self.replay_size, self._count, self._bytes_per_transition())
         with self._memory_errors():
-            replay = Replay(capacity, size, replay_device)
+            replay = self._new_replay(plan, device)
+        size = 1 if isinstance(replay, FrameReplay) else math.prod(self.env.shape)
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
         with errors_under("env"):
             vector = self.env.vector(num_envs)
         longest = self.epsilon_repeat
         repeats = Repeats(num_envs, longest, self.epsilon_repeat_exponent) if longest > 1 else None
         seed = derive(plan.seed, "agent", plan.data_rank)
-        return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, repeats)
+        training = (repeats, self.clip_rewards, self.terminal_on_life_loss)
+        return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, *training)
+
+    def _new_replay(self, plan: Plan, device: torch.device) -> Replay:
+        capacity = math.ceil(self.replay_size / plan.num_data_ranks)
+        replay_device = device if self.replay_device == "learner" else torch.device("cpu")
+        if self.env.pixels is None:
+            return Replay(capacity, math.prod(self.env.shape), replay_device)
+        num_envs = envs_per_process(self.env.num_envs, plan.num_data_ranks)
+        return FrameReplay(capacity, num_envs, self.env.pixels, self.n_step, replay_device)
+
+    def _bytes_per_transition(self) -> int:
+        if self.env.pixels is None:
+            return 4 * row_width(math.prod(self.env.shape))
+        return math.prod(self.env.pixels.frame_shape) + 4 * row_width(1) + 2
 
     @contextmanager
     def _memory_errors(self) -> Iterator[None]:
@@ -214,20 +247,25 @@ class DQN(Workload):
             why, remedy = "it does not fit into the memory", "reduce it, or set workload.replay_device=cpu"
             raise ConfigError("workload.replay_size", self.replay_size, why, remedy) from error
 
-    def _resume(self, actor: Actor, last_step: int) -> None:
-        """Restore what was saved for this process, whose last step was `last_step`, or fill its replay at random."""
-        if self._saved:
+    def _resume(self, actor: Actor, policy: Policy | None, last_step: int) -> None:
+        """Restore what was saved for this process, whose last step was `last_step`, or fill its replay anew."""
+        replay, saved, parts = actor.replay, self._saved, self._saved_parts
+        self._saved, self._saved_parts = {}, {}
+        if saved and (not isinstance(replay, FrameReplay) or replay.fits(saved["replay"])):
             try:
                 with self._memory_errors():
-                    actor.load_state_dict(self._saved)
+                    actor.load_state_dict(saved, parts)
             except (*CONTENT_ERRORS, EnvironmentBrokenError) as error:
                 why = f"the state of the environments in the checkpoint is not that of {self.env.id}: {error}"
                 raise ConfigError("resume", ABSENT, why, "do not trust it, and resume another checkpoint") from None
-            self._saved = {}
         else:
+            replay.begun = last_step
+            epsilon = self._epsilon(math.ceil(self._due(last_step)) * self._count)
             while actor.num_steps * self._count < self.warm_up:
-                actor.step(None, 1.0)
-            log.warning("no replay buffer was saved for this process: %d random steps fill it", actor.num_steps)
+                actor.step(policy, 1.0 if policy is None else epsilon)
+            why = "no replay buffer of this size was saved for this process"
+            steps = "random steps" if policy is None else "steps of the agent"
+            log.warning("%s: %d %s fill it", why, actor.num_steps, steps)
         # The count is a function of the optimizer step, for any number of processes: extra warm-up steps do not count.
         num_envs = actor.vector.num_envs
         actor.num_steps = math.ceil(self._due(last_step) / num_envs) * num_envs
@@ -257,7 +295,7 @@ class DQN(Workload):
     ) -> MetricSums:
         # On every rank, though rank 0 alone logs the video: in an ensemble, `infer` is a collective.
         self._video = evaluation.record_video(self.env, infer, device) if self.record_video else None
-        return evaluation.play(self.env, infer, self.eval_episodes, shard, device)
+        return evaluation.play(self.env, infer, self.eval_episodes, shard, device, self.eval_epsilon)
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
         return {name: float(sums[name] / sums["count"]) for name in ("return", "length")}
@@ -285,14 +323,24 @@ class DQN(Workload):
         return {"env_steps": steps, "episodes": episodes}
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._actor is None else self._actor.state_dict() | {"best": self._best}
+        if self._actor is None:
+            return {}
+        return (self._actor.state_dict() if self.save_replay else {}) | {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check `state`, and keep it until `batches` creates the environments and buffers."""
-        if state:
-            check_saved(state, math.prod(self.env.shape), self.n_step, self.epsilon_repeat)
-        self._saved = state
+        if state.keys() == {"best"}:
+            check_like(state, {"best": float}, "the agent")
+        elif state:
+            check_saved(state, self.env, self.n_step, self.epsilon_repeat)
+        self._saved = {} if state.keys() == {"best"} else state
         self._best = state.get("best", -math.inf)
+
+    def parts(self) -> dict[str, Part]:
+        return self._actor.replay.parts() if self._actor is not None and self.save_replay else {}
+
+    def load_parts(self, files: dict[str, Path]) -> None:
+        self._saved_parts = files
 
 
 def _training_time() -> float:

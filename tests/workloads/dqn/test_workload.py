@@ -411,7 +411,7 @@ def test_a_replay_that_does_not_fit_is_refused_and_says_nothing_against_the_chec
 
 def test_replays_larger_than_the_memory_of_their_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = {"available_bytes": 10**6, "limit_bytes": None, "total_bytes": 10**9}
-    monkeypatch.setattr("runner.workloads.dqn.workload.host_memory", lambda: memory)
+    monkeypatch.setattr("runner.workloads.dqn.replay.host_memory", lambda: memory)
     workload = prepared("workload.replay_size=40000")  # transitions of 44 bytes each, half of them in each process
     model, plan = workload.build_model(), Plan(64, 1, (0, 2))
     workload.batches(model, plan, 0, CPU)  # the other process is on another machine
@@ -437,7 +437,7 @@ def test_an_additional_process_fills_its_replay_and_keeps_the_number_of_steps(ca
     workload = prepared()
     with caplog.at_level("WARNING", "runner"):
         batches = workload.batches(workload.build_model(), Plan(64, 1, (1, 2)), 20, CPU)
-    assert "40 random steps" in caplog.text
+    assert "40 steps of the agent" in caplog.text
     assert len(workload._actor.replay) > 20
     next(batches)
     assert workload._actor.num_steps * 2 == math.ceil((80 + 21 / 0.5) / 8) * 8

@@ -1,0 +1,322 @@
+"""Tests of agents that see images: equality with plain torch in every mode, resume, evaluation, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.envs.registration import EnvSpec
+from helpers import catch_env
+from helpers.compose import build_composed_run, compose_config, prepare_session, train_in
+from helpers.plain_loop import largest_difference, weights_at
+from helpers.ranks import PersistentRanks
+from PIL import Image
+from torch import nn
+
+from runner.commands import play
+from runner.config.errors import ConfigError
+from runner.planning.fake_step import prepared as planned
+from runner.planning.fake_step import trace
+from runner.run import Run, build_run
+from runner.seeds import derive
+from runner.workloads.dqn.evaluation import play as evaluate
+
+STEPS, BATCH, LR, TAU, STACK = 6, 12, 0.01, 0.1, 3
+AGENT = (
+    "workload=dqn",
+    f"env.id={catch_env.__name__}:Catch-v0",
+    "env.num_envs=12",
+    f"env.frame_stack={STACK}",
+    "model=nature_cnn",
+    "model.channels=[4,5]",
+    "model.kernel_sizes=[4,3]",
+    "model.strides=[2,1]",
+    "model.hidden=16",
+    "device=cpu",
+    "device.threads=1",
+    "workload.warm_up=120",
+    "workload.replay_ratio=0.1",
+    "workload.replay_size=500",
+    "workload.eval_episodes=3",
+    "workload.clip_targets=false",
+    f"workload.target_tau={TAU}",
+    f"batch_size={BATCH}",
+    f"optimizer.lr={LR}",
+    "schedule=constant",
+    f"steps={STEPS}",
+    "log_every=1",
+    "eval_every=0",
+    "save_every=0",
+)
+
+
+def table() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return frames, packed transitions between their numbers, and which of them the batches contain, step by step."""
+    generator = torch.Generator().manual_seed(5)
+    frames = torch.randint(256, (200, 144), generator=generator, dtype=torch.uint8)
+    rows = torch.randint(100, 200, (50, 5), generator=generator).float()
+    rows[:, 2], rows[:, 3], rows[:, 4] = rows[:, 2] % 3, torch.randn(50, generator=generator), 0.9
+    return frames, rows, torch.randint(50, (STEPS * BATCH,), generator=generator)
+
+
+def draw_given(run: Run, session: Any) -> None:
+    """Fill the replay buffer with the given frames, of which it returns this process's shard of the given batches."""
+    workload: Any = session.workload
+    new_actor, (frames, rows, order) = workload._new_actor, table()
+
+    def with_given(plan: Any, device: torch.device) -> Any:
+        actor, steps = new_actor(plan, device), itertools.count(1)
+
+        def sample(count: int) -> torch.Tensor:
+            actor.replay.frames[:200], actor.replay.ages[:200] = frames, STACK - 1
+            micros = plan.micro_batches(next(steps))
+            return rows[torch.cat([order[micro.start : micro.stop] for micro in micros])]
+
+        actor.sample = sample
+        return actor
+
+    workload._new_actor = with_given
+
+
+def plain(num_envs: int) -> dict[str, torch.Tensor]:
+    """Return the weights after all steps, in float64 on whole batches of whole observations."""
+    torch.manual_seed(derive(0, "weights"))
+    layers = [nn.Conv2d(STACK, 4, 4, 2), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.ReLU(), nn.Flatten()]
+    online = nn.Sequential(*layers, nn.Linear(45, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+    target, optimizer = copy.deepcopy(online), torch.optim.Adam(online.parameters(), lr=LR)
+    frames, rows, order = table()
+
+    def observations(numbers: torch.Tensor) -> torch.Tensor:
+        stacks = [frames[numbers.long() - back * num_envs] for back in range(STACK - 1, -1, -1)]
+        return torch.stack(stacks, 1).view(-1, STACK, 12, 12).double() / 255
+
+    for places in order.split(BATCH):
+        seen, following, action, reward, discount = rows[places].double().split(1, 1)
+        with torch.no_grad():
+            best = online(observations(following[:, 0])).argmax(1, keepdim=True)
+            wanted = reward + discount * target(observations(following[:, 0])).gather(1, best)
+        loss = nn.functional.huber_loss(online(observations(seen[:, 0])).gather(1, action.long()), wanted, delta=10.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
+                slow += TAU * (fast - slow)
+    names = {"0": "conv1.conv", "2": "conv2.conv", "5": "hidden.fc", "7": "head"}
+    return {
+        f"{net}.{names[name[0]]}.{name[2:]}": tensor
+        for net, module in (("online", online), ("target", target))
+        for name, tensor in module.state_dict().items()
+    }
+
+
+def do(
+    ranks: Callable[[int], PersistentRanks], processes: int, directory: Path, *overrides: str, change: Any = None
+) -> Any:
+    config = compose_config(*AGENT, *overrides)
+    if processes > 1:
+        return ranks(processes).train(config, directory, change)
+    return train_in(directory, build_run(config), change or (lambda run, session: None)).result
+
+
+@pytest.mark.parametrize(
+    ("mode", "processes", "accumulation"),
+    [("single", 1, 1), ("single", 1, 4), ("ddp", 2, 2), ("ddp", 3, 1), ("fsdp", 2, 1)],
+)
+def test_every_mode_equals_plain_torch_on_the_same_images(
+    mode: str, processes: int, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    overrides = (f"parallel={mode}", f"accumulation={accumulation}", "precision=64")
+    result = do(ranks, processes, tmp_path / "run", *overrides, change=draw_given)
+    assert (result.status, result.world_size) == ("done", processes)
+    assert largest_difference(weights_at(tmp_path / "run", STEPS), plain(12 // processes)) <= 1e-12
+
+
+@pytest.mark.parametrize("precision", ["bf16", "16"])
+def test_sixteen_bits_differ_by_roundings_only(precision: str, tmp_path: Path) -> None:
+    train_in(tmp_path / "run", build_composed_run(*AGENT, f"precision={precision}"), draw_given)
+    assert 0 < largest_difference(weights_at(tmp_path / "run", STEPS), plain(12)) < 0.2
+
+
+EMA = "ema.decay=0.9"
+
+
+@pytest.mark.parametrize(
+    ("mode", "processes", "more"),
+    [("single", 1, EMA), ("single", 1, "workload.n_step=3"), ("ddp", 2, EMA), ("fsdp", 2, ""), ("ensemble", 2, "")],
+)
+def test_an_agent_that_sees_images_resumes_bitwise(
+    mode: str, processes: int, more: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    overrides = (f"parallel={mode}", *filter(None, [more]), "workload.record_video=true")
+    whole = do(ranks, processes, tmp_path / "whole", *overrides)
+    assert do(ranks, processes, tmp_path / "halves", *overrides, "steps=2").steps == 2
+    (tmp_path / "halves/result.json").unlink(missing_ok=True)
+    second = do(ranks, processes, tmp_path / "halves", *overrides)
+    got, wanted = weights_at(tmp_path / "halves", STEPS), weights_at(tmp_path / "whole", STEPS)
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert (second.metrics, second.notes) == (whole.metrics, whole.notes)
+    with Image.open(tmp_path / "whole/best_policy.gif") as film:
+        assert film.n_frames > 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("saved", "steps"), [("false", "false"), ("true", "false"), ("false", "true")])
+def test_a_replay_that_was_not_saved_is_filled_by_the_agent(
+    saved: str, steps: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_in(tmp_path / "run", build_composed_run(*AGENT, "steps=2", f"workload.save_replay={saved}"))
+    [checkpoint] = tmp_path.glob("run/checkpoints/step_*")
+    size = sum(path.stat().st_size for path in checkpoint.glob("rank_0*"))
+    assert (size > 30_000) == (saved == "true")
+    with caplog.at_level("WARNING", "runner"):
+        run = build_composed_run(*AGENT, f"workload.save_replay={steps}")
+        assert train_in(tmp_path / "run", run).result.steps == STEPS
+    assert ("120 steps of the agent fill it" in caplog.text) == (saved == "false")
+
+
+def test_another_number_of_processes_goes_on_with_a_new_replay(
+    ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    do(ranks, 2, tmp_path / "run", "parallel=ddp", "steps=2")
+    for steps, processes, mode in ((4, 1, "single"), (5, 2, "fsdp"), (6, 1, "hogwild parallel.processes=1")):
+        (tmp_path / "run/result.json").unlink(missing_ok=True)
+        result = do(ranks, processes, tmp_path / "run", *f"parallel={mode}".split(), f"steps={steps}")
+        assert (result.status, result.steps) == ("done", steps)
+        assert result.notes["env_steps"] == 120 + 12 * -(-steps * 10 // 12)
+
+
+def test_hogwild_actors_share_a_model_that_sees_images(tmp_path: Path) -> None:
+    result = train_in(tmp_path, build_composed_run(*AGENT, "parallel=hogwild", "log_every=3")).result
+    assert (result.status, result.steps, result.world_size) == ("done", STEPS, 2)
+
+
+def test_evaluations_play_whole_episodes_with_true_rewards_from_seeds_of_their_own(tmp_path: Path) -> None:
+    training = ("workload.clip_rewards=true", "workload.terminal_on_life_loss=true")
+    run = build_composed_run(*AGENT, *training, "workload.eval_epsilon=0.3", "workload.eval_episodes=5")
+    prepare_session(run)
+    workload: Any = run.workload
+
+    def infer(images: torch.Tensor) -> torch.Tensor:
+        assert images.dtype == torch.uint8
+        assert images.shape[1:] == (STACK, 12, 12)
+        return torch.tensor([0.0, 1.0, 0.0]).expand(len(images), 3)
+
+    returns = []
+    for episode in range(5):
+        env = gymnasium.make("Catch-v0")
+        env.reset(seed=derive(0, "evaluation", episode) % (2**31 - 4096))
+        random, over = np.random.default_rng(derive(0, "exploration", episode)), False
+        returns.append(0.0)
+        while not over:
+            chance, action = random.random(2)
+            _, reward, terminated, truncated, _ = env.step(int(action * 3) if chance < 0.3 else 1)
+            returns[-1], over = returns[-1] + float(reward), terminated or truncated
+    assert max(returns) >= 2, "no reward was clipped, and no life ended an episode"
+    for count in (1, 3):
+        sums = [evaluate(workload.env, infer, 5, (index, count), torch.device("cpu"), 0.3) for index in range(count)]
+        assert sum(float(each["return"]) for each in sums) == sum(returns)
+
+
+def test_an_agent_learns_to_catch_and_is_filmed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    learning = ("workload.env_steps=6000", "workload.warm_up=600", "workload.replay_size=6000", "batch_size=32")
+    more = ("workload.replay_ratio=0.2", "workload.epsilon_final=0.05", "workload.discount=0.9", "optimizer.lr=0.003")
+    network = ("model.hidden=64", "model.dueling=true", "env.id=Catch-v0", "env.options={fall: 2}")
+    more += ("workload.eval_episodes=20",)
+    overrides = [each for each in AGENT if not each.startswith(("steps=", "log_every="))]
+    run = build_composed_run(*overrides, *learning, *more, *network)
+    assert train_in(tmp_path / "run", run).result.metrics["eval/return"] > 7, "chance catches balls for 1.4"
+    film = tmp_path / "film.gif"
+    assert play.main([str(tmp_path / "run"), "--film", str(film), "--seed", "3"]) == 0
+    assert "episode 0: return" in capsys.readouterr().out
+    with Image.open(film) as frames:
+        assert frames.size == (156, 156)
+
+
+@pytest.mark.parametrize("device", ["learner", "cpu"])
+def test_a_million_transitions_of_atari_are_planned_with_each_frame_once(device: str) -> None:
+    size = ("workload.replay_size=1000000", f"workload.replay_device={device}", "env.id=Large-v0", "env.frame_stack=4")
+    run = build_composed_run(*(each for each in AGENT if not each.startswith("env.")), *size, "env.num_envs=8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(gymnasium.registry, "Large-v0", EnvSpec("Large-v0", Large, disable_env_checker=True))
+        [rank] = trace(run, planned(run, 1))
+    assert 7.05e9 < rank.kept["data"] < 7.5e9
+
+
+class Large(gymnasium.Env):
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+    observation_space = gymnasium.spaces.Box(0, 255, (84, 84), np.uint8)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def __init__(self, shape: tuple[int, ...] = (84, 84), dtype: str = "uint8") -> None:
+        self.observation_space = gymnasium.spaces.Box(0, 255, tuple(shape), np.dtype(dtype).type)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["env.options={shape: [84, 84, 3], dtype: float32}"], "env.id"),
+        (["env.options={shape: [2, 84, 84, 3]}"], "env.id"),
+        (["env.options={shape: [9], dtype: float32}", "env.frame_stack=2"], "env.frame_stack"),
+        (["model=qnet"], "model"),
+        (["workload.normalize=true"], "workload.normalize"),
+        (["workload.terminal_on_life_loss=true", "env.id=CartPole-v1", "model=qnet"], "workload.terminal_on_life_loss"),
+        (["workload.replay_size=100000000"], "workload.replay_size"),
+        (["env.options={shapes: 3}"], "env.id"),
+    ],
+)
+def test_what_an_agent_cannot_see_is_refused(overrides: list[str], key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gymnasium.registry, "Large-v0", EnvSpec("Large-v0", Large, disable_env_checker=True))
+    with pytest.raises(ConfigError) as refusal:
+        prepare_session(build_composed_run("workload=dqn", "env.id=Large-v0", "model=nature_cnn", *overrides))
+    assert refusal.value.key == key
+
+
+def test_images_that_are_too_small_for_a_network_are_refused_with_another() -> None:
+    run = build_composed_run("workload=dqn", f"env.id={catch_env.__name__}:Catch-v0", "model=nature_cnn")
+    prepare_session(run)
+    with pytest.raises(ConfigError) as refusal:
+        run.workload.build_model()
+    assert refusal.value.key == "model.kernel_sizes"
+    assert "12×12" in refusal.value.why
+    assert "model=minatar_cnn" in refusal.value.remedy
+
+
+def test_the_wrappers_of_gymnasium_make_single_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gymnasium.registry, "Colored-v0", EnvSpec("Colored-v0", Colored, disable_env_checker=True))
+    options = ("env.id=Colored-v0", "env.grayscale=true", "env.frame_skip=3", "env.frame_stack=2")
+    run = build_composed_run("workload=dqn", "model=minatar_cnn", *options)
+    prepare_session(run)
+    env: Any = run.workload.env  # pyright: ignore[reportAttributeAccessIssue]
+    assert env.shape == (2, 6, 8)
+    with env.vector(2) as vector:
+        vector.reset(0)
+        vector.step(np.zeros(2, np.int64))
+        assert vector.observations.dtype == np.uint8
+        # The maximum of the frames 2 and 3 of each channel, which have the weights of luminance.
+        wanted = int(np.array([0.2125, 0.7154, 0.0721]) @ [30, 60, 90])
+        assert abs(int(vector.observations[0, 1, 0, 0]) - wanted) <= 1
+        assert vector.observations[0, 0].max() == 0
+
+
+class Colored(gymnasium.Env):
+    """Images whose channels grow by 10, 20 and 30 with each step."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (6, 8, 3), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.time = 0
+        return np.zeros((6, 8, 3), np.uint8), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.time += 1
+        return np.full((6, 8, 3), [10, 20, 30], np.uint8) * np.uint8(self.time), 1.0, False, False, {}
