@@ -6,7 +6,7 @@ COMMANDS = {
     "doctor": "describes this machine, and what will run on it",
     "plan": "predicts memory, messages and the bubble of a pipeline, without training",
     "tune": "finds the fastest way to train a config on this machine",
-    "verify": "compares a config with plain training on a single device",
+    "verify": "compares a config with plain training on a single device, or a recorded run with today's code",
     "sweep": "shows what became of the jobs of a sweep",
     "runs": "lists the runs below a directory",
     "compare": "prints a table of runs: their options and results",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
+import os
 import re
 import sys
 import traceback
@@ -21,7 +23,8 @@ from runner.system.secrets import printable, redacted
 class Parser(argparse.ArgumentParser):
     """A parser of a subcommand, or of the command if its name is empty; it raises a `ConfigError` instead of exiting.
 
-    With `overrides`, it takes overrides of a config and, unless `config_dir` is false, the flag `--config-dir`.
+    With `overrides`, it takes overrides of a config and, unless `config_dir` is false, the flag `--config-dir`; with
+    `paths` also directories among them, such as `a/lr=0.1`.
     """
 
     def __init__(
@@ -31,12 +34,13 @@ class Parser(argparse.ArgumentParser):
         *,
         overrides: bool = False,
         config_dir: bool = True,
+        paths: bool = False,
         **options: Any,
     ):
         form = argparse.RawDescriptionHelpFormatter
         name = f"python -m runner {subcommand}".rstrip()
         super().__init__(name, description=description, formatter_class=form, allow_abbrev=False, **options)
-        self._takes_overrides = overrides
+        self._takes_overrides, self._takes_paths = overrides, paths
         if overrides and config_dir:
             self.add_argument("--config-dir", "-cd", metavar="DIR", help="a directory of options of your own")
 
@@ -50,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--checkpoint", metavar="best|last|STEP", default=default, help="which one (default: best)")
 
     def parsed(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """Return the flags and, if the subcommand takes them, the list `overrides`.
+        """Return the flags and, if the subcommand takes them, the lists `overrides` and `paths`.
 
         Args:
             arguments: the words of the command line; None: those of `sys.argv`.
@@ -59,7 +63,10 @@ class Parser(argparse.ArgumentParser):
             ConfigError: for an unknown flag, a flag with an invalid value, or a word that is not a valid override.
         """
         if self._takes_overrides:
-            self.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE or GROUP=OPTION")
+            more = ", or a directory with runs" * self._takes_paths
+            self.add_argument(
+                "overrides", metavar="OVERRIDE", nargs="*", default=[], help=f"KEY=VALUE or GROUP=OPTION{more}"
+            )
         words = sys.argv[1:] if arguments is None else list(arguments)
         for word in words:  # before argparse misses another argument
             flag = word.partition("=")[0]
@@ -69,7 +76,11 @@ class Parser(argparse.ArgumentParser):
         for word in surplus:
             raise ConfigError(word, ABSENT, "it is one word too many;", f"{self.prog} --help explains all words")
         if self._takes_overrides:
-            options.overrides = list(map(checked_override, options.overrides))
+            is_path = [
+                self._takes_paths and (os.path.isdir(w) or ("/" in w and "=" not in w)) for w in options.overrides
+            ]
+            options.paths = [*itertools.compress(options.overrides, is_path)]
+            options.overrides = [checked_override(w) for w in options.overrides if w not in options.paths]
         return options
 
     def error(self, message: str) -> NoReturn:

@@ -1,4 +1,5 @@
 """`python -m runner verify [--steps N] [OVERRIDE …]` compares a config with plain training on a single device.
+`python -m runner verify RUN … [--steps N] [OVERRIDE …]` compares recorded runs with what today's code computes.
 
 The config and its reference (parallel=single, no accumulation, not compiled, not channels_last) train from the same
 weights, three steps by default, in float64 and in the precision of the config. These are compared:
@@ -12,22 +13,37 @@ The verdict is `cannot be judged` if rounding errors cannot be told apart from m
 exceed half of the limit and may explain the difference, something computes in float32 although float64 was requested,
 or the device has no float64 and the results do not agree to 1e-6 (TF32 to 5e-3, 16 bits to 4e-2).
 
+A RUN, or each run below it, is trained again from its first step, with its seed and its config, to the last point that
+it has logged in 200 steps, or in N. The losses, metrics and gradient norms are compared with those that were logged. If
+they are not identical, the steps are trained up to three times more, with the initial weights changed by 1e-6 (in TF32
+and 16 bits by 5e-3) of their values: ten times the effect of this is what rounding explains. Overrides may change how
+the run is computed: device, parallel, accumulation and their like.
+
 Exit codes: 0: the same. 1: different. 2: the config is refused, or cannot be the same (hogwild, ensemble). 3: cannot be
-judged, which includes a config that crashes and a reference that diverges.
+judged, which includes a config that crashes and a reference that diverges. Of several runs, the first of 1, 2, 3, 0.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
+from runner.analysis.output import one_line
+from runner.analysis.saved_runs import find_runs
 from runner.api.composing import compose
+from runner.api.saved import load
 from runner.commands.arguments import Parser, check_not_resumed, report_error
-from runner.config.errors import check
+from runner.commands.compare import existing
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import replaced
 from runner.precision import Double
+from runner.resume.changed_options import differences
 from runner.run import build_run, check_used
 from runner.system.console import REFUSED
+from runner.verification.golden import COMPARED, changes, judge, train_again
 from runner.verification.steps import first_steps
 from runner.verification.verdict import Outcome, Pair, Verdict, compare
 
@@ -35,6 +51,10 @@ SAME, DIFFERENT, UNJUDGED = Verdict.SAME, Verdict.DIFFERENT, Verdict.UNJUDGED
 PLAIN = ("parallel=single", "accumulation=1", "compile=false", "channels_last=false")
 """The overrides that turn a config into its reference, which trains in the plainest way, on a single device."""
 
+MOST_STEPS = 200
+"""How many steps of a recorded run are trained again by default; but at least to its first log."""
+
+_OF_RUN = {SAME: "the same", DIFFERENT: "different", UNJUDGED: "cannot be judged"}
 _HEADLINES = {
     SAME: "the same: this config computes what a single device computes, up to rounding",
     DIFFERENT: "different: this config does not compute what a single device computes",
@@ -44,23 +64,82 @@ _HEADLINES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare the config of the command line with its reference, print the result, and return the exit code."""
-    parser = Parser("verify", __doc__, overrides=True)
-    parser.add_argument("--steps", type=int, default=3, help="number of optimizer steps (default: 3)")
+    parser = Parser("verify", __doc__, overrides=True, paths=True)
+    parser.add_argument("--steps", type=int, help=f"optimizer steps (default: 3; of a RUN, at most {MOST_STEPS})")
     try:
         options = parser.parsed(arguments)
-        check(options.steps > 0, "--steps", options.steps, "there is nothing to compare", "--steps 3")
-        check_not_resumed(options.overrides)
-        outcome = verify(options.overrides, options.steps, options.config_dir)
+        steps, overrides, paths = options.steps, options.overrides, existing(options.paths)
+        check(steps is None or steps > 0, "--steps", steps, "there is nothing to compare", "--steps 3")
+        check_not_resumed(overrides)
+        runs = [run.directory for path in paths for run in find_runs([path])]
+        check(bool(runs) or not paths, "PATH", " ".join(options.paths), "it contains no run", "name a run directory")
+    except Exception as error:
+        return report_error(error)
+    if not paths:
+        return _verdict(partial(verify, overrides, steps or 3, options.config_dir), _HEADLINES)
+    codes = [_verify_run(run, overrides, steps, options.config_dir) for run in runs]
+    return next((code for code in (DIFFERENT, REFUSED, UNJUDGED) if code in codes), SAME)
+
+
+def _verdict(compared: Callable[[], Outcome], headlines: dict[Verdict, str]) -> int:
+    """Print the result of a comparison, or the error that prevents it, and return the exit code."""
+    try:
+        outcome = compared()
     except Exception as error:
         if report_error(error) == REFUSED:
             return REFUSED
-        print(f"{_HEADLINES[UNJUDGED]}: the config crashed", file=sys.stderr)
+        print(f"{headlines[UNJUDGED]}: the config crashed", file=sys.stderr)
         return UNJUDGED
     for line in outcome.lines:
         print(line)
-    headline, reason = _HEADLINES[outcome.verdict], outcome.reason
-    print(f"{headline}: {reason}" if outcome.verdict is UNJUDGED else "\n".join(filter(None, (headline, reason))))
+    headline, reason = headlines[outcome.verdict], outcome.reason
+    on_one_line = outcome.verdict is UNJUDGED or headlines is _OF_RUN
+    print((": " if on_one_line else "\n").join(filter(None, (headline, reason))))
     return outcome.verdict
+
+
+def _verify_run(directory: Path, overrides: list[str], steps: int | None, config_dir: str | None) -> int:
+    print(one_line(f"{directory}:"), flush=True)
+    code = _verdict(partial(retrace, directory, overrides, steps, config_dir), _OF_RUN)
+    lines = changes(directory) or ["no version, commit, device or core has changed"]
+    print("".join(f"  {one_line(line)}\n" for line in lines if code != REFUSED), end="", flush=True)
+    return code
+
+
+def retrace(
+    directory: Path, overrides: Sequence[str], steps: int | None = None, config_dir: str | None = None
+) -> Outcome:
+    """Train the first steps of a recorded run again, and compare what they log with what it has logged.
+
+    Raises:
+        ConfigError: if `overrides` make it another run, it has logged nothing, or it cannot run here.
+    """
+    saved, signature = load(directory), {}
+    config = dict(compose([f"resume={directory}", *overrides, "tracking=none"], config_dir=config_dir))
+    windows = (key for key in ("log_every", "eval_every") if config[key] != saved.config.get(key))
+    others = [*map(str, differences(saved.config, config)), *windows]
+    why, remedy = f"another run: {'; '.join(others[:5])}", "change only device, parallel, accumulation and their like"
+    check(not others, "overrides", ABSENT, why, remedy)
+    run = build_run(config | {"resume": "never"})
+    check_used(run, overrides)
+    then = {tag: values for tag, values in saved.curves().items() if tag.startswith(COMPARED)}
+
+    logged = sorted({step for values in then.values() for step in values})
+    why, remedy = "it has logged nothing that could be compared", "record runs with tracking=tensorboard"
+    check(bool(logged), "PATH", str(directory), why, remedy)
+    why, remedy = f"its first log is at step {logged[0]}", f"--steps {logged[0]}"
+    check(steps is None or steps >= logged[0], "--steps", steps, why, remedy)
+    last = max(step for step in logged if step <= max(steps or MOST_STEPS, logged[0]))
+    more = "" if last == logged[-1] else f" (all: --steps {logged[-1]})"
+    print(f"training steps 1 to {last} again{more}", flush=True)
+    with suppress(ConfigError):  # without a checkpoint, the samples are not known
+        signature = saved.signature("last")
+    again = partial(train_again, run, signature, last)
+    outcome = judge(then, again(), last, lambda number: again(nudge=number))
+    if outcome.verdict is DIFFERENT and len(list(directory.glob("events.out.tfevents.*"))) > 1:
+        why = "the run was resumed, perhaps with other options; only those of its last session are known"
+        return outcome._replace(verdict=UNJUDGED, reason=f"{outcome.reason}. But {why}")
+    return outcome
 
 
 def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = None) -> Outcome:
