@@ -208,19 +208,14 @@ can_mount = pytest.mark.skipif(
 
 
 @can_mount
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("size=8m", "12"),
-        ("size=256k", "/dev/shm: it has no room for a batch"),
-        ("ro", "/dev/shm: data workers cannot be started: "),
-    ],
-    ids=["enough", "too little", "none"],
-)
-def test_too_little_shared_memory_is_an_error_with_a_remedy(option: str, said: str) -> None:
-    # Two workers, each with two batches of 1 MB in advance.
-    command = f'mount -t tmpfs -o {option} tmpfs /dev/shm && exec "$0" -m helpers.programs read_megabytes 12'
-    words = [*NAMESPACE, "sh", "-c", command, sys.executable]
+def test_too_little_shared_memory_is_an_error_with_a_remedy() -> None:
+    cases = {  # two workers, each with two batches of 1 MB in advance
+        "size=8m": "12\n",
+        "size=256k": "/dev/shm: it has no room for a batch",
+        "ro": "/dev/shm: data workers cannot be started: ",
+    }
+    words = [*NAMESPACE, sys.executable, "-m", "helpers.programs", "read_megabytes", "12", *cases]
     printed = subprocess.check_output(words, env=child_environment(), text=True, timeout=TIMEOUT_SECONDS)
-    assert printed.startswith(said)
-    assert ("docker run --shm-size=" in printed, "data.workers=0" in printed) == (said != "12",) * 2
+    for option, text in zip(cases, printed.split("mounted with ")[1:], strict=True):
+        assert text.startswith(f"{option}\n{cases[option]}")
+        assert ("docker run --shm-size=" in text, "data.workers=0" in text) == (option != "size=8m",) * 2

@@ -12,9 +12,11 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -147,18 +149,25 @@ def read_with_workers(what: str) -> None:
     sys.stdin.readline()
 
 
-def read_megabytes(count: str) -> None:
-    """Read batches of 1 MB with two workers, and print how many were read, or the error."""
+def read_megabytes(count: str, *options: str) -> None:
+    """For each of `options`, mount /dev/shm with it, read batches of 1 MB with two new workers, and print the outcome.
+
+    The outcome is how many batches were read, or the error.
+    """
     from runner.data.base import DataError
     from runner.data.workers import Workers
 
-    try:
-        read = [int(batch[-1]) for batch in Workers(2).read(Megabytes(), range(int(count)))]
-    except DataError as error:
-        print(error)
-    else:
-        assert read == [*range(len(read))]
-        print(len(read))
+    for option in options:
+        print(f"mounted with {option}", flush=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", "/dev/shm"], check=True)
+        with closing(Workers(2)) as workers:
+            try:
+                read = [int(batch[-1]) for batch in workers.read(Megabytes(), range(int(count)))]
+            except DataError as error:
+                print(error)
+            else:
+                assert read == [*range(len(read))]
+                print(len(read))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
