@@ -25,7 +25,7 @@ test-all: .venv/ready
 	@$(BIN)/nox --session tests $(ARGS)
 
 test-integrations: .venv/ready
-	@echo "the tests of Ray, MLflow, W&B, Trackio, ONNX, timm and Box2D, with these packages installed"
+	@echo "the tests of Ray, MLflow, W&B, Trackio, ONNX, timm, Box2D, Atari and MinAtar, with these packages installed"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'nox>=2025.10'
 	@$(BIN)/nox --session integrations
 

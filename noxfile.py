@@ -40,9 +40,9 @@ def tests(session: nox.Session, versions: str) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Run the tests of Ray, the trackers, ONNX, timm and Box2D for real. A package that is missing fails them."""
+    """Run the tests of Ray, the trackers, ONNX, timm and games for real. A package that is missing fails them."""
     pinned = re.findall(r"^(?:torch|torchvision|numpy)==.+$", Path("constraints.txt").read_text(), re.MULTILINE)
-    extras = "test,ray,mlflow,wandb,trackio,export,timm,box2d,render"
+    extras = "test,ray,mlflow,wandb,trackio,export,timm,box2d,render,atari,minatar,images"
     session.install("--prefer-binary", "-e", f".[{extras}]", "onnxruntime", *pinned)
     tests = [
         "integrations",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -110,6 +111,11 @@ class State:
         self._report_length(checkpoint.state["num_steps"])
         if self.session.rank == 0:
             prune(self.checkpoints.root, keep=None)  # here, as a run that has no step left does not save again
+
+    def check_disk(self) -> None:
+        """Refuse a new run whose checkpoints do not fit on the disk; those of a resumed one are partly there."""
+        if self.step == 0:
+            self.run.workload.check_disk(shutil.disk_usage(self.directory).free)
 
     def _report_length(self, before: int) -> None:
         """Log what another length of the run does to its schedule; `before` is 0 if it is not known."""

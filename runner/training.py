@@ -62,7 +62,7 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
     with run.settings(session.device):
         with torch_refusals(run):  # already here, as a pipeline measures the blocks of the model
             state = prepare(run, session, directory, with_table=True)
-        session.collectives.barrier()
+        session.collectives.from_rank_0(state.check_disk)
         session.collectives.from_rank_0(begin)
         with (
             Recorder(run.tracking, directory, state.step, visible=writes) as recorder,

@@ -51,7 +51,7 @@ class Atari(Env):
 
     def _spec(self) -> EnvSpec:
         why = "ale-py, which has the games, is not installed"
-        check(is_installed("ale_py"), "id", self.id, why, "pip install 'ale-py>=0.11'")
+        check(is_installed("ale_py"), "id", self.id, why, "pip install ale-py")
         import ale_py  # pyright: ignore[reportMissingImports]  # it registers the games
 
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from runner.env.vector import Vector
 
-_PACKAGES = {"ALE": "ale_py", "MinAtar": "minatar"}
-"""The modules of packages that register environments in a namespace."""
+_PACKAGES = {"ALE": "pip install ale-py", "MinAtar": "pip install minatar"}
+"""How to install the environments of a namespace."""
 
 _MAX_ENVS = 4096  # a larger number is most likely a typing error
 _MAX_FRAMES = 64  # of a stack, which a byte counts, or skipped
@@ -163,8 +163,8 @@ class Env:
             spec = gymnasium.spec(name)
         except gymnasium.error.Error as error:
             remedy = "use env=cartpole, acrobot, mountaincar or lunarlander"
-            if namespace in _PACKAGES and not is_installed(_PACKAGES[namespace]):
-                remedy = f"pip install {_PACKAGES[namespace].replace('_', '-')}"
+            if isinstance(error, gymnasium.error.NamespaceNotFound):
+                remedy = _PACKAGES.get(namespace, remedy)
             raise ConfigError("id", self.id, f"gymnasium has no such environment: {error}", remedy) from None
         why = "its preprocessing and its true rewards are options of another component"
         atari = type(self) is Env and str(spec.vector_entry_point).startswith("ale_py.")

@@ -53,6 +53,8 @@ def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices
     """
     steps, epoch, plan = session.num_steps, session.steps_per_epoch, session.plan
     checkpoint = sum({name: size for rank in ranks for name, size in rank.saved.items()}.values())
+    state, shared = run.workload.state_bytes()
+    checkpoint += state
     return {
         "run": {
             **run.workload.describe(),
@@ -75,7 +77,7 @@ def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices
         "ranks": [_rank(run, session, each) for each in ranks],
         "pipeline": _pipeline(run, session),
         # Those that are kept (the newest one always is until the run ends), the best one, and one being written.
-        "checkpoint": {"bytes": checkpoint, "disk_bytes": checkpoint * (max(1, run.keep) + 2)},
+        "checkpoint": {"bytes": checkpoint, "disk_bytes": checkpoint * (max(1, run.keep) + 2) + shared},
         "host": _machine(session, ranks) if num_devices is None else None,
         "memory_bytes": None,
         "fits": None,
@@ -213,6 +215,8 @@ def _machine(session: Session, ranks: Sequence[RankPlan]) -> dict[str, Any]:
 def _notes(run: Run, session: Session) -> list[str]:
     others = "Python and torch take 0.5 to 0.7 GB more, and on a GPU the CUDA context, workspaces and cached memory"
     notes = [f"Only tensors are counted. In each process, {others}."]
+    if shared := run.workload.state_bytes()[1]:
+        notes.append(f"Checkpoints share files of at most {size(shared)}, which hold the frames of the replay buffer.")
     if run.compile:
         notes.append("The plan is that of compile=false; a compiled model keeps fewer activations.")
     if getattr(run.parallel, "cuts", None) == "auto":

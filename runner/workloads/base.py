@@ -197,6 +197,13 @@ class Workload(ABC):
         """Return large state of this rank that grows, but does not change, by name: checkpoints share its files."""
         return {}
 
+    def state_bytes(self) -> tuple[int, int]:
+        """Return what the state of all ranks adds to each checkpoint, and to a run by `parts`, at most, in bytes."""
+        return 0, 0
+
+    def check_disk(self, free_bytes: int) -> None:
+        """Raise a `ConfigError` if the state cannot be saved where `free_bytes` are free, when a run begins."""
+
     def load_parts(self, files: dict[str, Path]) -> None:
         """Take the files of a checkpoint with what `parts` returned, after `load_state_dict`."""
 

@@ -18,6 +18,8 @@ from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, row_wi
 if TYPE_CHECKING:
     from runner.env.vector import Pixels
 
+MAX_FRAMES = 2**23  # float32 numbers them exactly up to twice as many, and some are kept besides the capacity
+
 _PART_BYTES = 2**25
 """The approximate size of a file of frames in a checkpoint."""
 

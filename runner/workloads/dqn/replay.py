@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from runner.config.errors import ConfigError
 from runner.storage.checkpoint import Part
 from runner.system.cpu import local_world_size
 from runner.system.memory import host_memory
+
+if TYPE_CHECKING:
+    from runner.env.base import Env
 
 
 class Transitions(NamedTuple):
@@ -45,12 +48,26 @@ def unpack(rows: torch.Tensor, possible_returns: tuple[float, float] = (-math.in
     return Transitions(observations, actions.long(), returns, following, discounts, possible_returns)
 
 
-def check_host_memory(replay_size: int, num_processes: int, row_bytes: int) -> None:
+def transition_bytes(env: Env) -> tuple[int, int]:
+    """Return the bytes of the row and of the frame of a transition; without images, the row has the observations."""
+    if env.pixels is None:
+        return 4 * row_width(math.prod(env.shape)), 0
+    return 4 * row_width(1) + 2, math.prod(env.pixels.frame_shape)
+
+
+def saved_bytes(env: Env, replay_size: int, env_steps: int) -> tuple[int, int]:
+    """Return the bytes that the replay adds to each checkpoint, and those of the frames that checkpoints share."""
+    row_bytes, frame_bytes = transition_bytes(env)
+    # Older checkpoints, as the best one, may have frames that the newest one does not have.
+    return min(env_steps, replay_size) * row_bytes, min(env_steps, 2 * replay_size) * frame_bytes
+
+
+def check_host_memory(env: Env, replay_size: int, num_processes: int) -> None:
     """Refuse a replay buffer, divided among `num_processes`, that does not fit into the memory of this machine.
 
     The system allocates memory only as a buffer is filled, and kills the run when none is left.
     """
-    free_bytes, bytes_per_row = host_memory()["available_bytes"] or 0, row_bytes * local_world_size()
+    free_bytes, bytes_per_row = host_memory()["available_bytes"] or 0, sum(transition_bytes(env)) * local_world_size()
     if (num_bytes := math.ceil(replay_size / num_processes) * bytes_per_row) > free_bytes:
         takes, free = f"{num_bytes / 1e9:.1f} GB", f"{free_bytes / 1e9:.1f} GB"
         why = f"the replay buffer takes {takes} on this machine, and {free} are free"

@@ -28,13 +28,12 @@ from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.base import Workload
 from runner.workloads.dqn import evaluation
 from runner.workloads.dqn.actor import Actor, Policy, Repeats, check_saved, greedy_policy
-from runner.workloads.dqn.frames import FrameReplay
-from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, check_host_memory, row_width
+from runner.workloads.dqn.frames import MAX_FRAMES, FrameReplay
+from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, check_host_memory, saved_bytes
 
 log = logging.getLogger(__name__)
 
 _MAX_FLAT = 4096  # values of an image that a multi-layer perceptron may take
-_MAX_FRAMES = 2**23  # float32 numbers them exactly up to twice as many, and some are kept besides the capacity
 
 
 @dataclass
@@ -117,15 +116,14 @@ class DQN(Workload):
         fits, why = self.model.num_dims in (None, num_dims), f"it takes images, and {self.env.id} has none"
         check(fits, "model", type(self.model).__name__, why, "use model=qnet")
         if self.env.pixels is not None:
-            size = "×".join(map(str, shape))
-            why = f"it would flatten images of {size} to vectors"
+            fits, why = self.replay_size <= MAX_FRAMES, f"the numbers of its frames are below {MAX_FRAMES:,}"
+            check(fits, "workload.replay_size", self.replay_size, why, f"workload.replay_size={MAX_FRAMES}")
             fits = self.model.num_dims is not None or math.prod(shape) <= _MAX_FLAT
+            why = f"it would flatten images of {'×'.join(map(str, shape))} to vectors"
             check(fits, "model", type(self.model).__name__, why, "use model=nature_cnn")
             check(
                 not self.normalize, "workload.normalize", True, "images are scaled anyway", "workload.normalize=false"
             )
-            fits, why = self.replay_size <= _MAX_FRAMES, f"the numbers of its frames are below {_MAX_FRAMES:,}"
-            check(fits, "workload.replay_size", self.replay_size, why, f"workload.replay_size={_MAX_FRAMES}")
         if self.terminal_on_life_loss:
             with self.env.vector(1, in_process=True) as vector:
                 vector.reset(0)
@@ -210,7 +208,7 @@ class DQN(Workload):
     def _new_actor(self, plan: Plan, device: torch.device) -> Actor:
         num_envs = envs_per_process(self.env.num_envs, plan.num_data_ranks)
         if "cpu" in (self.replay_device, device.type):
-            check_host_memory(self.replay_size, self._count, self._bytes_per_transition())
+            check_host_memory(self.env, self.replay_size, self._count)
         with self._memory_errors():
             replay = self._new_replay(plan, device)
         size = 1 if isinstance(replay, FrameReplay) else math.prod(self.env.shape)
@@ -230,11 +228,6 @@ class DQN(Workload):
             return Replay(capacity, math.prod(self.env.shape), replay_device)
         num_envs = envs_per_process(self.env.num_envs, plan.num_data_ranks)
         return FrameReplay(capacity, num_envs, self.env.pixels, self.n_step, replay_device)
-
-    def _bytes_per_transition(self) -> int:
-        if self.env.pixels is None:
-            return 4 * row_width(math.prod(self.env.shape))
-        return math.prod(self.env.pixels.frame_shape) + 4 * row_width(1) + 2
 
     @contextmanager
     def _memory_errors(self) -> Iterator[None]:
@@ -338,6 +331,15 @@ class DQN(Workload):
 
     def parts(self) -> dict[str, Part]:
         return self._actor.replay.parts() if self._actor is not None and self.save_replay else {}
+
+    def state_bytes(self) -> tuple[int, int]:
+        return saved_bytes(self.env, self.replay_size, self.env_steps) if self.save_replay else (0, 0)
+
+    def check_disk(self, free_bytes: int) -> None:
+        if (needed := sum(self.state_bytes())) > free_bytes:
+            why = f"checkpoints of the replay buffer take {needed / 1e9:.1f} GB, and {free_bytes / 1e9:.1f} GB are free"
+            most = f"workload.replay_size={int(self.replay_size * free_bytes / needed)}"
+            raise ConfigError("workload.save_replay", True, why, f"workload.save_replay=false, or at most {most}")
 
     def load_parts(self, files: dict[str, Path]) -> None:
         self._saved_parts = files

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import gymnasium
@@ -24,6 +25,7 @@ from runner.commands import play
 from runner.config.errors import ConfigError
 from runner.planning.fake_step import prepared as planned
 from runner.planning.fake_step import trace
+from runner.planning.report import report_of
 from runner.run import Run, build_run
 from runner.seeds import derive
 from runner.workloads.dqn.evaluation import play as evaluate
@@ -247,7 +249,24 @@ def test_a_million_transitions_of_atari_are_planned_with_each_frame_once(device:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(gymnasium.registry, "Large-v0", EnvSpec("Large-v0", Large, disable_env_checker=True))
         [rank] = trace(run, planned(run, 1))
+        report = report_of(run, planned(run, 1), [rank])
     assert 7.05e9 < rank.kept["data"] < 7.5e9
+    assert run.workload.state_bytes()[1] == min(run.workload.env_steps, 2_000_000) * 84 * 84
+    assert report["checkpoint"]["disk_bytes"] > run.workload.state_bytes()[1]
+
+
+def test_a_replay_that_does_not_fit_on_the_disk_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build_composed_run(*AGENT)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=50_000))
+    with pytest.raises(ConfigError) as refusal:
+        train_in(tmp_path / "run", run)
+    assert (refusal.value.key, refusal.value.got) == ("workload.save_replay", True)
+    most = int(refusal.value.remedy.rpartition("=")[2])
+    assert 40 < most < 500
+    for more in (f"workload.replay_size={most}", "workload.save_replay=false"):
+        assert train_in(tmp_path / more, build_composed_run(*AGENT, more)).result.status == "done"
 
 
 class Large(gymnasium.Env):
