@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ConfigError
-from runner.config.overrides import typed_path
+from runner.config.overrides import override_key, typed_path
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.launch.supervisor import RankError, report_of
 from runner.parallel.session import Session
@@ -51,6 +51,8 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as collectives, ExitStack() as stack, LogFile(None, collectives.rank) as log_file:
         check_same_config(run.config, collectives)
+        if None not in (run.steps, run.epochs) and {"steps", "epochs"} <= set(map(override_key, overrides)):
+            log.warning("epochs has no effect: steps=%d says how long to train", run.steps)
         session = collectives.on_all_ranks(lambda: run.prepare(collectives))
         claims: list[Claim] = []  # on rank 0
 

@@ -7,6 +7,7 @@ import functools
 import itertools
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -91,7 +92,7 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, flag: str, bare: str) -> ConfigError:
         key = re.split(r"[=.]", bare)[0]
-        dashed = f"without dashes: {bare if '=' in bare else f'{bare}=…'}" if key in root_keys() else ""
+        dashed = f"without dashes: {shlex.quote(bare) if '=' in bare else f'{bare}=…'}" if key in root_keys() else ""
         actions = self._option_string_actions.items()
         known = [name for name, action in actions if name.startswith("--") and action.help != argparse.SUPPRESS]
         remedy = (dashed or type_instead(flag.lstrip("-"))) if self._takes_overrides else ""

@@ -30,8 +30,7 @@ class FSDP(MultiProcess):
     Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The parameters of a block are gathered
     when the block is used; the network's `blocks()` defines the blocks. With a 16-bit precision, parameters are
     gathered in 16 bits, except if the network has batch normalization, whose operators need float32 parameters.
-    Gradients are reduced in float32; the base class clips them by the norm over all shards. Batch normalization works
-    as in ddp without `sync_batch_norm`.
+    Gradients are reduced in float32, clipped by `Parallel`. Batch normalization is as in ddp without `sync_batch_norm`.
 
     All processes take part in gathering a block: in an evaluation, they make as many forward passes as the one that has
     the most samples. `conf/parallel/fsdp.yaml` explains the options.

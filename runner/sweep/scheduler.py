@@ -1,6 +1,4 @@
-"""The scheduler of a sweep. It submits the jobs to a pool, which has the cores and GPUs (see `engines/`), and records
-the state of each job in the ledger.
-"""
+"""The scheduler of a sweep. It submits jobs to a pool, which gives them cores and GPUs, and records their states."""
 
 from __future__ import annotations
 

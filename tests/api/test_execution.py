@@ -161,6 +161,13 @@ def test_a_run_out_of_memory_is_told_what_it_needs_and_what_would_need_less(
         assert needed == size(plan_of([*words, *overrides.split()])["ranks"][0]["peak_bytes"])
 
 
+@pytest.mark.parametrize(("words", "said"), [(["epochs=2"], True), ([], False), (["epochs=null"], False)], ids=str)
+def test_epochs_beside_steps_are_said_to_have_no_effect(words: list[str], said: bool) -> None:
+    result = runner.train([*WORDS, "steps=1", *words])
+    assert result.directory is not None
+    assert ("epochs has no effect" in (result.directory / "log.txt").read_text()) is said
+
+
 def test_a_thread_can_train() -> None:
     results: list[runner.Result] = []
     thread = threading.Thread(target=lambda: results.append(runner.train(WORDS)))

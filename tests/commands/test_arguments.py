@@ -38,6 +38,7 @@ def test_flags_may_stand_anywhere(words: list[str]) -> None:
         (["out/a", "--jsn"], "--jsn", "did you mean --json?"),
         (["out/a", "--nope=3"], "--nope", "choose from: --checkpoint, --config-dir, --help, --json"),
         (["out/a", "--seed=1"], "--seed", "without dashes: seed=1"),
+        (["out/a", "--name=a b"], "--name", "without dashes: 'name=a b'"),
         (["out/a", "--lr", "1"], "--lr", "type optimizer.lr=…"),
         ([], "the following arguments are required", "python -m runner evaluate --help explains it"),
     ],
