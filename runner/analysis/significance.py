@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from statistics import fmean, variance
 from typing import Any, NamedTuple
 
@@ -61,13 +62,13 @@ class Contrast(NamedTuple):
 
     @property
     def seeds_needed(self) -> int | None:
-        """How many seeds each side needs to find a difference of this size with `POWER`; None: over `MAX_SEEDS`.
+        """How many seeds each side needs to find a difference of this size with `POWER`; None if over `MAX_SEEDS`.
 
-        The power is that of the noncentral t distribution (Cohen, Statistical Power Analysis, 1988).
+        The power is that of the noncentral t distribution (Cohen, Statistical Power Analysis, 1988). None also if there
+        is no t-test.
         """
-        level = LEVEL / self.family
         if math.isnan(self.df):
-            return None if self.p == 1 else _smallest(lambda n: _exact(n, n, self.is_paired) < level)
+            return None
         from scipy.special import nctdtr, stdtrit
 
         spreads = list(map(variance, self.groups))
@@ -75,11 +76,11 @@ class Contrast(NamedTuple):
         df_of_two = total**2 / math.fsum(spread**2 for spread in spreads)
 
         def has_power(seeds: int) -> bool:
-            df = df_of_two * (seeds - 1)
-            shift = abs(self.difference) / math.sqrt(total / seeds)
-            return nctdtr(df, shift, stdtrit(df, 1 - level / 2)) <= 1 - POWER
+            df, shift = df_of_two * (seeds - 1), abs(self.difference) / math.sqrt(total / seeds)
+            return not nctdtr(df, shift, stdtrit(df, 1 - LEVEL / self.family / 2)) > 1 - POWER  # NaN for large shifts
 
-        return _smallest(has_power)
+        found = 2 + bisect_left(range(2, MAX_SEEDS + 1), True, key=has_power)
+        return found if found <= MAX_SEEDS else None
 
 
 def contrast(measured: Mapping[Any, float], reference: Mapping[Any, float]) -> Contrast | None:
@@ -102,8 +103,8 @@ def contrast(measured: Mapping[Any, float], reference: Mapping[Any, float]) -> C
     error = math.sqrt(math.fsum(errors))
     rounding = 1e-12 * max(map(abs, [*values, *others]))
     if error <= rounding:
-        p = 1.0 if abs(found.difference) <= rounding else _exact(len(values), len(others), is_paired)
-        return found._replace(p=min(p, 1.0))
+        arrangements = 2 ** len(values) if is_paired else math.comb(len(values) + len(others), len(others))
+        return found if abs(found.difference) <= rounding else found._replace(p=2 / arrangements)
     from scipy.special import stdtr, stdtrit
 
     squares = math.fsum(each**2 / (len(group) - 1) for each, group in zip(errors, found.groups, strict=True))
@@ -112,11 +113,6 @@ def contrast(measured: Mapping[Any, float], reference: Mapping[Any, float]) -> C
     p = 2 * stdtr(df, -abs(found.difference) / error)
     low, high = float(found.difference - width), float(found.difference + width)
     return found._replace(low=low, high=high, df=df, p=float(p))
-
-
-def _exact(count: int, other: int, is_paired: bool) -> float:
-    """Return the smallest p-value of a two-sided permutation test: of signs, or of the members of two groups."""
-    return 2 / (2**count if is_paired else math.comb(count + other, other))
 
 
 def corrected(contrasts: Sequence[Contrast], is_best: bool) -> list[Contrast]:
@@ -135,17 +131,3 @@ def corrected(contrasts: Sequence[Contrast], is_best: bool) -> list[Contrast]:
         largest = min(1.0, max(largest, allowed_for * contrasts[index].p))
         done[index] = contrasts[index]._replace(family=family, corrected_p=largest)
     return done
-
-
-def _smallest(holds: Callable[[int], Any]) -> int | None:
-    """Return the smallest number of seeds from 2 for which `holds`; None if it is larger than `MAX_SEEDS`."""
-    high = 2
-    while not holds(high):
-        if high > MAX_SEEDS:
-            return None
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high if high <= MAX_SEEDS else None

@@ -58,28 +58,23 @@ def terminal(comparison: Comparison, width: int) -> Group:
     """
     parts = text_tables(comparison)
     if comparison.rows and _width(parts[0]) > width:
-        whole = text_tables(comparison, in_one_column=True)[0] if comparison.keys else parts[0]
-        parts[:1] = _in_blocks(whole, 1 if comparison.keys else 0, width)
-    texts = (Text(f"\n{note}") for note in notes(comparison))
-    return Group(*(part.rich() for part in parts), *texts)
+        parts[:1] = _in_blocks(text_tables(comparison, in_one_column=True)[0], width)
+    return Group(*(part.rich() for part in parts), *(Text(f"\n{note}") for note in notes(comparison)))
 
 
 def _width(part: TextTable) -> int:
     return Console(width=10_000, height=100).measure(part.rich()).minimum
 
 
-def _in_blocks(part: TextTable, repeated: int, width: int) -> Iterator[TextTable]:
-    """Yield tables of at most `width` characters, if possible, with the columns of `part`, the first ones in each."""
-    first, rest = [*range(repeated)], [*range(repeated, len(part.titles))]
+def _in_blocks(part: TextTable, width: int) -> Iterator[TextTable]:
+    """Yield tables of at most `width` characters, if possible, with the first and some more columns of `part` each."""
+    first, *rest = zip(part.titles, *part.rows, strict=True)
     while rest:
-        for count in range(len(rest), 0, -1):
-            chosen = [*first, *rest[:count]]
-            rows = [[row[index] for index in chosen] for row in part.rows]
-            block = TextTable([part.titles[index] for index in chosen], rows)
-            if _width(block) <= width or count == 1:
-                yield block
-                rest = rest[count:]
-                break
+        tables = [[list(row) for row in zip(first, *rest[:count], strict=True)] for count in range(len(rest), 0, -1)]
+        blocks = [TextTable(titles, rows) for titles, *rows in tables]
+        chosen = next((block for block in blocks if _width(block) <= width), blocks[-1])
+        yield chosen
+        rest = rest[len(chosen.titles) - 1 :]
 
 
 def markdown(comparison: Comparison) -> str:
@@ -130,13 +125,13 @@ def _verdict(found: Contrast) -> list[str]:
 
 def _decimals(found: Contrast) -> int:
     """Return the number of decimals that shows two digits of the interval, but at most five of the values."""
-    size = max(abs(found.difference if math.isnan(found.low) else found.high - found.difference), 0.0)
-    size = max(size, max(map(abs, found.values)) / 10_000)
+    width = abs(found.difference) if math.isnan(found.low) else found.high - found.difference
+    size = max(width, max(map(abs, found.values)) / 10_000)
     return max(0, 1 - math.floor(math.log10(size))) if size else 1
 
 
 def _limits(found: Contrast, between: str) -> str:
-    return f"{found.low:+.{_decimals(found)}f}{between}{found.high:+.{_decimals(found)}f}"
+    return between.join(f"{limit:+.{_decimals(found)}f}" for limit in (found.low, found.high))
 
 
 def _p(p: float) -> str:
@@ -155,19 +150,15 @@ def notes(comparison: Comparison) -> list[str]:
         return lines + [_sentence(comparison, rows[index], found) for index, found in contrasts.items()]
     if not contrasts:
         return lines
-    paired = sum(found.is_paired for found in contrasts.values())
-    tests = [name for name, count in (("paired by seed", paired), ("Welch's t-test", len(contrasts) - paired)) if count]
     best = "the best row" if comparison.reference is rows[0] else "the best row with several seeds"
+    tests = " or ".join(sorted({found.test for found in contrasts.values()}))
     text = (
-        f"difference: of the mean {comparison.title(comparison.quality)} to {best}, with its 95 % confidence interval"
+        f"difference: of the mean {comparison.title(comparison.quality)} to {best}, with its 95 % confidence interval; "
     )
-    text += f" ({' or '.join(tests)}; p is corrected for all pairs of rows)."
-    if any(not found.is_told for found in contrasts.values()):
-        text += (
-            f" {NOT_TOLD}: cannot be told from {best} (p ≥ {LEVEL}). seeds needed: of each row, to find a difference"
-        )
-        text += f" of this size with a probability of {POWER * 100:g} %."
-    return [*lines, text]
+    text += (
+        f"p: of the {tests}, corrected for all pairs of rows; {NOT_TOLD}: cannot be told from {best}; seeds needed: of "
+    )
+    return [*lines, f"{text}each row, to find a difference of this size with a probability of {POWER * 100:g} %."]
 
 
 def _sentence(comparison: Comparison, row: Row, found: Contrast) -> str:

@@ -22,7 +22,7 @@ def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     set_age_days(write_run_directory(path / "classifier" / "old", **evaluation_entries(0.7, 0.7)), days=9)
     killed = write_run_directory(path / "classifier" / "killed")
     checkpoint, best = killed / "checkpoints" / "step_00000007", evaluation_entries(0.6, 0.6)["best"]
-    (checkpoint / "manifest.json").write_text(manifest_of(checkpoint, step=7, world_size=1, best=best))
+    (checkpoint / "manifest.json").write_text(manifest_of(checkpoint, {}, step=7, world_size=1, best=best))
     set_age_days(killed, days=5)
     set_age_days(write_run_directory(path / "other" / "new", **evaluation_entries(0.95, 0.9, steps=12)), days=1)
     sweep = path / "sweeps" / "s" / "2026"
