@@ -121,7 +121,7 @@ def corrected(contrasts: Sequence[Contrast], is_best: bool) -> list[Contrast]:
     If the reference was chosen beforehand, this is Holm's step-down correction (1979). If it was found to be the best
     (`is_best`), any pair of rows might have been compared. After r findings, r rows are known to differ from the best:
     then at most all pairs of the n − r others, and all of the r, may be equal (Shaffer, Modified sequentially rejective
-    multiple test procedures, 1986). With Holm's numbers, one in nine tables of ten equal rows would have a false one.
+    multiple test procedures, 1986). With Holm's numbers, about one in ten tables of ten equal rows would have one.
     """
     done, largest, family, count = list(contrasts), 0.0, 1, len(contrasts)
     for rank, index in enumerate(sorted(range(count), key=lambda i: contrasts[i].p)):
