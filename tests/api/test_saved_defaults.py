@@ -114,7 +114,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "class of another group": {"model": {"_target_": "runner.device.Device"}},
     "defaults of a component": {"schedule": {"_target_": "runner.schedule.Constant", "defaults": ["/model/resnet50"]}},
     "no component": {"model": "resnet50"},
-    "reference in a list": {"keep": [["${oc.env:HOME}"]]},
+    "reference in a list": {"model": {"_target_": "runner.model.networks.ConvNet", "freeze": ["${oc.env:HOME}"]}},
     "reference in a node of a list": {"keep": [{"x": "${oc.env:HOME}"}]},
     "missing": {"steps": "???"},
     "out of range": {"steps": -1},
@@ -130,7 +130,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
 def test_a_hostile_config_is_refused_and_nothing_is_written(values: dict[str, Any], run: Path, tmp_path: Path) -> None:
     change(run, **values)
     before = tree(tmp_path)
-    assert next(iter(values)) in str(refused(f"resume={run}")).splitlines()[0]
+    error = refused(f"resume={run}")
+    assert next(iter(values)) in str(error).splitlines()[0]
+    assert error.got == "${oc.env:HOME}" or "oc.env" not in str(values), "it is the reference that is refused"
     assert tree(tmp_path) == before
 
 
