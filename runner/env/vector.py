@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -260,7 +261,9 @@ class Vector:
 
     def render(self) -> np.ndarray:
         """Return a rendered image of the first environment: uint8 [height, width, 3]; tiny games are enlarged."""
-        frames = self.envs.render()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # gymnasium's of colors from 0 to 1, and of a missing frame rate
+            frames = self.envs.render()
         assert frames is not None
         image = np.asarray(frames[0])
         if image.dtype != np.uint8:
