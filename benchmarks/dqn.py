@@ -41,7 +41,7 @@ import torch
 
 from benchmarks.measure import command, interleave, points, print_value, report, result, write
 
-CLEANRL_GOALS = {("runner", "cleanrl"): 3.0, ("runner, fifty environments", "cleanrl"): 3.0}
+CLEANRL_GOALS = {("compiled", "cleanrl"): 3.0, ("compiled, fifty environments", "cleanrl"): 5.0}
 GOALS = {("runner", "sb3"): 3.0, ("runner", "sb3, ten environments"): 1.0}
 GOALS |= {("runner, fifty environments", "sb3"): 3.0}
 MODE_GOALS = {("hogwild, two", "one"): 1.6}
@@ -93,8 +93,8 @@ def _print_length(steps: int, num_episodes: int) -> None:
     print_value("mean episode", steps / num_episodes)
 
 
-def with_runner(steps: int, seed: int = 0, num_envs: int = 10) -> float:
-    """Return environment steps per second of the training loop, with logs, progress display and checkpoints."""
+def with_runner(steps: int, seed: int = 0, num_envs: int = 10, compiled: str = "false") -> float:
+    """Return environment steps per second of the training loop, with compilation, logs, display and checkpoints."""
     from runner import training
     from runner.commands.train import main
 
@@ -104,7 +104,7 @@ def with_runner(steps: int, seed: int = 0, num_envs: int = 10) -> float:
     options += ["workload.n_step=1", "workload.double=false", "workload.target_tau=1"]
     options += ["workload.target_every=50", "workload.epsilon_fraction=0.5", "workload.epsilon_final=0.05"]
     options += ["workload.td_loss=mse", "workload.clip_targets=false"]
-    options += ["log_every=100", "eval_every=0", "device=cpu", f"save_every={steps // 20}"]
+    options += ["log_every=100", "eval_every=0", "device=cpu", f"save_every={steps // 20}", f"compile={compiled}"]
     times: list[float] = []
     loop, evaluate = training.loop, training.evaluate
 
@@ -124,6 +124,8 @@ def with_runner(steps: int, seed: int = 0, num_envs: int = 10) -> float:
             raise SystemExit(1)
         (directory,) = Path(root, "bench").iterdir()
         _print_length(steps, result(directory)["notes"]["episodes"])
+        rates = [rate for _, rate in points(directory, "time/env_steps_per_second")]
+        print_value("median of the logged rates, environment steps/s", statistics.median(rates))
     start, end = times
     return steps / (end - start)
 
@@ -144,6 +146,8 @@ CONTENDERS: dict[str, Callable[[int, int], float]] = {
     "sb3, ten environments": partial(sb3, num_envs=10),
     "runner": with_runner,
     "runner, fifty environments": partial(with_runner, num_envs=50),
+    "compiled": partial(with_runner, compiled="step"),
+    "compiled, fifty environments": partial(with_runner, num_envs=50, compiled="step"),
 }
 MODES: dict[str, Callable[[int, int], float]] = {
     "one": partial(in_mode, ["parallel=single"]),

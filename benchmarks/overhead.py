@@ -27,6 +27,8 @@ GOALS = {
     ("runner", "plain"): 1.0,
     ("runner", "lightning"): 1.5,
     ("runner", "accelerate"): 1.3,
+    ("runner, compiled step", "runner"): 1.25,
+    ("runner, compiled step", "limit"): 1.0,
 }
 
 
@@ -191,6 +193,7 @@ CONTENDERS: dict[str, Callable[[int], float]] = {
     "accelerate": accelerate,
     "lightning": lightning,
     "runner": with_runner,
+    "runner, compiled step": lambda steps: with_runner(steps, "compile=step"),
 }
 
 

@@ -88,6 +88,7 @@ class Plan:
         reads_batches: whether the process needs the samples of the batches; a stage inside a pipeline does not.
         num_members: number of models that evaluations measure one by one, besides their vote; 0 for a single model.
         shards_parameters: whether the process has only a shard of each parameter when the optimizer updates it.
+        splits_network: whether other processes have other layers of the network.
 
     Raises:
         ConfigError: if the batch cannot be split into equal micro-batches.
@@ -104,6 +105,7 @@ class Plan:
     reads_batches: bool = True
     num_members: int = 0
     shards_parameters: bool = False
+    splits_network: bool = False
 
     def __post_init__(self) -> None:
         count = self.data_shard[1]

@@ -67,6 +67,15 @@ class Average:
         if self._trained:
             self._optimizer.step()
 
+    def pairs(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], bool]:
+        """Return each average, zeros before the first step, and its weights; and whether there has been a step."""
+        weights, state = self._trained.values(), self._optimizer.state
+        has_begun = all(state[weight] for weight in weights)
+        for weight in weights:
+            if not has_begun:
+                state[weight]["average"] = torch.zeros_like(weight)
+        return [(state[weight]["average"], weight) for weight in weights], has_begun
+
     def tensors(self) -> list[torch.Tensor]:
         """Return this rank's averaged weights; empty if there is no average, or before the first step."""
         return [state["average"] for state in self._optimizer.state.values()]

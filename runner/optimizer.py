@@ -151,7 +151,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     rates: dict[str, float] = {}
     for group in optimizer.param_groups:
         name = group.get("name", "")
-        rates.setdefault(f"lr/{name}" if name else "lr", group["lr"])
+        rates.setdefault(f"lr/{name}" if name else "lr", float(group["lr"]))
     return rates
 
 

@@ -27,6 +27,9 @@ class Precision:
 
     description: ClassVar[str] = "float32"
 
+    scales_loss = False
+    """Whether an update is skipped if a gradient overflows; known after `prepare`."""
+
     tolerance: ClassVar[float] = 1e-6
     """The largest relative difference of weights, after a few steps, to expect between a mode and a single device."""
 
@@ -61,7 +64,7 @@ class Precision:
         self,
         optimizer: torch.optim.Optimizer,
         clip: Callable[[], torch.Tensor] | None,
-        combine_overflow: Callable[[torch.Tensor], None] = lambda found_inf: None,
+        combine_overflow: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor | None:
         """Unscale and clip the gradients, update the parameters, and set the gradients to None.
 
@@ -69,7 +72,7 @@ class Precision:
             optimizer: the optimizer of the parameters.
             clip: function that clips the gradients and returns their norm before; None for no clipping.
             combine_overflow: function that sets an overflow flag, in place, to its maximum over the ranks, if they hold
-                the gradients of different parameters.
+                the gradients of different parameters; None if they do not, or torch combines the flags.
 
         Returns:
             The norm before clipping, a scalar on the device; None if `clip` is None and there is no loss scaling.
@@ -181,6 +184,10 @@ class Float16(BFloat16):
             device.type, init_scale=self.init_scale, growth_interval=self.growth_interval
         )
 
+    @property
+    def scales_loss(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._scaler is not None
+
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         return torch.float16 if accelerator.scales_float16(device) else torch.bfloat16
 
@@ -191,7 +198,7 @@ class Float16(BFloat16):
         self,
         optimizer: torch.optim.Optimizer,
         clip: Callable[[], torch.Tensor] | None,
-        combine_overflow: Callable[[torch.Tensor], None] = lambda found_inf: None,
+        combine_overflow: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor | None:
         if self._scaler is None:
             return super().step(optimizer, clip)
@@ -200,8 +207,8 @@ class Float16(BFloat16):
         for other in flags[1:]:  # of other devices: GradScaler adds them up, but fused kernels only skip if it is 1
             torch.maximum(flags[0], other.to(flags[0].device, non_blocking=True), out=flags[0])
             other.zero_()
-        for found_inf in flags[:1]:
-            combine_overflow(found_inf)  # over the ranks, where each has only a part of the gradients: a pipeline
+        if combine_overflow is not None:
+            combine_overflow(flags[0])
         norm = clip() if clip is not None else _gradient_norm(optimizer)
         self._scaler.step(optimizer)  # a fused optimizer reads the flag on the device: no sync
         self._scaler.update()

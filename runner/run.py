@@ -107,8 +107,8 @@ class Run:
             check_range(self, key, least=1, most=_LARGEST)
         for key in ("eval_every", "save_every", "keep"):
             check_range(self, key, least=0, most=_LARGEST)
-        if not isinstance(self.compile, bool) and self.compile != "blocks":
-            raise ConfigError("compile", self.compile, "it is neither true nor false nor blocks", "compile=blocks")
+        if not isinstance(self.compile, bool) and self.compile not in ("blocks", "step"):
+            raise ConfigError("compile", self.compile, "it is not true, false, blocks or step", "compile=blocks")
         check_range(self, "epochs", above=0, most=1_000_000)
         check_range(self, "max_grad_norm", above=0)
         if self.steps is None and self.epochs is None and self.workload.num_steps(self.batch_size) is None:

@@ -37,7 +37,11 @@ class Schedule:
         """Set the learning rate of `optimizer` for the update with index `update` (see `factor`)."""
         factor = self.factor(update, num_updates)
         for group in optimizer.param_groups:
-            group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
+            rate = factor * group.setdefault("initial_lr", group["lr"])
+            if isinstance(group["lr"], torch.Tensor):  # of a compiled step, which reads its memory
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 @dataclass

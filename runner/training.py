@@ -144,13 +144,13 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         StorageError: if a checkpoint cannot be written.
     """
     run, session, model = state.run, state.session, state.model
-    batches = session.batches(model, state.step)
+    batches, take_step = session.batches(model, state.step), step_function(state)
     model.train()
     state.step_timer.start(math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
 
     for step in session.plan.steps(state.step, state.last_step):
         log_due = session.is_due(run.log_every, step.number)
-        norm = train_step(state, batches, step, log_due)
+        norm = take_step(state, batches, step, log_due)
         evaluation_due = session.is_due(session.eval_every, step.number)
         save_due = session.is_due(session.save_every, step.number)
         state.step_timer.lap(pausing=log_due or evaluation_due or save_due)
@@ -187,6 +187,15 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
     return "done"
 
 
+def step_function(state: State) -> Callable[[State, Iterator[Any], Step, bool], torch.Tensor | None]:
+    """Return the function that computes the steps of a run: `train_step`, or what `compile=step` puts in its place."""
+    if state.run.compile == "step":
+        from runner.compiled_step import CompiledStep  # imports torch.func: 0.1 s
+
+        return CompiledStep(state)
+    return train_step
+
+
 def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) -> torch.Tensor | None:
     """Run one optimizer step: the forward and backward passes of its micro-batches, and the update.
 
@@ -200,14 +209,17 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
     for micro in step.micro_batches:
         with timer.section("data"):
             batch = next(batches)
-        state.metric_buffer.add(run.parallel.accumulate(model, batch, micro, log_due))
+        with run.parallel.measured(model, micro):
+            sums = run.parallel.accumulate(model, batch, micro, log_due)
+        state.metric_buffer.add(sums)
     state.metric_buffer.end_step(min(step.local, step.number))  # in the last round, `local` may be beyond the end
     with timer.section("optimizer"):
         num_skipped = run.precision.num_skipped()
         run.schedule.set_lr(state.optimizer, step.number - 1 - num_skipped, session.num_steps)
         clip = partial(run.parallel.clip_gradients, model, run.max_grad_norm)
         clip_due = log_due or run.max_grad_norm is not None
-        norm = run.precision.step(state.optimizer, clip if clip_due else None, run.parallel.combine_overflow)
+        combine_overflow = session.collectives.combine_overflow if session.plan.splits_network else None
+        norm = run.precision.step(state.optimizer, clip if clip_due else None, combine_overflow)
         if not state.weights_are_followed or run.precision.num_skipped() == num_skipped:
             state.average.update()
             run.workload.after_step(model, step.local - num_skipped)
@@ -294,6 +306,8 @@ def torch_refusals(run: Run) -> Iterator[None]:
         if run.deterministic and (why := torch_errors.nondeterministic_operation(error)):
             remedy = "set deterministic=false, or choose another model"
             raise ConfigError("deterministic", True, why, remedy) from error
+        if run.compile and (refusal := torch_errors.compiler_refusal(error, run.compile == "step")):
+            raise ConfigError("compile", run.compile, *refusal) from error
         if torch_errors.is_single_value_batch_norm(error):
             why = "batch normalization would see one sample of one pixel, which has no variance"
             larger = "more samples in one forward pass (batch_size, accumulation.steps, parallel.split_size)"

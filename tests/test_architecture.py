@@ -33,7 +33,7 @@ LAYERS = [
     ["runner.parallel"],
     ["runner.run"],
     ["runner.state", "runner.resume"],
-    ["runner.training", "runner.analysis"],
+    [("runner.training", "runner.compiled_step"), "runner.analysis"],
     ["runner.sweep", "runner.planning", "runner.verification"],
     ["runner.api"],
     [("runner.commands", "runner.__main__"), "runner"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,6 +83,10 @@ class Parallel:
         compile_in_place(model, session.compile)
         return model
 
+    def measured(self, model: torch.nn.Module, micro: MicroBatch) -> AbstractContextManager:
+        """Return a context for the forward and the backward pass of `micro`, in which the mode may measure the step."""
+        return nullcontext()
+
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         """Run the forward and the backward pass of a micro-batch, and add its weighted gradients to `grad`.
 
@@ -110,12 +115,6 @@ class Parallel:
         else:
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         return full_state.full_tensor(norm)
-
-    def combine_overflow(self, found_inf: torch.Tensor) -> None:
-        """Set `found_inf`, the overflow flag of `torch.amp.GradScaler`, to its maximum over the ranks of a split model.
-
-        In other modes, a rank has all gradients, or torch combines the flags.
-        """
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         """Evaluate the model, which the caller has put into evaluation mode, on the held-out data.

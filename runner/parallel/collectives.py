@@ -83,6 +83,10 @@ class Collectives:
         """
         return flag
 
+    def combine_overflow(self, found_inf: torch.Tensor) -> None:
+        """Set `found_inf`, the overflow flag of `torch.amp.GradScaler`, to its maximum over the ranks."""
+        found_inf.copy_(self.all_reduce({"": found_inf})[""].clamp(max=1))
+
     def barrier(self) -> None:
         """Wait until every rank has reached this call."""
 

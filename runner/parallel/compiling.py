@@ -5,12 +5,16 @@ https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 
 from models.blocks import blocks_of
 from runner.config.errors import ConfigError
+
+T = TypeVar("T")
 
 _VARIANTS = 8
 """How many times one block may be compiled: for training and evaluation, and for batches of another size."""
@@ -45,5 +49,41 @@ def compile_in_place(module: torch.nn.Module, how: bool | str, blocks: Sequence[
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
         for block in found:
             block.compile()
-    elif how:
+    elif how is True:  # `step` compiles more than the network: see `runner.compiled_step`
         module.compile()
+
+
+def refuse_step(how: bool | str, why: str) -> None:
+    """Raise a `ConfigError` if `how` is `step`, which a parallel mode cannot compile because `why`."""
+    if how == "step":
+        raise ConfigError("compile", "step", why, "compile=true, or parallel=single, ensemble or hogwild")
+
+
+def compile_whole(function: Callable[..., T], device: torch.device) -> Callable[..., T]:
+    """Return `function`, compiled as one graph for each shape of its arguments, for calls without autograd.
+
+    Of what it reads, only the values of tensors may change after the first call, and on CUDA, where the graph is
+    recorded, only those of its arguments and of tensors marked by `torch_private.mark_static`. This is not checked
+    before each call, as it would take a fifth of the time of a small network's step. On CUDA, the next call overwrites
+    what this one returns. Random numbers are those that torch draws without a compiler.
+    """
+    options: dict[str, Any] = {"fallback_random": True, "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+    options["cpp_wrapper"] = device.type == "cpu"  # kernels are called from C++: two thirds of the time from Python
+    options["triton.cudagraphs"] = device.type == "cuda"
+    if torch.__version__ < "2.14":  # fails for the updates of several parameters; 2.14 was found to be right
+        options["loop_ordering_after_fusion"] = False
+
+    def whole(*arguments: Any) -> T:
+        return function(*arguments)
+
+    # Of its own code: functions of the same code would share what is compiled, although it is that of other objects.
+    separate = FunctionType(whole.__code__.replace(), whole.__globals__, closure=whole.__closure__)
+    compiled = torch.compile(separate, fullgraph=True, dynamic=False, options=options)
+
+    @torch.no_grad()
+    def call(*arguments: Any) -> T:
+        if device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        return compiled(*arguments)
+
+    return call

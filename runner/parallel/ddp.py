@@ -13,6 +13,7 @@ import torch
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, check_choice, check_range
 from runner.parallel.batch_norm import convert_sync_batch_norm
+from runner.parallel.compiling import refuse_step
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
 from runner.system import torch_private
@@ -48,6 +49,7 @@ class DDP(MultiProcess):
         check_choice(self, "compression", ("none", "fp16", "bf16", "powersgd"))
 
     def divide(self, session: Session) -> Plan:
+        refuse_step(session.compile, "the all-reduce of the gradients would be inside the compiled step")
         if self.static_graph and session.plan.accumulation > 1:
             why = "a static graph allows no micro-batch without an all-reduce, and only a step's last one has one"
             remedy = "choose accumulation=1, or leave parallel.static_graph=false"

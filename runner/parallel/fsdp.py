@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.batching import MicroBatch, Plan
-from runner.parallel.compiling import compile_in_place, modules_of_blocks
+from runner.parallel.compiling import compile_in_place, modules_of_blocks, refuse_step
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
 from runner.tracking.metrics import BatchSums, MetricSums
@@ -42,6 +42,7 @@ class FSDP(MultiProcess):
     offload: bool = False
 
     def divide(self, session: Session) -> Plan:
+        refuse_step(session.compile, "its collectives would be inside the compiled step")
         return replace(session.plan.sharded(session.rank, session.world_size), shards_parameters=True)
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +22,6 @@ from runner.parallel.launch.supervisor import LostError
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
 from runner.storage.content_checks import check_like
-from runner.tracking.metrics import BatchSums
 
 _CACHE_LINE = 64  # bytes; each tensor starts on a new cache line, so that neighboring tensors never share one
 _MAX_LEAD = 4  # updates by which a worker may be ahead of another, so that all can stop after the same number
@@ -119,13 +119,14 @@ class Hogwild(MultiProcess):
         session.collectives.barrier()
         return model
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
+    @contextmanager
+    def measured(self, model: torch.nn.Module, micro: MicroBatch) -> Iterator[None]:
         rank, staleness = self._session.rank, self._staleness
         if self._step_start is None:
             measured = self._session.world_size > 1 and self._updates[rank] % _MEASURE_EVERY == 0
             weights = [p.detach().clone() for p in trainable(model)] if measured else []
             self._step_start = int(self._updates.sum()), weights
-        sums = super().accumulate(model, batch, micro, log_due)
+        yield
         if micro.is_last:
             updates, weights = self._step_start
             staleness[0] += int(self._updates.sum()) - updates
@@ -136,7 +137,6 @@ class Hogwild(MultiProcess):
                 staleness[3] += 1
             self._step_start = None
             self._updates[rank] += 1
-        return sums
 
     def synchronize(self, model: torch.nn.Module) -> None:
         self._session.collectives.barrier()  # all updates are written

@@ -12,7 +12,7 @@ from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.parallel.base import Parallel, move
-from runner.parallel.compiling import compile_in_place
+from runner.parallel.compiling import compile_in_place, refuse_step
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.pipelining.partition import Partition, first_inputs, profile_blocks, supervised
 from runner.parallel.session import Session
@@ -38,6 +38,7 @@ class ModelParallel(Partition, Parallel):
         return Launcher(devices[:stages])
 
     def divide(self, session: Session) -> Plan:
+        refuse_step(session.compile, "the stages are on different devices")
         supervised(session.workload)
         return session.plan
 

@@ -17,7 +17,7 @@ from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import batch_norm, full_state
 from runner.parallel.base import move
-from runner.parallel.compiling import compile_in_place
+from runner.parallel.compiling import compile_in_place, refuse_step
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.multiprocess import MultiProcess
@@ -98,6 +98,7 @@ class Pipeline(Partition, MultiProcess):
         return session.world_size * (2 if self.schedule == "interleaved_1f1b" else 1)
 
     def divide(self, session: Session) -> Plan:
+        refuse_step(session.compile, "the stages compute at the same time")
         supervised(session.workload)
         if session.compile and self.schedule == "zero_bubble":
             why = "parallel.schedule=zero_bubble splits the backward pass, and a compiled one is a single graph"
@@ -122,7 +123,8 @@ class Pipeline(Partition, MultiProcess):
         chunks = num_micro_batches(*splitting, self.schedule, stages, processes)
         # The first stage takes the inputs of the batches, and the last one the targets.
         reads_batches = session.rank in (0, processes - 1)
-        return replace(session.plan, chunks=chunks, rng_stream=session.rank, reads_batches=reads_batches)
+        divided = {"reads_batches": reads_batches, "splits_network": self.in_processes}
+        return replace(session.plan, chunks=chunks, rng_stream=session.rank, **divided)
 
     def check(self, session: Session) -> None:
         self.check_partition(session.workload, self.num_stages(session))
@@ -213,9 +215,6 @@ class Pipeline(Partition, MultiProcess):
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
-
-    def combine_overflow(self, found_inf: torch.Tensor) -> None:
-        found_inf.copy_(self._session.collectives.all_reduce({"": found_inf})[""].clamp(max=1))
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         session, workload = self._session, self._session.workload

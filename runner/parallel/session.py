@@ -11,6 +11,7 @@ import torch
 
 from runner.batching import Plan
 from runner.parallel.collectives import Collectives
+from runner.parallel.compiling import compile_whole
 from runner.precision import Precision
 from runner.workloads.base import Workload
 
@@ -67,7 +68,10 @@ class Session:
         """Yield the micro-batches of this process for all steps after `after_step`; None for each if it needs none."""
         if not self.plan.reads_batches:
             return itertools.repeat(None)
-        return self.workload.batches(model, self.plan, after_step, self.device)
+        network: Any = model  # by which agents act; calling compiled code takes as long as such a forward pass on a CPU
+        if self.compile == "step" and self.device.type != "cpu":
+            network = compile_whole(model, self.device)
+        return self.workload.batches(network, self.plan, after_step, self.device)
 
     def is_due(self, every: int, step: int) -> bool:
         """Return whether an action that is due every so many steps is due in the iteration that ends with `step`.

@@ -170,7 +170,9 @@ class Candidates:
             *self._values("channels_last", [True, False] if self._has(torch.nn.Conv2d) else []),
             *self._values("accumulation", [1, 2, 4]),
             *self._values("data.workers", sorted({0, 1, max(1, cores // 2), cores}) if loads else []),
-            *self._values("compile", [False, True, *["blocks"] * bool(modules_of_blocks(self._model))], weight=6),
+            *self._values(
+                "compile", [False, True, *["blocks"] * bool(modules_of_blocks(self._model)), "step"], weight=8
+            ),
         ]
 
     def _has(self, kind: type[torch.nn.Module]) -> bool:

@@ -23,7 +23,7 @@ from runner.result import Result
 from runner.run import build_run
 from runner.system import memory, torch_errors
 from runner.system.forkserver import METHOD, become_command, start_server, without_main_module
-from runner.training import prepare, torch_refusals, train_step
+from runner.training import prepare, step_function, torch_refusals
 
 BURST_SECONDS = 0.4
 """How long a burst should take, if a single step does not take longer."""
@@ -158,14 +158,14 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
     session = run.prepare(process)
     with run.settings(session.device):
         state = prepare(run, session, directory)
-        batches = session.batches(state.model, 0)
+        batches, take_step = session.batches(state.model, 0), step_function(state)
         state.model.train()
         steps = chain.from_iterable(session.plan.steps(0, session.num_steps) for _ in repeat(None))
 
         def train(count: int) -> float:
             began = time.perf_counter()
             for _ in range(count):
-                train_step(state, batches, next(steps), log_due=False)
+                take_step(state, batches, next(steps), False)
             synchronize(*session.devices)
             session.collectives.barrier()
             return time.perf_counter() - began

@@ -8,6 +8,7 @@ candidate that is slower than the fastest one is dropped as soon as this is clea
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import time
@@ -207,10 +208,12 @@ def start(candidate: Candidate, seconds: float) -> Trial:
 def plain(row: Candidate, base: Candidate, samples: int) -> dict[str, Any]:
     """Return a candidate as plain values, in which what was not measured is None.
 
-    `speedup` is over the baseline, with which the row `ties` if they cannot be told apart. A step has `samples`
-    samples.
+    `speedup` is over the baseline, with which the row `ties` if they cannot be told apart. After `pays_after_steps`,
+    faster steps have made up for a later start, as that of compiled code. A step has `samples` samples.
     """
     known = bool(row.seconds)
+    saved = base.step_seconds * (1 - row.ratio) if known else 0.0
+    later = row.startup_seconds - base.startup_seconds
     return {
         "overrides": list(row.overrides),
         "results": row.results,
@@ -222,6 +225,7 @@ def plain(row: Candidate, base: Candidate, samples: int) -> dict[str, Any]:
         "ties": known and row is not base and not row.is_faster_than(base) and not base.is_faster_than(row),
         "memory_bytes": row.memory_bytes if known else None,
         "startup_seconds": row.startup_seconds if known else None,
+        "pays_after_steps": math.ceil(max(0.0, later) / saved) if saved > 0 else None,
     }
 
 
@@ -280,6 +284,8 @@ def verdict(report: dict[str, Any]) -> list[str]:
     config_dir = report["config_dir"]
     words = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *report["typed"], *report["chosen"]]
     lines.append(f"chosen: {report['speedup']:.2f} × as fast as the baseline ({report['seconds']:.0f} s)")
+    if steps := sum(row["pays_after_steps"] or 0 for row in report["rows"] if row["overrides"] == report["chosen"]):
+        lines.append(f"pays:   it starts later, and is ahead of the baseline after {steps:,} steps")
     lines.append(f"run:    python -m runner {shlex.join(words)}")
     if report["directory"] is not None:
         lines.append(f"        {experiment_words(report, os.path.relpath(report['directory']))}")

@@ -30,6 +30,24 @@ def nondeterministic_operation(error: BaseException) -> str:
     return text.splitlines()[0].split(". You can turn off")[0]
 
 
+def compiler_refusal(error: BaseException, whole_step: bool) -> tuple[str, str] | None:
+    """Return why torch.compile raised `error`, with the place in the code, and a remedy; None for other errors."""
+    text, instead = str(error), "set compile=true" if whole_step else "set compile=false"
+    if isinstance(error, AssertionError) and "expected size" in text and "stride" in text:
+        why = (
+            "torch's compiler expects another memory format of a result than the operation has"  # seen with torch 2.11
+        )
+        return why, f"set channels_last=false, or {instead}"
+    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return None
+    if "InvalidCxxCompiler" in text:
+        return "torch finds no C++ compiler", "install one, such as g++, or set compile=false"
+    why = text.strip().splitlines()[0]
+    if places := re.findall(r'File "([^"]+)", line (\d+)', text):
+        why += f" ({':'.join(places[-1])})"
+    return f"torch cannot compile it: {why}", f"change what is at this place, or {instead}"
+
+
 _OUT_OF_MEMORY = re.compile(
     "out[ _]of[ _]memory"  # torch, the CUDA runtime and driver, NCCL, MPS
     "|(can't|cannot) allocate memory|DefaultCPUAllocator: not enough memory|bad_alloc"  # torch, Linux, C++

@@ -53,6 +53,13 @@ def defer_compiler() -> None:
     defer("torch._dynamo", {"graph_break": lambda *_: None, "disable": disable}, forget_disabled)
 
 
+def mark_static(tensor: torch.Tensor) -> None:
+    """Tell the compiler that `tensor` will not move, so that a recorded CUDA graph may read and write its memory."""
+    import torch._dynamo
+
+    torch._dynamo.mark_static_address(tensor)
+
+
 def split_compiled_ddp(split: bool) -> None:
     """Set for this process whether the compiler splits a network in DDP, to send gradients during the backward pass.
 

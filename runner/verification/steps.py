@@ -30,7 +30,7 @@ from runner.run import Run, build_run
 from runner.seeds import random_state
 from runner.state import State
 from runner.tracking.metrics import DivergedError, MetricSums
-from runner.training import prepare, torch_refusals, train_step
+from runner.training import prepare, step_function, torch_refusals
 from runner.workloads.base import SupervisedWorkload
 
 Tensors = dict[str, torch.Tensor]
@@ -134,10 +134,11 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
     state.optimizer.register_step_pre_hook(keep_first_gradients)
     before = random_state(session.devices)
     batches = watched(run.workload.batches(state.model, plan, 0, session.device))
+    take_step = step_function(state)
     state.model.train()
     for step in plan.steps(0, session.num_steps):
         samples.append([])
-        train_step(state, batches, step, log_due=True)
+        take_step(state, batches, step, True)
     losses = state.metric_buffer.peek(collectives.all_reduce)[:, 0] / run.batch_size
     after = random_state(session.devices)
     draws = any(not torch.equal(before[name], after[name]) for name in before)

@@ -50,11 +50,11 @@ def test_groups_change_one_option_and_compiled_candidates_come_last() -> None:
         "parallel": [""],
         "channels_last": ["channels_last=true", "channels_last=false"],
         "accumulation": [f"accumulation={count}" for count in (1, 2, 4)],
-        "compile": ["compile=false", "compile=true", "compile=blocks"],
+        "compile": ["compile=false", "compile=true", "compile=blocks", "compile=step"],
     }
     assert "parallel=ddp parallel.processes=2 parallel.sync_batch_norm=true" in options(of(*RESNET))["parallel"]
     [*_, compiled] = of(*AGENT).groups()
-    assert compiled.options(of(*AGENT).base) == [("compile=false",), ("compile=true",)], "it has no blocks"
+    assert compiled.options(of(*AGENT).base) == [("compile=false",), ("compile=true",), ("compile=step",)], "no blocks"
 
 
 @pytest.mark.parametrize(

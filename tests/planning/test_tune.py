@@ -55,7 +55,18 @@ def test_the_table_shows_what_was_measured_and_the_verdict_what_to_run() -> None
     assert "nothing is clearly faster" in verdict(report(chosen=[]))[0]
     late = row("compile=true", status="not tried", reason=BUDGET_SPENT, samples_per_second=None)
     assert "2 candidates were not measured" in verdict(report(rows=[row(), late, late]))[0]
+    slow_start = row("compile=step", startup_seconds=9.0, speedup=2.0, pays_after_steps=1500)
+    assert any(
+        "after 1,500 steps" in line for line in verdict(report(rows=[row(), slow_start], chosen=["compile=step"]))
+    )
     assert "--budget 120" in verdict(report(rows=[row(), late, late]))[0]
+
+
+def test_a_later_start_pays_when_faster_steps_have_made_up_for_it() -> None:
+    base = Candidate((), results="bitwise", status="measured", startup_seconds=1.0, seconds=[0.01, 0.01])
+    fast = Candidate(("compile=step",), startup_seconds=9.0, seconds=[0.006, 0.006], ratios=[0.6, 0.6])
+    assert plain(fast, base, samples=10)["pays_after_steps"] == 2000  # 8 s, at 0.004 s a step
+    assert plain(base, base, samples=10)["pays_after_steps"] is None
 
 
 def test_both_commands_that_are_printed_compose_the_same_config(tmp_path: Path) -> None:

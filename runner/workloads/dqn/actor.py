@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from runner.device import sum_dtype
 from runner.seeds import derive
 from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_like
 from runner.workloads.dqn.frames import saved_form
@@ -99,6 +100,7 @@ class Actor:
         self._ended: list[tuple[float, int]] = []
         self._repeats = repeats
         self._clip_rewards, self._terminal_on_life_loss = clip_rewards, terminal_on_life_loss
+        self._possible: tuple[tuple[float, ...], tuple[torch.Tensor, ...]] = (), ()
         self._rewards = (0.0, 0.0)
         """The least and the greatest reward so far; 0 counts, because an episode may end."""
 
@@ -145,6 +147,13 @@ class Actor:
         scale, (least, greatest) = 1 - self.n_step_buffer.discount, self._rewards
         in_range = max(-least, greatest) < scale * torch.finfo(torch.float32).max
         return (least / scale, greatest / scale) if in_range else (-math.inf, math.inf)
+
+    def possible_returns_on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return `possible_returns` as scalars on `device`: a compiled step is compiled again for each new number."""
+        if (possible := self.possible_returns()) != self._possible[0]:
+            dtype = sum_dtype(device)
+            self._possible = possible, tuple(torch.tensor(each, dtype=dtype, device=device) for each in possible)
+        return self._possible[1]
 
     def sample(self, count: int) -> torch.Tensor:
         """Return `count` rows of the replay buffer, drawn uniformly with replacement; see `Replay.batch`."""

@@ -107,7 +107,7 @@ class FrameReplay(Replay):
             numbers[~usable] = random.integers(self._length, size=count - int(usable.sum()))
         return self.at(numbers)
 
-    def batch(self, rows: torch.Tensor, device: torch.device, possible_returns: tuple[float, float]) -> Transitions:
+    def batch(self, rows: torch.Tensor, device: torch.device, possible_returns: tuple[Any, ...]) -> Transitions:
         seen, actions, returns, following, discounts, _ = unpack(rows)
         stacks = self._stacks(torch.cat((seen, following))[:, 0].long()).to(device, non_blocking=True)
         actions, returns, discounts = (each.to(device, non_blocking=True) for each in (actions, returns, discounts))

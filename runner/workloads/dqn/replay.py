@@ -32,8 +32,8 @@ class Transitions(NamedTuple):
     """as `observations`"""
     discounts: torch.Tensor
     """float32 [n, 1]: the factor of the next observation's value in the TD target; 0 if the episode terminated."""
-    possible_returns: tuple[float, float] = (-math.inf, math.inf)
-    """The least and the greatest discounted return of an episode, as far as known when the batch was sampled."""
+    possible_returns: tuple[Any, ...] = (-math.inf, math.inf)
+    """The least and the greatest discounted return of an episode, scalars, as known when the batch was sampled."""
 
 
 def row_width(observation_size: int) -> int:
@@ -41,7 +41,7 @@ def row_width(observation_size: int) -> int:
     return 2 * observation_size + 3
 
 
-def unpack(rows: torch.Tensor, possible_returns: tuple[float, float] = (-math.inf, math.inf)) -> Transitions:
+def unpack(rows: torch.Tensor, possible_returns: tuple[Any, ...] = (-math.inf, math.inf)) -> Transitions:
     size = (rows.shape[1] - 3) // 2
     observations, following, actions, returns, discounts = rows.split_with_sizes((size, size, 1, 1, 1), 1)
     # Actions are stored as float32, which is exact up to 2²⁴.
@@ -126,7 +126,7 @@ class Replay:
         """Return `count` rows, drawn uniformly with replacement, on the device of the rows."""
         return self.at(random.integers(len(self), size=count))
 
-    def batch(self, rows: torch.Tensor, device: torch.device, possible_returns: tuple[float, float]) -> Transitions:
+    def batch(self, rows: torch.Tensor, device: torch.device, possible_returns: tuple[Any, ...]) -> Transitions:
         """Return the transitions of sampled rows on `device`."""
         return unpack(rows.to(device, non_blocking=True), possible_returns)
 

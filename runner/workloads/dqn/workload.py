@@ -183,10 +183,10 @@ class DQN(Workload):
                 while actor.num_steps < self._due(step):
                     warming = actor.num_steps * self._count < self.warm_up
                     actor.step(None if warming else policy, self._epsilon(actor.num_steps * self._count))
-                possible_returns = actor.possible_returns()
+                bounds = actor.possible_returns_on(device)
                 # Sampled once per step, so that the transitions do not depend on the number of micro-batches.
                 for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
-                    yield actor.replay.batch(rows, device, possible_returns)
+                    yield actor.replay.batch(rows, device, bounds)
 
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Transitions]:
         replay = self._new_replay(plan, device)

@@ -1,0 +1,142 @@
+"""`compile=step`: the whole optimizer step in one function that torch.compile has compiled."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.func import functional_call, grad
+
+from runner.batching import Step
+from runner.config.errors import ConfigError
+from runner.device import sum_dtype
+from runner.parallel.compiling import compile_whole
+from runner.seeds import random_state, set_random_state
+from runner.state import State
+from runner.system import torch_private
+from runner.system.section_timer import timer
+from runner.tracking.metrics import BatchSums
+
+log = logging.getLogger(__name__)
+
+
+class CompiledStep:
+    """Forward pass, loss, gradients, clipping, update and average of the weights as one compiled function.
+
+    With accumulation, there is a second one for the micro-batches before the last, which only adds gradients. Each is
+    compiled once for each shape of a batch: learning rates are tensors, and gradients keep their memory from one step
+    to the next, so that no later step differs from the first one.
+
+    Raises:
+        ConfigError: if the loss is scaled, or the optimizer would behave differently after its first step.
+    """
+
+    def __init__(self, state: State):
+        self._state, run, model, device = state, state.run, state.model, state.session.device
+        if run.precision.scales_loss:
+            why = "loss scaling decides after each step whether to keep the update"
+            raise ConfigError("compile", "step", why, "precision=bf16, or compile=true")
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._buffers = dict(model.named_buffers())
+        self._averages, has_begun = state.average.pairs()
+        self._later_share = 1 - (run.ema.decay or 0)
+        share = self._later_share if has_begun else 1.0
+        self._share = torch.tensor(share, device=device, dtype=sum_dtype(device))
+        self._optimizer_step = inspect.unwrap(type(state.optimizer).step)  # torch's hooks cannot be compiled
+        self._accumulates = state.session.plan.accumulation > 1
+        self._add, self._train = (compile_whole(part, device) for part in (self._add_gradients, self._take_step))
+        self._ready, self._no_norm = False, torch.zeros((), device=state.session.device)
+
+    def __call__(self, state: State, batches: Iterator[Any], step: Step, log_due: bool) -> torch.Tensor:
+        """Run one optimizer step, as `training.train_step` does; return the gradient norm before clipping."""
+        run, session = state.run, state.session
+        norm, on_cpu = self._no_norm, session.device.type == "cpu"
+        for micro in step.micro_batches:
+            with timer.section("data"):
+                batch = next(batches)
+            if not self._ready:
+                self._prepare(batch)
+            with timer.section("step"), run.parallel.measured(state.model, micro):
+                if micro.is_last:
+                    run.schedule.set_lr(state.optimizer, step.number - 1, session.num_steps)
+                    sums, norm = self._train(batch, micro.weight)
+                    if self._averages:
+                        self._share.fill_(self._later_share)
+                else:
+                    sums = self._add(batch, micro.weight)
+            state.metric_buffer.add(sums if on_cpu else sums.clone())
+        state.metric_buffer.end_step(min(step.local, step.number))
+        if step.micro_batches:
+            run.workload.after_step(state.model, step.local)
+        state.step = step.number
+        return norm
+
+    def _prepare(self, batch: Any) -> None:
+        """Let the options and the state of the optimizer be tensors, and give each parameter in use a gradient."""
+        state, device = self._state, self._state.session.device
+        log.info("compile=step: the first step takes longer, as it is compiled")
+        random = random_state(state.session.devices)
+        loss, _ = self._loss(self._parameters, {name: b.clone() for name, b in self._buffers.items()}, batch, 1.0)
+        gradients = torch.autograd.grad(loss, [*self._parameters.values()], allow_unused=True)
+        set_random_state(random, state.session.devices)
+        for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
+            parameter.grad = None if gradient is None else torch.zeros_like(parameter)
+        self._parameters = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        for group in state.optimizer.param_groups:
+            if isinstance(state.optimizer, torch.optim.SGD) and group["momentum"] and not state.optimizer.state:
+                why = "its first step differs from the later ones"
+                raise ConfigError("optimizer.name", "SGD", why, "optimizer=sgd, or compile=true")
+            if "capturable" in group and any(p.dtype == torch.float64 for p in group["params"]):
+                why = f"a compiled {type(state.optimizer).__name__} corrects its averages in float32"
+                raise ConfigError("precision", "64", why, "optimizer=sgd, or compile=true")
+            group.setdefault("initial_lr", group["lr"])
+            group["lr"] = torch.tensor(float(group["lr"]), device=device, dtype=sum_dtype(device))
+            # Here, `capturable` means that the number of the step is a tensor, too.
+            switches = {"fused": False, "foreach": True, "capturable": True}
+            group.update({key: value for key, value in switches.items() if key in group})
+        kept = [p.grad for p in self._parameters.values()] + [*self._buffers.values(), self._share]
+        kept += [average for average, _ in self._averages] + [group["lr"] for group in state.optimizer.param_groups]
+        for tensor in kept:
+            torch_private.mark_static(tensor)
+        self._ready = True
+
+    def _loss(
+        self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], batch: Any, weight: float
+    ) -> tuple[torch.Tensor, tuple[BatchSums, dict[str, torch.Tensor]]]:
+        def network(*inputs: Any, **options: Any) -> Any:
+            return functional_call(self._state.model, (parameters, buffers), inputs, options)
+
+        with self._state.run.precision.autocast():
+            loss, sums = self._state.run.workload.loss(network, batch)  # pyright: ignore[reportArgumentType]
+        return loss * weight, (sums, buffers)
+
+    def _add_gradients(self, batch: Any, weight: float) -> BatchSums:
+        """Add the gradients of a micro-batch, or replace them if there is one; return the sums of its metrics."""
+        buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        gradients, (sums, updated) = grad(self._loss, has_aux=True)(self._parameters, buffers, batch, weight)
+        for name, parameter in self._parameters.items():
+            if self._accumulates:
+                parameter.grad.add_(gradients[name])
+            else:
+                parameter.grad.copy_(gradients[name])
+        for name, buffer in self._buffers.items():
+            buffer.copy_(updated[name])
+        return sums
+
+    def _take_step(self, batch: Any, weight: float) -> tuple[BatchSums, torch.Tensor]:
+        state, run = self._state, self._state.run
+        sums = self._add_gradients(batch, weight)
+        # Not `clip_gradients`, whose `torch._foreach_norm` the compiler cannot combine with other operations.
+        norm = torch.stack([torch.linalg.vector_norm(p.grad) for p in self._parameters.values()]).square().sum().sqrt()
+        if run.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), run.max_grad_norm, norm)
+        self._optimizer_step(state.optimizer)
+        if self._accumulates:
+            for parameter in self._parameters.values():
+                parameter.grad.zero_()
+        for average, parameter in self._averages:
+            average.lerp_(parameter, self._share.to(average.dtype))
+        return sums, norm

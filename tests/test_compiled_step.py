@@ -1,0 +1,220 @@
+"""Tests of `compile=step`: the same weights as plain PyTorch, one compilation, bitwise resume, refusals in words."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
+from helpers.plain_loop import (
+    ALL_OPTIMIZER_CASES,
+    PLAIN_LOOP_OVERRIDES,
+    STEPS,
+    PlainSettings,
+    largest_difference,
+    plain_loop,
+    weights_at,
+)
+from helpers.rank_functions import sigterm_at
+from helpers.ranks import PersistentRanks
+from helpers.runs import assert_bitwise_equal, run_outcome
+from torch._dynamo.utils import counters
+
+from runner.config.errors import ConfigError
+from runner.workloads.classifier import Classifier
+
+STEP = "compile=step"
+SMALL = (*TINY_CPU, "model.channels=[2]", "model.hidden=8", *PLAIN_LOOP_OVERRIDES)
+
+
+def trained(directory: Path, *overrides: str, **options: Any) -> TrainedRun:
+    return train_in(directory, build_composed_run(*overrides), **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nesterov",
+        "adam",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("sgd", "adamw", "groups", "nadam", "rmsprop")),
+    ],
+)
+def test_the_weights_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
+    """With clipping; where torch can, in float64, in which only the order of sums differs."""
+    options, optimizer = ALL_OPTIMIZER_CASES[name]
+    dtype, bound = (torch.float64, 1e-13) if name in ("nesterov", "sgd", "groups") else (torch.float32, 2e-6)
+    size = TINY_CPU if name == "groups" else SMALL
+    precision = f"precision={torch.finfo(dtype).bits}"
+    overrides = (*size, *PLAIN_LOOP_OVERRIDES, *options, precision, "max_grad_norm=0.5")
+    run = trained(tmp_path, *overrides, STEP)
+    wanted = plain_loop(build_composed_run(*overrides), optimizer, PlainSettings(dtype=dtype, max_norm=0.5))
+    assert largest_difference(weights_at(tmp_path, STEPS), wanted.weights) <= bound
+    curves = run_outcome(run.directory)["curves"]
+    assert [value for _, value in curves["train/loss"]] == pytest.approx(wanted.losses, rel=1e-6)
+
+
+HARD = (
+    *(*TINY_CPU, "model.channels=[2]", "model.hidden=8", "model.dropout=0.3", "data.crop=2", "precision=64"),
+    *("optimizer.lr=0.05", "ema.decay=0.8", "max_grad_norm=0.5", "accumulation=2", "batch_size=24", "schedule=cosine"),
+    *("steps=8", "log_every=3", "eval_every=4", "save_every=4"),
+)
+
+
+def test_everything_else_is_what_the_loop_computes_and_nothing_is_compiled_twice(tmp_path: Path) -> None:
+    """Accumulation, dropout, the average, curves and the state of the optimizer; resumed bit for bit, and elsewhere."""
+    counters.clear()
+    whole = run_outcome(trained(tmp_path / "whole", *HARD, STEP).directory)
+    assert counters["stats"]["unique_graphs"] == 2, "for the first micro-batch of a step, and for the last one"
+    wanted = run_outcome(trained(tmp_path / "eager", *HARD).directory)
+    assert largest_difference(whole["weights"], wanted["weights"]) <= 1e-12
+    assert whole["curves"].keys() == wanted["curves"].keys()
+    for tag, points in wanted["curves"].items():
+        assert whole["curves"][tag] == [(step, pytest.approx(value, rel=1e-5)) for step, value in points], tag
+    for name, state in wanted["state"]["optimizer"].items():
+        assert largest_difference(whole["state"]["optimizer"][name], state) <= 1e-11, name
+    assert_bitwise_equal(whole["local"]["random"], wanted["local"]["random"])
+
+    stopped = tmp_path / "stopped"
+    trained(stopped, *HARD, STEP, change=partial(sigterm_at, 6, 0))
+    assert max(stopped.glob("checkpoints/step_*")).name == "step_00000006"
+    elsewhere = Path(shutil.copytree(stopped, tmp_path / "elsewhere"))
+    trained(stopped, *HARD, STEP)
+    assert_bitwise_equal(run_outcome(stopped), whole)
+    trained(elsewhere, *HARD)
+    assert largest_difference(run_outcome(elsewhere)["weights"], wanted["weights"]) <= 1e-12
+
+
+def test_buffers_and_unused_parameters_are_those_of_the_loop(tmp_path: Path) -> None:
+    class Unused(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = torch.nn.BatchNorm2d(1), torch.nn.Linear(64, 10)
+            self.unused = torch.nn.Linear(2, 2)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(images).flatten(1))
+
+    def with_network(*overrides: str) -> dict[str, torch.Tensor]:
+        run = build_composed_run(*SMALL, "precision=64", "optimizer.weight_decay=0.1", *overrides)
+        run.workload.build_model = Unused  # type: ignore[method-assign]
+        return weights_at(train_in(tmp_path / str(len(overrides)), run).directory, STEPS)
+
+    wanted, got = with_network(), with_network(STEP)
+    assert largest_difference(got, wanted) <= 1e-12
+    assert torch.equal(got["unused.weight"], wanted["unused.weight"]), "weight decay does not move it, either"
+    assert int(got["norm.num_batches_tracked"]) == STEPS
+
+
+def test_an_agent_learns_what_it_learns_without_a_compiler(tmp_path: Path) -> None:
+    agent = ("workload=dqn", "device=cpu", "precision=64", "optimizer=sgd", "model.hidden=[8]", "batch_size=16")
+    agent += (
+        "workload.warm_up=200",
+        "optimizer.lr=0.01",
+        "workload.eval_episodes=4",
+        "steps=30",
+        "log_every=10",
+        "eval_every=0",
+        "workload.target_every=3",
+    )
+    wanted = run_outcome(trained(tmp_path / "eager", *agent).directory)
+    counters.clear()
+    got = run_outcome(trained(tmp_path / "compiled", *agent, STEP).directory)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert largest_difference(got["weights"], wanted["weights"]) <= 1e-12
+    assert got["curves"].keys() == wanted["curves"].keys()
+    for tag in ("train/td_loss", "train/q_mean", "episode/return", "eval/return"):
+        assert got["curves"][tag] == [(step, pytest.approx(value, rel=1e-5)) for step, value in wanted["curves"][tag]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ensemble", "hogwild"])
+def test_a_process_of_several_computes_what_a_single_one_does(
+    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    options = (f"parallel={mode}", f"parallel.processes={2 if mode == 'ensemble' else 1}")
+    if mode == "ensemble":
+        ranks(2).train(compose_config(*SMALL, STEP, *options), tmp_path / "several")
+        member = torch.load(tmp_path / "several" / f"checkpoints/step_{STEPS:08d}" / "rank_1.pt", weights_only=True)
+        got = member["parallel"]["tensors"]
+    else:
+        got = weights_at(trained(tmp_path / "several", *SMALL, STEP, *options).directory, STEPS)
+    single = trained(tmp_path / "single", *SMALL, STEP, f"seed={int(mode == 'ensemble')}")
+    assert_bitwise_equal(got, weights_at(single.directory, STEPS))
+
+
+class Printing(Classifier):
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = super().criterion(outputs, targets)
+        return loss * 2 if loss > 1 else loss  # waits for the value: THE FAULTY LINE
+
+
+def test_a_workload_that_cannot_be_compiled_is_refused_with_its_file_and_line(tmp_path: Path) -> None:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    number = next(n for n, line in enumerate(lines, 1) if line.endswith("THE FAULTY LINE"))
+    run = build_composed_run(*SMALL, STEP)
+    run.workload.__class__ = Printing
+    with pytest.raises(ConfigError) as refusal:
+        train_in(tmp_path, run)
+    assert refusal.value.key == "compile"
+    assert f"{__file__}:{number}" in refusal.value.why
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("parallel=ddp",),
+        ("parallel=fsdp",),
+        ("parallel=model",),
+        ("parallel=pipeline",),
+        ("parallel=pipeline", "parallel.engine=streams"),
+    ],
+    ids=str,
+)
+def test_modes_that_compute_a_step_together_are_refused_before_they_start(options: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        prepare_session(build_composed_run(*SMALL, STEP, *options))
+    assert (refusal.value.key, refusal.value.got) == ("compile", "step")
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (("optimizer=muon",), "compile"),
+        (("optimizer=torch", "optimizer.name=Adafactor"), "compile"),
+        (("optimizer=adam", "precision=64"), "precision"),
+        (("optimizer=torch", "optimizer.name=SGD", "+optimizer.options.momentum=0.9"), "optimizer.name"),
+    ],
+    ids=str,
+)
+def test_optimizers_that_cannot_be_compiled_are_refused(options: tuple[str, ...], key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        trained(tmp_path, *SMALL, STEP, *options)
+    assert refusal.value.key == key
+
+
+def test_loss_scaling_is_refused(tmp_path: Path) -> None:
+    def scaled(run: Any, session: Any) -> None:
+        prepare = run.precision.prepare
+
+        def with_scaler(device: torch.device) -> None:
+            prepare(device)
+            run.precision._scaler = torch.amp.GradScaler("cpu")
+
+        run.precision.prepare = with_scaler
+
+    with pytest.raises(ConfigError, match="loss scaling"):
+        trained(tmp_path, *SMALL, STEP, "precision=16", change=scaled)
+
+
+def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    with config.patch({"cpp.cxx": (str(tmp_path / "nothing"),)}), pytest.raises(ConfigError) as refusal:  # type: ignore[attr-defined]
+        trained(tmp_path / "run", *SMALL, STEP)
+    assert (refusal.value.key, refusal.value.why) == ("compile", "torch finds no C++ compiler")
