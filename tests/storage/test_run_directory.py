@@ -299,9 +299,11 @@ def test_a_directory_is_locked_until_its_process_ends_however_it_ends(tmp_path: 
     locked = context.Event()
     holder = context.Process(target=hold_lock, args=(tmp_path, locked))
     holder.start()
-    assert locked.wait(TIMEOUT_SECONDS)
-    assert directory.lock(tmp_path) is None
-    holder.kill()
+    try:
+        assert locked.wait(TIMEOUT_SECONDS)
+        assert directory.lock(tmp_path) is None
+    finally:
+        holder.kill()  # it would keep the process of the tests from its end
     holder.join()
     held = directory.lock(tmp_path)
     assert held is not None
