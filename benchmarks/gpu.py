@@ -196,19 +196,19 @@ def users_command(machine: Machine) -> Rows:
 
 
 def small(machine: Machine) -> Rows:
-    """A small network and the agent, whose steps are short: on the device and on the CPU."""
-    rows: Rows = []
-    for kind in machine.some(("cpu", machine.kind)):
+    """A small network and the agent, whose steps are short: on the CPU and on the device, there also compiled."""
+    rows, here = [], f"device={machine.kind}"
+    for how in machine.some(("device=cpu", f"{here} compile=step", here)):
         options = [option for option in machine.small() if not option.startswith("device=")]
-        found = _train([*options, f"device={kind}", machine.steps(2000), "keep=0"])
-        rows.append([f"small network, device={kind}, steps/s", found["samples_per_second"] / 64])
+        found = _train([*options, *how.split(), machine.steps(2000), "keep=0"])
+        rows.append([f"small network, {how}, steps/s", found["samples_per_second"] / 64])
         for count in machine.some((10, 50)):
             steps = 1500 if machine.tiny else 20_000
-            agent = ["workload=dqn", f"device={kind}", f"env.num_envs={count}", f"workload.env_steps={steps}"]
+            agent = ["workload=dqn", *how.split(), f"env.num_envs={count}", f"workload.env_steps={steps}"]
             began = time.perf_counter()
             found = _train([*agent, "workload.eval_episodes=2", "eval_every=0", "keep=0"])
             seconds = found.get("seconds") or time.perf_counter() - began
-            rows.append([f"agent, {count} environments, device={kind}, environment steps/s", steps / seconds])
+            rows.append([f"agent, {count} environments, {how}, environment steps/s", steps / seconds])
     return rows
 
 
