@@ -57,7 +57,7 @@ class Part:
 
     Args:
         write: function that writes the content to an open file.
-        written: set once the file is on the disk, or failed; until then, the memory must not be overwritten.
+        written: set once the content was written, or that failed; until then, the memory must not be overwritten.
     """
 
     write: Callable[[BinaryIO], object]

@@ -229,6 +229,7 @@ class Checkpoints:
 
 def _write_parts(parts: Mapping[str, Part], directory: Path, before: Path | None) -> None:
     """Write each part to `directory`, or link the file of the same name in the checkpoint `before`, if it has one."""
+    new: list[Path] = []
     try:
         for name, part in parts.items():
             try:
@@ -236,16 +237,15 @@ def _write_parts(parts: Mapping[str, Part], directory: Path, before: Path | None
                     raise FileNotFoundError
                 os.link(before / name, directory / name)
             except OSError:  # it is new, or the file system has no hard links
-                _write_synced(directory / name, partial(_write_part, part))
+                new.append(directory / name)
+                with new[-1].open("wb") as file:
+                    part.write(file)
             part.written.set()
     finally:  # the training must not wait for what will never be written
         for part in parts.values():
             part.written.set()
-
-
-def _write_part(part: Part, path: Path) -> None:
-    with path.open("wb") as file:
-        part.write(file)
+    for path in new:  # after all are written, as a disk writes many files at once faster than one after another
+        sync(path)
 
 
 def _save(value: object, path: Path) -> None:
