@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from runner.env.vector import Vector
 
-_PACKAGES = {"ALE": "pip install ale-py", "MinAtar": "pip install minatar"}
-"""How to install the environments of a namespace."""
+_PACKAGES = {"ALE": "use env=atari (pip install ale-py)", "MinAtar": "pip install minatar"}
+"""How to get the environments of a namespace."""
 
 _MAX_ENVS = 4096  # a larger number is most likely a typing error
 _MAX_FRAMES = 64  # of a stack, which a byte counts, or skipped
@@ -162,7 +162,7 @@ class Env:
                     entry.load()()
             spec = gymnasium.spec(name)
         except gymnasium.error.Error as error:
-            remedy = "use env=cartpole, acrobot, mountaincar or lunarlander"
+            remedy = "correct the name, or use env=cartpole, acrobot, mountaincar or lunarlander"
             if isinstance(error, gymnasium.error.NamespaceNotFound):
                 remedy = _PACKAGES.get(namespace, remedy)
             raise ConfigError("id", self.id, f"gymnasium has no such environment: {error}", remedy) from None
