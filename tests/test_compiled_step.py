@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import catch_env
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
 from helpers.plain_loop import (
     ALL_OPTIMIZER_CASES,
@@ -30,6 +31,9 @@ from runner.workloads.classifier import Classifier
 
 STEP = "compile=step"
 SMALL = (*TINY_CPU, "model.channels=[2]", "model.hidden=8", *PLAIN_LOOP_OVERRIDES)
+
+
+PIXELS = ("model=nature_cnn", "model.channels=[4,5]", "model.kernel_sizes=[4,3]", "model.strides=[2,1]")
 
 
 def trained(directory: Path, *overrides: str, **options: Any) -> TrainedRun:
@@ -110,17 +114,18 @@ def test_buffers_and_unused_parameters_are_those_of_the_loop(tmp_path: Path) -> 
     assert int(got["norm.num_batches_tracked"]) == STEPS
 
 
-def test_an_agent_learns_what_it_learns_without_a_compiler(tmp_path: Path) -> None:
-    agent = ("workload=dqn", "device=cpu", "precision=64", "optimizer=sgd", "model.hidden=[8]", "batch_size=16")
-    agent += (
-        "workload.warm_up=200",
-        "optimizer.lr=0.01",
-        "workload.eval_episodes=4",
-        "steps=30",
-        "log_every=10",
-        "eval_every=0",
-        "workload.target_every=3",
-    )
+@pytest.mark.parametrize(
+    "sees",
+    [
+        ("model.hidden=[8]",),
+        pytest.param((f"env.id={catch_env.__name__}:Catch-v0", *PIXELS), marks=pytest.mark.slow),
+    ],
+    ids=["vectors", "pixels"],
+)
+def test_an_agent_learns_what_it_learns_without_a_compiler(sees: tuple[str, ...], tmp_path: Path) -> None:
+    agent = ("workload=dqn", "device=cpu", "precision=64", "optimizer=sgd", "batch_size=16", *sees)
+    agent += ("workload.warm_up=200", "optimizer.lr=0.01", "workload.eval_episodes=4", "steps=30", "log_every=10")
+    agent += ("eval_every=0", "workload.target_every=3")
     wanted = run_outcome(trained(tmp_path / "eager", *agent).directory)
     counters.clear()
     got = run_outcome(trained(tmp_path / "compiled", *agent, STEP).directory)

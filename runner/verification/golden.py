@@ -27,7 +27,7 @@ from runner.tracking.metrics import DivergedError
 from runner.tracking.progress import progress_for
 from runner.tracking.recorder import Recorder
 from runner.tracking.tensorboard import TensorBoard
-from runner.training import evaluate, initial_state, log_training, torch_refusals, train_step
+from runner.training import evaluate, initial_state, log_training, step_function, torch_refusals
 from runner.verification.verdict import FLOAT32_ROUNDING, Outcome, Verdict
 
 Curves = Mapping[str, Mapping[int, float]]
@@ -110,14 +110,14 @@ def _train(config: dict[str, Any], directory: Path, last_step: int, nudge: int, 
             build, size = run.workload.build_model, min(run.precision.tolerance, LARGEST_NUDGE)
             run.workload.build_model = lambda: _nudged(build(), size, nudge)
         state = initial_state(run, session, directory)
-        batches = session.batches(state.model, 0)
+        batches, take_step = session.batches(state.model, 0), step_function(state)
         state.model.train()
         state.step_timer.start(last_step)
         try:
             for step in session.plan.steps(0, last_step):  # as `loop`, without what does not change the numbers
                 log_due = session.is_due(run.log_every, step.number)
                 evaluation_due = session.is_due(session.eval_every, step.number)
-                norm = train_step(state, batches, step, log_due)
+                norm = take_step(state, batches, step, log_due)
                 state.step_timer.lap(pausing=log_due or evaluation_due)
                 if log_due:
                     log_training(state, recorder, progress, norm)
