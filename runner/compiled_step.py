@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class CompiledStep:
         self._optimizer_step = inspect.unwrap(type(state.optimizer).step)  # torch's hooks cannot be compiled
         self._accumulates = state.session.plan.accumulation > 1
         self._add, self._train = (compile_whole(part, device) for part in (self._add_gradients, self._take_step))
+        is_double = any(p.dtype == torch.float64 for p in self._parameters.values())
+        self._settings = _float64_by_default if is_double else nullcontext
         self._ready, self._no_norm = False, torch.zeros((), device=state.session.device)
 
     def __call__(self, state: State, batches: Iterator[Any], step: Step, log_due: bool) -> torch.Tensor:
@@ -59,7 +62,10 @@ class CompiledStep:
                 batch = next(batches)
             if not self._ready:
                 self._prepare(batch)
-            with timer.section("step"), run.parallel.measured(state.model, micro):
+            if self._accumulates and micro is step.micro_batches[0]:
+                for parameter in self._parameters.values():
+                    parameter.grad.zero_()
+            with timer.section("step"), run.parallel.measured(state.model, micro), self._settings():
                 if micro.is_last:
                     run.schedule.set_lr(state.optimizer, step.number - 1, session.num_steps)
                     sums, norm = self._train(batch, micro.weight)
@@ -85,13 +91,13 @@ class CompiledStep:
         for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
             parameter.grad = None if gradient is None else torch.zeros_like(parameter)
         self._parameters = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        if self._settings is _float64_by_default:
+            for each in state.optimizer.state.values():
+                each.update({key: value.double() for key, value in each.items() if key == "step"})
         for group in state.optimizer.param_groups:
             if isinstance(state.optimizer, torch.optim.SGD) and group["momentum"] and not state.optimizer.state:
                 why = "its first step differs from the later ones"
                 raise ConfigError("optimizer.name", "SGD", why, "optimizer=sgd, or compile=true")
-            if "capturable" in group and any(p.dtype == torch.float64 for p in group["params"]):
-                why = f"a compiled {type(state.optimizer).__name__} corrects its averages in float32"
-                raise ConfigError("precision", "64", why, "optimizer=sgd, or compile=true")
             group.setdefault("initial_lr", group["lr"])
             group["lr"] = torch.tensor(float(group["lr"]), device=device, dtype=sum_dtype(device))
             # Here, `capturable` means that the number of the step is a tensor, too.
@@ -134,9 +140,17 @@ class CompiledStep:
         if run.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), run.max_grad_norm, norm)
         self._optimizer_step(state.optimizer)
-        if self._accumulates:
-            for parameter in self._parameters.values():
-                parameter.grad.zero_()
         for average, parameter in self._averages:
             average.lerp_(parameter, self._share.to(average.dtype))
         return sums, norm
+
+
+@contextmanager
+def _float64_by_default() -> Iterator[None]:
+    """A context in which optimizers count steps, from which compiled code computes their corrections, in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

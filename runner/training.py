@@ -144,7 +144,8 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         StorageError: if a checkpoint cannot be written.
     """
     run, session, model = state.run, state.session, state.model
-    batches, take_step = session.batches(model, state.step), step_function(state)
+    take_step = step_function(state)
+    batches = session.batches(model, state.step)
     model.train()
     state.step_timer.start(math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
 

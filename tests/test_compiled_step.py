@@ -49,9 +49,9 @@ def trained(directory: Path, *overrides: str, **options: Any) -> TrainedRun:
     ],
 )
 def test_the_weights_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
-    """With clipping; where torch can, in float64, in which only the order of sums differs."""
+    """With clipping, in float64, where only the order of sums differs; Adam and its like divide by small gradients."""
     options, optimizer = ALL_OPTIMIZER_CASES[name]
-    dtype, bound = (torch.float64, 1e-13) if name in ("nesterov", "sgd", "groups") else (torch.float32, 2e-6)
+    dtype, bound = torch.float64, {"adam": 1e-11, "adamw": 1e-11, "rmsprop": 1e-11, "nadam": 1e-9}.get(name, 1e-13)
     size = TINY_CPU if name == "groups" else SMALL
     precision = f"precision={torch.finfo(dtype).bits}"
     overrides = (*size, *PLAIN_LOOP_OVERRIDES, *options, precision, "max_grad_norm=0.5")
@@ -191,7 +191,6 @@ def test_modes_that_compute_a_step_together_are_refused_before_they_start(option
     [
         (("optimizer=muon",), "compile"),
         (("optimizer=torch", "optimizer.name=Adafactor"), "compile"),
-        (("optimizer=adam", "precision=64"), "precision"),
         (("optimizer=torch", "optimizer.name=SGD", "+optimizer.options.momentum=0.9"), "optimizer.name"),
     ],
     ids=str,

@@ -139,6 +139,7 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
     for step in plan.steps(0, session.num_steps):
         samples.append([])
         take_step(state, batches, step, True)
+        keep_first_gradients()  # of a compiled step, which has no hooks, but keeps gradients; others have none left
     losses = state.metric_buffer.peek(collectives.all_reduce)[:, 0] / run.batch_size
     after = random_state(session.devices)
     draws = any(not torch.equal(before[name], after[name]) for name in before)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, compose_config
 
+from runner import training
 from runner.parallel.collectives import Collectives
 from runner.planning import trial as module
 from runner.planning.trial import Trial, TrialError
@@ -77,7 +78,7 @@ def test_an_error_without_a_message_is_sent_with_its_name(tmp_path: Path, monkey
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(module, "train_step", fail)
+    monkeypatch.setattr(training, "train_step", fail)
     received, sent = Pipe()
     with pytest.raises(MemoryError):
         module._train_rank(compose_config(*TINY_CPU), tmp_path, sent, Collectives([torch.device("cpu")]))
