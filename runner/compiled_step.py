@@ -40,7 +40,7 @@ class CompiledStep:
         if run.precision.scales_loss:
             why = "loss scaling decides after each step whether to keep the update"
             raise ConfigError("compile", "step", why, "precision=bf16, or compile=true")
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._buffers = dict(model.named_buffers())
         self._averages, has_begun = state.average.pairs()
         self._later_share = 1 - (run.ema.decay or 0)
@@ -48,7 +48,7 @@ class CompiledStep:
         self._share = torch.tensor(share, device=device, dtype=sum_dtype(device))
         self._optimizer_step = inspect.unwrap(type(state.optimizer).step)  # torch's hooks cannot be compiled
         self._accumulates = state.session.plan.accumulation > 1
-        self._add, self._train = (compile_whole(part, device) for part in (self._add_gradients, self._take_step))
+        self._add, self._train = compile_whole(self._add_gradients, device), compile_whole(self._take_step, device)
         is_double = any(p.dtype == torch.float64 for p in self._parameters.values())
         self._settings = _float64_by_default if is_double else nullcontext
         self._ready, self._no_norm = False, torch.zeros((), device=state.session.device)
@@ -63,8 +63,8 @@ class CompiledStep:
             if not self._ready:
                 self._prepare(batch)
             if self._accumulates and micro is step.micro_batches[0]:
-                for parameter in self._parameters.values():
-                    parameter.grad.zero_()
+                for gradient in self._gradients.values():
+                    gradient.zero_()
             with timer.section("step"), run.parallel.measured(state.model, micro), self._settings():
                 if micro.is_last:
                     run.schedule.set_lr(state.optimizer, step.number - 1, session.num_steps)
@@ -90,7 +90,8 @@ class CompiledStep:
         set_random_state(random, state.session.devices)
         for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
             parameter.grad = None if gradient is None else torch.zeros_like(parameter)
-        self._parameters = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        self._gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        self._parameters = {name: self._parameters[name] for name in self._gradients}
         if self._settings is _float64_by_default:
             for each in state.optimizer.state.values():
                 each.update({key: value.double() for key, value in each.items() if key == "step"})
@@ -103,7 +104,7 @@ class CompiledStep:
             # Here, `capturable` means that the number of the step is a tensor, too.
             switches = {"fused": False, "foreach": True, "capturable": True}
             group.update({key: value for key, value in switches.items() if key in group})
-        kept = [p.grad for p in self._parameters.values()] + [*self._buffers.values(), self._share]
+        kept = [*self._gradients.values(), *self._buffers.values(), self._share]
         kept += [average for average, _ in self._averages] + [group["lr"] for group in state.optimizer.param_groups]
         for tensor in kept:
             torch_private.mark_static(tensor)
@@ -123,11 +124,11 @@ class CompiledStep:
         """Add the gradients of a micro-batch, or replace them if there is one; return the sums of its metrics."""
         buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
         gradients, (sums, updated) = grad(self._loss, has_aux=True)(self._parameters, buffers, batch, weight)
-        for name, parameter in self._parameters.items():
+        for name, kept in self._gradients.items():
             if self._accumulates:
-                parameter.grad.add_(gradients[name])
+                kept.add_(gradients[name])
             else:
-                parameter.grad.copy_(gradients[name])
+                kept.copy_(gradients[name])
         for name, buffer in self._buffers.items():
             buffer.copy_(updated[name])
         return sums
@@ -136,7 +137,7 @@ class CompiledStep:
         state, run = self._state, self._state.run
         sums = self._add_gradients(batch, weight)
         # Not `clip_gradients`, whose `torch._foreach_norm` the compiler cannot combine with other operations.
-        norm = torch.stack([torch.linalg.vector_norm(p.grad) for p in self._parameters.values()]).square().sum().sqrt()
+        norm = torch.stack([torch.linalg.vector_norm(each) for each in self._gradients.values()]).square().sum().sqrt()
         if run.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), run.max_grad_norm, norm)
         self._optimizer_step(state.optimizer)
