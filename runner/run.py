@@ -108,7 +108,10 @@ class Run:
         for key in ("eval_every", "save_every", "keep"):
             check_range(self, key, least=0, most=_LARGEST)
         if not isinstance(self.compile, bool) and self.compile not in ("blocks", "step"):
-            raise ConfigError("compile", self.compile, "it is not true, false, blocks or step", "compile=blocks")
+            choices = ("true", "false", "blocks", "step")
+            raise ConfigError(
+                "compile", self.compile, "there is no such choice;", did_you_mean(str(self.compile), choices)
+            )
         check_range(self, "epochs", above=0, most=1_000_000)
         check_range(self, "max_grad_norm", above=0)
         if self.steps is None and self.epochs is None and self.workload.num_steps(self.batch_size) is None:

@@ -79,9 +79,12 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
                 status, error = "diverged", str(diverged)
                 save_diverged_batch(session, directory, diverged.step)
                 state.checkpoints.wait()
-            except ConfigError:
+            except ConfigError as refusal:
                 state.checkpoints.finish_after_error()
-                raise
+                # A signal to the whole process group, as of a scheduler, also ends the C++ compiler.
+                if refusal.key != "compile" or not stop.received or session.world_size > 1:
+                    raise
+                status, error = "stopped", ""
             except Exception as error:
                 state.checkpoints.finish_after_error()
                 raise CrashedError(state.result("crashed", f"{type(error).__name__}: {error}")) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -222,3 +224,22 @@ def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with config.patch({"cpp.cxx": (str(tmp_path / "nothing"),)}), pytest.raises(ConfigError) as refusal:  # type: ignore[attr-defined]
         trained(tmp_path / "run", *SMALL, STEP)
     assert (refusal.value.key, refusal.value.why) == ("compile", "torch finds no C++ compiler")
+
+
+def test_a_stop_that_ends_the_compiler_too_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    def stopped(run: Any, session: Any) -> None:
+        batches = run.workload.batches
+
+        def signaling(*arguments: Any) -> Any:
+            for batch in batches(*arguments):
+                os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+        run.workload.batches = signaling
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    with config.patch({"cpp.cxx": (str(tmp_path / "nothing"),)}):  # type: ignore[attr-defined]
+        result = trained(tmp_path / "run", *SMALL, STEP, change=stopped).result
+    assert (result.status, result.steps) == ("stopped", 0)

@@ -98,7 +98,7 @@ def pixels_of(name: str, space: gymnasium.Space, stack: int) -> Pixels | None:
     shape: Any = space.shape or ()
     flat = not isinstance(space, gymnasium.spaces.Box) or len(shape) < 2
     if flat or (len(shape) == 2 and space.dtype != np.uint8):
-        why = "only images are stacked, and its observations are none"
+        why = "only images are stacked, and its observations are vectors"
         check(stack == 1, "frame_stack", stack, why, "env.frame_stack=1")
         return None
     assert isinstance(space, gymnasium.spaces.Box)

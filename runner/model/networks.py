@@ -116,7 +116,8 @@ class NatureCNN(Model):
         try:
             return nature_cnn.NatureCNN(channels, height, width, num_classes, *options, self.checkpoint_activations)
         except ValueError as error:
-            remedy = "use model=minatar_cnn, smaller kernels, or larger images (env.image_size=84)"
+            smaller = "use model=minatar_cnn, smaller kernels, or " if max(self.kernel_sizes) > 3 else "use "
+            remedy = f"{smaller}larger images (env.image_size=84)"
             raise ConfigError("kernel_sizes", list(self.kernel_sizes), str(error), remedy) from None
 
 

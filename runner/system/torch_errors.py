@@ -44,6 +44,8 @@ def compiler_refusal(error: BaseException, whole_step: bool) -> tuple[str, str] 
         return "torch finds no C++ compiler", "install one, such as g++, or set compile=false"
     why = text.strip().splitlines()[0]
     if places := re.findall(r'File "([^"]+)", line (\d+)', text):
+        if "/torch/optim/" in places[-1][0]:
+            return f"torch cannot compile this optimizer: {why}", f"choose another optimizer, or {instead}"
         why += f" ({':'.join(places[-1])})"
     return f"torch cannot compile it: {why}", f"change what is at this place, or {instead}"
 
