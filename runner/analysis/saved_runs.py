@@ -193,7 +193,8 @@ def _option(group: str, node: dict[str, Any]) -> str:
 def _options(group: str) -> dict[str, dict[str, Any]]:
     files = option_files().get(group, {})
     contents: dict[str, Any] = {name: OmegaConf.to_container(OmegaConf.load(path)) for name, path in files.items()}
-    return contents
+    # An option that also sets keys of other groups, as those of workloads do, has its values under the name of its own.
+    return {name: values.get(group) or values for name, values in contents.items()}
 
 
 def user_options(overrides: Iterable[str], labels: dict[str, Any]) -> dict[str, str]:

@@ -51,12 +51,14 @@ def _write(compared: Comparison, out: Path) -> list[Path]:
     from runner.analysis.figures import NAMES, pictures
 
     check_no_link(out)
+    figures = {out / f"{name}.png": figure for name, figure in pictures(compared).items()}
+    if not figures and not out.exists():
+        return []
     out.mkdir(parents=True, exist_ok=True)
     old = [path for name in NAMES if os.path.lexists(path := out / f"{name}.png")]
     for path in old:
         why = f"{path.name} in it would be replaced, and this command did not write it"
         check(_is_ours(path), "--out", str(out), why, "choose an empty directory")
-    figures = {out / f"{name}.png": figure for name, figure in pictures(compared).items()}
     for path in old:
         path.unlink()
     for path, figure in figures.items():

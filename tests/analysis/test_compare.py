@@ -238,6 +238,7 @@ def test_options_are_labeled_by_file_name_without_the_keys_they_set(tmp_path: Pa
     comparison = Comparison([tmp_path])
     assert sorted(comparison.keys) == ["model", "optimizer.lr"]
     assert comparison.rows[0].values == {"model": "convnet", "optimizer.lr": 0.1}
+    assert labels_of(compose_config("workload=dqn"))["workload"] == "dqn"
     labels = labels_of(compose_config("optimizer=adamw", "optimizer.lr=0.5", "model=tiny", "model.hidden=7"))
     assert (labels["optimizer"], labels["optimizer.lr"], labels["model"]) == ("adamw", 0.5, "tiny")
 

@@ -204,6 +204,7 @@ def test_pictures_replace_those_of_an_earlier_call(sweep: Sweep, capsys: pytest.
     out = sweep.path / "plots"
     assert plot.main([str(sweep.path)]) == 0
     assert capsys.readouterr().out.startswith("nothing is drawn")
+    assert not out.exists(), "no empty directory"
     sweep.add(4.0, "workload=resnet50", "optimizer.lr=0.5")
     assert plot.main([str(sweep.path)]) == 0
     assert [path.name for path in out.iterdir()] == ["sweep.png"]
