@@ -121,7 +121,7 @@ class CompiledStep:
         return loss * weight, (sums, buffers)
 
     def _add_gradients(self, batch: Any, weight: float) -> BatchSums:
-        """Add the gradients of a micro-batch, or replace them if there is one; return the sums of its metrics."""
+        """Add the gradients of a micro-batch; without accumulation, replace them. Return the sums of its metrics."""
         buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
         gradients, (sums, updated) = grad(self._loss, has_aux=True)(self._parameters, buffers, batch, weight)
         for name, kept in self._gradients.items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import ConfigError, check, check_choice, check_range
 from runner.config.overrides import text_override
-from runner.env import EnvironmentBrokenError
+from runner.env import MAX_ENVS, EnvironmentBrokenError
 from runner.system.import_path import is_installed
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _PACKAGES = {"ALE": "use env=atari (pip install ale-py)", "MinAtar": "pip install minatar"}
 """How to get the environments of a namespace."""
 
-_MAX_ENVS = 4096  # a larger number is most likely a typing error
 _MAX_FRAMES = 64  # of a stack, which a byte counts, or skipped
 _MAX_PROCESSES = 128  # thousands of processes would overload a machine before any limit of the system is reached
 
@@ -48,7 +47,7 @@ class Env:
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        check_range(self, "num_envs", least=1, most=_MAX_ENVS)
+        check_range(self, "num_envs", least=1, most=MAX_ENVS)
         check_choice(self, "vectorization", ("auto", "sync", "async"))
         check_range(self, "max_episode_steps", least=1)
         for key in ("frame_stack", "frame_skip"):

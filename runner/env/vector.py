@@ -21,16 +21,13 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gymnasium.wrappers import FlattenObservation
 
 from runner.config.errors import ConfigError, check
-from runner.env import EnvironmentBrokenError
+from runner.env import MAX_ENVS, EnvironmentBrokenError
 from runner.storage.content_checks import check_like
 from runner.system.forkserver import METHOD, start_server, without_main_module
 from runner.system.signals import STOP_SIGNALS
 
 _UNBOUNDED = 1e6
 """Bounds with at least this absolute value count as infinite: some environments give the largest float instead."""
-
-_MAX_ENVS = 4096
-"""At least the number of environments: the seeds of some are this one plus their index."""
 
 _MIN_RENDERED = 160
 """Rendered images that are smaller than this are enlarged by a whole factor, so that films of them can be seen."""
@@ -212,7 +209,7 @@ class Vector:
         """Reset all environments, with one seed each, or one from which gymnasium derives `seed + i`."""
         self._ended = np.zeros(self.num_envs, bool)
         # The annotation of gymnasium lacks lists; environments of others often take seeds of 31 bits only.
-        limit = 2**63 if str(getattr(self.envs.spec, "entry_point", "")).startswith("gymnasium.") else 2**31 - _MAX_ENVS
+        limit = 2**63 if str(getattr(self.envs.spec, "entry_point", "")).startswith("gymnasium.") else 2**31 - MAX_ENVS
         seeds: Any = seed % limit if isinstance(seed, int) else [each % limit for each in seed]
         observations, infos = self._call(lambda: self.envs.reset(seed=seeds))
         self._observe(observations, np.zeros(self.num_envs), np.ones(self.num_envs, bool), infos)
