@@ -70,11 +70,11 @@ class Trial:
             config["parallel"] = config["parallel"] | {"timeout": _PATIENT}
         self._directory = tempfile.TemporaryDirectory(prefix="runner-trial-", ignore_cleanup_errors=True)
         self._connection, remote = Pipe()
-        began = time.perf_counter()
         context: Any = get_context(METHOD)
         self._process = context.Process(target=_run_trial, args=(config, self._directory.name, remote))
         with without_main_module():
-            self._process.start()
+            self._process.start()  # once the server has imported torch, for which only the first trial waits
+        began = time.perf_counter()
         remote.close()  # so that the connection is at its end once all processes of the trial have ended
         try:
             self._receive(seconds)

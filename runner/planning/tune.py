@@ -44,6 +44,14 @@ MAX_ROUNDS = 9
 _PATIENT_STARTS = 4
 """A candidate may take this many times as long to start as the baseline, whatever is left of its group's time."""
 
+_MIN_START = 1.0
+"""The seconds that a candidate takes to start, at least: it may have several processes."""
+
+MAX_START = 600.0
+"""The baseline may take these seconds to start, whatever the budget is: all others are compared with it."""
+
+MAX_BUDGET = 86_400
+
 BUDGET_SPENT = "the budget is spent"
 
 
@@ -72,6 +80,8 @@ class Search:
         self.base = judge(())
         """The baseline."""
         self.candidates = [self.base]
+        self.missing_seconds = 0.0
+        """By how much the budget was too small for all candidates, if each takes as long as the longest measured."""
 
     def run(self, groups: Sequence[OptionGroup]) -> Candidate:
         """Measure candidates, and return the fastest, or the baseline if none is clearly faster.
@@ -81,14 +91,22 @@ class Search:
         Raises:
             TrialError: if the baseline, with which all others are compared, cannot train or fails later.
         """
-        with closing(self._started(self.base, self._ends - self._clock())) as trial:
+        began, needed = self._clock(), []
+        with closing(self._started(self.base, max(MAX_START, self._ends - began))) as trial:
             self._burst(self.base, trial)
+            self._longest = 2 * (self._clock() - began)  # of a candidate, as far as is known
             for number, group in enumerate(groups):
-                best, now = self._fastest(), self._clock()
+                best, now, count = self._fastest(), self._clock(), len(self.candidates)
                 assert best.run is not None
-                until = now + (self._ends - now) * group.weight / sum(each.weight for each in groups[number:])
+                share = group.weight / sum(each.weight for each in groups[number:])
+                until = now + (self._ends - now) * share
                 for words in group.options(best.run):
                     self._try((*best.overrides, *words), until, trial)
+                tried = [each for each in self.candidates[count:] if each.seconds or each.reason == BUDGET_SPENT]
+                if not all(each.seconds for each in tried):
+                    needed.append((now, len(tried) / share))
+            ends = max([self._ends, *(now + count * self._longest for now, count in needed)])
+            self.missing_seconds = ends - self._ends
             return self._fastest()
 
     def measured(self) -> list[Candidate]:
@@ -107,10 +125,11 @@ class Search:
         if candidate.run is not None:
             if candidate.run.config in (each.run.config for each in self.candidates if each.run is not None):
                 return
-            seconds = min(self._ends - now, max(until - now, _PATIENT_STARTS * self.base.startup_seconds))
+            start = max(_MIN_START, self.base.startup_seconds)
+            seconds = min(self._ends - now, max(until - now, _PATIENT_STARTS * start))
             if candidate.results not in self._allowed:
                 candidate.reason = RESULTS[candidate.results]
-            elif now >= until or seconds <= self.base.startup_seconds:
+            elif now >= until or seconds <= start:
                 candidate.reason = BUDGET_SPENT
             else:
                 self._compare(candidate, seconds, until, base_trial)
@@ -121,7 +140,7 @@ class Search:
 
     def _compare(self, candidate: Candidate, seconds: float, until: float, base_trial: Trial) -> None:
         """Let a candidate, which may take `seconds` to start, and the baseline train in turn."""
-        best, turn = self._fastest(), candidate
+        best, turn, began = self._fastest(), candidate, self._clock()
         try:
             with closing(self._started(candidate, seconds)) as trial:
                 while not candidate.ratios or self._goes_on(candidate, best, until):
@@ -129,6 +148,7 @@ class Search:
                     for turn, each in pair if len(candidate.ratios) % 2 else reversed(pair):
                         self._burst(turn, each)
                     candidate.ratios.append(candidate.seconds[-1] / self.base.seconds[-1])
+            self._longest = max(self._longest, self._clock() - began)
         except TrialError as error:
             if turn is self.base:
                 raise
@@ -152,8 +172,10 @@ class Search:
                 began = self._clock()
                 trial.burst(until - began)
                 taken = self._clock() - began
-        except TrialError:
+        except TrialError as error:
             trial.close()
+            if error.status == "dropped":
+                error.why = f"its first steps take longer than {seconds:.0f} s"
             raise
         return trial
 
@@ -180,11 +202,12 @@ def tune(
 
     Returns:
         A dict: `chosen`, the chosen overrides; `speedup`, the step time of the baseline divided by that of the choice;
-        `seconds`, how long the call took; and `rows`, a dict for each candidate (see `plain`), the fastest first.
+        `seconds`, how long the call took; `missing_seconds`, as in `Search`; and `rows`, a dict for each candidate (see
+        `plain`), the fastest first.
 
     Raises:
         ConfigError: if the run is refused.
-        TrialError: if the run cannot train, or its first steps take longer than the budget.
+        TrialError: if the run cannot train, or its first steps take longer than the budget and `MAX_START`.
     """
     began = time.perf_counter()
     candidates = Candidates(compose, typed)
@@ -197,6 +220,7 @@ def tune(
         "speedup": 1 / chosen.ratio,
         "rows": [plain(row, search.base, candidates.base.batch_size) for row in rows],
         "seconds": time.perf_counter() - began,
+        "missing_seconds": search.missing_seconds,
     }
 
 
@@ -277,7 +301,8 @@ def verdict(report: dict[str, Any]) -> list[str]:
     """Return the lines that say what was chosen, and how to use it."""
     lines = []
     if spent := sum(row["reason"] == BUDGET_SPENT for row in report["rows"]):
-        more = f"--budget {2 * report['budget']:.0f} takes more time"
+        enough = min(MAX_BUDGET, 10 * math.ceil((report["budget"] + report["missing_seconds"]) / 10 + 0.1))
+        more = f"about --budget {enough} is enough for all"
         lines.append(f"{spent} candidate{'s were' if spent > 1 else ' was'} not measured: {BUDGET_SPENT} ({more})")
     if not report["chosen"]:
         return [*lines, f"nothing is clearly faster than the baseline ({report['seconds']:.0f} s)"]

@@ -41,6 +41,7 @@ def report(**values: Any) -> dict[str, Any]:
         "speedup": 1.5,
         "rows": [fast, row(), skipped],
         "seconds": 12.3,
+        "missing_seconds": 44.5,
         "directory": "outputs/tuned/x",
     } | values
 
@@ -59,7 +60,7 @@ def test_the_table_shows_what_was_measured_and_the_verdict_what_to_run() -> None
     assert any(
         "after 1,500 steps" in line for line in verdict(report(rows=[row(), slow_start], chosen=["compile=step"]))
     )
-    assert "--budget 120" in verdict(report(rows=[row(), late, late]))[0]
+    assert "--budget 110" in verdict(report(rows=[row(), late, late]))[0]
 
 
 def test_a_later_start_pays_when_faster_steps_have_made_up_for_it() -> None:
@@ -125,7 +126,7 @@ def test_mistakes_are_refused(line: str, key: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("error", "code", "word"),
     [
-        (TrialError("no step within 50 s", "dropped"), REFUSED, "--budget: got '60': the config itself did not"),
+        (TrialError("no step within 600 s", "dropped"), CRASHED, "no step within 600 s"),
         (TrialError("MemoryError: no memory"), CRASHED, "no memory"),
     ],
 )

@@ -122,6 +122,20 @@ def test_every_group_has_its_turn() -> None:
     assert machine.now < 46
 
 
+@pytest.mark.parametrize(("budget", "count"), [(1.0, 1), (15.0, 3)])  # the baseline is always measured
+def test_a_small_budget_measures_what_it_can_and_says_which_is_enough(budget: float, count: int) -> None:
+    seconds = {"": 0.010} | dict.fromkeys("abcdef", 0.0101)
+    machine, groups = SimulatedMachine(seconds, startup={"": 3.0}), (group("abcd", weight=2), group("ef", "2"))
+    small = machine.search(budget)
+    small.run(groups)
+    assert sum(status == "measured" for status, _ in statuses(small).values()) == count
+    assert statuses(small)["d"] == ("not tried", BUDGET_SPENT)
+    enough = machine.search(budget + small.missing_seconds)
+    enough.run(groups)
+    assert {status for status, _ in statuses(enough).values()} == {"measured"}
+    assert enough.missing_seconds == 0
+
+
 def test_groups_are_combined_with_the_fastest_so_far() -> None:
     machine = SimulatedMachine({"": 0.010, "a": 0.008, "b": 0.012, "a c": 0.006, "a c d": 0.007, "a c e": 0.006})
     search = machine.search()
@@ -167,7 +181,7 @@ def test_a_baseline_that_fails_is_an_error() -> None:
     with pytest.raises(TrialError, match="no memory"):
         chosen(SimulatedMachine({"": -1.0}).search())
     with pytest.raises(TrialError, match="no step"):
-        chosen(SimulatedMachine({"": 1.0}, startup={"": 100.0}).search())
+        chosen(SimulatedMachine({"": 1.0}, startup={"": 1000.0}).search())
 
 
 def test_a_ratio_has_an_uncertainty() -> None:
