@@ -1,8 +1,6 @@
 """Fixtures and hooks of all tests; other shared code is in `helpers`."""
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import gc
 
 gc.disable()  # until all tests are collected: importing torch takes a fifth longer with garbage collection
@@ -21,7 +19,7 @@ import torch
 from helpers.command import child_environment, command_server
 from helpers.command_server import fork_server_from_fork
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, train_in
-from helpers.ranks import PersistentRanks
+from helpers.ranks import PersistentRanks, Ranks
 
 from runner.parallel.launch import processes
 from runner.system.forkserver import start_server
@@ -125,7 +123,7 @@ def trained(tmp_path: Path) -> Callable[..., TrainedRun]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], PersistentRanks]]:
+def ranks() -> Iterator[Ranks]:
     """Return a function: `ranks(3)` returns three persistent processes that train one run after another."""
     started: dict[int, PersistentRanks] = {}
     yield lambda count: started.setdefault(count, PersistentRanks(count))

@@ -1,7 +1,5 @@
 """Tests of the architecture: imports follow layers, training.py names no mode, and config errors need no torch."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -1,7 +1,5 @@
 """Tests that the samples of a batch are a pure function of seed and step."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,11 +1,8 @@
 """Tests of `compile=step`: the same weights as plain PyTorch, one compilation, bitwise resume, refusals in words."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from helpers.plain_loop import (
     weights_at,
 )
 from helpers.rank_functions import sigterm_at
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, run_outcome
 from torch._dynamo.utils import counters
 
@@ -140,9 +137,7 @@ def test_an_agent_learns_what_it_learns_without_a_compiler(sees: tuple[str, ...]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ensemble", "hogwild"])
-def test_a_process_of_several_computes_what_a_single_one_does(
-    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_a_process_of_several_computes_what_a_single_one_does(mode: str, ranks: Ranks, tmp_path: Path) -> None:
     options = (f"parallel={mode}", f"parallel.processes={2 if mode == 'ensemble' else 1}")
     if mode == "ensemble":
         ranks(2).train(compose_config(*SMALL, STEP, *options), tmp_path / "several")

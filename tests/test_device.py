@@ -1,7 +1,5 @@
 """Tests of the choice of a device on simulated machines, and of torch's global settings."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Tests of averaged weights: equal to plain PyTorch in every mode, evaluated, saved, bitwise exact after resume."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from helpers.plain_loop import (
     weights_at,
 )
 from helpers.rank_functions import overflow_at, sigterm_at
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, run_outcome
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -74,7 +72,7 @@ MODES = {
 
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
 def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
-    processes: int, mode: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    processes: int, mode: tuple[str, ...], ranks: Ranks, tmp_path: Path
 ) -> None:
     overrides = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES["sgd"][0], *mode, EMA)
     if processes == 1:
@@ -90,9 +88,7 @@ def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
 
 
 @pytest.mark.parametrize("mode", ["single", "fsdp", "pipeline"])
-def test_a_skipped_update_does_not_advance_the_average(
-    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_a_skipped_update_does_not_advance_the_average(mode: str, ranks: Ranks, tmp_path: Path) -> None:
     steps = ("steps=6", "eval_every=0", "save_every=1", "keep=6")
     overrides = (*TINY_CPU, *HARD, "precision=16", EMA, f"parallel={mode}", *steps)
     if mode == "single":
@@ -108,9 +104,7 @@ def test_a_skipped_update_does_not_advance_the_average(
 
 
 @pytest.mark.parametrize("options", [(), ("parallel=ddp",), ("parallel=fsdp",), ("parallel=ensemble",)], ids=str)
-def test_resume_is_bitwise_exact(
-    options: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_resume_is_bitwise_exact(options: tuple[str, ...], ranks: Ranks, tmp_path: Path) -> None:
     overrides = (*TINY_CPU, *HARD, EMA, *options)
 
     def train(name: str, change: Callable[[Any, Any], None] | None = None) -> Path:
@@ -140,9 +134,7 @@ def test_resume_is_bitwise_exact(
         assert_bitwise_equal(got, of_whole)
 
 
-def test_the_average_continues_when_a_run_resumes_in_another_mode(
-    ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_the_average_continues_when_a_run_resumes_in_another_mode(ranks: Ranks, tmp_path: Path) -> None:
     overrides = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES["sgd"][0], EMA)
     train_in(tmp_path, build_composed_run(*overrides), partial(sigterm_at, 4, 0))
     ranks(2).train(compose_config(*overrides, "parallel=fsdp"), tmp_path, partial(sigterm_at, 7, 0))

@@ -1,9 +1,6 @@
 """Tests that fine-tuning with frozen parameters, a new head and learning rates by group equals a plain PyTorch loop."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from helpers.plain_loop import (
     weights_at,
 )
 from helpers.rank_functions import sigterm_at
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors
 
 from runner.seeds import derive
@@ -96,7 +93,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fine_tuning_equals_a_plain_loop_and_resumes_bitwise(
-    mode: str, pretrained: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    mode: str, pretrained: str, ranks: Ranks, tmp_path: Path
 ) -> None:
     overrides = (*OVERRIDES, pretrained, *MODES[mode], "save_every=0")
 

@@ -1,7 +1,5 @@
 """Tests of the command `python -m runner` in a new process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the optimizers: equality with torch's own, resume, frozen parameters, parameter groups and options."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that pyproject.toml lists all packages and no unused dependency, and that constraints pin what is tested."""
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Tests that a run equals a plain PyTorch loop: the same weights and the same curves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.compose import TrainedRun

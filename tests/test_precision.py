@@ -3,8 +3,6 @@
 On the CPU, the results are bitwise equal, unless the optimizer is fused. Otherwise, they are equal up to rounding.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Tests of each profiler with a small loop: the files that it writes, and the numbers in them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

@@ -1,7 +1,5 @@
 """Tests that options of a component that are out of range, or do not fit together, are refused by key."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

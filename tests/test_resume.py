@@ -1,7 +1,5 @@
 """Tests of resume: a run that was killed, stopped or crashed, and is resumed, equals an uninterrupted run bitwise."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """Tests of what a run determines before it begins: its length, when evaluations are due, and the hash of its config."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import re

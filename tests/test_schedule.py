@@ -1,7 +1,5 @@
 """Tests that the learning rate of every update equals that of torch's own schedulers."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests that random numbers depend on the seed and the name of their stream, not on the order of calls."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

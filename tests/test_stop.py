@@ -1,7 +1,5 @@
 """Runs that end before their last step: early stopping, a target, and a time budget."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +11,7 @@ from helpers.command import run_command
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
 from helpers.events import scalar_curves
 from helpers.rank_functions import sigterm_at
-from helpers.ranks import PersistentRanks, train_on_rank
+from helpers.ranks import Ranks, train_on_rank
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome
 
 from runner.config.errors import ConfigError
@@ -151,7 +149,7 @@ def test_a_run_without_improvement_ends_early_and_counts_as_done(tmp_path: Path)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "hogwild", "ensemble", "pipeline"])
-def test_all_ranks_stop_after_the_same_step(mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
+def test_all_ranks_stop_after_the_same_step(mode: str, ranks: Ranks, tmp_path: Path) -> None:
     overrides = (*TINY_CPU, *STEPS, f"parallel={mode}", LOSS, "stop.patience=3")
     change = partial(scripted_where_summarized, mode)
     if mode == "hogwild":  # which starts its own processes
@@ -215,7 +213,7 @@ def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(
 
 @pytest.mark.parametrize(("ranks_without_time", "ended"), [((0, 1), "stopped"), ((1,), "done")])
 def test_rank_0_decides_whether_max_time_has_passed_and_all_ranks_name_the_rule(
-    ranks_without_time: tuple[int, ...], ended: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    ranks_without_time: tuple[int, ...], ended: str, ranks: Ranks, tmp_path: Path
 ) -> None:
     config = compose_config(*TINY_CPU, *STEPS, "steps=4", "parallel=ddp")
     results = ranks(2).call_on_all(train_on_rank, config, tmp_path, partial(without_time_on, ranks_without_time))

@@ -1,7 +1,5 @@
 """Tests of the training loop: values that are not finite, the result, and no synchronization with the device."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -20,7 +18,7 @@ from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_co
 from helpers.dry_run import run_in_this_process
 from helpers.events import scalar_curves
 from helpers.plain_loop import PlainSettings, plain_loop
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runner.training
@@ -205,7 +203,7 @@ def test_the_result_agrees_with_the_curves(trained: Callable[..., TrainedRun]) -
     assert json.loads(json.dumps(result)) == result, "plain values"
 
 
-def test_rank_0_decides_which_evaluation_is_the_best(ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
+def test_rank_0_decides_which_evaluation_is_the_best(ranks: Ranks, tmp_path: Path) -> None:
     """The saving of the best model is collective: a rank that alone saw an improvement would wait for the others."""
     config = compose_config(*TINY_CPU, "parallel=ddp", "steps=8", "eval_every=2", "save_every=0", "keep=9")
     result = ranks(2).train(config, tmp_path, improve_on_other_ranks)

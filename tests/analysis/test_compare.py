@@ -1,7 +1,5 @@
 """Tests of `runner compare`, on runs whose results are written by the tests, so that every number is known."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

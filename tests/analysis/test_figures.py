@@ -1,7 +1,5 @@
 """Tests of `runner plot` and its figures, on runs whose results are written by the tests."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

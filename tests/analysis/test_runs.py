@@ -1,7 +1,5 @@
 """Tests of `runner runs`: the list of runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of the comparison over seeds: against scipy's tests, and on simulated runs whose truth is known."""
 
-from __future__ import annotations
-
 import math
 from statistics import variance
 

@@ -1,7 +1,5 @@
 """Tests of the choice of the best job, and of the sweep summary: its columns and tables in TensorBoard."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Tests of `runner.compose`: the config equals that of the command, and Hydra's global state does not change."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

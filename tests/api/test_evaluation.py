@@ -1,7 +1,5 @@
 """Evaluations on other data: which samples, columns and normalization. The wanted values are NumPy's and PIL's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

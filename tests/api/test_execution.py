@@ -1,7 +1,5 @@
 """Tests of `runner.train`: it trains as the command does, and does not change the settings of its process."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Tests of `runner.load`: the model, the metrics and the evaluation of a saved run equal those of the run bitwise."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

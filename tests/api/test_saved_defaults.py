@@ -1,7 +1,5 @@
 """Tests of `resume=PATH`: the saved config, which is untrusted, gives the defaults, and typed overrides change them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

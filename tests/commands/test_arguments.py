@@ -1,7 +1,5 @@
 """Tests of `runner.commands.arguments`: the command and its subcommands parse their flags in the same way."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of `runner convert`: weights in every format, models as programs, and what is refused, without writing it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

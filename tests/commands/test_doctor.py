@@ -1,7 +1,5 @@
 """Tests of `runner doctor` on simulated machines: torch.cuda and NVML are fakes with distinct numbers."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

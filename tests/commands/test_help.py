@@ -1,7 +1,5 @@
 """Tests of `--help` and `--version`, which do not import torch."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of `runner play`: its output, its films, and refused arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Tests of `runner predict`: the table, CSV and JSON, and the refusal of mistakes."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

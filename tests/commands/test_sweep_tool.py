@@ -1,7 +1,5 @@
 """Tests of `runner sweep`, which shows a sweep."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 from pathlib import Path

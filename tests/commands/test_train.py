@@ -1,7 +1,5 @@
 """Tests of the command with arguments as users type them; most mistakes are reported without importing torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests of `runner.config.composition`: Hydra only composes configs, and must not run code or write files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of `runner.config.errors`: an error states the key, the value, the reason and the remedy."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

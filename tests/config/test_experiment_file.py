@@ -1,7 +1,5 @@
 """Tests of `runner.config.experiment_file`: the experiment written for some overrides composes to the same config."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the options in conf/: each alone, all pairs from different groups, and the content of the option files."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Tests of `runner.config.overrides`, which checks and quotes overrides, and of `other_names`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

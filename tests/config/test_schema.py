@@ -1,7 +1,5 @@
 """Tests of `runner.config.schema`, which builds components from YAML nodes: conversions and errors."""
 
-from __future__ import annotations
-
 import enum
 import shutil
 import sys

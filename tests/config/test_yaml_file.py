@@ -1,7 +1,5 @@
 """Tests of `runner.config.yaml_file`: it reads plain values, and refuses all other values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

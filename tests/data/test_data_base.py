@@ -1,7 +1,5 @@
 """Tests of `runner.data.base`, the base classes of data sets."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of `runner.data.decode`: formats, orientation and crops of image files, and files that must be refused."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """Tests of image files: the same batches with any number of workers, unreadable files, and copies to a device."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Tests of `data=imagefolder`: which images belong to which class, options, batches, and runs of the command."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

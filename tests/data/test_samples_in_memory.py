@@ -1,7 +1,5 @@
 """Tests of samples in memory and their augmentation: digits, synthetic images, and batches against slow references."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

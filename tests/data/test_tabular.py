@@ -1,7 +1,5 @@
 """Tests of `data=tabular`: reading and standardizing tables, and errors that name the line and the column."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Tests of MNIST, Fashion-MNIST and CIFAR-10, with files that have the real formats but only a few images."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import hashlib

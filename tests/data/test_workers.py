@@ -1,7 +1,5 @@
 """Tests of data workers: the same results with any number of them, and errors if they die or hang."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

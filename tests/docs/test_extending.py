@@ -1,7 +1,5 @@
 """Tests of the examples in docs/extending.md, which are in a separate package that is found by its entry point."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tests of `python -m benchmarks.gpu`: each part is rehearsed with tiny sizes on the device that there is."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

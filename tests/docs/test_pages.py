@@ -1,7 +1,5 @@
 """Tests of README.md and docs/: the files that they quote, their links, their commands and their Python code."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What messages, help texts, pages and files suggest to type is accepted as it stands there."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Tests of environments: options, equality with gymnasium's single environments, restored states, and errors."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any, ClassVar

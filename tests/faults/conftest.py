@@ -4,8 +4,6 @@
 from RUNNER_FAULTS_SEED, which a test that fails prints. See tests/helpers/faults.py and tests/helpers/fault_checks.py.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

@@ -5,8 +5,6 @@ a bug, a test is missing. The bugs are in mutations.txt: a description, the test
 occurs exactly once in the package, in any file (`-`), and the text that replaces it (`+`).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Tests with damaged files: a run resumes from its intact files with the same results, or is refused with an error."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -4,8 +4,6 @@ In most tests, one kind of file operation fails with one error. If the environme
 cases are tested; otherwise, only some of them.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

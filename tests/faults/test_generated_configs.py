@@ -4,8 +4,6 @@ The error names a key that was given, and has at most ten lines. `RUNNER_FAULTS=
 otherwise, the same few examples are tried each time.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import string

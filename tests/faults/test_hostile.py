@@ -5,8 +5,6 @@ secret of this machine is shown. Saved configs are also tested in tests/api/test
 checkpoints in tests/storage/test_forged.py.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

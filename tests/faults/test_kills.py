@@ -4,8 +4,6 @@
 random times, and lets each rank die or stop at each point.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import signal

@@ -1,7 +1,5 @@
 """Tests of `helpers.fault_checks`: each check of the fault-injection tests detects the errors that it is meant for."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

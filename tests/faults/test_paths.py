@@ -3,8 +3,6 @@
 A run that crashes prints the command that resumes it, and is resumed with this command.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -5,8 +5,6 @@ the tests derive the states in which a power loss may leave the disk, and try a 
 with `RUNNER_FAULTS=all`.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Tests of stop signals during startup and training, of a closed terminal, and of suspended processes."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """A game with images of 12×12 pixels; importing this module registers it as Catch-v0."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import gymnasium

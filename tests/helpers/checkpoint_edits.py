@@ -1,7 +1,5 @@
 """Write checkpoints with arbitrary content and correct hashes."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -9,8 +9,6 @@ Each line of standard input is a command as JSON: [directory, whether it has the
 `console.txt` in its directory. When it has ended, its exit code is in the file `code` there.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

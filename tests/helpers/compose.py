@@ -1,7 +1,5 @@
 """Compose configs, build runs and train them from command-line overrides, in this process."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

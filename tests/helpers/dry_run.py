@@ -1,7 +1,5 @@
 """Run the command in this process up to the start of training."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

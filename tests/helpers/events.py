@@ -1,7 +1,5 @@
 """Read the events in a run directory with TensorBoard."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Packages of the extras, which need not be installed."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """A pool without processes: the test decides how each job of a sweep ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from runner.sweep.engines.base import Ended, Job, Pool

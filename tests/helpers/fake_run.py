@@ -5,8 +5,6 @@ exits with the code of `exit=N`; with `until=FILE`, once FILE exists; on SIGTERM
 `saved=FILE`: if this exists at the start, it is resumed, and waits for nothing. `with_child` starts a child process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A fake SLURM with one node, whose programs (`python -m helpers.fake_slurm PROGRAM ARGUMENT …`) start quickly."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

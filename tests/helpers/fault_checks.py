@@ -1,7 +1,5 @@
 """Checks of a run and of its commands that must pass after any fault."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

@@ -7,8 +7,6 @@ The samples of each step are appended to `seen.txt` (see `fault_checks.assert_ea
 checkpoints are committed to `saved.txt`.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -8,8 +8,6 @@
 `run_with_fault` and `finish` check the run with `fault_checks`. `reference` is a fixture of tests/faults.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

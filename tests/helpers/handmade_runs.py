@@ -1,7 +1,5 @@
 """Write run directories, checkpoints and sweeps without training, so that every number in them is known."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Parallel modes and workloads for the tests of `runner verify`: most have one error, and some are correct."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

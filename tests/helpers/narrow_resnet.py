@@ -1,7 +1,5 @@
 """A residual network of an eighth of the width, equally deep, with fewer parameters to compute, send and save."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """File permissions that also apply to root."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator

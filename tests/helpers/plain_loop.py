@@ -1,7 +1,5 @@
 """A training loop in plain PyTorch, with which `train` is compared in every mode."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A component in a package of its own; importing it creates the file `ran` next to it."""
 
-from __future__ import annotations
-
 import pathlib
 from dataclasses import dataclass
 

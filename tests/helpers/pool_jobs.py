@@ -1,7 +1,5 @@
 """Wait for jobs of a pool, and read what they printed and how they ended; the jobs run `helpers.fake_run`."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

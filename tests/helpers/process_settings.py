@@ -3,8 +3,6 @@
 It runs in `python -c`, a program without a file, like a notebook.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import locale

@@ -3,8 +3,6 @@
 The functions import what they need themselves: some of them check what their imports load.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import mmap

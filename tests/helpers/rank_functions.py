@@ -1,7 +1,5 @@
 """Functions that ranks run in tests, mostly instead of `train_rank`."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource

@@ -1,7 +1,5 @@
 """Persistent ranks: processes that train one run after another."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Inspect the files of runs and the resources that running processes hold, and create inputs of runs."""
 
-from __future__ import annotations
-
 import re
 import socket
 from contextlib import suppress

@@ -6,8 +6,6 @@ in new interpreters. With `STEP_GATE=30:FILE`, a run waits before step 30 until 
 From step 14 on, rank N hangs before a step if there is a file `rank_N_hangs` in the working directory of the rank.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

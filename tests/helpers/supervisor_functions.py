@@ -1,7 +1,5 @@
 """Functions that the processes of a supervisor run in tests."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """An environment that prints a letter outside ASCII at each reset; importing this module registers it as Talking-v0."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

@@ -1,7 +1,5 @@
 """Measure the memory of tensors from the allocations that the profiler records."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from itertools import accumulate

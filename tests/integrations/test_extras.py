@@ -1,7 +1,5 @@
 """Networks of timm, environments of Box2D, and ONNX Runtime: `make test-integrations` installs them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

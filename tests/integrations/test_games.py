@@ -1,7 +1,5 @@
 """Atari and MinAtar, and resized images: `make test-integrations` installs ale-py, minatar and OpenCV."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gymnasium

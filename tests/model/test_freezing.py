@@ -1,7 +1,5 @@
 """Tests of `freeze`: frozen parameters, and batch normalization with frozen parameters."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

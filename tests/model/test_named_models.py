@@ -1,7 +1,5 @@
 """Tests of `model=torchvision` and `model=timm`, which build networks by their names."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of `runner.model.table`, the table of a network that `--summary` prints."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of `runner.model.weights`: initial weights from files, which may come from an untrusted source."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the Q-networks against plain torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Tests of `models.torchvision_networks`: the blocks of a network, run in sequence, compute the same as the network."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of batch normalization over the shards of several processes, and over the micro-batches of a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

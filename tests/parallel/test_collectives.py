@@ -1,7 +1,5 @@
 """Tests of collectives, with one process and with three."""
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

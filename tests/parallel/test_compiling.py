@@ -1,7 +1,5 @@
 """Tests of `compile`: torch compiles nothing, the network, or each of its blocks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session

@@ -1,7 +1,5 @@
 """Tests of DDP: batch normalization, compilation, and the communication of gradients."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

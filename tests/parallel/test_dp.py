@@ -1,7 +1,5 @@
 """Tests of `DataParallel`: its warning on one device, its pitfalls, and its results on several GPUs."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests of ensembles: members that differ in their seed, the vote of the members, and resume."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

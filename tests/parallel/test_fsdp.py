@@ -1,7 +1,5 @@
 """Tests of FSDP: the shards of each process, the communication in a step, and tied weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

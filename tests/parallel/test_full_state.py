@@ -1,7 +1,5 @@
 """Tests of the full state: collecting it from a model and its optimizer, loading it, and sharding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of Hogwild: one worker equals `single`, several divide the steps, stop together and resume."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the README's matrix: runs with all pairs of mode, precision and accumulation; all triples are slow."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the base class of modes with several processes: number of processes, devices, external launchers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that every mode has the same weights, metrics and images as training in one process."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that a run resumes in any other mode, with another number of processes, also after it stops within an epoch."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of `runner.planning.candidates`: the candidates of a run, and their effects on the results."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from unittest.mock import patch

@@ -1,10 +1,7 @@
 """Tests of `runner plan`: memory is compared with measurements, and FLOPs and messages with formulas."""
 
-from __future__ import annotations
-
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from helpers.runs import write_images
 from helpers.tensor_memory import measured_peak
 
@@ -69,7 +66,7 @@ def test_predicted_peak_memory_matches_the_allocator(overrides: tuple[str, ...],
 
 @pytest.mark.parametrize("mode", [("parallel=ddp",), PIPELINE], ids=["ddp", "pipeline"])
 def test_predicted_peak_memory_of_each_rank_matches_the_allocator(
-    mode: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    mode: tuple[str, ...], ranks: Ranks, tmp_path: Path
 ) -> None:
     measured = ranks(2).call_on_all(measured_peak, compose_config(*RESNET, *mode), tmp_path)
     assert [rank.peak_bytes for rank in planned(*RESNET, *mode)] == pytest.approx(measured, rel=0.1)

@@ -1,7 +1,5 @@
 """Tests of `Trial`: it trains in its own processes, which end with the process that started them."""
 
-from __future__ import annotations
-
 import signal
 from multiprocessing import Pipe
 from pathlib import Path

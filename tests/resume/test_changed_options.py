@@ -1,7 +1,5 @@
 """Tests of `runner.resume.changed_options`: with which other options a session is still the same run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of `runner.resume.starting_point`: which directory a run uses, and what a refused run leaves in it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Tests of checkpoints that threads write during training: their content, their errors, and several ranks."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -18,7 +16,7 @@ import torch
 from helpers.command import TIMEOUT_SECONDS, child_environment
 from helpers.compose import TINY_CPU, TrainedRun, compose_config
 from helpers.handmade_runs import save_and_wait
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal
 
 import runner.storage.checkpoints
@@ -58,7 +56,7 @@ def write_by(kind: Any, *_: Any) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_content_of_a_checkpoint_does_not_depend_on_when_it_is_written(
-    name: str, tmp_path: Path, ranks: Callable[[int], PersistentRanks]
+    name: str, tmp_path: Path, ranks: Ranks
 ) -> None:
     """The content of a checkpoint is a copy, which shares no memory with tensors that the training changes."""
     processes, overrides = RUNS[name]

@@ -1,7 +1,5 @@
 """Tests of checkpoints: crashes, damaged and malicious files, retention, file formats, and full disks."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

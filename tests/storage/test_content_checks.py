@@ -1,7 +1,5 @@
 """Tests of `runner.storage.content_checks`: values from a checkpoint must have the expected form."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of `runner.storage.files`: safe reading of untrusted files, and writing that a power loss cannot tear."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Tests with forged checkpoints, whose hashes are correct but whose content is not: they are refused with an error."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import zipfile

@@ -1,7 +1,5 @@
 """Tests of parts of checkpoints, which later checkpoints share by hard links: crashes, retention, damage, and ranks."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of `runner.storage.run_directory`: unique directories and names, no writes elsewhere, results, and locks."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests of `runner.storage.safe_torch_load`: a file cannot run code, or take far more memory than its own size."""
 
-from __future__ import annotations
-
 import pickle
 import zipfile
 from collections.abc import Callable

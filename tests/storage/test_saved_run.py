@@ -1,7 +1,5 @@
 """Tests of `runner.storage.saved_run`: configs and overrides are read as they were written, or refused if damaged."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of `runner.storage.signature`: a signature is read as it was written, and refused if it is invalid."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

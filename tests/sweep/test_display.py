@@ -1,7 +1,5 @@
 """Tests of the sweep display: a paused job is counted once, and the summary shows how many jobs were pruned."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

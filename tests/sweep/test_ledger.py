@@ -1,7 +1,5 @@
 """Tests of the sweep ledger: only one process at a time writes it, and an unfinished sweep is found and resumed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests of sweeps and searches as users type, stop and resume them."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the scheduler: which jobs it starts, in which order, and what it records in the ledger."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Collection, Iterator

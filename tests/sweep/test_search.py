@@ -1,7 +1,5 @@
 """Tests of searches: which trials run, what the study records, and that a killed search loses nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

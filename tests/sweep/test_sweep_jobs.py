@@ -1,7 +1,5 @@
 """Tests of `runner.sweep.sweep_jobs`: lists, paired values, ranges and intervals in the overrides of a sweep."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of output that cannot be written: a run and a sweep go on, and the exit code says what became of the work."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

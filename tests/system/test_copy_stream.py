@@ -1,7 +1,5 @@
 """Tests of copy streams: what is queued on which CUDA stream, in which order, and how long host memory is kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

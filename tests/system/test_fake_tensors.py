@@ -1,7 +1,5 @@
 """Tests of fake tensors, which have no values, and of fake process groups, which have no other ranks."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

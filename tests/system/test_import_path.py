@@ -1,7 +1,5 @@
 """Tests of what Python imports: one copy of the project in all processes and optional packages."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of lazy imports: importing loads nothing, and the first use, of any kind, loads the whole package once."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.command import run_program
 from helpers.programs import FIRST_USES

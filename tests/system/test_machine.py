@@ -1,7 +1,5 @@
 """Tests of what the machine has: cores and memory, from fake files in the format of Linux, and the memory in use."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import resource

@@ -1,7 +1,5 @@
 """Tests of the content of `environment.json`, with git repositories that the tests create."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tests that credentials are hidden, and what controls a terminal is escaped; ordinary texts and options are not."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

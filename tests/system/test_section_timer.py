@@ -1,7 +1,5 @@
 """Tests of the section timer, with a fake clock."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Tests of stop signals: the signal handlers in this process, and signals that are sent to real commands."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests of `runner.system.tables`: numbers as text, with units and without exponents."""
 
-from __future__ import annotations
-
 from runner.system.tables import flops, milliseconds, significant, size
 
 

@@ -1,7 +1,5 @@
 """Tests of `torch_errors`: its functions recognize errors that torch actually raises, and no other errors."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import os

@@ -1,7 +1,5 @@
 """Tests of event files: TensorBoard reads what is written, and untrusted ones are read without damaged events."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

@@ -1,7 +1,5 @@
 """Tests of pictures: positions, colors and sizes, in part pixel by pixel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tests of the log of a run: the file has all messages, and the console those from level INFO on."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

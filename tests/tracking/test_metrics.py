@@ -1,7 +1,5 @@
 """Tests of `runner.tracking.metrics`: the metric sums between two logs, and step times with a fake clock."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tests of the progress display: lines with the right numbers, and a progress bar if the output is a terminal."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

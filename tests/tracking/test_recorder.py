@@ -1,7 +1,5 @@
 """Tests of what a run logs: event files are read back with TensorBoard's own reader, and compared with a plain loop."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Tests of trackers other than TensorBoard: CSV files, several trackers at once, and backends of other packages."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import os

@@ -1,7 +1,5 @@
 """Tests of `runner verify RUN`: recorded runs are computed again, and are identical, equal up to rounding or not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,10 +1,7 @@
 """Tests of `runner verify` and of its three verdicts: the same, different, and cannot be judged."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,7 +10,7 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, compose_config, option_content, prepare_session
 from helpers.narrow_resnet import record_first_steps, use_narrow_resnet
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 
 from runner.api import composing
 from runner.commands import verify
@@ -46,7 +43,7 @@ REFERENCES: dict[str, list[Steps]] = {}
 
 
 @pytest.fixture(autouse=True)
-def _few_runs(ranks: Callable[[int], PersistentRanks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_runs(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Save time: compose each config and compute each reference only once, narrow the networks, and reuse `ranks`."""
 
     def compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Tests of the classifier: loss and metrics, evaluation in shards, votes and images."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path

@@ -3,10 +3,7 @@
 With class weights, mixup and CutMix, training in every mode must lead to the same weights as a plain PyTorch loop.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session, train_in
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
@@ -120,9 +117,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("case", "mode"), PAIRS)
-def test_every_mode_equals_a_plain_loop(
-    case: str, mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_every_mode_equals_a_plain_loop(case: str, mode: str, ranks: Ranks, tmp_path: Path) -> None:
     processes, options = MODES[mode]
     overrides = (*TINY_CPU, *COMMON, *SGD, *CASES[case], *options)
     if processes == 1:

@@ -1,7 +1,5 @@
 """Tests that a step and an evaluation create no float64 tensor on a device that may not have this type, as Metal."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A resumed run compares its data with that of the checkpoint: names, samples and normalization."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

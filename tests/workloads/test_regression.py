@@ -1,7 +1,5 @@
 """Tests of regression: losses and metrics equal their formulas, and every mode equals a plain PyTorch loop."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch
 from helpers.compose import build_composed_run, compose_config, prepare_session, train_in
 from helpers.events import scalar_curves
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, run_outcome
 from torch.nn import functional
 
@@ -83,9 +81,7 @@ def permutation(count: int, epoch: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
-def test_every_mode_equals_a_plain_loop(
-    processes: int, mode: tuple[str, ...], ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_every_mode_equals_a_plain_loop(processes: int, mode: tuple[str, ...], ranks: Ranks, tmp_path: Path) -> None:
     if processes == 1:
         result = train_in(tmp_path, build_composed_run(*SMALL, *mode)).result
     else:
@@ -99,9 +95,7 @@ def test_every_mode_equals_a_plain_loop(
         assert result.metrics[tag] == pytest.approx(value, rel=1e-9), "every held-out sample, once"
 
 
-def test_an_ensemble_predicts_the_mean_of_its_members_without_disagreement(
-    ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_an_ensemble_predicts_the_mean_of_its_members_without_disagreement(ranks: Ranks, tmp_path: Path) -> None:
     metrics = ranks(2).train(compose_config(*SMALL, "parallel=ensemble"), tmp_path).metrics
     assert {tag for tag in metrics if tag.startswith("eval/")} == {
         f"eval/{member}{name}" for member in ("", "member_0/", "member_1/") for name in ("loss", "mae", "r2")

@@ -1,7 +1,5 @@
 """Tests of the rank that torchrun or SLURM sets in environment variables, and of the network interface to a host."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """Tests of runs in which a rank is killed, is stopped, hangs, fails, or gets a signal; no process is left behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Tests of runs whose parent process is killed, or whose command gets a signal in a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

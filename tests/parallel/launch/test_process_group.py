@@ -1,7 +1,5 @@
 """Tests of initializing, destroying and aborting the process group, and of its store."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.ranks import Ranks

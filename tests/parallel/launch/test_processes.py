@@ -1,7 +1,5 @@
 """Tests of runs with several processes, started by the command, by torchrun, by SLURM, or on two machines."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

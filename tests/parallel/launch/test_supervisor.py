@@ -1,7 +1,5 @@
 """Tests of the supervisor: the results of its ranks, the rank that it blames, and that no process is left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

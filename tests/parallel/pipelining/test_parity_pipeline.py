@@ -1,7 +1,5 @@
 """Tests of pipelines against one process: what `test_parity_modes` does not cover."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of partitions into stages: cuts, block profiles, what is sent, and the engine that has all stages."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from contextlib import nullcontext

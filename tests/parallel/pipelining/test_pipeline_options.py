@@ -1,7 +1,5 @@
 """Tests of the options of `pipeline` and `model`: invalid ones are refused, unset ones and micro-batches derived."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

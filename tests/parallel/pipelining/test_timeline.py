@@ -1,7 +1,5 @@
 """Tests of the bubble (the idle fraction) and the picture of known spans, and of what a `Timeline` records."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of `sweep=local`: the cores and GPUs that each job gets, and how jobs are stopped and killed."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests of `sweep=ray`, with Ray on this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of `sweep=slurm`, with a fake SLURM (`helpers.fake_slurm`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tests of the actor, its exploration, n-step transitions and the replay buffer, against slow, simple references."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

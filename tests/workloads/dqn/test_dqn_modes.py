@@ -1,7 +1,5 @@
 """Tests of DQN in every parallel mode that supports it: equality with plain torch, environment steps, and resume."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -17,7 +15,7 @@ import torch
 from helpers.compose import build_composed_run, compose_config, train_in
 from helpers.events import scalar_curves
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from torch import nn
 
 from runner.parallel.session import Session
@@ -47,9 +45,7 @@ AGENT = (
 )
 
 
-def do(
-    ranks: Callable[[int], PersistentRanks], processes: int, directory: Path, *overrides: str, change: Any = None
-) -> Any:
+def do(ranks: Ranks, processes: int, directory: Path, *overrides: str, change: Any = None) -> Any:
     """Train a run in `processes` processes, and return its result."""
     config = compose_config(*AGENT, *overrides)
     if processes > 1:
@@ -131,7 +127,7 @@ PARITY = [
 
 @pytest.mark.parametrize(("mode", "accumulation"), PARITY)
 def test_every_mode_equals_plain_torch_on_the_same_transitions(
-    mode: str, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    mode: str, accumulation: int, ranks: Ranks, tmp_path: Path
 ) -> None:
     overrides = (f"parallel={mode.split()[0]}", f"accumulation={accumulation}", f"max_grad_norm={CLIP}", "precision=64")
     result = do(ranks, MODES[mode], tmp_path / "run", *overrides, change=draw_given)
@@ -144,9 +140,7 @@ def test_every_mode_equals_plain_torch_on_the_same_transitions(
 
 
 @pytest.mark.parametrize("mode", ["single", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_every_mode_equals_plain_torch_in_float32_up_to_rounding(
-    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_every_mode_equals_plain_torch_in_float32_up_to_rounding(mode: str, ranks: Ranks, tmp_path: Path) -> None:
     overrides = (f"parallel={mode}", "accumulation=2", f"max_grad_norm={CLIP}")
     do(ranks, MODES[mode], tmp_path / "run", *overrides, change=draw_given)
     assert largest_difference(weights_at(tmp_path / "run", STEPS), plain(0)[0]) <= 2e-6  # Adam, as in test_parity_modes
@@ -157,7 +151,7 @@ def test_every_mode_equals_plain_torch_in_float32_up_to_rounding(
     [("single", "16", 1), ("dp", "bf16", 1), ("ddp", "16", 4), ("fsdp", "bf16", 4), ("ensemble", "16", 1)],
 )
 def test_every_precision_and_accumulation_keeps_the_number_of_environment_steps(
-    mode: str, precision: str, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    mode: str, precision: str, accumulation: int, ranks: Ranks, tmp_path: Path
 ) -> None:
     overrides = (f"parallel={mode}", f"precision={precision}", f"accumulation={accumulation}", "steps=4")
     processes = MODES.get(mode, 2)
@@ -188,9 +182,7 @@ def test_one_hogwild_actor_equals_single_bitwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "ensemble"])
-def test_an_agent_of_several_processes_resumes_bitwise(
-    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_an_agent_of_several_processes_resumes_bitwise(mode: str, ranks: Ranks, tmp_path: Path) -> None:
     whole = do(ranks, 2, tmp_path / "whole", f"parallel={mode}")
     first = do(ranks, 2, tmp_path / "halves", f"parallel={mode}", "steps=5")
     assert first.steps == 5
@@ -203,7 +195,7 @@ def test_an_agent_of_several_processes_resumes_bitwise(
     assert second.notes == whole.notes
 
 
-def test_members_vote_by_their_mean_action_values(ranks: Callable[[int], PersistentRanks], tmp_path: Path) -> None:
+def test_members_vote_by_their_mean_action_values(ranks: Ranks, tmp_path: Path) -> None:
     result = do(ranks, 2, tmp_path / "run", "parallel=ensemble", "optimizer.lr=0.05")
     checkpoint = tmp_path / "run/checkpoints" / f"step_{STEPS:08d}"
     second = torch.load(checkpoint / "rank_1.pt", weights_only=True)["parallel"]["tensors"]

@@ -1,7 +1,5 @@
 """Tests of the replay buffer of images, against slow references that stack and store whole observations."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from pathlib import Path

@@ -1,10 +1,7 @@
 """Tests of agents that see images: equality with plain torch in every mode, resume, evaluation, and refusals."""
 
-from __future__ import annotations
-
 import copy
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,7 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 from helpers import catch_env
 from helpers.compose import build_composed_run, compose_config, prepare_session, train_in
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.ranks import PersistentRanks
+from helpers.ranks import Ranks
 from PIL import Image
 from torch import nn
 
@@ -119,9 +116,7 @@ def plain(num_envs: int) -> dict[str, torch.Tensor]:
     }
 
 
-def do(
-    ranks: Callable[[int], PersistentRanks], processes: int, directory: Path, *overrides: str, change: Any = None
-) -> Any:
+def do(ranks: Ranks, processes: int, directory: Path, *overrides: str, change: Any = None) -> Any:
     config = compose_config(*AGENT, *overrides)
     if processes > 1:
         return ranks(processes).train(config, directory, change)
@@ -133,7 +128,7 @@ def do(
     [("single", 1, 1), ("single", 1, 4), ("ddp", 2, 2), ("ddp", 3, 1), ("fsdp", 2, 1)],
 )
 def test_every_mode_equals_plain_torch_on_the_same_images(
-    mode: str, processes: int, accumulation: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    mode: str, processes: int, accumulation: int, ranks: Ranks, tmp_path: Path
 ) -> None:
     overrides = (f"parallel={mode}", f"accumulation={accumulation}", "precision=64")
     result = do(ranks, processes, tmp_path / "run", *overrides, change=draw_given)
@@ -155,7 +150,7 @@ EMA = "ema.decay=0.9"
     [("single", 1, EMA), ("single", 1, "workload.n_step=3"), ("ddp", 2, EMA), ("fsdp", 2, ""), ("ensemble", 2, "")],
 )
 def test_an_agent_that_sees_images_resumes_bitwise(
-    mode: str, processes: int, more: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+    mode: str, processes: int, more: str, ranks: Ranks, tmp_path: Path
 ) -> None:
     overrides = (f"parallel={mode}", *filter(None, [more]), "workload.record_video=true")
     whole = do(ranks, processes, tmp_path / "whole", *overrides)
@@ -184,9 +179,7 @@ def test_a_replay_that_was_not_saved_is_filled_by_the_agent(
     assert ("120 steps of the agent fill it" in caplog.text) == (saved == "false")
 
 
-def test_another_number_of_processes_goes_on_with_a_new_replay(
-    ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_another_number_of_processes_goes_on_with_a_new_replay(ranks: Ranks, tmp_path: Path) -> None:
     do(ranks, 2, tmp_path / "run", "parallel=ddp", "steps=2")
     for steps, processes, mode in ((4, 1, "single"), (5, 2, "fsdp"), (6, 1, "hogwild parallel.processes=1")):
         (tmp_path / "run/result.json").unlink(missing_ok=True)

@@ -1,7 +1,5 @@
 """Tests of the DQN workload: loss and gradient, number of environment steps, training, evaluation and resume."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
