@@ -100,8 +100,8 @@ class Comparison:
 
     Args:
         paths: directories that are, or contain at any depth, runs and sweeps.
-        metric: the TensorBoard tag of the metric to compare, with or without `eval/`; None for the metric by which most
-            runs choose the best checkpoint, or else any.
+        metric: the TensorBoard tag of the metric to compare, or its last part, of which `eval/` is preferred; None for
+            the metric by which most runs choose the best checkpoint, or else any.
         against: the row with which the others are compared: some of its options, as `KEY=VALUE,KEY=VALUE`, or the
             directory of one of its runs; None for the best one of those with several seeds.
 
@@ -109,6 +109,7 @@ class Comparison:
         runs: all runs, whether they are done or not.
         keys: the config keys in which any of the runs differ (see `swept_keys`).
         metric: the tag of the metric; empty if no run that is done has any metric.
+        meant: a line that says which tag was taken for the last part of one; otherwise empty.
         direction: `max` if larger values of the metric are better, otherwise `min`.
         measures: the measures that at least one row has.
         rows: the rows of the runs that are done, sorted by `quality`: the best or the fastest first.
@@ -124,7 +125,9 @@ class Comparison:
         self.ledgers = {path: ledger for path in find_sweeps(paths) if (ledger := read_ledger(path))}
         parents = {*(run.directory.absolute().parent for run in runs), *(path.absolute() for path in self.ledgers)}
         self._base = Path(os.path.commonpath(parents or {Path.cwd()}))
-        self.keys = swept_keys([run.labels for run in runs])
+        self.keys = swept_keys(
+            [run.labels for run in runs], {override_key(text) for run in runs for text in run.overrides}
+        )
         done = [run for run in runs if run.state == "done" and run.labels]
         failed = [self._failure(run) for run in runs if run.state != "done" or not run.labels]
         failed += [job for path, ledger in self.ledgers.items() for job in self._jobs_without_run(path, ledger)]
@@ -132,7 +135,9 @@ class Comparison:
             remedy = "name a run directory, a sweep, or a directory with some below it"
             raise ConfigError("PATH", " ".join(map(str, paths)), "it contains no run", remedy)
         self.failures = sorted(failed, key=lambda failure: failure.run)
-        self.metric = _chosen_metric(done, metric)
+        self.metric, *others = _matching_metrics(done, metric)
+        more = "".join(f"; for {tag}, type --metric {tag}" for tag in others)
+        self.meant = "" if metric in (None, self.metric) else one_line(f"--metric {metric} is {self.metric}{more}")
         self.direction = direction(self.metric, done)
         groups: dict[str, list[MeasuredRun]] = {}
         for run in done:
@@ -254,15 +259,18 @@ def _seed(run: MeasuredRun) -> tuple[str, ...]:
     return tuple(repr(run.labels.get(key)) for key in REPEATS)
 
 
-def _chosen_metric(runs: list[MeasuredRun], name: str | None) -> str:
-    """Return the tag of the metric `name`, which may be without `eval/`; see `Comparison` for None."""
+def _matching_metrics(runs: list[MeasuredRun], name: str | None) -> list[str]:
+    """Return the tag of the metric `name`, and the other tags that it may mean; see `Comparison`."""
     best = Counter(run.best[0] for run in runs if run.best)
     tags = sorted({*best, *(tag for run in runs for tag in run.result["metrics"])})
+    tags.sort(key=lambda tag: tag[:5] != "eval/")
     if name is None:
-        tags.sort(key=lambda tag: (-best[tag], tag[:5] != "eval/"))
-        return next(iter(tags), "")
-    if found := [tag for tag in (name, f"eval/{name}") if tag in tags]:
-        return found[0]
+        tags.sort(key=lambda tag: -best[tag])
+        return [next(iter(tags), "")]
+    if name in tags:
+        return [name]
+    if found := [tag for tag in tags if tag.rpartition("/")[2] == name]:
+        return found
     raise ConfigError("--metric", name, "no run that is done has this metric;", did_you_mean(name, tags))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -16,12 +16,15 @@ from omegaconf import OmegaConf
 from runner.config.errors import ConfigError
 from runner.config.options import option_files
 from runner.config.overrides import LOCATION_KEYS
+from runner.config.schema import component_fields, load_class
+from runner.run import WORKLOAD_INPUTS
 from runner.storage.checkpoint import DamagedError, read_manifest
 from runner.storage.files import UnsafeFileError, check_no_link, walk
 from runner.storage.files import is_locked as is_file_locked
 from runner.storage.ledger_file import LEDGER
 from runner.storage.run_directory import CONFIG, ENVIRONMENT, RESULT, newest_step, read_result, step_name
 from runner.storage.saved_run import UnreadableConfigError, is_of_a_run, saved_config, saved_overrides
+from runner.workloads.base import Workload
 
 STATES = ("done", "crashed", "diverged", "stopped", "running", "killed", "damaged")
 """All states of a run. The first four are recorded in `result.json`. A killed run has no result; a damaged run has a
@@ -62,7 +65,7 @@ class MeasuredRun:
 
     @cached_property
     def labels(self) -> dict[str, Any]:
-        """The values in the config by dotted key (`model.depth`), and the chosen options by group (`model`)."""
+        """What `labels_of` returns for the config, with the names of options as they were typed."""
         labels = labels_of(self.config)
         return labels | user_options(self.overrides, labels)
 
@@ -166,9 +169,17 @@ def _is_run(folder: Path, files: list[str]) -> bool:
 
 
 def labels_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values in a config by dotted key (`model.depth`), and the chosen options by config group (`model`)."""
+    """Return the values in a config by dotted key (`model.depth`), and the chosen options by config group (`model`).
+
+    Groups that the workload does not use, such as `env` of a classifier, are left out, if its class can be imported.
+    """
     labels: dict[str, Any] = {}
+    unused: set[str] = set()
+    with suppress(Exception):  # the package of the workload may raise anything
+        unused = {*WORKLOAD_INPUTS} - {*component_fields(load_class(config["workload"]["_target_"], Workload))}
     for key, value in config.items():
+        if key in unused:
+            continue
         if not isinstance(value, dict):
             labels[key] = value
             continue
@@ -208,11 +219,12 @@ def user_options(overrides: Iterable[str], labels: dict[str, Any]) -> dict[str, 
     }
 
 
-def swept_keys(runs: list[dict[str, Any]]) -> list[str]:
+def swept_keys(runs: list[dict[str, Any]], typed: Collection[str] = ()) -> list[str]:
     """Return the config keys whose values differ among `runs`, given by their labels (see `labels_of`).
 
     Left out are the keys in `REPEATS`, keys that determine where a run is saved, and keys whose values follow from the
-    option of their group: with `model=resnet18,resnet50`, `model` is returned, but `model.depth` is not.
+    option of their group: with `model=resnet18,resnet50`, `model` is returned, but `model.depth` is not. Keys whose
+    values follow from the workload are only returned if they are among those that were `typed`.
     """
     swept: list[str] = []
     for key in dict.fromkeys(key for labels in runs for key in labels):
@@ -220,7 +232,14 @@ def swept_keys(runs: list[dict[str, Any]]) -> list[str]:
         if key in (*REPEATS, *LOCATION_KEYS) or len({repr(labels[key]) for labels in with_key}) < 2:
             continue
         group = key.partition(".")[0]
-        pairs = {(repr(labels.get(group)), repr(labels[key])) for labels in with_key}
-        if group == key or group not in swept or len(pairs) > len({option for option, _ in pairs}):
+        if group in swept and _follows(key, group, with_key):
+            continue
+        if key == "workload" or key in typed or not _follows(key, "workload", with_key):
             swept.append(key)
     return swept
+
+
+def _follows(key: str, other: str, runs: list[dict[str, Any]]) -> bool:
+    """Return whether runs with the same value of `other` have the same value of `key`."""
+    pairs = {(repr(labels.get(other)), repr(labels[key])) for labels in runs}
+    return len(pairs) == len({value for value, _ in pairs})

@@ -94,7 +94,7 @@ def text_tables(comparison: Comparison, in_one_column: bool = False) -> list[Tex
     verdicts = ["difference", "p", "seeds needed"][: 3 if any(not c.is_told for c in contrasts.values()) else 2]
     rows = []
     for index, row in enumerate(comparison.rows):
-        values = ["\n".join(row.options)] if in_one_column else _values(comparison, row)
+        values = ["\n".join(row.options)] if in_one_column else _values(comparison, row, absent="–")
         cells = [*values, _count(row), *(_cell(row, name) for name in measures)]
         if contrasts:
             reference = ["the best" if comparison.against is None else "the reference"]
@@ -139,7 +139,11 @@ def _p(p: float) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Return what the differences mean or, of two rows or with `against`, a sentence for each of them."""
+    """Return which metric is meant, and what the differences mean or, with two rows or `against`, each of them."""
+    return [*filter(None, [comparison.meant]), *_differences(comparison)]
+
+
+def _differences(comparison: Comparison) -> list[str]:
     contrasts, rows, is_best = comparison.contrasts, comparison.rows, comparison.against is None
     single = [" ".join(row.options) for row in rows if row.seeds < 2]
     if len(rows) > 1 and len(single) == len(rows):
@@ -183,8 +187,8 @@ def format_value(value: object) -> str:
     return printable(as_typed(value))
 
 
-def _values(comparison: Comparison, row: Row | Failure) -> list[str]:
-    return [format_value(row.values[key]) if key in row.values else "" for key in comparison.keys]
+def _values(comparison: Comparison, row: Row | Failure, absent: str = "") -> list[str]:
+    return [format_value(row.values[key]) if key in row.values else absent for key in comparison.keys]
 
 
 def _count(row: Row) -> str:

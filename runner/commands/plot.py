@@ -7,6 +7,7 @@ their seed are repeats of one measurement; error bars show the standard deviatio
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None) -> int:
     except (OSError, StorageError) as error:
         why = error.why if isinstance(error, StorageError) else error.strerror
         raise ConfigError("--out", str(out), f"nothing can be written there ({why})", "--out=DIR") from None
+    if compared.meant:
+        print(compared.meant, file=sys.stderr)
     nothing = "nothing is drawn: the runs differ in no key, and have no curves"
     print("\n".join(printable(str(path)) for path in written) or nothing)
     return DONE

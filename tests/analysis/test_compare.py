@@ -15,6 +15,7 @@ from scipy import stats
 
 from runner.analysis.comparison import LAST, STEPS, Comparison, Spread, direction
 from runner.analysis.saved_runs import MeasuredRun, find_runs, labels_of
+from runner.analysis.tables import markdown as as_markdown
 from runner.analysis.tables import terminal
 from runner.commands import compare
 from runner.storage.run_directory import lock
@@ -119,6 +120,21 @@ def test_seed_repeat_name_output_root_and_resume_do_not_separate_rows(
     assert "| 3 (2 seeds) |" in compared(capsys, tmp_path, "--markdown"), "a seed was run twice"
 
 
+def test_runs_of_different_workloads_differ_in_what_was_typed_and_in_what_both_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run_directory(tmp_path / "a", "optimizer.lr=0.1", **evaluation_entries(0.9, 0.8))
+    for env in ("cartpole", "acrobot"):
+        write_run_directory(tmp_path / env, "workload=dqn", f"env={env}", **evaluation_entries(5, 5, "eval/return"))
+    table = json.loads(compared(capsys, tmp_path, "--json"))
+    assert table["keys"] == ["optimizer.lr", "workload", "env"], "what follows from the workload was not typed"
+    classifier = next(row["values"] for row in table["rows"] if row["values"]["workload"] == "classifier")
+    assert classifier == {"optimizer.lr": 0.1, "workload": "classifier"}, "a classifier uses no environment"
+    assert any(
+        line.startswith("| 0.1 | classifier | – |") for line in compared(capsys, tmp_path, "--markdown").split("\n")
+    )
+
+
 def test_csv_cells_that_look_like_formulas_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     formulas = ["=1+1", "+A1", "-2+3", "@SUM(A1)"]
     for i, text in enumerate((*formulas, "-0.5", "a=b")):
@@ -138,6 +154,16 @@ def test_rows_are_sorted_by_ascending_loss(tmp_path: Path) -> None:
         comparison = Comparison([tmp_path], metric=name)
         assert [row.values["optimizer.lr"] for row in comparison.rows] == [2, 3, 1]
         assert (comparison.metric, comparison.measures) == ("eval/loss", [LAST, STEPS])
+
+
+def test_the_tag_that_was_taken_for_a_short_name_is_said(tmp_path: Path) -> None:
+    metrics = {"train/loss": 0.1, "eval/loss": 0.2, "episode/return": 3.0, "eval/length": 4.0}
+    write_run_directory(tmp_path / "a", **evaluation_entries(0.9, 0.9, metrics=metrics))
+    found = {name: Comparison([tmp_path], name) for name in ("loss", "train/loss", "return", "length")}
+    assert [each.metric for each in found.values()] == ["eval/loss", "train/loss", "episode/return", "eval/length"]
+    assert "train/loss" in found["loss"].meant
+    assert [bool(each.meant) for each in found.values()] == [True, False, True, True]
+    assert found["loss"].meant in as_markdown(found["loss"])
 
 
 def test_metric_direction_is_inferred_from_results_workload_or_name(tmp_path: Path) -> None:
