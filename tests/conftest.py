@@ -19,7 +19,7 @@ import torch
 from helpers.command import child_environment, command_server
 from helpers.command_server import fork_server_from_fork
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, train_in
-from helpers.ranks import PersistentRanks, Ranks
+from helpers.ranks import PersistentRanks, Ranks, ThisProcess
 
 from runner.parallel.launch import processes
 from runner.system.forkserver import start_server
@@ -125,7 +125,7 @@ def trained(tmp_path: Path) -> Callable[..., TrainedRun]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Return a function: `ranks(3)` returns three persistent processes that train one run after another."""
-    started: dict[int, PersistentRanks] = {}
+    started: dict[int, PersistentRanks] = {1: ThisProcess(1)}
     yield lambda count: started.setdefault(count, PersistentRanks(count))
     for each in started.values():
         each.close()

@@ -75,10 +75,7 @@ def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
     processes: int, mode: tuple[str, ...], ranks: Ranks, tmp_path: Path
 ) -> None:
     overrides = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES["sgd"][0], *mode, EMA)
-    if processes == 1:
-        result = train_in(tmp_path, build_composed_run(*overrides)).result
-    else:
-        result = ranks(processes).train(compose_config(*overrides), tmp_path)
+    result = ranks(processes).train(compose_config(*overrides), tmp_path)
     average = average_at(tmp_path, STEPS)
     assert largest_difference(average, plain_average()) <= 1e-6
     assert largest_difference(weights_at(tmp_path, STEPS), average) > 0.01
@@ -91,10 +88,7 @@ def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
 def test_a_skipped_update_does_not_advance_the_average(mode: str, ranks: Ranks, tmp_path: Path) -> None:
     steps = ("steps=6", "eval_every=0", "save_every=1", "keep=6")
     overrides = (*TINY_CPU, *HARD, "precision=16", EMA, f"parallel={mode}", *steps)
-    if mode == "single":
-        train_in(tmp_path, build_composed_run(*overrides), partial(overflow_at, 3))
-    else:
-        ranks(2).train(compose_config(*overrides), tmp_path, partial(overflow_at, 3))
+    ranks(1 if mode == "single" else 2).train(compose_config(*overrides), tmp_path, partial(overflow_at, 3))
     weights = [weights_at(tmp_path, step) for step in range(1, 7)]
     assert_bitwise_equal(weights[2], weights[1])
     average = weights[0]
@@ -108,10 +102,7 @@ def test_resume_is_bitwise_exact(options: tuple[str, ...], ranks: Ranks, tmp_pat
     overrides = (*TINY_CPU, *HARD, EMA, *options)
 
     def train(name: str, change: Callable[[Any, Any], None] | None = None) -> Path:
-        if options:
-            ranks(2).train(compose_config(*overrides), tmp_path / name, change)
-        else:
-            train_in(tmp_path / name, build_composed_run(*overrides), change or (lambda run, session: None))
+        ranks(2 if options else 1).train(compose_config(*overrides), tmp_path / name, change)
         return tmp_path / name
 
     wanted = train("whole")

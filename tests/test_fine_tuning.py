@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
+from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.events import scalar_curves
 from helpers.plain_loop import (
     PLAIN_LOOP_OVERRIDES,
@@ -98,10 +98,8 @@ def test_fine_tuning_equals_a_plain_loop_and_resumes_bitwise(
     overrides = (*OVERRIDES, pretrained, *MODES[mode], "save_every=0")
 
     def do(name: str, change: Any = None) -> Any:
-        if mode in ("single", "hogwild"):
-            run = build_composed_run(*overrides)
-            return train_in(tmp_path / name, run, change or (lambda run, session: None)).result
-        return ranks(2).train(compose_config(*overrides), tmp_path / name, change)
+        processes = 1 if mode in ("single", "hogwild") else 2
+        return ranks(processes).train(compose_config(*overrides), tmp_path / name, change)
 
     do("whole")
     wanted, got = plain(pretrained), weights_at(tmp_path / "whole", STEPS)

@@ -51,7 +51,7 @@ class TrainedRun(NamedTuple):
 def train_in(
     directory: Path,
     run: Run,
-    change: Callable[[Run, Session], Any] = lambda run, session: None,
+    change: Callable[[Run, Session], Any] | None = None,
     train_rank: Callable[[dict[str, Any], Path, Collectives], Result] = train_rank,
 ) -> TrainedRun:
     """Train `run` in this process or in the processes of its mode, as the command does; no option may change.
@@ -62,7 +62,8 @@ def train_in(
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process:
         session = run.prepare(process)
-        change(run, session)
+        if change is not None:
+            change(run, session)
         before = options_of(run)
         here, there = partial(train, run, session, directory), partial(train_rank, run.config, directory)
         result = launcher.launch(here, there, session, directory)

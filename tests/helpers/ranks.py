@@ -87,8 +87,21 @@ class PersistentRanks:
         self.processes, self.pipes = [], []
 
 
+class ThisProcess(PersistentRanks):
+    """The only process of a run: that of the tests."""
+
+    def call_on_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return [function(*arguments)]
+
+    def train(self, config: dict[str, Any], directory: Path, change: Callable[..., Any] | None = None) -> Any:
+        from helpers.compose import train_in
+        from runner.run import build_run
+
+        return train_in(directory, build_run(config), change).result
+
+
 Ranks = Callable[[int], PersistentRanks]
-"""The fixture `ranks`: a function from a number of processes to the persistent ones of this session."""
+"""The fixture `ranks`: a function from a number of processes to the persistent ones of this session; 1 is this one."""
 
 
 @contextmanager
@@ -110,7 +123,7 @@ def train_on_rank(config: dict[str, Any], directory: Path, change: Callable[...,
 
     rank_info = external_rank_info()
     with LogFile(directory, rank_info.rank if rank_info else 0):
-        return train_in(directory, build_run(config), change or (lambda run, session: None)).result
+        return train_in(directory, build_run(config), change).result
 
 
 def _serve(pipe: Connection, variables: dict[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,6 @@ from helpers.rank_functions import sigterm_at
 from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, assert_checkpoint_bitwise_equal, checkpoint_tensors
 
-from runner.parallel.session import Session
-from runner.run import Run
-
 STEPS = 36
 COMMON = ("schedule=constant", f"steps={STEPS}", "batch_size=48", "accumulation=2", "optimizer.lr=0.05")
 SCHEDULE = ("log_every=5", "eval_every=9", "save_every=0")
@@ -41,18 +37,10 @@ STOP_AT_16 = partial(sigterm_at, 16, -1)
 """A change of the session: the last rank gets SIGTERM at the end of step 16."""
 
 
-def train_or_resume(
-    ranks: Ranks,
-    mode: str,
-    processes: int,
-    directory: Path,
-    change: Callable[[Run, Session], None] = lambda run, session: None,
-) -> Any:
+def train_or_resume(ranks: Ranks, mode: str, processes: int, directory: Path, change: Any = None) -> Any:
     """Begin or resume the run in `directory`."""
     overrides = (*TINY_CPU, *COMMON, *SCHEDULE, f"parallel={mode}")
-    if processes > 1:
-        return ranks(processes).train(compose_config(*overrides), directory, change if change is STOP_AT_16 else None)
-    return train_in(directory, build_composed_run(*overrides), change).result
+    return ranks(processes).train(compose_config(*overrides), directory, change)
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +152,7 @@ def test_a_run_resumes_in_any_mode(chain: tuple[str, ...], ranks: Ranks, tmp_pat
     exact = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES[case][0], "precision=64", "accumulation=2")
     for step, mode in enumerate(modes, start=1):
         overrides = (*exact, *MODES[mode], f"steps={step}")
-        if mode in ("single", "streams"):
-            train_in(tmp_path, build_composed_run(*overrides))
-        else:
-            ranks(2).train(compose_config(*overrides), tmp_path)
+        ranks(1 if mode in ("single", "streams") else 2).train(compose_config(*overrides), tmp_path)
     settings = PlainSettings(len(modes), torch.float64)
     wanted = plain_loop(build_composed_run(*exact), OPTIMIZER_CASES[case][1], settings)
     assert largest_difference(weights_at(tmp_path, len(modes)), wanted.weights) <= 1e-13

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session, train_in
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.ranks import Ranks
 
@@ -120,10 +120,7 @@ PAIRS = [
 def test_every_mode_equals_a_plain_loop(case: str, mode: str, ranks: Ranks, tmp_path: Path) -> None:
     processes, options = MODES[mode]
     overrides = (*TINY_CPU, *COMMON, *SGD, *CASES[case], *options)
-    if processes == 1:
-        train_in(tmp_path, build_composed_run(*overrides))
-    else:
-        ranks(processes).train(compose_config(*overrides), tmp_path)
+    ranks(processes).train(compose_config(*overrides), tmp_path)
     assert largest_difference(weights_at(tmp_path, STEPS), plain(case)) <= 1e-6  # targets are float32
 
 

@@ -82,10 +82,7 @@ def permutation(count: int, epoch: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
 def test_every_mode_equals_a_plain_loop(processes: int, mode: tuple[str, ...], ranks: Ranks, tmp_path: Path) -> None:
-    if processes == 1:
-        result = train_in(tmp_path, build_composed_run(*SMALL, *mode)).result
-    else:
-        result = ranks(processes).train(compose_config(*SMALL, *mode), tmp_path)
+    result = ranks(processes).train(compose_config(*SMALL, *mode), tmp_path)
     weights, losses, errors, evaluation = plain("mse")
     assert largest_difference(weights_at(tmp_path, STEPS), weights) <= 1e-12
     logged = scalar_curves(tmp_path)

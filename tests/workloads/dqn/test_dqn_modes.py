@@ -1,9 +1,8 @@
 """Tests of DQN in every parallel mode that supports it: equality with plain torch, environment steps, and resume."""
 
-import copy
-import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,108 +11,48 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from helpers import agents
 from helpers.compose import build_composed_run, compose_config, train_in
 from helpers.events import scalar_curves
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.ranks import Ranks
 from torch import nn
 
-from runner.parallel.session import Session
-from runner.run import Run, build_run
 from runner.seeds import derive
 
-STEPS, BATCH, LR, TAU, DELTA, CLIP = 12, 48, 0.01, 0.1, 0.5, 2.0
+STEPS, BATCH, DELTA, CLIP = 12, 48, 0.5, 2.0
 AGENT = (
-    "workload=dqn",
-    "device=cpu",
-    "device.threads=1",
-    "model.hidden=[16]",
-    "env.num_envs=12",
-    "env.max_episode_steps=60",
-    "workload.warm_up=120",
-    "workload.replay_ratio=0.1",
-    f"workload.target_tau={TAU}",
-    f"workload.huber_delta={DELTA}",
-    "workload.eval_episodes=5",
-    f"batch_size={BATCH}",
-    f"optimizer.lr={LR}",
-    "schedule=constant",
-    f"steps={STEPS}",
-    "log_every=1",
-    "eval_every=0",
-    "save_every=0",
+    *(*agents.AGENT, "model.hidden=[16]", "env.max_episode_steps=60", f"workload.huber_delta={DELTA}"),
+    *("workload.eval_episodes=5", f"batch_size={BATCH}", f"steps={STEPS}"),
 )
 
 
 def do(ranks: Ranks, processes: int, directory: Path, *overrides: str, change: Any = None) -> Any:
     """Train a run in `processes` processes, and return its result."""
-    config = compose_config(*AGENT, *overrides)
-    if processes > 1:
-        return ranks(processes).train(config, directory, change)
-    return train_in(directory, build_run(config), change or (lambda run, session: None)).result
+    return ranks(processes).train(compose_config(*AGENT, *overrides), directory, change)
 
 
-def table() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a table of packed transitions, and the row indices of the transitions that the batches contain.
-
-    The indices of all batches are concatenated in the order of the steps.
-    """
+def table() -> agents.Table:
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(300, 11, generator=generator)
     rows[:, 8] = torch.randint(2, (300,), generator=generator)
     rows[:, 10] = 0.99 * torch.randint(2, (300,), generator=generator)
-    return rows, torch.randint(300, (STEPS * BATCH,), generator=generator)
+    return rows, torch.randint(300, (STEPS * BATCH,), generator=generator), lambda replay: None
 
 
-def draw_given(run: Run, session: Session) -> None:
-    """Make the replay buffer return this process's shard of the given batches; nothing else is changed."""
-    workload: Any = session.workload
-    new_actor, (rows, order) = workload._new_actor, table()
-
-    def with_given(plan: Any, device: torch.device) -> Any:
-        actor, steps = new_actor(plan, device), itertools.count(1)
-
-        def sample(count: int) -> torch.Tensor:
-            micros = plan.micro_batches(next(steps))
-            places = torch.cat([order[micro.start : micro.stop] for micro in micros])
-            assert len(places) == count
-            return rows[places]
-
-        actor.sample = sample
-        return actor
-
-    workload._new_actor = with_given
+draw_given = partial(agents.draw_given, table)
 
 
 def plain(seed: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """Return the weights after all steps, and the loss and mean Q of each step, in float64 on whole batches."""
+    rows, order, _ = table()
     torch.manual_seed(derive(seed, "weights"))
-    online = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)).double()
-    target = copy.deepcopy(online)
-    optimizer = torch.optim.Adam(online.parameters(), lr=LR)
-    rows, order = table()
-    losses, values = [], []
-    for places in order.split(BATCH):
-        seen, following, action, reward, discount = rows[places].double().split([4, 4, 1, 1, 1], 1)
-        with torch.no_grad():
-            best = online(following).argmax(1, keepdim=True)
-            # all rewards are 1 and the discount is 0.99, so returns are in [0, 100]
-            wanted = reward + discount * target(following).gather(1, best).clamp(0, 1 / (1 - 0.99))
-        chosen = online(seen).gather(1, action.long())
-        loss = nn.functional.huber_loss(chosen, wanted, delta=DELTA)
-        losses.append(loss.item())
-        values.append(chosen.mean().item())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(online.parameters(), CLIP)
-        optimizer.step()
-        with torch.no_grad():
-            for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
-                slow += TAU * (fast - slow)
-    names = {"0.weight": "hidden1.weight", "0.bias": "hidden1.bias", "2.weight": "head.weight", "2.bias": "head.bias"}
-    nets = {"online": online, "target": target}
-    weights = {f"{net}.{names[n]}": tensor for net in nets for n, tensor in nets[net].state_dict().items()}
-    return weights, losses, values
+    layers = [nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)]
+    drawn = (rows[places].double().split([4, 4, 1, 1, 1], 1) for places in order.split(BATCH))
+    batches = ((seen, *rest, following, discount) for seen, following, *rest, discount in drawn)
+    # all rewards are 1 and the discount is 0.99, so returns are in [0, 100]
+    nets, losses, values = agents.plain_dqn(layers, batches, DELTA, CLIP, possible=(0, 1 / (1 - 0.99)))
+    return agents.named_weights(nets, {"0": "hidden1", "2": "head"}), losses, values
 
 
 MODES = {"single": 1, "dp": 1, "ddp": 2, "fsdp": 2, "ddp of 3": 3}

@@ -1,7 +1,6 @@
 """Tests of agents that see images: equality with plain torch in every mode, resume, evaluation, and refusals."""
 
-import copy
-import itertools
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.envs.registration import EnvSpec
-from helpers import catch_env
+from helpers import agents, catch_env
 from helpers.compose import build_composed_run, compose_config, prepare_session, train_in
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.ranks import Ranks
@@ -23,104 +22,54 @@ from runner.config.errors import ConfigError
 from runner.planning.fake_step import prepared as planned
 from runner.planning.fake_step import trace
 from runner.planning.report import report_of
-from runner.run import Run, build_run
 from runner.seeds import derive
 from runner.workloads.dqn.evaluation import play as evaluate
 
-STEPS, BATCH, LR, TAU, STACK = 6, 12, 0.01, 0.1, 3
+STEPS, BATCH, STACK = 6, 12, 3
 AGENT = (
-    "workload=dqn",
-    f"env.id={catch_env.__name__}:Catch-v0",
-    "env.num_envs=12",
-    f"env.frame_stack={STACK}",
-    "model=nature_cnn",
-    "model.channels=[4,5]",
-    "model.kernel_sizes=[4,3]",
-    "model.strides=[2,1]",
-    "model.hidden=16",
-    "device=cpu",
-    "device.threads=1",
-    "workload.warm_up=120",
-    "workload.replay_ratio=0.1",
-    "workload.replay_size=500",
-    "workload.eval_episodes=3",
-    "workload.clip_targets=false",
-    f"workload.target_tau={TAU}",
-    f"batch_size={BATCH}",
-    f"optimizer.lr={LR}",
-    "schedule=constant",
-    f"steps={STEPS}",
-    "log_every=1",
-    "eval_every=0",
-    "save_every=0",
+    *(*agents.AGENT, f"env.id={catch_env.__name__}:Catch-v0", f"env.frame_stack={STACK}", "model=nature_cnn"),
+    *("model.channels=[4,5]", "model.kernel_sizes=[4,3]", "model.strides=[2,1]", "model.hidden=16"),
+    *("workload.replay_size=500", "workload.eval_episodes=3", "workload.clip_targets=false"),
+    *(f"batch_size={BATCH}", f"steps={STEPS}"),
 )
 
 
-def table() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return frames, packed transitions between their numbers, and which of them the batches contain, step by step."""
+def table() -> agents.Table:
+    """Return transitions between the numbers of frames, with which the replay buffer is filled."""
     generator = torch.Generator().manual_seed(5)
     frames = torch.randint(256, (200, 144), generator=generator, dtype=torch.uint8)
     rows = torch.randint(100, 200, (50, 5), generator=generator).float()
     rows[:, 2], rows[:, 3], rows[:, 4] = rows[:, 2] % 3, torch.randn(50, generator=generator), 0.9
-    return frames, rows, torch.randint(50, (STEPS * BATCH,), generator=generator)
+
+    def fill(replay: Any) -> None:
+        replay.frames[:200], replay.ages[:200] = frames, STACK - 1
+
+    return rows, torch.randint(50, (STEPS * BATCH,), generator=generator), fill
 
 
-def draw_given(run: Run, session: Any) -> None:
-    """Fill the replay buffer with the given frames, of which it returns this process's shard of the given batches."""
-    workload: Any = session.workload
-    new_actor, (frames, rows, order) = workload._new_actor, table()
-
-    def with_given(plan: Any, device: torch.device) -> Any:
-        actor, steps = new_actor(plan, device), itertools.count(1)
-
-        def sample(count: int) -> torch.Tensor:
-            actor.replay.frames[:200], actor.replay.ages[:200] = frames, STACK - 1
-            micros = plan.micro_batches(next(steps))
-            return rows[torch.cat([order[micro.start : micro.stop] for micro in micros])]
-
-        actor.sample = sample
-        return actor
-
-    workload._new_actor = with_given
+draw_given = partial(agents.draw_given, table)
 
 
 def plain(num_envs: int) -> dict[str, torch.Tensor]:
     """Return the weights after all steps, in float64 on whole batches of whole observations."""
-    torch.manual_seed(derive(0, "weights"))
-    layers = [nn.Conv2d(STACK, 4, 4, 2), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.ReLU(), nn.Flatten()]
-    online = nn.Sequential(*layers, nn.Linear(45, 16), nn.ReLU(), nn.Linear(16, 3)).double()
-    target, optimizer = copy.deepcopy(online), torch.optim.Adam(online.parameters(), lr=LR)
-    frames, rows, order = table()
+    rows, order, fill = table()
+    fill(replay := SimpleNamespace(frames=torch.zeros(200, 144, dtype=torch.uint8), ages=torch.zeros(200)))
 
     def observations(numbers: torch.Tensor) -> torch.Tensor:
-        stacks = [frames[numbers.long() - back * num_envs] for back in range(STACK - 1, -1, -1)]
+        stacks = [replay.frames[numbers[:, 0].long() - back * num_envs] for back in range(STACK - 1, -1, -1)]
         return torch.stack(stacks, 1).view(-1, STACK, 12, 12).double() / 255
 
-    for places in order.split(BATCH):
-        seen, following, action, reward, discount = rows[places].double().split(1, 1)
-        with torch.no_grad():
-            best = online(observations(following[:, 0])).argmax(1, keepdim=True)
-            wanted = reward + discount * target(observations(following[:, 0])).gather(1, best)
-        loss = nn.functional.huber_loss(online(observations(seen[:, 0])).gather(1, action.long()), wanted, delta=10.0)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
-                slow += TAU * (fast - slow)
+    torch.manual_seed(derive(0, "weights"))
+    layers = [nn.Conv2d(STACK, 4, 4, 2), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.ReLU(), nn.Flatten()]
+    layers += [nn.Linear(45, 16), nn.ReLU(), nn.Linear(16, 3)]
+    drawn = (rows[places].double().split(1, 1) for places in order.split(BATCH))
+    batches = ((observations(a), *rest, observations(b), discount) for a, b, *rest, discount in drawn)
     names = {"0": "conv1.conv", "2": "conv2.conv", "5": "hidden.fc", "7": "head"}
-    return {
-        f"{net}.{names[name[0]]}.{name[2:]}": tensor
-        for net, module in (("online", online), ("target", target))
-        for name, tensor in module.state_dict().items()
-    }
+    return agents.named_weights(agents.plain_dqn(layers, batches, delta=10.0)[0], names)
 
 
 def do(ranks: Ranks, processes: int, directory: Path, *overrides: str, change: Any = None) -> Any:
-    config = compose_config(*AGENT, *overrides)
-    if processes > 1:
-        return ranks(processes).train(config, directory, change)
-    return train_in(directory, build_run(config), change or (lambda run, session: None)).result
+    return ranks(processes).train(compose_config(*AGENT, *overrides), directory, change)
 
 
 @pytest.mark.parametrize(
