@@ -40,6 +40,10 @@ class CompiledStep:
         if run.precision.scales_loss:
             why = "loss scaling decides after each step whether to keep the update"
             raise ConfigError("compile", "step", why, "precision=bf16, or compile=true")
+        has_momentum = any(group.get("momentum") for group in state.optimizer.param_groups)
+        if isinstance(state.optimizer, torch.optim.SGD) and has_momentum and not state.optimizer.state:
+            why = "its first step differs from the later ones"
+            raise ConfigError("optimizer.name", "SGD", why, "optimizer=sgd, or compile=true")
         self._parameters: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._buffers = dict(model.named_buffers())
         self._averages, has_begun = state.average.pairs()
@@ -96,9 +100,6 @@ class CompiledStep:
             for each in state.optimizer.state.values():
                 each.update({key: value.double() for key, value in each.items() if key == "step"})
         for group in state.optimizer.param_groups:
-            if isinstance(state.optimizer, torch.optim.SGD) and group["momentum"] and not state.optimizer.state:
-                why = "its first step differs from the later ones"
-                raise ConfigError("optimizer.name", "SGD", why, "optimizer=sgd, or compile=true")
             group.setdefault("initial_lr", group["lr"])
             group["lr"] = torch.tensor(float(group["lr"]), device=device, dtype=sum_dtype(device))
             # Here, `capturable` means that the number of the step is a tensor, too.

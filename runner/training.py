@@ -42,6 +42,8 @@ from runner.tracking.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
+TakeStep = Callable[[State, Iterator[Any], Step, bool], torch.Tensor | None]
+
 
 def train(run: Run, session: Session, directory: Path, begin: Callable[[], None] = lambda: None) -> Result:
     """Train one run until it is done, stopped, or diverged, and return its result; called on every rank.
@@ -62,6 +64,7 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
     with run.settings(session.device):
         with torch_refusals(run):  # already here, as a pipeline measures the blocks of the model
             state = prepare(run, session, directory, with_table=True)
+            take_step = step_function(state)
         session.collectives.from_rank_0(state.check_disk)
         session.collectives.from_rank_0(begin)
         with (
@@ -74,7 +77,7 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
             introduce(state, recorder)
             try:
                 with torch_refusals(run):
-                    status, error = loop(state, recorder, progress, stop), ""
+                    status, error = loop(state, take_step, recorder, progress, stop), ""
             except DivergedError as diverged:
                 status, error = "diverged", str(diverged)
                 save_diverged_batch(session, directory, diverged.step)
@@ -139,7 +142,7 @@ def initial_state(run: Run, session: Session, directory: Path, with_table: bool 
     return State(run, session, directory, model, run.optimizer.build(model, groups), description, *table)
 
 
-def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest) -> str:
+def loop(state: State, take_step: TakeStep, recorder: Recorder, progress: Progress, stop: StopRequest) -> str:
     """Train the remaining steps, and return `done`, or `stopped` after a stop signal or when the time is up.
 
     Raises:
@@ -147,7 +150,6 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
         StorageError: if a checkpoint cannot be written.
     """
     run, session, model = state.run, state.session, state.model
-    take_step = step_function(state)
     batches = session.batches(model, state.step)
     model.train()
     state.step_timer.start(math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
@@ -191,7 +193,7 @@ def loop(state: State, recorder: Recorder, progress: Progress, stop: StopRequest
     return "done"
 
 
-def step_function(state: State) -> Callable[[State, Iterator[Any], Step, bool], torch.Tensor | None]:
+def step_function(state: State) -> TakeStep:
     """Return the function that computes the steps of a run: `train_step`, or what `compile=step` puts in its place."""
     if state.run.compile == "step":
         from runner.compiled_step import CompiledStep  # imports torch.func: 0.1 s
@@ -237,7 +239,7 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     means = state.flush_metrics()
     state.metrics |= means
     rates = state.step_timer.rates(state.session.plan.samples_per_round, state.flops_per_sample)
-    progress.metrics(means | rates)
+    progress.metrics(means | rates, step)
     log.debug("step %d: %s", step, in_words(means))
     points = means | rates | {"train/gradient_norm": norm} | learning_rates(state.optimizer)
     points |= run.precision.scalars() | run.workload.scalars() | run.parallel.scalars()
@@ -258,7 +260,7 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     model.train()
     # Those of rank 0, though every rank has computed them: what follows from them must not differ by a rounding.
     metrics = state.session.collectives.from_rank_0(lambda: {f"eval/{name}": value for name, value in metrics.items()})
-    progress.metrics(metrics)
+    progress.metrics(metrics, state.step)
     log.debug("step %d: %s", state.step, in_words(metrics))
     recorder.scalars(metrics, state.step)
     if state.session.rank == 0:  # which alone writes images

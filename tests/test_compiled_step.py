@@ -1,5 +1,6 @@
 """Tests of `compile=step`: the same weights as plain PyTorch, one compilation, bitwise resume, refusals in words."""
 
+import logging
 import os
 import shutil
 import signal
@@ -192,10 +193,22 @@ def test_modes_that_compute_a_step_together_are_refused_before_they_start(option
     ],
     ids=str,
 )
-def test_optimizers_that_cannot_be_compiled_are_refused(options: tuple[str, ...], key: str, tmp_path: Path) -> None:
+def test_optimizers_that_cannot_be_compiled_are_refused(
+    options: tuple[str, ...], key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     with pytest.raises(ConfigError) as refusal:
         trained(tmp_path, *SMALL, STEP, *options)
     assert refusal.value.key == key
+    introduced = any(record.getMessage().startswith("model  ") for record in caplog.records)
+    assert introduced == (key == "compile"), "what is known before the first step is refused before it is introduced"
+
+
+def test_a_toolkit_without_a_gpu_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("torch.utils.cpp_extension")
+    log.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local")
+    log.warning("another one")
+    assert [record.getMessage() for record in caplog.records] == ["another one"]
 
 
 def test_loss_scaling_is_refused(tmp_path: Path) -> None:

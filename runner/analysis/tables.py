@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -35,12 +35,30 @@ class TextTable(NamedTuple):
     rows: list[list[str]]
     caption: str = ""
 
-    def rich(self) -> Table:
-        """Return the table for a terminal. Without a caption, cells are not wrapped unless they are very long."""
+    def widths(self, with_titles: bool = False) -> list[int]:
+        """Return the widths of the columns that are needed for each line of a cell, and for titles or their words."""
+        columns = zip(self.titles, *self.rows, strict=True)
+        texts = [
+            [*([title] if with_titles else title.split()), *"\n".join(cells).split("\n")] for title, *cells in columns
+        ]
+        return [min(_MAX_WIDTH, max(map(cell_len, column), default=0)) for column in texts]
+
+    def width(self, with_titles: bool = False) -> int:
+        """Return the width of the table, with its lines between columns."""
+        return sum(self.widths(with_titles)) + 3 * len(self.titles) + 1
+
+    def rich(self, width: int) -> Table:
+        """Return the table for a terminal of `width` characters.
+
+        Without a caption, titles are wrapped if it is too narrow, and the cells of the first column if even that is not
+        enough. Very long cells are always wrapped.
+        """
         found = table(self.caption, self.titles, self.rows, title_style="bold red")
-        for column, cells in zip(found.columns, zip(*self.rows, strict=True), strict=True):
-            if not self.caption:
-                column.min_width = min(_MAX_WIDTH, max(cell_len(line) for cell in cells for line in cell.split("\n")))
+        if not self.caption and self.width(with_titles=True) > width:
+            widths = self.widths()
+            widths[0] = max(min(widths[0], 10), widths[0] - max(0, self.width() - width))
+            for column, needed in zip(found.columns, widths, strict=True):
+                column.width = needed
         return found
 
     def markdown(self) -> str:
@@ -57,13 +75,9 @@ def terminal(comparison: Comparison, width: int) -> Group:
     is too narrow for all measures, they continue in further tables.
     """
     parts = text_tables(comparison)
-    if comparison.rows and _width(parts[0]) > width:
+    if comparison.rows and parts[0].width() > width:
         parts[:1] = _in_blocks(text_tables(comparison, in_one_column=True)[0], width)
-    return Group(*(part.rich() for part in parts), *(Text(f"\n{note}") for note in notes(comparison)))
-
-
-def _width(part: TextTable) -> int:
-    return Console(width=10_000, height=100).measure(part.rich()).minimum
+    return Group(*(part.rich(width) for part in parts), *(Text(f"\n{note}") for note in notes(comparison)))
 
 
 def _in_blocks(part: TextTable, width: int) -> Iterator[TextTable]:
@@ -72,7 +86,9 @@ def _in_blocks(part: TextTable, width: int) -> Iterator[TextTable]:
     while rest:
         tables = [[list(row) for row in zip(first, *rest[:count], strict=True)] for count in range(len(rest), 0, -1)]
         blocks = [TextTable(titles, rows) for titles, *rows in tables]
-        chosen = next((block for block in blocks if _width(block) <= width), blocks[-1])
+        chosen = next((block for block in blocks if block.width() <= width), blocks[-1])
+        if chosen.width() > width:  # intervals go below differences
+            chosen = chosen._replace(rows=[[cell.replace(" [", "\n[") for cell in row] for row in chosen.rows])
         yield chosen
         rest = rest[len(chosen.titles) - 1 :]
 

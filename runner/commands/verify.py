@@ -154,7 +154,11 @@ def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = No
     precision = tested[0].precision
     if isinstance(precision, Double):
         del tested[0], reference[0]
-    pairs = [Pair(*each) for each in zip(first_steps(tested), first_steps(reference), strict=True)]
+    compiled = ", once it is compiled, in each precision" * bool(tested[0].compile)
+    print(f"training {steps} steps of this config{compiled}", file=sys.stderr, flush=True)
+    found = first_steps(tested)
+    print("training the same steps on a single device", file=sys.stderr, flush=True)
+    pairs = [Pair(*each) for each in zip(found, first_steps(reference), strict=True)]
     if isinstance(precision, Double):
         return compare(None, pairs[0], precision)
     return compare(pairs[0], pairs[1] if len(pairs) > 1 else None, precision)

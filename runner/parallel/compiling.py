@@ -5,6 +5,7 @@ https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
@@ -15,6 +16,9 @@ from models.blocks import blocks_of
 from runner.config.errors import ConfigError
 
 T = TypeVar("T")
+
+# The compiler imports this module, which warns of a CUDA toolkit without a GPU, also where it compiles for a CPU.
+logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in str(record.msg))
 
 _VARIANTS = 8
 """How many times one block may be compiled: for training and evaluation, and for batches of another size."""

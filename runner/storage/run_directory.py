@@ -33,6 +33,9 @@ _MAX_NAME = 120
 """Length limit of a job's name in bytes: file systems allow 255, but that is too wide for a terminal."""
 _MAX_LABEL = 60
 """Length limit in bytes of the part of a run's name that shows the overrides; it follows the date, time and id."""
+_UNNAMED = (*LOCATION_KEYS, "hydra.", "device", "tracking", "profiler", "log_every", "eval_every", "save_every", "keep")
+"""Keys, or the beginnings of keys, that say nothing of what a run computes: they are not part of its name."""
+_CONSTANT = ("workload", "data", "env", "experiment", "steps", "epochs")
 
 _MAKE_ROOM = "earlier checkpoints are intact: make room on the disk, then resume (keep=1 needs the least room)"
 
@@ -58,13 +61,15 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def unique_name(overrides: Iterable[str] = ()) -> str:
-    """Return `<date>_<time>-<id>-<overrides>`, with as many overrides as fit, except secrets and `LOCATION_KEYS`.
+    """Return `<date>_<time>-<id>-<overrides>`, with as many overrides as fit, except secrets and `_UNNAMED`.
 
-    The names sort by time. They contain no commas, which would separate values in `-m model.weights=DIR/…`.
+    Those that rarely differ between runs, `_CONSTANT`, come last. The names sort by time. They contain no commas, which
+    would separate values in `-m model.weights=DIR/…`.
     """
     known = {override_key(text): text for text in redacted_values(list(overrides)) if "=" in text}
-    shown = [text for key, text in known.items() if MASK not in text and not key.startswith((*LOCATION_KEYS, "hydra."))]
-    labels = [_label(text).lstrip("+").replace(",", "_").rstrip("_.-") for text in shown]
+    shown = [key for key, text in known.items() if MASK not in text and not key.startswith(_UNNAMED)]
+    shown.sort(key=lambda key: key.startswith(_CONSTANT))
+    labels = [_label(known[key]).lstrip("+").replace(",", "_").rstrip("_.-") for key in shown]
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     begun = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(seconds))
     parts = begun, f"{nanoseconds // 1000:05x}{secrets.token_hex(1)[0]}", _cut(labels, "+", _MAX_LABEL)
@@ -134,9 +139,9 @@ def remove_empty(path: Path, end: Path) -> None:
 
 
 def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> str:
-    """Return the name of a job's directory, `<number>-<overrides>`, without secrets; the keys `swept` come first."""
-    ordered = sorted(redacted_values(overrides), key=lambda text: override_key(text) not in swept)
-    first, *others = (_label(text) for text in ordered) if ordered else ("defaults",)
+    """Return the name of a job's directory, `<number>-<overrides>`, without secrets: of the keys `swept`, if any."""
+    shown = [text for text in overrides if override_key(text) in swept] or overrides
+    first, *others = map(_label, redacted_values(shown) or ["defaults"])
     return _cut([f"{number:03d}-{first}", *others], ",", _MAX_NAME).rstrip(".-")
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -355,3 +356,4 @@ def test_narrow_terminals_get_further_columns_below(tmp_path: Path, monkeypatch:
         words = " ".join(lines).split()
         assert words.count("optimizer.lr=0.1") > 1, "each part of the table has the options, in one piece"
         assert {"0.8050", "difference", "p", "needed"} <= {*words}
+        assert re.search(r" \[-\d\.\d+, \+\d\.\d+\] ", " ".join(words)), "intervals are in one piece"

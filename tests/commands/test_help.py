@@ -1,11 +1,14 @@
 """Tests of `--help` and `--version`, which do not import torch."""
 
 import re
+import subprocess
 from pathlib import Path
 
 from helpers.command import run_command
 
+import runner.commands
 from runner import __version__
+from runner.commands import COMMANDS
 from runner.commands.help import help_text
 from runner.config.options import description, option_files, root_keys
 
@@ -42,3 +45,25 @@ def test_help_lists_the_keys_of_the_chosen_options_with_those_that_they_inherit(
 
 def test_version_prints_the_version_of_this_project(tmp_path: Path) -> None:
     assert run_command("--version", cwd=tmp_path, kind="no-torch") == (0, f"runner {__version__}\n")
+
+
+def test_bash_completes_subcommands_options_and_leaves_paths_to_bash(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "resnet9.yaml").touch()
+    cases = {
+        "runner ": [*(f"{group}=" for group in option_files()), *COMMANDS],
+        "python -m runner mod": ["model="],
+        "python -m runner parallel=ddp model=resnet": ["resnet18", "resnet50"],
+        "runner -m model=tiny,resnet1": ["tiny,resnet18"],
+        "runner --config-dir mine model=resnet": ["resnet18", "resnet50", "resnet9"],
+        "runner plan pro": ["profiler="],
+        "runner --conf": ["--config-dir"],
+        **{paths: [] for paths in ("runner --config-dir mi", "runner compare m", "runner data.root=m", "python mod")},
+    }
+    file = Path(runner.commands.__file__).with_name("completion.bash")
+    script = f"source '{file}'\n" + 'for w; do COMP_LINE=$w COMP_POINT=${#w}; _runner; echo "${COMPREPLY[@]}"; done'
+    program = ["bash", "-c", script, "bash", *cases]
+    shown = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = [sorted(line.split()) for line in shown.stdout.splitlines()]
+    assert dict(zip(cases, found, strict=True)) == {words: sorted(wanted) for words, wanted in cases.items()}
+    assert not shown.stderr

@@ -174,6 +174,11 @@ def test_the_name_of_a_job_contains_its_overrides(overrides: list[str], name: st
     assert directory.job_name(7, overrides) == name
 
 
+def test_the_name_of_a_job_of_a_sweep_has_only_what_differs_between_jobs() -> None:
+    overrides = ["optimizer.lr=0.1", "seed=1", "epochs=3", "device=cpu"]
+    assert directory.job_name(7, overrides, {"seed", "optimizer.lr"}) == "007-optimizer.lr=0.1,seed=1"
+
+
 @pytest.mark.parametrize("letter", ["x", "😀"])
 def test_the_name_of_a_job_fits_into_a_directory(letter: str, tmp_path: Path) -> None:
     name = directory.job_name(7, [f"name={letter * 500}"])
@@ -200,6 +205,10 @@ STAMP = "2026-01-02_03-04-05-a1b2c3"
         (["seed=1", "seed=2", "+seed=3", "~schedule"], f"{STAMP}-seed=3"),
         (["schedule.milestones=[0.5,0.7]", "a='../b c'"], f"{STAMP}-schedule.milestones=_0.5_0.7+a=.._b_c"),
         (["seed=1", f"data.root={'x' * 60}", "steps=3"], f"{STAMP}-seed=1"),
+        (
+            ["workload=dqn", "device=cpu", "log_every=5", "steps=3", "precision=bf16", "optimizer.lr=0.1"],
+            f"{STAMP}-precision=bf16+optimizer.lr=0.1+workload=dqn+steps=3",
+        ),
         ([f"data.root={'日' * 100}"], f"{STAMP}-data.root={'日' * 16}"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import runpy
 import signal
 import sys
@@ -18,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, current_process
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,8 +97,9 @@ class LocalPool(Pool):
         if self._num_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         arguments = (job.arguments, str(job.console), cores, threads, environment)
+        short = re.sub(r"[\w.]+\.(?=\w+=)", "", job.directory.name) or f"job {job.number}"  # 003-lr=0.1,seed=2
         context: Any = get_context(METHOD)
-        process = context.Process(target=_run_command, args=arguments, name=f"job {job.number}")
+        process = context.Process(target=_run_command, args=arguments, name=short)
         process.start()
         self._running[job.number] = _Running(process, job.console, cores, gpus)
         return f"GPU {','.join(gpus)}" if gpus else f"{num_cores} core{'s' * (num_cores > 1)}"
@@ -158,6 +160,8 @@ def _run_command(
     while they still run, each new process therefore waits until the earlier one has ended, and then goes on from there.
     """
     become_command()
+    with suppress(OSError):  # what ps and top show on Linux: its first 15 bytes
+        Path("/proc/self/comm").write_text(current_process().name)
     file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     fcntl.flock(file, fcntl.LOCK_EX)
     for stream in (1, 2):

@@ -33,14 +33,18 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 def job(tmp_path: Path, number: int, *arguments: str, **demand: int) -> Job:
     words = [*TINY_CPU, *arguments, f"--run-directory={tmp_path / str(number)}"]
-    return Job(number, words, tmp_path / f"{number}.txt", Demand(**demand))
+    return Job(
+        number, words, tmp_path / f"{number}.txt", Demand(**demand), directory=Path(f"00{number}-optimizer.lr=0.1")
+    )
 
 
 def test_jobs_run_concurrently_as_commands_and_print_to_their_files(pool: Pool, tmp_path: Path) -> None:
     for number, word in enumerate(("steps=1000000", "optimizer.lrr=1")):
         assert pool.submit(job(tmp_path, number, word)) is not None
     assert exit_codes_of(pool, 1) == {1: 2}
-    [process] = [each for each in active_children() if each.name == "job 0"]
+    [process] = [each for each in active_children() if each.name == "000-lr=0.1"]
+    if (name := Path(f"/proc/{process.pid}/comm")).exists():
+        assert name.read_text() == "000-lr=0.1\n", "what ps shows"
     os.kill(process.pid or 0, signal.SIGSEGV)
     assert exit_codes_of(pool, 0) == {0: -signal.SIGSEGV}
     pool.submit(job(tmp_path, 2, "steps=2"))
