@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +105,7 @@ class DQN(Workload):
         remedy = f"use at least workload.env_steps={min_env_steps}"
         check(self.env_steps >= min_env_steps, "env_steps", self.env_steps, why, remedy)
         self._actor: Actor | None = None
+        self._batches: Generator[Transitions] | None = None
         self._saved: dict[str, Any] = {}
         self._saved_parts: dict[str, Path] = {}
         self._best = -math.inf
@@ -171,11 +172,12 @@ class DQN(Workload):
             last_step = after_step + 1 + plan.step_shard[0] - plan.step_shard[1]
             # A forward pass of a sharded model is a collective, and other ranks may have saved theirs.
             self._resume(self._actor, None if plan.shards_parameters else policy, last_step)
-        return self._stream(self._actor, policy, plan, after_step, device)
+        self._batches = self._stream(self._actor, policy, plan, after_step, device)
+        return self._batches
 
     def _stream(
         self, actor: Actor, policy: Policy, plan: Plan, after_step: int, device: torch.device
-    ) -> Iterator[Transitions]:
+    ) -> Generator[Transitions]:
         sizes = [micro.stop - micro.start for micro in plan.micro_batches(1)]
         index, count = plan.step_shard
         with actor.vector:  # closed with this generator
@@ -187,6 +189,10 @@ class DQN(Workload):
                 # Sampled once per step, so that the transitions do not depend on the number of micro-batches.
                 for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
                     yield actor.replay.batch(rows, device, bounds)
+
+    def close(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
 
     def fake_batches(self, model: torch.nn.Module, plan: Plan, device: torch.device) -> Iterator[Transitions]:
         replay = self._new_replay(plan, device)

@@ -174,6 +174,16 @@ def test_each_update_follows_its_share_of_environment_steps(ratio: float, count:
     assert count == 1 or not torch.isin(seen[0], seen[1]).any(), "each process acts in other environments"
 
 
+def test_the_end_of_a_run_closes_its_environments() -> None:
+    workload = prepared("env=acrobot")
+    batches = workload.batches(workload.build_model(), Plan(64), 0, CPU)  # held until the end, as by compiled code
+    next(batches)
+    assert not workload._actor.vector.envs.closed
+    workload.close()
+    assert workload._actor.vector.envs.closed
+    assert next(batches, None) is None
+
+
 def test_actions_are_epsilon_greedy() -> None:
     half = ("workload.epsilon_start=0.5", "workload.epsilon_final=0.5")
     workload = prepared("env.num_envs=64", "workload.warm_up=320", *half)
