@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,7 +78,7 @@ def with_runner(setting: Setting) -> float:
 CONTENDERS: dict[str, Callable[[Setting], float]] = {"plain": plain, "runner": with_runner}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure each loop several times, each time in a new process; with `--run`, one loop once, in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal")
     parser.add_argument("--run", choices=CONTENDERS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     setting = replace(CPU if arguments.device == "cpu" else GPU, device=arguments.device, compile=arguments.compile)
     if arguments.tiny:
         setting = replace(setting, size=32, batch=4, steps=3, warmup=1)

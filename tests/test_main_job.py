@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 from helpers.command import run_in_new_interpreter
-from helpers.compose import TINY_CPU
 from helpers.events import scalar_curves
 from helpers.runs import only_run
 
@@ -27,12 +26,3 @@ def test_the_default_run_learns_the_digits_writes_its_directory_and_prints_where
     assert "tensorboard --logdir outputs" in process.stdout.replace("'", "")
     assert str(directory.relative_to(tmp_path)) in process.stdout
     assert "best eval/accuracy" in process.stdout
-
-
-def test_no_process_imports_a_module_of_the_current_directory(tmp_path: Path) -> None:
-    """Nor do the ranks of a job of a sweep, which is forked from a server that is started by `python -c`."""
-    for name in ("socket", "selectors", "pickle", "tempfile", "models", "torch"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
-    ended = run_in_new_interpreter(*TINY_CPU, "-m", "seed=1", "parallel=ddp", "steps=2", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert not (tmp_path / "imported").exists()

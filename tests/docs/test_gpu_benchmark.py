@@ -1,13 +1,19 @@
 """Tests of `python -m benchmarks.gpu`: each part is rehearsed with tiny sizes on the device that there is."""
 
+import importlib
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.command import run_command
+from helpers.dry_run import globals_restored
 
-from benchmarks import gpu
+from benchmarks import gpu, resnet
+from benchmarks.measure import Rates
+from runner import training
 from runner.commands import COMMANDS
 
 PARTS = [name for name in gpu.PARTS if name != "tests"]  # which would run pytest in pytest
@@ -17,13 +23,29 @@ PARTS = [name for name in gpu.PARTS if name != "tests"]  # which would run pytes
 def test_a_part_is_rehearsed(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forked(*words: str) -> subprocess.CompletedProcess[str]:
-        """Train in a fork of this process, which takes a third of the time of a new interpreter."""
-        return subprocess.CompletedProcess(words, *run_command(*words, cwd=tmp_path / "commands"), "")
+    """Without new interpreters, which take most of the time: all is done here, or in forks of this process."""
 
-    start = gpu._runner
-    if name not in ("users_command", "memory"):  # a trial of the latter forks itself
-        monkeypatch.setattr(gpu, "_runner", lambda *words: (start if words[0] in COMMANDS else forked)(*words))
+    def forked_or_here(*words: str) -> subprocess.CompletedProcess[str]:
+        if words[0] not in COMMANDS:
+            return subprocess.CompletedProcess(words, *run_command(*words, cwd=tmp_path / "commands"), "")
+        capfd.readouterr()
+        code = importlib.import_module(f"runner.commands.{words[0]}").main([*words[1:]])
+        return subprocess.CompletedProcess(words, code, *capfd.readouterr())
+
+    def interleaved(module: str, contenders: Sequence[str], repeats: int, arguments: Sequence[str]) -> Rates:
+        rates = Rates(contenders)
+        for contender in contenders:
+            with globals_restored():
+                resnet.main(["--run", contender, *arguments])
+            rates[contender].append(float(capfd.readouterr().out.splitlines()[-1]))
+        return rates
+
+    if name != "memory":  # whose trial forks itself
+        monkeypatch.setattr(gpu, "_runner", forked_or_here)
+    monkeypatch.setattr(gpu, "interleave", interleaved)
+    for owner, what in ((torch.backends.cudnn, "benchmark"), (training.Progress, "step")):
+        monkeypatch.setattr(owner, what, getattr(owner, what))  # restored at the end
+    monkeypatch.setattr("sys.argv", ["runner"])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     gpu.main(["--rehearse", "--only", name, "--out", str(tmp_path), "--data", str(tmp_path)])
     rows = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["rows"]

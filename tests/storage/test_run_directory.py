@@ -111,6 +111,7 @@ def test_a_run_writes_to_its_directory_of_any_name_and_nowhere_else(tmp_path: Pa
 
 
 def test_the_source_may_be_read_only_and_modules_in_the_current_directory_are_not_imported(tmp_path: Path) -> None:
+    """Nor do the ranks of a job of a sweep import them, which is forked from a server started by `python -c`."""
     source, here = tmp_path / "source", tmp_path / "here"
     for room in ("runner", "models", "conf"):
         shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
@@ -120,20 +121,21 @@ def test_the_source_may_be_read_only_and_modules_in_the_current_directory_are_no
     before = tree(source)
     for name in ("conf/optimizer", "models"):
         (here / name).mkdir(parents=True)
-    for name in ("models", "secrets", "logging", "torch", "omegaconf", "hydra", "typing", "tensorboard", "yaml"):
-        (here / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the caller was imported')")
+    names = ("models", "secrets", "logging", "torch", "omegaconf", "hydra", "typing", "tensorboard", "yaml", "socket")
+    for name in (*names, "selectors", "pickle", "tempfile", "models/__init__"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\nraise SystemExit('{name}.py')")
     (here / "conf" / "config.yaml").write_text("seed: not ours")
     (here / "conf" / "optimizer" / "sgd.yaml").write_text("lr: not ours")
-    (here / "models" / "__init__.py").write_text("raise SystemExit('models/ of the caller was imported')")
     # Root may write to read-only files; if the tests run as root, only the comparison below detects changes.
     variables = child_environment() | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
-    program = [sys.executable, "-m", "runner", *TINY_CPU, "debug=smoke"]
+    program = [sys.executable, "-m", "runner", *TINY_CPU, "-m", "seed=1", "parallel=ddp", "steps=2"]
     process = subprocess.run(program, cwd=here, env=variables, capture_output=True, text=True, check=False)
     for path in paths:
         path.chmod(path.stat().st_mode | stat.S_IWUSR)
     assert process.returncode == 0, process.stderr
     assert tree(source) == before
-    [run] = here.glob("outputs/*/*")
+    assert not (tmp_path / "imported").exists()
+    [run] = here.glob("outputs/sweeps/*/*/0*")
     assert directory.read_result(run)["status"] == "done"
     assert "not ours" not in (run / "config.yaml").read_text()
 
