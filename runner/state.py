@@ -64,7 +64,7 @@ class State:
         # Whether an average or a target network follows the weights, which must not move if an update is skipped.
         has_target = type(run.workload).after_step is not Workload.after_step
         self.weights_are_followed = has_target or run.ema.decay is not None
-        self.metric_buffer = MetricBuffer(run.workload.metrics, session.device)
+        self.metric_buffer = MetricBuffer(run.workload.train_metrics, session.device)
         self.busy_machine = BusyMachine(session.device)
         self.step_timer = StepTimer(session.devices)
         self.metrics: dict[str, float] = {}
@@ -144,7 +144,7 @@ class State:
     def _load(self, checkpoint: Checkpoint) -> None:
         run, devices = self.run, self.session.devices
         shared, local = checkpoint.state, checkpoint.local
-        window = TensorSpec(torch.float32, (None, len(run.workload.metrics)))
+        window = TensorSpec(torch.float32, (None, len(run.workload.train_metrics)))
         like = {"optimizer": {str: dict}, "precision": dict, "window": window, "logged": int, "num_steps": int}
         check_like(shared, like | {"metrics": {str: float}, "best": dict, "stop": dict}, "the state")
         if shared["best"]:
@@ -216,7 +216,7 @@ class State:
         rows = self.metric_buffer.flush(self.session.collectives.all_reduce)
         means = rows.double().sum(0) / num_samples
         self.logged_step = self.step
-        names = self.run.workload.metrics
+        names = self.run.workload.train_metrics
         return {f"train/{name}": float(value) for name, value in zip(names, means, strict=True)}
 
     def record_evaluation(self, metrics: dict[str, float]) -> bool:

@@ -97,8 +97,8 @@ class Parallel:
             log_due: whether this step is logged; if so, the mode may measure it.
 
         Returns:
-            The sums of `workload.metrics` over the micro-batch: float32 [num_metrics], on the device. A rank without
-            the loss, as in a pipeline, returns zeros.
+            The sums of `workload.train_metrics` over the micro-batch: float32 [num_metrics], on the device. A rank
+            without the loss, as in a pipeline, returns zeros.
         """
         workload, precision = self._session.workload, self._session.precision
         with timer.section("forward"), precision.autocast():

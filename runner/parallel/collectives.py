@@ -69,7 +69,10 @@ class Collectives:
         self.devices, self.rank, self.world_size = list(devices), rank, world_size
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
-        """Return the sum over all ranks of each tensor in `sums`: means of unequal shards would not be exact."""
+        """Return the sum over all ranks of each tensor in `sums`: means of unequal shards would not be exact.
+
+        Lists are joined in the order of the ranks, with tensors on the CPU; every rank has the same ones.
+        """
         return sums
 
     def local_share(self, total: torch.Tensor) -> torch.Tensor:
@@ -125,10 +128,12 @@ class ProcessGroup(Collectives):
         self._pending: tuple[torch.Tensor, Any] | None = None
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
-        totals = {name: tensor.clone() for name, tensor in sums.items()}
+        lists = {name: value for name, value in sums.items() if isinstance(value, list)}
+        totals = {name: tensor.clone() for name, tensor in sums.items() if name not in lists}
         for total in totals.values():
             torch.distributed.all_reduce(total)
-        return totals
+        gathered = self.all_gather(lists) if lists else []
+        return totals | {name: [item for each in gathered for item in each[name]] for name in lists}
 
     def local_share(self, total: torch.Tensor) -> torch.Tensor:
         return total if self.rank == 0 else torch.zeros_like(total)

@@ -207,7 +207,7 @@ class Pipeline(Partition, MultiProcess):
         if micro.is_last and self.batch_norm == "defer":
             batch_norm.update(model)
         # Only the process of the last stage has sums, so the sums over all processes are the sums of the batch.
-        return torch.stack(sums).sum(0) if sums else torch.zeros(len(workload.metrics), device=device)
+        return torch.stack(sums).sum(0) if sums else torch.zeros(len(workload.train_metrics), device=device)
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
         norm, parameters = super().clip_gradients(model, None), trainable(model)

@@ -7,7 +7,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,8 +15,11 @@ from runner.config.errors import ABSENT, check
 from runner.device import synchronize
 from runner.system.section_timer import timer
 
-MetricSums = dict[str, "torch.Tensor"]
-"""Sums and counts by name, which can be added over batches and ranks. A metric is a sum divided by a count."""
+MetricSums = dict[str, Any]
+"""Sums and counts by name, tensors that can be added over batches and ranks. A metric is a sum divided by a count.
+
+What cannot be added is in lists of plain values and tensors, which are joined in the order of the ranks.
+"""
 
 BatchSums: TypeAlias = "torch.Tensor"
 """The sums of the training metrics over a micro-batch, float32 [num_metrics]."""
@@ -63,7 +66,7 @@ class MetricBuffer:
     def add(self, sums: BatchSums) -> None:
         """Add the sums of a micro-batch to the current step; raise `ConfigError` if the first ones do not fit."""
         if not self._checked:
-            shape, remedy = list(sums.shape), "name each of them in `metrics`, the loss first"
+            shape, remedy = list(sums.shape), "name each of them in `train_metrics`, the loss first"
             why = f"its metric sums have the shape {shape}, but its metrics are {', '.join(self._metrics)}"
             check(shape == [len(self._metrics)], "workload", ABSENT, why, remedy)
             self._checked = True

@@ -27,7 +27,7 @@ class Workload(ABC):
     errors that a user can correct, methods raise `ConfigError`; for samples that cannot be read, `DataError`.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("loss",)
+    train_metrics: ClassVar[tuple[str, ...]] = ("loss",)
     """The names of the training metrics; the first is the loss. A metric that is not finite ends the run."""
 
     best: ClassVar[tuple[str, str]] = ("loss", "min")
@@ -217,7 +217,7 @@ class SupervisedWorkload(Workload):
         """Return the loss, a scalar: the mean over the n samples of `outputs` and `targets`, both [n, …]."""
 
     def sample_metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the training metrics of each sample except the loss, [n, len(metrics) − 1]; tensors are detached."""
+        """Return the `train_metrics` of each sample except the loss, [n, number of them]; tensors are detached."""
         return outputs.new_zeros(len(outputs), 0)
 
     def loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import ConfigError, check, check_range, errors_under
+from runner.config.errors import ConfigError, check, check_range
 from runner.data.augment import Mixing
 from runner.data.base import Batch, DataError, LabeledSamples, Samples
 from runner.device import sum_dtype
 from runner.tracking.image_grids import class_shares, confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
+from runner.workloads.evaluation_metrics import OF_CLASSES, Named
 from runner.workloads.from_data import DataWorkload
 
 log = logging.getLogger(__name__)
@@ -40,10 +41,11 @@ class Classifier(DataWorkload[LabeledSamples]):
     cutmix: float = 0.0
     top5: bool = False
 
-    metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
+    train_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     best: ClassVar[tuple[str, str]] = ("accuracy", "max")
     best_possible: ClassVar[Mapping[str, float]] = {"accuracy": 1, "top5_accuracy": 1, "loss": 0}
     outputs_are_scores: ClassVar[bool] = True
+    named_metrics: ClassVar[Mapping[str, Named]] = OF_CLASSES
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,11 +91,11 @@ class Classifier(DataWorkload[LabeledSamples]):
         return {"data": f"{self.summary()} of {shape}, {classes:,} classes"}
 
     def eval_metrics(self) -> dict[str, str]:
-        return {"accuracy": "max", "loss": "min"} | ({"top5_accuracy": "max"} if self.top5 else {})
+        return {"accuracy": "max", "loss": "min"} | ({"top5_accuracy": "max"} if self.top5 else {}) | self.extra.goals
 
-    def build_model(self) -> torch.nn.Module:
-        with errors_under("model"):
-            return self.model.build(self.train.shape, self.train.num_classes)
+    @property
+    def num_outputs(self) -> int:
+        return self.train.num_classes
 
     def signature(self) -> dict[str, Any]:
         samples = self.held_out
@@ -131,9 +133,10 @@ class Classifier(DataWorkload[LabeledSamples]):
         shapes = dict.fromkeys(("correct", "top5", "count"), ()) | {"confusion": (matrix * matrix,)}
         shapes |= dict.fromkeys(("predictions", "targets", "confidence"), (len(self.held_out),))
         sums |= {name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in shapes.items()}
+        tally = self.extra.start(device)
         for indices, batch in self.held_out.in_order_with_indices(self.eval_batch_size, shard, device):
             outputs = infer(batch.inputs).float()
-            predicted = outputs.argmax(1)
+            predicted, probabilities = outputs.argmax(1), outputs.softmax(1)
             sums["loss"] += torch.nn.functional.cross_entropy(outputs, batch.targets, reduction="sum")
             sums["correct"] += (predicted == batch.targets).sum()
             if self.top5:
@@ -143,15 +146,17 @@ class Classifier(DataWorkload[LabeledSamples]):
                 sums["confusion"] += torch.bincount(batch.targets * matrix + predicted, minlength=matrix * matrix)
             sums["predictions"][indices] = predicted + 1
             sums["targets"][indices] = batch.targets + 1
-            sums["confidence"][indices] = (1000 * outputs.softmax(1).amax(1)).round().long()
-        return sums
+            sums["confidence"][indices] = (1000 * probabilities.amax(1)).round().long()
+            tally.update(probabilities, batch.targets)
+        return sums | tally.sums()
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
         count = int(sums["count"])
         if not count:
             raise DataError("the held-out images", "none of them can be read", "check that they are images")
         means = {"loss": float(sums["loss"]) / count, "accuracy": int(sums["correct"]) / count}
-        return means | ({"top5_accuracy": int(sums["top5"]) / count} if self.top5 else {})
+        means |= {"top5_accuracy": int(sums["top5"]) / count} if self.top5 else {}
+        return means | self.extra.compute(sums, sums["loss"].device)
 
     def vote(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the logarithm of the mean of the models' class probabilities, [n, num_classes]."""

@@ -17,6 +17,7 @@ from runner.data.base import Batch, Data, Samples
 from runner.model.base import Model
 from runner.storage.signature import check_same_names, check_same_samples
 from runner.workloads.base import SupervisedWorkload
+from runner.workloads.evaluation_metrics import EvaluationMetrics, Named, NamedMetrics, check_names
 
 log = logging.getLogger(__name__)
 
@@ -27,23 +28,47 @@ S = TypeVar("S", bound=Samples)
 class DataWorkload(SupervisedWorkload, Generic[S]):
     """A supervised workload whose batches come from a data set.
 
-    `prepare` loads the training samples as the attribute `train`, and the samples for evaluations as `held_out`.
+    `prepare` loads the training samples as the attribute `train`, and the samples for evaluations as `held_out`. The
+    attribute `extra` holds the metrics that evaluations measure besides those of the workload itself.
     """
 
     model: Model
     data: Data
     eval_batch_size: int = 256
     overfit_batches: int = 0
+    metrics: tuple[str, ...] = ()
 
-    may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size",)
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size", "metrics")
+    named_metrics: ClassVar[Mapping[str, Named]] = {}
+    """What the option `metrics` may name."""
 
     def __post_init__(self) -> None:
+        self.extra = EvaluationMetrics({})  # until the data is loaded
+        check_names("metrics", self._names, self.named_metrics, type(self).__name__)
         check_range(self, "eval_batch_size", least=1)
         check_range(self, "overfit_batches", least=0)
 
     @abstractmethod
     def usable(self, samples: Samples) -> S:
         """Return `samples`; raises `ConfigError` with the key `data` if this workload cannot be trained on them."""
+
+    def extra_metrics(self) -> EvaluationMetrics:
+        """Return the metrics that evaluations measure besides those of the workload; called once the data is loaded."""
+        names = self._names
+        return NamedMetrics(self.named_metrics, names, self.num_outputs) if names else EvaluationMetrics({})
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for name in self.metrics if name not in self.eval_metrics()]
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of outputs for one sample, such as classes; known after `prepare`."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how many outputs its network has")
+
+    def build_model(self) -> torch.nn.Module:
+        with errors_under("model"):
+            return self.model.build(self.train.shape, self.num_outputs)
 
     @property
     def num_data_workers(self) -> int:
@@ -63,6 +88,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         num_dims, shape = self.model.num_dims, list(self.train.shape)
         why = f"an input of {type(self.data).__name__} has the shape {shape}, this network needs {num_dims} dimensions"
         check(num_dims is None or len(shape) == num_dims, "model", type(self.model).__name__, why, "use model=qnet")
+        self.extra = self.extra_metrics()
 
     def samples_identity(self) -> dict[str, Any]:
         return {"training": len(self.train), "held_out": len(self.held_out), "sha256": self.train.fingerprint()}

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional
 
-from runner.config.errors import ConfigError, check_choice, check_range, errors_under
+from runner.config.errors import ConfigError, check_choice, check_range
 from runner.data.base import RegressionSamples, Samples
 from runner.device import sum_dtype
 from runner.tracking.metrics import MetricSums
+from runner.workloads.evaluation_metrics import OF_NUMBERS, Named
 from runner.workloads.from_data import DataWorkload
 
 
@@ -29,9 +30,10 @@ class Regression(DataWorkload[RegressionSamples]):
     loss_function: str = "mse"
     huber_delta: float = 1.0
 
-    metrics: ClassVar[tuple[str, ...]] = ("loss", "mae")
+    train_metrics: ClassVar[tuple[str, ...]] = ("loss", "mae")
     best: ClassVar[tuple[str, str]] = ("loss", "min")
     best_possible: ClassVar[Mapping[str, float]] = {"loss": 0, "mae": 0, "r2": 1}
+    named_metrics: ClassVar[Mapping[str, Named]] = OF_NUMBERS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,11 +57,11 @@ class Regression(DataWorkload[RegressionSamples]):
         return {"data": f"{self.summary()} of {shape}, {targets}"}
 
     def eval_metrics(self) -> dict[str, str]:
-        return {"loss": "min", "mae": "min", "r2": "max"}
+        return {"loss": "min", "mae": "min", "r2": "max"} | self.extra.goals
 
-    def build_model(self) -> torch.nn.Module:
-        with errors_under("model"):
-            return self.model.build(self.train.shape, len(self.train.target_names))
+    @property
+    def num_outputs(self) -> int:
+        return len(self.train.target_names)
 
     def signature(self) -> dict[str, Any]:
         samples = self.train
@@ -93,6 +95,8 @@ class Regression(DataWorkload[RegressionSamples]):
         names = ("loss", "absolute", "squared", "target", "target_squared")
         sums = {name: torch.zeros(num_targets, dtype=dtype, device=device) for name in names}
         sums["count"] = torch.zeros((), dtype=torch.int64, device=device)
+        tally, samples = self.extra.start(device), self.held_out
+        scale = [torch.tensor(each, dtype=dtype, device=device) for each in (samples.target_std, samples.target_mean)]
         for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
             outputs, targets = (values.to(dtype) for values in _comparable(infer(batch.inputs), batch.targets))
             errors = outputs - targets
@@ -102,11 +106,13 @@ class Regression(DataWorkload[RegressionSamples]):
             sums["target"] += targets.sum(0)
             sums["target_squared"] += targets.square().sum(0)
             sums["count"] += len(targets)
-        return sums
+            tally.update(*((values * scale[0] + scale[1]).squeeze(1) for values in (outputs, targets)))
+        return sums | tally.sums()
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
-        count = int(sums["count"])
-        sums = {name: values.cpu().double() for name, values in sums.items()}
+        extra = self.extra.compute(sums, sums["loss"].device)
+        count, names = int(sums["count"]), ("loss", "absolute", "squared", "target", "target_squared")
+        sums = {name: sums[name].cpu().double() for name in names}
         std = torch.tensor(self.held_out.target_std, dtype=torch.float64)
         variation = sums["target_squared"] - sums["target"].square() / count
         # Where all targets are equal, R² is not defined; as in scikit-learn, it is then 1 if all are predicted, else 0.
@@ -117,6 +123,7 @@ class Regression(DataWorkload[RegressionSamples]):
             "loss": float(sums["loss"].mean()) / count,
             "mae": float((sums["absolute"] * std).mean()) / count,
             "r2": float(r2.mean()),
+            **extra,
         }
 
 

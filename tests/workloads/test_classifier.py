@@ -157,7 +157,7 @@ def test_the_diverged_batch_is_that_of_its_step(overrides: tuple[str, ...]) -> N
 
 @dataclass
 class TooManyMetrics(Classifier):
-    metrics = ("loss",)
+    train_metrics = ("loss",)
 
 
 @dataclass

@@ -32,7 +32,7 @@ class Autoencoder(Workload):
     data: Data
     eval_batch_size: int = 256
 
-    metrics: ClassVar[tuple[str, ...]] = ("loss",)
+    train_metrics: ClassVar[tuple[str, ...]] = ("loss",)
     best: ClassVar[tuple[str, str]] = ("loss", "min")
 
     def __post_init__(self) -> None:

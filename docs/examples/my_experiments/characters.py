@@ -127,7 +127,7 @@ class Characters(DataWorkload[Text]):
         data: a text.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("loss",)
+    train_metrics: ClassVar[tuple[str, ...]] = ("loss",)
     best: ClassVar[tuple[str, str]] = ("loss", "min")
 
     def usable(self, samples: Samples) -> Text:

@@ -74,7 +74,7 @@ class DQN(Workload):
     record_video: bool = False
     save_replay: bool = True
 
-    metrics: ClassVar[tuple[str, ...]] = ("td_loss", "q_mean")
+    train_metrics: ClassVar[tuple[str, ...]] = ("td_loss", "q_mean")
     best: ClassVar[tuple[str, str]] = ("return", "max")
     forward_passes: ClassVar[int] = 5  # also of the next observation, by the network and by the target network
     outputs_are_scores: ClassVar[bool] = True

@@ -1,0 +1,209 @@
+"""Evaluation metrics besides those of a workload: of torchmetrics, or functions of all held-out samples."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
+from runner.device import sum_dtype
+from runner.system.import_path import is_installed
+from runner.tracking.metrics import MetricSums
+
+Metric: TypeAlias = Callable[..., Any]
+"""A `torchmetrics.Metric`, or a function of (outputs, targets) of all samples that returns a number."""
+
+_KEY = "evaluation_metrics"  # in the metric sums
+
+
+class EvaluationMetrics:
+    """The metrics of an evaluation by name, computed from the shards of all processes.
+
+    A workload calls `start` and `Tally.update` in `evaluate`, and adds `Tally.sums` to its metric sums, which the mode
+    combines; `summarize` calls `compute`. The states of torchmetrics objects are merged, if they allow it; for other
+    objects and for functions, the outputs and the targets of all samples are kept. No sample counts twice.
+
+    Args:
+        metrics: the metrics by name. They are copied, not changed.
+        goals: `min` or `max` of each metric by which a run may end early; by default, what their attribute
+            `higher_is_better` says.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], goals: Mapping[str, str] | None = None):
+        self._metrics = dict(metrics)
+        better = {name: getattr(metric, "higher_is_better", None) for name, metric in self._metrics.items()}
+        said = {name: "max" if is_higher else "min" for name, is_higher in better.items() if is_higher is not None}
+        self.goals = said if goals is None else dict(goals)
+
+    def start(self, device: torch.device) -> Tally:
+        """Return a tally without samples, whose states are on `device`."""
+        return Tally(self._metrics, device)
+
+    def compute(self, sums: MetricSums, device: torch.device) -> dict[str, float]:
+        """Return the value of each metric, computed on `device`, given the metric sums over all ranks.
+
+        Raises:
+            ConfigError: if a metric is not a single number.
+        """
+        parts = sums[_KEY] if self._metrics else []
+        samples = [each for part in parts for each in part["samples"]]
+        outputs, targets = (torch.cat([each[i].to(device) for each in samples]) for i in (0, 1)) if samples else (0, 0)
+        values = {}
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric")  # its states were merged
+            for name, metric in self._metrics.items():
+                if _merges(metric):
+                    whole = _fresh(metric, device)
+                    for part in reversed(parts):  # `merge_state` puts the samples of the argument first
+                        states = part["states"][name]
+                        whole.merge_state({key: _moved(state, device) for key, state in states.items()})
+                    values[name] = self._number(name, whole.compute())
+                else:
+                    function = _fresh(metric, device) if _is_torchmetrics(metric) else metric
+                    values[name] = self._number(name, function(outputs, targets))
+        return values
+
+    def _number(self, name: str, value: Any) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError):
+            why, remedy = f"it returns {value}, and not a number", "return one number, such as a mean over classes"
+            raise ConfigError(f"metrics.{name}", ABSENT, why, remedy) from None
+
+
+class Tally:
+    """What one process has seen of the samples of an evaluation."""
+
+    def __init__(self, metrics: Mapping[str, Metric], device: torch.device):
+        self._merged = {name: _fresh(metric, device) for name, metric in metrics.items() if _merges(metric)}
+        self._keeps_samples = len(self._merged) < len(metrics)
+        self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Count samples: their outputs and targets, [n, …] each, as the metrics take them."""
+        with torch.autocast(outputs.device.type, enabled=False):
+            for metric in self._merged.values():
+                metric.update(outputs, targets)
+        if self._keeps_samples:
+            self._samples.append((outputs, targets))
+
+    def sums(self) -> MetricSums:
+        """Return what `EvaluationMetrics.compute` needs of this process, as an item of the metric sums."""
+        states = {name: metric.metric_state for name, metric in self._merged.items()}
+        return {_KEY: [{"states": states, "samples": self._samples}]} if states or self._keeps_samples else {}
+
+
+_MERGED = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
+"""The reductions of states for which merging is the same as counting all samples in one object."""
+
+
+def _merges(metric: Any) -> bool:
+    reductions = getattr(metric, "_reductions", {})
+    plain = {getattr(each, "__name__", "") for each in reductions.values()} <= _MERGED
+    return bool(reductions) and plain and metric.full_state_update is False
+
+
+def _is_torchmetrics(metric: Any) -> bool:
+    package = sys.modules.get("torchmetrics")
+    return package is not None and isinstance(metric, package.Metric)
+
+
+def _fresh(metric: Any, device: torch.device) -> Any:
+    fresh = metric.clone().to(device).set_dtype(sum_dtype(device))
+    for each in fresh.modules():
+        each.distributed_available_fn = bool  # False: it must not wait for other ranks, to add up what each has whole
+    fresh.reset()
+    return fresh
+
+
+def _moved(state: torch.Tensor | list[torch.Tensor], device: torch.device) -> torch.Tensor | list[torch.Tensor]:
+    return [each.to(device) for each in state] if isinstance(state, list) else state.to(device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics that the option `workload.metrics` names
+
+
+class Named(NamedTuple):
+    """A class of torchmetrics, whether its `min` or `max` is best, and its arguments."""
+
+    cls: str
+    goal: str = "max"
+    arguments: Mapping[str, Any] = {}
+
+
+_OF_EACH_CLASS = {
+    "f1": "MulticlassF1Score",
+    "precision": "MulticlassPrecision",
+    "recall": "MulticlassRecall",
+    "specificity": "MulticlassSpecificity",
+    "jaccard": "MulticlassJaccardIndex",
+    "auroc": "MulticlassAUROC",
+    "average_precision": "MulticlassAveragePrecision",
+}
+
+OF_CLASSES: Mapping[str, Named] = {
+    **{name: Named(cls, arguments={"average": "macro"}) for name, cls in _OF_EACH_CLASS.items()},
+    **{f"{name}_weighted": Named(cls, arguments={"average": "weighted"}) for name, cls in _OF_EACH_CLASS.items()},
+    "balanced_accuracy": Named("MulticlassAccuracy", arguments={"average": "macro"}),
+    "cohen_kappa": Named("MulticlassCohenKappa"),
+    "mcc": Named("MulticlassMatthewsCorrCoef"),
+    "calibration_error": Named("MulticlassCalibrationError", "min"),
+}
+"""Metrics of probabilities [n, num_classes] and class indices [n]; `f1` is the mean over classes of their F1."""
+
+OF_NUMBERS: Mapping[str, Named] = {
+    "mse": Named("MeanSquaredError", "min", {"num_outputs": 0}),
+    "rmse": Named("MeanSquaredError", "min", {"num_outputs": 0, "squared": False}),
+    "mape": Named("MeanAbsolutePercentageError", "min"),
+    "smape": Named("SymmetricMeanAbsolutePercentageError", "min"),
+    "pearson": Named("PearsonCorrCoef", "max", {"num_outputs": 0}),
+    "spearman": Named("SpearmanCorrCoef", "max", {"num_outputs": 0}),
+    "concordance": Named("ConcordanceCorrCoef", "max", {"num_outputs": 0}),
+    "explained_variance": Named("ExplainedVariance"),
+}
+"""Metrics of predicted and true numbers, [n], or [n, num_targets] for several targets, over which they are averaged."""
+
+
+class NamedMetrics(EvaluationMetrics):
+    """The metrics of torchmetrics with these `names` in `table`; one that is not defined is 0, as in scikit-learn.
+
+    Correlations are not defined if all outputs are equal. `size` is the number of classes or of targets.
+    """
+
+    def __init__(self, table: Mapping[str, Named], names: Iterable[str], size: int):
+        chosen = {name: table[name] for name in names}
+        super().__init__(
+            {name: _object(named, size) for name, named in chosen.items()},
+            {name: named.goal for name, named in chosen.items()},
+        )
+
+    def _number(self, name: str, value: Any) -> float:
+        return float(value.cpu().double().nan_to_num(nan=0.0).mean())  # over targets; the others are single numbers
+
+
+def _object(named: Named, size: int) -> Metric:
+    import torchmetrics.classification
+    import torchmetrics.regression
+
+    if named.cls.startswith("Multiclass"):
+        cls = getattr(torchmetrics.classification, named.cls)
+        return cls(num_classes=size, validate_args=False, **named.arguments)  # the checks would wait for the device
+    sized = {"num_outputs": size} if "num_outputs" in named.arguments else {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* will save all targets and predictions")
+        return getattr(torchmetrics.regression, named.cls)(**{**named.arguments, **sized})
+
+
+def check_names(key: str, names: Iterable[str], table: Mapping[str, Named], task: str) -> None:
+    """Refuse `names` that are not in `table`, the metrics of `task`, or any if torchmetrics is not installed."""
+    for name in names:
+        if name not in table:
+            other = name in OF_CLASSES or name in OF_NUMBERS
+            why = f"{name} is not a metric of {task};" if other else "there is no metric of this name;"
+            raise ConfigError(key, list(names), why, did_you_mean(name, table))
+        check(is_installed("torchmetrics"), key, name, "torchmetrics is not installed", "pip install torchmetrics")

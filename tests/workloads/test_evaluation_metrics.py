@@ -1,0 +1,204 @@
+"""Evaluation metrics of torchmetrics, and functions: every sample once in every mode, as if computed on all at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sklearn.metrics
+import torch
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
+from helpers.extras import require
+from helpers.plain_loop import weights_at
+from helpers.ranks import PersistentRanks
+
+from runner.config.errors import ConfigError
+from runner.workloads.evaluation_metrics import OF_CLASSES, OF_NUMBERS, EvaluationMetrics, NamedMetrics
+
+CPU = torch.device("cpu")
+MODES = {
+    "single": (1, ()),
+    "ddp": (2, ("parallel=ddp",)),
+    "fsdp": (2, ("parallel=fsdp",)),
+    "pipeline": (2, ("parallel=pipeline",)),
+    "ensemble": (2, ("parallel=ensemble",)),
+}
+COMMON = ("batch_size=12", "steps=20", "eval_every=10", "schedule=constant", "workload.eval_batch_size=100")
+CLASSES = (*TINY_CPU, *COMMON, "optimizer.lr=0.2", f"workload.metrics=[{','.join(OF_CLASSES)},accuracy]")
+
+
+def trained(
+    path: Path, mode: str, ranks: Callable[[int], PersistentRanks], *overrides: str
+) -> tuple[dict[str, float], torch.Tensor, torch.Tensor]:
+    """Train a run, and return its metrics, and the outputs of the model and the targets for all held-out samples.
+
+    Of an ensemble, they are those of the first member.
+    """
+    processes, words = MODES[mode]
+    if processes == 1:
+        metrics = train_in(path, build_composed_run(*overrides)).result.metrics
+    else:
+        metrics = ranks(processes).train(compose_config(*overrides, *words), path).metrics
+    workload = build_composed_run(*overrides).workload
+    workload.prepare()
+    model = workload.build_model().eval()
+    model.load_state_dict(weights_at(path, 20))
+    [(inputs, targets)] = workload.held_out.in_order(10_000, (0, 1), CPU)
+    prefix = "eval/member_0/" if mode == "ensemble" else "eval/"
+    found = {tag.removeprefix(prefix): value for tag, value in metrics.items() if tag.startswith(prefix)}
+    with torch.inference_mode():
+        return found, model(inputs), targets
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_metrics_of_classes_are_those_of_all_held_out_samples_at_once(
+    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    """359 samples in batches of 100: the last batches and the shards of the processes are uneven."""
+    of = require("torchmetrics.functional.classification")
+    found, outputs, targets = trained(tmp_path, mode, ranks, *CLASSES)
+    probabilities = outputs.softmax(1)
+    wanted = {
+        f"{name}{suffix}": getattr(of, f"multiclass_{function}")(probabilities, targets, 10, average=average)
+        for name, function in {
+            "f1": "f1_score",
+            "jaccard": "jaccard_index",
+            **{name: name for name in ("precision", "recall", "specificity", "auroc", "average_precision")},
+        }.items()
+        for suffix, average in (("", "macro"), ("_weighted", "weighted"))
+    } | {
+        "balanced_accuracy": of.multiclass_accuracy(probabilities, targets, 10, average="macro"),
+        "cohen_kappa": of.multiclass_cohen_kappa(probabilities, targets, 10),
+        "mcc": of.multiclass_matthews_corrcoef(probabilities, targets, 10),
+        "calibration_error": of.multiclass_calibration_error(probabilities, targets, 10),
+    }
+    assert wanted.keys() == OF_CLASSES.keys()
+    assert found.keys() == {*wanted, "loss", "accuracy"}
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(float(value), abs=1e-5), name
+    predicted, true, scores = outputs.argmax(1), targets.numpy(), probabilities.double()
+    assert found["f1"] == pytest.approx(sklearn.metrics.f1_score(true, predicted, average="macro"), abs=1e-5)
+    assert found["mcc"] == pytest.approx(sklearn.metrics.matthews_corrcoef(true, predicted), abs=1e-5)
+    scores /= scores.sum(1, keepdim=True)
+    assert found["auroc"] == pytest.approx(sklearn.metrics.roc_auc_score(true, scores, multi_class="ovr"), abs=1e-5)
+
+
+@pytest.mark.parametrize("num_targets", [1, 2])
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_metrics_of_numbers_are_in_the_units_of_the_data(
+    mode: str, num_targets: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
+) -> None:
+    require("torchmetrics")
+    u, v = torch.rand(2, 190, generator=torch.Generator().manual_seed(0)).double()
+    rows = torch.stack((u, v, 1000 + 5 * u - v * v, 3 * v), 1).tolist()
+    (tmp_path / "t.csv").write_text("\n".join(["u,v,y,z", *(",".join(map(str, row)) for row in rows)]))
+    file = (f"data.file={tmp_path}/t.csv", "data.targets=[y,z]" if num_targets == 2 else "data.inputs=[u,v]")
+    columns = () if num_targets == 2 else ("data.targets=[y]",)
+    names = f"workload.metrics=[{','.join(OF_NUMBERS)},r2]"
+    words = ("workload=regression", "device=cpu", "model.hidden=[8]", *file, *columns, *COMMON, names)
+    (run := tmp_path / "run").mkdir()
+    found, outputs, targets = trained(run, mode, ranks, *words)
+    held_out = build_composed_run(*words).workload
+    held_out.prepare()
+    std, mean = (torch.tensor(each).double() for each in (held_out.held_out.target_std, held_out.held_out.target_mean))
+    predicted, true = (values.double() * std + mean for values in (outputs, targets))
+    errors, both = predicted - true, torch.stack((predicted, true))
+    deviations = both - both.mean(1, keepdim=True)
+    squares = deviations.square().sum(1) / (len(true) - 1)
+    covariance = deviations.prod(0).sum(0) / (len(true) - 1)
+    ranked = [torch.corrcoef(both[:, :, i].argsort(1).argsort(1).double())[0, 1] for i in range(num_targets)]
+    wanted = {
+        "mse": errors.square().mean(),
+        "rmse": errors.square().mean(0).sqrt().mean(),
+        "mape": (errors / true).abs().mean(),
+        "smape": (2 * errors.abs() / (predicted.abs() + true.abs())).mean(),
+        "pearson": (covariance / squares.prod(0).sqrt()).mean(),
+        "spearman": torch.stack(ranked).mean(),
+        "concordance": (2 * covariance / (squares.sum(0) + (both.mean(1)[0] - both.mean(1)[1]).square())).mean(),
+        "explained_variance": (1 - errors.var(0) / squares[1]).mean(),
+    }
+    assert wanted.keys() == OF_NUMBERS.keys()
+    assert found.keys() == {*wanted, "loss", "mae", "r2"}
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(float(value), rel=1e-4), name
+
+
+def shards_of(metrics: EvaluationMetrics, outputs: torch.Tensor, targets: torch.Tensor, *sizes: int) -> dict[str, list]:
+    """Return the metric sums of processes with so many samples each, seen two at a time, as a mode joins them."""
+    joined: dict[str, list] = {}
+    for mine in zip(outputs.split(sizes), targets.split(sizes), strict=True):
+        tally = metrics.start(CPU)
+        for batch in zip(*(each.split(2) for each in mine), strict=True):
+            if len(batch[0]):
+                tally.update(*batch)
+        joined = {key: joined.get(key, []) + value for key, value in tally.sums().items()}
+    return joined
+
+
+def test_a_correlation_with_constants_is_0_as_it_would_end_the_run_otherwise() -> None:
+    require("torchmetrics")
+    metrics = NamedMetrics(OF_NUMBERS, ["pearson", "rmse"], 2)
+    outputs, targets = torch.tensor([[1.0, 1], [1, 2], [1, 3]]), torch.tensor([[3.0, 2], [5, 4], [1, 6]])
+    found = metrics.compute(shards_of(metrics, outputs, targets, 2, 1), CPU)
+    assert found == {"pearson": pytest.approx(0.5), "rmse": pytest.approx(((20 / 3) ** 0.5 + (14 / 3) ** 0.5) / 2)}
+
+
+def test_objects_and_functions_of_any_kind_see_each_sample_once_in_order() -> None:
+    torchmetrics = require("torchmetrics")
+    classification = torchmetrics.classification
+    generator = torch.Generator().manual_seed(0)
+    outputs, targets = torch.rand(11, generator=generator), torch.arange(11) % 3 % 2
+    seen = classification.BinaryAUROC()
+    seen.update(outputs[:5], 1 - targets[:5])  # which must not count
+    objects = {
+        "states that are added": classification.BinaryF1Score(),
+        "lists": seen,
+        "composed": classification.BinaryRecall() + 2 * classification.BinaryPrecision(),
+    }
+    order: list[torch.Tensor] = []
+
+    def share(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        order.append(outputs)
+        return ((outputs > 0.5) == targets).double().mean().item()
+
+    metrics = EvaluationMetrics({**objects, "function": share, "module": torch.nn.L1Loss()})
+    for sizes in ((11,), (6, 5), (4, 4, 3), (11, 0)):
+        found = metrics.compute(shards_of(metrics, outputs, targets, *sizes), CPU)
+        for name, each in objects.items():
+            fresh = each.clone()
+            fresh.reset()
+            assert found[name] == pytest.approx(float(fresh(outputs, targets)), abs=1e-6), (name, sizes)
+        assert found["function"] == pytest.approx(float(((outputs > 0.5) == targets).double().mean()))
+        assert found["module"] == pytest.approx(float((outputs - targets).abs().mean()))
+        assert torch.equal(order.pop(), outputs), "in the order of the data set"
+        concordance = torchmetrics.regression.ConcordanceCorrCoef()
+        own = EvaluationMetrics({"states of its own": concordance})
+        found = own.compute(shards_of(own, outputs, targets.double(), *sizes), CPU)
+        assert found["states of its own"] == pytest.approx(float(concordance(outputs, targets.double())), abs=1e-6)
+    assert metrics.goals == {"states that are added": "max", "lists": "max"}
+
+    for wrong in (classification.MulticlassF1Score(2, average=None), lambda outputs, targets: {"a": 1.0}):
+        metrics = EvaluationMetrics({"mine": wrong})
+        with pytest.raises(ConfigError) as refused:
+            metrics.compute(shards_of(metrics, torch.eye(2), torch.arange(2), 2), CPU)
+        assert refused.value.key == "metrics.mine"
+
+
+def test_names_that_cannot_be_measured_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for words, key, remedy in (
+        (("workload.metrics=[f1,aurok]",), "workload.metrics", "auroc"),
+        (("workload=regression", "workload.metrics=[auroc]"), "workload.metrics", "pearson"),
+        (("workload.metrics=[rmse]",), "workload.metrics", "f1"),
+        (("workload.metrics=f1",), "workload.metrics", "conf/workload/classifier.yaml"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            build_composed_run(*words)
+        assert (refused.value.key, remedy in refused.value.remedy) == (key, True), words
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    with pytest.raises(ConfigError) as refused:
+        build_composed_run("workload.metrics=[f1]")
+    assert refused.value.remedy == "pip install torchmetrics"
+    words = ("steps=1", "workload.metrics=[accuracy,loss]")  # nothing imports it unless one of its metrics is named
+    assert train_in(tmp_path, build_composed_run(*TINY_CPU, *words)).result.status == "done"
