@@ -10,6 +10,7 @@ import torch
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
+from runner.device import sum_dtype
 from runner.parallel import full_state
 from runner.parallel.collectives import ProcessGroup
 from runner.parallel.multiprocess import MultiProcess
@@ -22,7 +23,9 @@ class MemberMeans(ProcessGroup):
     """Collectives whose `all_reduce` returns means over the members: a sum would count each sample once per member."""
 
     def all_reduce(self, sums: MetricSums) -> MetricSums:
-        return {name: total / self.world_size for name, total in super().all_reduce(sums).items()}
+        wide = {name: each.to(sum_dtype(each.device)) for name, each in sums.items()}  # (x + x + x) / 3 has to be x
+        means = {name: total / self.world_size for name, total in super().all_reduce(wide).items()}
+        return {name: mean.to(sums[name].dtype) for name, mean in means.items()}
 
     def local_share(self, total: torch.Tensor) -> torch.Tensor:
         return total

@@ -14,6 +14,8 @@ from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, run_outcome
 
 from runner.config.errors import ConfigError
+from runner.device import Device
+from runner.parallel.ensemble import Ensemble
 
 STEPS = 12
 HARD = ("data.crop=2", "model.dropout=0.2", "accumulation=2", "batch_size=32", "schedule=constant", "optimizer.lr=0.1")
@@ -113,6 +115,17 @@ def test_resume_of_an_ensemble_is_bitwise_exact(at_8: Path, ensemble: Path, rank
     got, wanted = run_outcome(at_8), run_outcome(ensemble)
     assert_bitwise_equal(got["curves"], wanted["curves"])
     assert_bitwise_equal(got["state"], wanted["state"])
+
+
+def mean_of_shares(totals: torch.Tensor) -> torch.Tensor:
+    with Ensemble().launcher(Device(kind="cpu")).connect() as collectives:
+        return collectives.all_reduce({"train": collectives.local_share(totals)})["train"]
+
+
+def test_sums_of_before_a_resume_are_the_same_after_it(ranks: Ranks) -> None:
+    totals = torch.rand(2000, generator=torch.Generator().manual_seed(0))
+    assert (totals + totals + totals).div(3).ne(totals).any(), "float32 rounds"
+    assert_bitwise_equal(ranks(3).call_on_all(mean_of_shares, totals), [totals] * 3)
 
 
 def test_a_single_process_resumes_the_first_member(at_8: Path, single_runs: list[Path]) -> None:
