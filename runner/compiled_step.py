@@ -15,7 +15,7 @@ from runner.batching import Step
 from runner.config.errors import ConfigError
 from runner.device import sum_dtype
 from runner.parallel.compiling import compile_whole
-from runner.seeds import random_state, set_random_state
+from runner.seeds import random_states, set_random_states
 from runner.state import State
 from runner.system import torch_private
 from runner.system.section_timer import timer
@@ -88,10 +88,10 @@ class CompiledStep:
         """Let the options and the state of the optimizer be tensors, and give each parameter in use a gradient."""
         state, device = self._state, self._state.session.device
         log.info("compile=step: the first step takes longer, as it is compiled")
-        random = random_state(state.session.devices)
+        random = random_states(state.session.devices)
         loss, _ = self._loss(self._parameters, {name: b.clone() for name, b in self._buffers.items()}, batch, 1.0)
         gradients = torch.autograd.grad(loss, [*self._parameters.values()], allow_unused=True)
-        set_random_state(random, state.session.devices)
+        set_random_states(random, state.session.devices)
         for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
             parameter.grad = None if gradient is None else torch.zeros_like(parameter)
         self._gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from runner.config.errors import check, check_range
-from runner.storage.content_checks import check_like
+from runner.storage.value_checks import check_like
 from runner.system import accelerator
 from runner.system.torch_private import found_inf_flags
 

@@ -41,7 +41,7 @@ def sample_seeds(seed: int, epochs: torch.Tensor, samples: torch.Tensor) -> list
     return (_mix(_mix(samples + derive(seed, "transforms")) + epochs) & ((1 << 63) - 1)).tolist()
 
 
-def random_state(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
+def random_states(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
     """Return the states of torch's default generators, which dropout uses, of the CPU and of `devices`."""
     state = {"cpu": torch.get_rng_state()}
     for name, device in _generator_names(devices).items():
@@ -49,8 +49,8 @@ def random_state(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
     return state
 
 
-def set_random_state(state: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
-    """Set the generators to `state`, of `random_state`; those that are not in it do not change."""
+def set_random_states(state: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
+    """Set the generators to `state`, of `random_states`; those that are not in it do not change."""
     torch.set_rng_state(state["cpu"])
     for name, device in _generator_names(devices).items():
         if name in state:

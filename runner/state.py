@@ -18,13 +18,14 @@ from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run, config_hash
 from runner.schedule import Schedule
-from runner.seeds import random_state, set_random_state
-from runner.storage.checkpoint import SIGNATURE, Checkpoint, untrusted
+from runner.seeds import random_states, set_random_states
+from runner.storage.checkpoint import SIGNATURE, Checkpoint
 from runner.storage.checkpoints import Checkpoints, prune
-from runner.storage.content_checks import CONTENT_ERRORS, TensorSpec, check_like
+from runner.storage.manifest import untrusted
 from runner.storage.run_directory import CONFIG, step_name, step_of
 from runner.storage.saved_run import config_text, named_checkpoint
 from runner.storage.signature import saved_signature, signature_text
+from runner.storage.value_checks import CONTENT_ERRORS, TensorSpec, check_like
 from runner.system import memory, torch_errors
 from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
 from runner.workloads.base import Workload, check_metrics
@@ -200,7 +201,7 @@ class State:
         local = {
             "workload": copy.deepcopy(run.workload.state_dict()),
             "parallel": run.parallel.local_state(self.model, self.optimizer),
-            "random": random_state(self.session.devices),
+            "random": random_states(self.session.devices),
             "ema": self.average.local_state(partial(run.parallel.local_state, self.model)),
         }
         checkpoint = Checkpoint(self.step, tensors, shared, local, ema, run.workload.parts())
@@ -291,11 +292,11 @@ def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dic
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())  # a sum is faster, but may overflow
 
 
 def _load_random_state(saved: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
-    for name, now in random_state(devices).items():
+    for name, now in random_states(devices).items():
         if name in saved or name == "cpu":  # a run on other devices saved no state for this one
             check_like(saved[name], now, f"the random state, {name}")
-    set_random_state(saved, devices)
+    set_random_states(saved, devices)

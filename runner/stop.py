@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.config.errors import check, check_range
-from runner.storage.content_checks import check_like
+from runner.storage.value_checks import check_like
 
 
 @dataclass

@@ -85,7 +85,8 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
             except ConfigError as refusal:
                 state.checkpoints.finish_after_error()
                 # A signal to the whole process group, as of a scheduler, also ends the C++ compiler.
-                if refusal.key != "compile" or not stop.received or session.world_size > 1:
+                was_compiler_stopped = refusal.key == "compile" and stop.received and session.world_size == 1
+                if not was_compiler_stopped:
                     raise
                 status, error = "stopped", ""
             except Exception as error:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner import seeds
-from runner.seeds import derive, random_bytes, random_state, sample_seeds, set_random_state, uniforms
+from runner.seeds import derive, random_bytes, random_states, sample_seeds, set_random_states, uniforms
 from runner.system import accelerator
 
 WORD = (1 << 64) - 1
@@ -57,9 +57,9 @@ def test_the_generators_of_all_devices_of_a_process_are_saved(monkeypatch: pytes
         accelerator, "set_random_state", lambda device, state: generators[device.index].set_state(state)
     )
     first, second, third = (torch.device("cuda", index) for index in range(3))
-    saved = random_state([third, first])
+    saved = random_states([third, first])
     wanted = [torch.rand(3, generator=generator) for generator in generators]
-    set_random_state(saved, [second, first])  # a resume on other devices
+    set_random_states(saved, [second, first])  # a resume on other devices
     assert torch.equal(torch.rand(3, generator=generators[1]), wanted[2])
     assert torch.equal(torch.rand(3, generator=generators[0]), wanted[0])
     assert saved.keys() == {"cpu", "cuda", "cuda 1"}

@@ -19,7 +19,7 @@ from runner.parallel.session import Session
 from runner.run import Run
 from runner.state import State
 from runner.stop import Stop, Stopping
-from runner.storage.content_checks import UnexpectedContentError
+from runner.storage.value_checks import UnexpectedContentError
 from runner.tracking.metrics import StepTimer
 
 STEPS = ("steps=40", "eval_every=2", "save_every=0", "log_every=4", "batch_size=32", "data.crop=2")

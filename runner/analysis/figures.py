@@ -246,7 +246,7 @@ def _differences(compared: Comparison) -> Figure:
     axes.set_title("95 % confidence intervals; gray: cannot be told from it", loc="left", fontsize=8, color="#666666")
     for at, (_, each) in enumerate(found):
         width = 0.0 if math.isnan(each.low) else each.high - each.difference
-        color = COLORS[0] if each.is_told else "#999999"
+        color = COLORS[0] if each.differs else "#999999"
         axes.errorbar(each.difference, at, xerr=width, color=color, marker="o", ms=5, lw=1.6, capsize=4)
     assert compared.reference is not None
     axes.axvline(0, color=COLORS[1], ls=":", lw=1.2, label=f"the best: {_labels([compared.reference])[0]}")

@@ -18,10 +18,10 @@ from runner.config.options import option_files
 from runner.config.overrides import LOCATION_KEYS
 from runner.config.schema import component_fields, load_class
 from runner.run import WORKLOAD_INPUTS
-from runner.storage.checkpoint import DamagedError, read_manifest
 from runner.storage.files import UnsafeFileError, check_no_link, walk
 from runner.storage.files import is_locked as is_file_locked
 from runner.storage.ledger_file import LEDGER
+from runner.storage.manifest import DamagedError, read_manifest
 from runner.storage.run_directory import CONFIG, ENVIRONMENT, RESULT, newest_step, read_result, step_name
 from runner.storage.saved_run import UnreadableConfigError, is_of_a_run, saved_config, saved_overrides
 from runner.workloads.base import Workload

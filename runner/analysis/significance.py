@@ -49,7 +49,7 @@ class Contrast(NamedTuple):
         return "paired t-test" if self.is_paired else "Welch's t-test"
 
     @property
-    def is_told(self) -> bool:
+    def differs(self) -> bool:
         """Whether the two differ at `LEVEL`."""
         return self.corrected_p < LEVEL
 

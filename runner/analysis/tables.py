@@ -107,7 +107,7 @@ def text_tables(comparison: Comparison, in_one_column: bool = False) -> list[Tex
     measures = [name for name in COMPARED if name in comparison.measures]
     contrasts, keys = comparison.contrasts, list(map(format_value, comparison.keys))
     titles = [*(["options"] if in_one_column else keys), "runs", *map(comparison.title, measures)]
-    verdicts = ["difference", "p", "seeds needed"][: 3 if any(not c.is_told for c in contrasts.values()) else 2]
+    verdicts = ["difference", "p", "seeds needed"][: 3 if any(not c.differs for c in contrasts.values()) else 2]
     rows = []
     for index, row in enumerate(comparison.rows):
         values = ["\n".join(row.options)] if in_one_column else _values(comparison, row, absent="–")
@@ -131,11 +131,11 @@ def text_tables(comparison: Comparison, in_one_column: bool = False) -> list[Tex
 
 def _verdict(found: Contrast) -> list[str]:
     """Return the cells of a contrast: the difference with its interval, p, and the number of seeds needed."""
-    mark, needed = "" if found.is_told else f"{NOT_TOLD} ", found.seeds_needed
+    mark, needed = "" if found.differs else f"{NOT_TOLD} ", found.seeds_needed
     difference = f"{found.difference:+.{_decimals(found)}f}"
     if not math.isnan(found.low):
         difference += f" [{_limits(found, ', ')}]"
-    seeds = "" if found.is_told or found.p == 1 else f"> {MAX_SEEDS:,}" if needed is None else f"{needed:,}"
+    seeds = "" if found.differs or found.p == 1 else f"> {MAX_SEEDS:,}" if needed is None else f"{needed:,}"
     return [mark + difference, _p(found.corrected_p), seeds]
 
 
@@ -191,8 +191,8 @@ def _sentence(comparison: Comparison, row: Row, found: Contrast) -> str:
         text += f"95 % confidence interval {_limits(found, ' to ')}; "
     text += f"{found.test}{' by seed' if found.is_paired else ''}, two-sided, p {'= ' * (found.corrected_p >= 1e-4)}"
     text += f"{_p(found.corrected_p)}{' by Holm' if len(comparison.contrasts) > 1 else ''}), which is "
-    text += f"{'' if found.is_told else 'not '}significant at the level of {LEVEL * 100:g} %."
-    if not found.is_told and (needed := found.seeds_needed):
+    text += f"{'' if found.differs else 'not '}significant at the level of {LEVEL * 100:g} %."
+    if not found.differs and (needed := found.seeds_needed):
         text += f" To find one of this size with a probability of {POWER * 100:g} % takes {needed:,} seeds each."
     left_out = sum(each.values in (row.values, comparison.reference.values) for each in comparison.failures)
     return text + (f" Runs left out, as they are not done: {left_out}." if left_out else "")
@@ -270,7 +270,7 @@ def as_json(comparison: Comparison) -> str:
         found = comparison.contrasts.get(index)
         more = {} if found is None else {"test": found.test, "df": found.df, "uncorrected_p": found.p}
         more |= {} if found is None else {"compared_seeds": [len(found.values), len(found.others)]}
-        compared = {"contrast": found and {**_numbers(found), **more, "is_told": found.is_told}}
+        compared = {"contrast": found and {**_numbers(found), **more, "differs": found.differs}}
         about = {"values": row.values, "runs": len(row.runs), "seeds": row.seeds}
         rows.append(about | numbers | compared | directories)
     head = {"keys": comparison.keys, "metric": comparison.metric, "direction": comparison.direction}

@@ -14,7 +14,8 @@ from runner.config.overrides import override_key, override_value
 from runner.parallel.collectives import Collectives
 from runner.parallel.session import Session
 from runner.run import Run, build_run, check_used
-from runner.storage.checkpoint import DamagedError, load, verified_manifest
+from runner.storage.checkpoint import load
+from runner.storage.manifest import DamagedError, verified_manifest
 from runner.storage.signature import saved_signature
 from runner.training import initial_state
 

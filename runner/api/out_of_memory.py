@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from runner.api.composing import compose
 from runner.config.overrides import replaced
-from runner.planning.fake_step import prepared, trace
+from runner.planning.fake_step import prepared, trace_ranks
 from runner.planning.report import remedies
 from runner.run import Run, build_run
 from runner.system.accelerator import total_bytes
@@ -23,7 +23,7 @@ def advice(run: Run, overrides: Sequence[str]) -> Iterator[str]:
     `overrides` are those of the run, to which the changes are added.
     """
     session = prepared(run)
-    device, ranks = session.device, trace(run, session)
+    device, ranks = session.device, trace_ranks(run, session)
     rank = max(ranks, key=lambda rank: rank.peak_bytes)
     on_host = device.type == "cpu"
     room = host_memory()["total_bytes"] or 0 if on_host else total_bytes(device)

@@ -18,7 +18,8 @@ from runner.data.decode import ImageInput
 from runner.model.base import without_memory
 from runner.run import Run, build_run, check_used
 from runner.storage import checkpoint as stored
-from runner.storage.checkpoint import DamagedError, chosen_checkpoint
+from runner.storage.checkpoint import chosen_checkpoint
+from runner.storage.manifest import DamagedError
 from runner.storage.run_directory import read_result, step_of
 from runner.storage.saved_run import UnreadableConfigError, checkpoints, directory_of, saved_config, saved_overrides
 from runner.storage.signature import saved_signature

@@ -27,8 +27,9 @@ from runner.commands.arguments import Parser, command
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import text_override
 from runner.model.weights import read_weights
-from runner.storage.checkpoint import MANIFEST, SIGNATURE
+from runner.storage.checkpoint import SIGNATURE
 from runner.storage.files import check_readable, write_bytes
+from runner.storage.manifest import MANIFEST
 from runner.system.console import DONE
 from runner.system.import_path import is_installed
 

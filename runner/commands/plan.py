@@ -59,7 +59,7 @@ def plan(
     It is the dict of `report_of`, with `memory_bytes`, `fits` and perhaps `remedies` if `memory` is given.
     """
     from runner.api.composing import compose
-    from runner.planning.fake_step import prepared, trace
+    from runner.planning.fake_step import prepared, trace_ranks
     from runner.planning.report import remedies, report_of
     from runner.run import Run, build_run, check_used
 
@@ -69,7 +69,7 @@ def plan(
     run = build(overrides)
     check_used(run, overrides)
     session = prepared(run, num_devices)
-    ranks = trace(run, session)
+    ranks = trace_ranks(run, session)
     report = report_of(run, session, ranks, num_devices)
     if memory is not None:
         report["memory_bytes"], report["fits"] = memory, max(rank.peak_bytes for rank in ranks) <= memory

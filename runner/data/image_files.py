@@ -110,7 +110,7 @@ class FileSamples(LabeledSamples):
                 yield self._job(indices.tolist(), seeds)
 
         def load() -> Generator[Tensors]:
-            for loaded in self.workers.read(self.fetch, jobs()):
+            for loaded in self.workers.map(self.fetch, jobs()):
                 self._replace(loaded)
                 yield loaded.images, torch.tensor(loaded.job.targets)
 
@@ -132,7 +132,7 @@ class FileSamples(LabeledSamples):
         jobs = (self._job(range(first, min(first + batch_size, stop))) for first in range(start, stop, batch_size))
 
         def load() -> Generator[Tensors]:
-            for job, images, failures in self.workers.read(self.fetch, jobs):
+            for job, images, failures in self.workers.map(self.fetch, jobs):
                 parts = images, torch.tensor(job.targets), torch.tensor(job.indices)
                 for row, why in failures:
                     self._skip(job.paths[row], why)

@@ -44,7 +44,7 @@ class Workers:
         self._pool: ProcessPoolExecutor | None = None
         self._loading: list[Future[Any]] = []
 
-    def read(self, load: Callable[[J], T], jobs: Iterable[J]) -> Generator[T]:
+    def map(self, load: Callable[[J], T], jobs: Iterable[J]) -> Generator[T]:
         """Yield `load(job)` for every job, in their order; tensors are sent through shared memory.
 
         Raises `DataError` if a worker died, no batch arrived in time, or there is too little shared memory; and

@@ -22,7 +22,7 @@ from gymnasium.wrappers import FlattenObservation
 
 from runner.config.errors import ConfigError, check
 from runner.env import MAX_ENVS, EnvironmentBrokenError
-from runner.storage.content_checks import check_like
+from runner.storage.value_checks import check_like
 from runner.system.forkserver import METHOD, start_server, without_main_module
 from runner.system.signals import STOP_SIGNALS
 

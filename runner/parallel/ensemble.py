@@ -15,7 +15,7 @@ from runner.parallel import full_state
 from runner.parallel.collectives import ProcessGroup
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
-from runner.storage.content_checks import COUNT, check_like
+from runner.storage.value_checks import COUNT, check_like
 from runner.tracking.metrics import MetricSums
 
 

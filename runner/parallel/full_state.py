@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_like
+from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like
 
 _PROBE = (3, 5)  # the shape of a test parameter: a state tensor of this shape must have it from the parameter
 

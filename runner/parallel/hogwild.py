@@ -21,7 +21,7 @@ from runner.parallel.launch.processes import Launcher, LocalProcesses
 from runner.parallel.launch.supervisor import LostError
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
-from runner.storage.content_checks import check_like
+from runner.storage.value_checks import check_like
 
 _CACHE_LINE = 64  # bytes; each tensor starts on a new cache line, so that neighboring tensors never share one
 _MAX_LEAD = 4  # updates by which a worker may be ahead of another, so that all can stop after the same number

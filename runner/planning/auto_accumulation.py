@@ -18,7 +18,7 @@ from runner.config.overrides import override_key
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.cluster import external_world_size
 from runner.parallel.pipelining.schedules import divisors
-from runner.planning.fake_step import prepared, trace
+from runner.planning.fake_step import prepared, trace_ranks
 from runner.planning.trial import Trial, TrialError
 from runner.resume.changed_options import differences
 from runner.run import Run, build_run
@@ -96,7 +96,7 @@ def fitting_accumulation(
             refusal = error
             continue
         count = each
-        ranks = trace(run, session)
+        ranks = trace_ranks(run, session)
         needed = needed_bytes(session.device, [rank.peak_bytes for rank in ranks])
         what = f"{count} micro-batch{'es' * (count > 1)}: {needed / 1e9:,.2f} of {room / 1e9:,.2f} GB"
         if needed > room:

@@ -97,7 +97,7 @@ def plan_of(run: Run, session: Session, rank: int) -> Plan:
     return run.session(Collectives(session.devices, rank, session.world_size)).plan
 
 
-def trace(run: Run, session: Session) -> list[RankPlan]:
+def trace_ranks(run: Run, session: Session) -> list[RankPlan]:
     """Return the memory, operations and messages of a step of each rank.
 
     If every rank has different samples or a different seed, all do the same work, and only rank 0 is traced. As tracing

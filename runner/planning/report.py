@@ -16,7 +16,7 @@ from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.partition import balanced, positions_of
 from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES, divisors, violation
 from runner.parallel.session import Session
-from runner.planning.fake_step import RankPlan, block_flops, plan_of, prepared, trace
+from runner.planning.fake_step import RankPlan, block_flops, plan_of, prepared, trace_ranks
 from runner.planning.step_tracker import KINDS
 from runner.run import Run
 from runner.system.accelerator import total_bytes
@@ -104,7 +104,7 @@ def remedies(run: Run, build: Callable[[Sequence[str]], Run], num_devices: int, 
             continue
         try:
             changed = build(overrides)
-            ranks = trace(changed, prepared(changed, num_devices))
+            ranks = trace_ranks(changed, prepared(changed, num_devices))
         except ConfigError:
             continue
         if ranks[0].normalizes and ("parallel=fsdp" in overrides or "accumulation" in overrides[-1]):

@@ -20,8 +20,8 @@ from runner.result import Result
 from runner.resume.changed_options import Difference, check_resumable, differences
 from runner.run import Run
 from runner.storage import run_directory, saved_run
-from runner.storage.checkpoint import DamagedError, saved_text, verified_manifest
 from runner.storage.files import check_readable, is_locked, json_text, read_regular, renamed_together, sync
+from runner.storage.manifest import DamagedError, saved_text, verified_manifest
 from runner.storage.saved_run import UnreadableConfigError, named_checkpoint, saved_config
 from runner.storage.signature import saved_signature
 from runner.system.provenance import environment

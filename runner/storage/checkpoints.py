@@ -26,9 +26,9 @@ import torch
 from safetensors import SafetensorError
 
 from runner.config.errors import ConfigError
-from runner.storage import checkpoint as stored
-from runner.storage.checkpoint import Checkpoint, DamagedError, Part, load, part_file, rank_file, untrusted
+from runner.storage.checkpoint import EMA, MODEL, STATE, Checkpoint, Part, load, part_file, rank_file
 from runner.storage.files import check_no_link, sync
+from runner.storage.manifest import MANIFEST, DamagedError, hashes_of_shared, manifest_of, untrusted
 from runner.storage.run_directory import StorageError, entries, free_name, identity, saved_steps, step_name, step_of
 from runner.storage.saved_run import checkpoints
 
@@ -145,7 +145,7 @@ class Checkpoints:
             yield
         except OSError as error:
             names = [rank_file(self.rank), f"{rank_file(self.rank)}.part", *parts]
-            names += [stored.MODEL, stored.EMA, stored.STATE, *self.texts, stored.MANIFEST] if self.rank == 0 else []
+            names += [MODEL, EMA, STATE, *self.texts, MANIFEST] if self.rank == 0 else []
             with suppress(OSError):
                 for name in names:
                     (part / name).unlink(missing_ok=True)
@@ -155,22 +155,22 @@ class Checkpoints:
             raise StorageError(part, error.strerror or str(error)) from error
 
     def _commit(self, checkpoint: Checkpoint, part: Path, before: Path | None) -> None:
-        weights = {stored.MODEL: checkpoint.tensors} | ({stored.EMA: checkpoint.ema} if checkpoint.ema else {})
+        weights = {MODEL: checkpoint.tensors} | ({EMA: checkpoint.ema} if checkpoint.ema else {})
         for name, tensors in weights.items():
             _write_synced(part / name, partial(safetensors.torch.save_file, tensors))
-        _write_synced(part / stored.STATE, lambda path: _save(checkpoint.state, path))
+        _write_synced(part / STATE, lambda path: _save(checkpoint.state, path))
         # safetensors makes its files unreadable for other users; give them the mode of the other files, from the umask.
         for name in weights:
-            (part / name).chmod(stat.S_IMODE((part / stored.STATE).stat().st_mode))
+            (part / name).chmod(stat.S_IMODE((part / STATE).stat().st_mode))
         for name, text_of in self.texts.items():
             if text := text_of():
                 _write_synced(part / name, partial(Path.write_text, data=text, encoding="utf-8"))
         self._wait_for_other_ranks(part)
         facts = {"step": checkpoint.step, "world_size": self.world_size, "config_hash": self.config_hash}
         facts["best"] = checkpoint.state.get("best")
-        known = {} if before is None else stored.hashes_of_shared(part, before)
-        manifest = stored.manifest_of(part, known, **facts)
-        _write_synced(part / stored.MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
+        known = {} if before is None else hashes_of_shared(part, before)
+        manifest = manifest_of(part, known, **facts)
+        _write_synced(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
         sync(part)
         final = self.root / step_name(checkpoint.step)
         if final.exists():  # resumed from an earlier step: keep the other checkpoint under another name

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ConfigError
-from runner.storage.content_checks import UnexpectedContentError, check_known
 from runner.storage.files import read_regular
+from runner.storage.value_checks import UnexpectedContentError, check_known
 from runner.system.secrets import printable
 
 log = logging.getLogger(__name__)

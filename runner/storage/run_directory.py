@@ -16,8 +16,8 @@ from typing import IO, Any
 
 from runner.config.errors import ConfigError
 from runner.config.overrides import LOCATION_KEYS, override_key
-from runner.storage.content_checks import COUNT, UnexpectedContentError, check_known, check_like
 from runner.storage.files import MAX_LEVELS, UnsafeFileError, check_no_link, open_regular, read_regular, sync
+from runner.storage.value_checks import COUNT, UnexpectedContentError, check_known, check_like
 from runner.system.secrets import MASK, redacted_values
 
 CONFIG, OVERRIDES, ENVIRONMENT, RESULT = "config.yaml", "overrides.yaml", "environment.json", "result.json"

@@ -70,7 +70,7 @@ def _check_pickle(file: Any) -> None:
 
 
 def _check_sizes(content: Any, file_bytes: int) -> None:
-    """Check that nested values are few, of which some may be the same, and tensors not far larger than the file."""
+    """Check that nested values are few, counting a shared one each time, and tensors not far larger than the file."""
     remaining, num_values, tensor_bytes = [(content, 0)], 0, 0
     while remaining:
         value, depth = remaining.pop()

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import ABSENT, ConfigError
-from runner.storage.checkpoint import SIGNATURE, saved_text, untrusted
-from runner.storage.content_checks import COUNT, UnexpectedContentError, check_known, check_like
+from runner.storage.checkpoint import SIGNATURE
 from runner.storage.files import json_text
+from runner.storage.manifest import saved_text, untrusted
 from runner.storage.run_directory import MAX_BYTES
+from runner.storage.value_checks import COUNT, UnexpectedContentError, check_known, check_like
 
 _SIZE = range(1, 4097)
 """The allowed sizes of a dimension. Without a limit, predictions with a forged file could use up the memory."""

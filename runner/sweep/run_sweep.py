@@ -21,7 +21,7 @@ from runner.storage.files import write_text
 from runner.sweep.display import Display
 from runner.sweep.ledger import OPTIONS, Ledger
 from runner.sweep.scheduler import JobSource, Scheduler
-from runner.sweep.space import Space
+from runner.sweep.search_space import Space
 from runner.sweep.sweep_jobs import Planner, SweepJobs
 from runner.system.console import CRASHED, DIVERGED, DONE, REFUSED, STOPPED
 from runner.system.forkserver import run_in_child

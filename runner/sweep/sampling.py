@@ -13,7 +13,7 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial
 
 from runner.sweep.engines.base import Engine
-from runner.sweep.space import Dimension, Space
+from runner.sweep.search_space import Dimension, Space
 
 
 def proposed(study: Study, trial: Trial, space: Space, options: Engine) -> list[str]:

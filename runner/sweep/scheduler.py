@@ -48,7 +48,7 @@ class JobSource:
         return self._count
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
-        """Process the exit code and the result of job `number`; raise a ConfigError if the sweep cannot continue."""
+        """Called when job `number` has ended; a search learns from it, and raises a ConfigError if it cannot go on."""
 
     def close(self) -> None:
         """Finish the work of this source, when no job is running anymore."""

@@ -27,7 +27,7 @@ from runner.sweep.engines.base import Engine, Job
 from runner.sweep.ledger import STUDY, Ledger
 from runner.sweep.sampling import proposed
 from runner.sweep.scheduler import JobSource
-from runner.sweep.space import Space
+from runner.sweep.search_space import Space
 from runner.system.console import CRASHED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.tracking.event_file import EventReader
 

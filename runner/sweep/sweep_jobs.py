@@ -35,7 +35,7 @@ from runner.run import build_run, config_hash
 from runner.storage.run_directory import job_name
 from runner.sweep.engines.base import Demand, Engine, Job
 from runner.sweep.ledger import SHARED_KEYS, console_file
-from runner.sweep.space import Dimension, Interval
+from runner.sweep.search_space import Dimension, Interval
 from runner.workloads.base import Workload
 
 MAX_JOBS = 10_000
@@ -69,7 +69,7 @@ class SweepJobs:
 
     def __init__(self, composer: Composer, overrides: list[str]):
         self._composer = composer
-        zips = [word for word in overrides if parse_zip(word)]
+        zips = {word: pairs for word in overrides if (pairs := parse_zip(word))}
         self._config = composer.sweep([word for word in overrides if word not in zips])
         with composition_errors():
             node: Any = OmegaConf.to_container(self._config, resolve=False).get("sweep")  # type: ignore[union-attr]
@@ -77,9 +77,9 @@ class SweepJobs:
             typed: Any = OmegaConf.to_container(self._config.hydra.overrides, resolve=False)  # each job resolves them
         check(isinstance(node, dict), "sweep", node, "nothing is chosen", "choose one of the options in conf/sweep/")
         self.engine = build(node, Engine, "sweep")
-        zips += [word for word in params if parse_zip(word)]
+        zips |= {word: pairs for word in params if (pairs := parse_zip(word))}
         parsed = composer.parse([word for word in [*params, *typed["task"]] if word not in zips])
-        found = [*map(self._dimension, parsed), *map(self._pairs, zips)]
+        found = [*map(self._dimension, parsed), *(self._pairs(word, *pairs) for word, pairs in zips.items())]
         last = list({each.keys: each for each in found}.values())  # what is typed later counts
         shared = [each for each in last if any(key.partition(".")[0] in SHARED_KEYS for key in each.keys)]
         for each in shared:
@@ -128,9 +128,8 @@ class SweepJobs:
         check(count == 1, key, typed, f"{most.partition('=')[2]} is in it twice", "leave one out")
         return Dimension(key, (_bare(key),), words)
 
-    def _pairs(self, word: str) -> Dimension:
-        """Return the dimension for an override of the form `NAME=zip(KEY=[…],KEY=[…])`."""
-        name, members = parse_zip(word) or ("", [])
+    def _pairs(self, word: str, name: str, members: list[str]) -> Dimension:
+        """Return the dimension for `word`, an override of the form `NAME=zip(KEY=[…],KEY=[…])`."""
         overrides = self._composer.parse([quoted(member, sweep=True) for member in members])
         values = {_bare(override.get_key_element()): _words(override) for override in overrides}
         listed = ", ".join(f"{key} has {len(words):,}" for key, words in values.items())

@@ -27,7 +27,7 @@ from runner.parallel.session import Session
 from runner.precision import Double
 from runner.result import Result
 from runner.run import Run, build_run
-from runner.seeds import random_state
+from runner.seeds import random_states
 from runner.state import State
 from runner.tracking.metrics import DivergedError, MetricSums
 from runner.training import prepare, step_function, torch_refusals
@@ -132,7 +132,7 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
             gradients.update({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
 
     state.optimizer.register_step_pre_hook(keep_first_gradients)
-    before = random_state(session.devices)
+    before = random_states(session.devices)
     batches = watched(run.workload.batches(state.model, plan, 0, session.device))
     take_step = step_function(state)
     state.model.train()
@@ -141,7 +141,7 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
         take_step(state, batches, step, True)
         keep_first_gradients()  # of a compiled step, which has no hooks, but keeps gradients; others have none left
     losses = state.metric_buffer.peek(collectives.all_reduce)[:, 0] / run.batch_size
-    after = random_state(session.devices)
+    after = random_states(session.devices)
     draws = any(not torch.equal(before[name], after[name]) for name in before)
 
     tensors = {"loss": {f"step {number}": loss for number, loss in enumerate(losses, start=1)}}

@@ -298,12 +298,12 @@ def test_rows_are_compared_with_the_best_one(tmp_path: Path, capsys: pytest.Capt
     assert rows[0.4] is rows[0.2] is None
     near, far = rows[0.3], rows[0.1]
     theirs = stats.ttest_rel(losses[0.3], losses[0.2])
-    assert (near["test"], near["compared_seeds"], near["is_told"]) == ("paired t-test", [4, 4], False)
+    assert (near["test"], near["compared_seeds"], near["differs"]) == ("paired t-test", [4, 4], False)
     assert near["difference"] == pytest.approx(0.0075)
     assert (near["low"], near["high"]) == pytest.approx(theirs.confidence_interval(0.95))
     assert near["uncorrected_p"] == pytest.approx(theirs.pvalue)
     assert near["seeds_needed"] > 4
-    assert far["is_told"]
+    assert far["differs"]
     assert far["p"] == pytest.approx(3 * stats.ttest_rel(losses[0.1], losses[0.2]).pvalue), "of three pairs"
     lines = list(csv.DictReader(io.StringIO(compared(capsys, tmp_path, "--csv"))))
     assert {float(line["p"]) for line in lines if line["optimizer.lr"] == "0.1"} == {far["p"]}
@@ -318,7 +318,7 @@ def test_two_rows_and_against_give_sentences(tmp_path: Path, capsys: pytest.Capt
     for name in ("optimizer.lr=0.1", "0.1-2", str(tmp_path / "0.1-0")):
         table = json.loads(compared(capsys, tmp_path, "--against", name, "--json"))
         assert table["reference"] == {"optimizer.lr": 0.1}
-        assert [row["contrast"] and row["contrast"]["is_told"] for row in table["rows"]] == [True, False, None]
+        assert [row["contrast"] and row["contrast"]["differs"] for row in table["rows"]] == [True, False, None]
         first, second = table["notes"]
         assert first.startswith(
             "With optimizer.lr=0.2, the best eval/accuracy (mean ± standard deviation over seeds) is"

@@ -8,7 +8,7 @@ import pytest
 from helpers.handmade_runs import evaluation_entries, save_ledger, set_age_days, write_run_directory
 
 from runner.commands import runs
-from runner.storage.checkpoint import manifest_of
+from runner.storage.manifest import manifest_of
 from runner.storage.run_directory import lock
 
 

@@ -59,11 +59,11 @@ def test_nothing_is_said_with_one_seed(counts: tuple[int, int]) -> None:
 def test_without_any_variation_the_test_is_one_of_permutations() -> None:
     steps = numpy.arange(5) / 100
     same = told(by_seed(0.9 + steps), by_seed(0.9 + steps))
-    assert (same.difference, same.p, same.is_told, same.seeds_needed) == (0, 1, False, None)
+    assert (same.difference, same.p, same.differs, same.seeds_needed) == (0, 1, False, None)
     paired = told(by_seed(0.9 + steps), by_seed(0.8 + steps))  # equal up to the last bits
-    assert (paired.p, paired.is_told, math.isnan(paired.low)) == (2 / 2**5, False, True)
+    assert (paired.p, paired.differs, math.isnan(paired.low)) == (2 / 2**5, False, True)
     groups = told(by_seed([3, 3, 3, 3]), by_seed([2, 2, 2, 2], UNRELATED))
-    assert (groups.p, groups.is_told) == (2 / math.comb(8, 4), True)
+    assert (groups.p, groups.differs) == (2 / math.comb(8, 4), True)
     assert told(by_seed([1, 1, 1, 1, 1]), by_seed([2, 2, 2, 2.5, 2], UNRELATED)).df == pytest.approx(4)
 
 
@@ -75,7 +75,7 @@ def test_at_most_five_percent_of_a_thousand_equals_are_called_different(is_paire
     for _ in range(1000):
         of_seed = random.normal(size=seeds) if is_paired else 0  # what a seed does to both
         one, other = random.normal(size=seeds) + of_seed, 3 * random.normal(size=seeds) + of_seed
-        found += told(by_seed(one), by_seed(other, 0 if is_paired else UNRELATED)).is_told
+        found += told(by_seed(one), by_seed(other, 0 if is_paired else UNRELATED)).differs
     assert found <= MOST_FALSE
 
 
@@ -89,7 +89,7 @@ def test_at_most_five_percent_of_a_thousand_tables_of_equals_have_a_row_that_is_
     for table in random.normal(size=(1000, rows, 4)):
         reference = int(table.mean(1).argmax()) if is_best else 0
         contrasts = [contrast(by_seed(row), by_seed(table[reference])) for row in numpy.delete(table, reference, 0)]
-        found += any(each.is_told for each in corrected([each for each in contrasts if each], is_best))
+        found += any(each.differs for each in corrected([each for each in contrasts if each], is_best))
     assert found <= MOST_FALSE
 
 
@@ -120,7 +120,7 @@ def test_the_seeds_needed_find_a_difference_of_that_size_as_often_as_predicted(i
     random, found = numpy.random.default_rng(7), 0
     for _ in range(2000):
         one, other = random.normal(size, 1 if is_paired else 2, seeds), random.normal(size=seeds) * (not is_paired)
-        found += told(by_seed(one), by_seed(other, first)).is_told
+        found += told(by_seed(one), by_seed(other, first)).differs
     assert found / 2000 == pytest.approx(power(seeds), abs=0.05)
 
 

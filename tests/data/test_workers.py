@@ -51,7 +51,7 @@ def others():
 @pytest.mark.parametrize("count", [0, 2])
 def test_results_come_in_order_from_the_requested_number_of_processes(count, others):
     workers = Workers(count)
-    results = torch.stack(list(workers.read(Squares(), jobs(20, 0.01))))
+    results = torch.stack(list(workers.map(Squares(), jobs(20, 0.01))))
     assert results[:, 0].tolist() == [number**2 for number in range(20)]
     pids = set(results[:, 1].tolist())
     started = {process.pid for process in set(multiprocessing.active_children()) - others}
@@ -69,7 +69,7 @@ def test_jobs_are_requested_only_as_needed_and_an_error_is_raised_unchanged(coun
             asked.append(job[0])
             yield job
 
-    results = workers.read(Squares(), endless())
+    results = workers.map(Squares(), endless())
     assert len(list(itertools.islice(results, 5))) == 5
     assert len(asked) <= 5 + max(1, count * 3)
     with pytest.raises(ValueError, match="no square of 5"):
@@ -81,9 +81,9 @@ def test_one_set_of_workers_serves_iterations_that_overlap_or_are_not_completed(
     workers = Workers(2)
 
     def squares() -> list[int]:
-        return [int(result[0]) for result in workers.read(Squares(), jobs(8))]
+        return [int(result[0]) for result in workers.map(Squares(), jobs(8))]
 
-    open_pass = workers.read(Squares(), jobs(100))
+    open_pass = workers.map(Squares(), jobs(100))
     assert next(open_pass)[0] == 0
     started = set(multiprocessing.active_children()) - others
     assert squares() == [number**2 for number in range(8)]
@@ -112,9 +112,9 @@ def send(number: signal.Signals, others: set[multiprocessing.Process]) -> None:
 def test_a_killed_worker_raises_an_error_at_once(fate: str, when: str, others):
     workers = Workers(2, timeout=2 * TIMEOUT_SECONDS)
     if when == "idle":
-        assert len(list(workers.read(Squares(), jobs(4)))) == 4
+        assert len(list(workers.map(Squares(), jobs(4)))) == 4
         send(signal.SIGKILL, others)
-    error = error_of(workers.read(Squares(), jobs(1000, 0, {20: fate})))
+    error = error_of(workers.map(Squares(), jobs(1000, 0, {20: fate})))
     assert fate in error.why, "not the timeout"
     assert "data.workers=0" in error.remedy
 
@@ -123,7 +123,7 @@ def test_a_killed_worker_raises_an_error_at_once(fate: str, when: str, others):
 def test_a_suspended_worker_raises_an_error_after_the_timeout(when: str, others):
     workers = Workers(2)
     asked = {"idle": jobs(4), "loading": jobs(1000, 0.01, {20: "SIGSTOP"}), "sending": jobs(10**5)}
-    results = workers.read(Squares(), asked[when])
+    results = workers.map(Squares(), asked[when])
     assert next(results)[0] == 0
     if when == "idle":
         list(results)
@@ -131,7 +131,7 @@ def test_a_suspended_worker_raises_an_error_after_the_timeout(when: str, others)
         send(signal.SIGSTOP, others)
     workers.timeout = 1.5  # set only after the workers have started, which may take long
     since = time.monotonic()
-    error = error_of(workers.read(Squares(), jobs(4)) if when == "idle" else results)
+    error = error_of(workers.map(Squares(), jobs(4)) if when == "idle" else results)
     assert "no batch arrived within 1.5 s" in error.why
     assert "data.timeout" in error.remedy
     assert time.monotonic() - since > 1, "it was waited for"
@@ -139,7 +139,7 @@ def test_a_suspended_worker_raises_an_error_after_the_timeout(when: str, others)
 
 def test_only_waiting_counts_towards_the_timeout():
     workers = Workers(1)
-    results = workers.read(Squares(), jobs(4, 1.0))  # a second for each batch
+    results = workers.map(Squares(), jobs(4, 1.0))  # a second for each batch
     squares = [next(results)[0].item()]
     workers.timeout = 2
     for _ in range(3):

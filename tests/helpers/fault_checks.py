@@ -11,7 +11,8 @@ import torch
 from helpers.command import processes_in, wait_until
 from helpers.events import scalar_curves
 from helpers.runs import held_resources, listening_inodes, newest_checkpoint, run_outcome
-from runner.storage.checkpoint import load, verified_manifest
+from runner.storage.checkpoint import load
+from runner.storage.manifest import verified_manifest
 
 COMPUTED_RESULT_KEYS = ("status", "steps", "metrics", "best")
 """The entries of `result.json` that a run computes; the others are times, memory, and how it was started."""

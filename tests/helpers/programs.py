@@ -135,7 +135,7 @@ def read_with_workers(what: str) -> None:
     from runner.data.workers import Workers
 
     if what in ("exit", "endless"):
-        results = Workers(2).read(Echo(), itertools.count())
+        results = Workers(2).map(Echo(), itertools.count())
     else:
         _, held_out = ImageFolder(what, workers=2, size=8).load()
         results = held_out.in_order(1, (0, 1), torch.device("cpu"))
@@ -160,7 +160,7 @@ def read_megabytes(count: str, *options: str) -> None:
         subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", "/dev/shm"], check=True)
         with closing(Workers(2)) as workers:
             try:
-                read = [int(batch[-1]) for batch in workers.read(Megabytes(), range(int(count)))]
+                read = [int(batch[-1]) for batch in workers.map(Megabytes(), range(int(count)))]
             except DataError as error:
                 print(error)
             else:

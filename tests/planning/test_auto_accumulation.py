@@ -18,7 +18,7 @@ from runner.config.composition import Job
 from runner.config.errors import ConfigError
 from runner.planning import auto_accumulation
 from runner.planning.auto_accumulation import fitting_accumulation, needed_bytes
-from runner.planning.fake_step import prepared, trace
+from runner.planning.fake_step import prepared, trace_ranks
 from runner.planning.trial import Burst, TrialError
 from runner.run import Run
 from runner.storage import run_directory
@@ -60,7 +60,7 @@ def fit(memory: float, attempts: FakeTrials, *typed: str) -> tuple[int, list[str
 def needed(count: int, *typed: str) -> float:
     run = build_composed_run(*TYPED, *typed, f"accumulation.steps={count}")
     session = prepared(run)
-    return needed_bytes(session.device, [rank.peak_bytes for rank in trace(run, session)])
+    return needed_bytes(session.device, [rank.peak_bytes for rank in trace_ranks(run, session)])
 
 
 def test_what_clearly_fits_or_is_predicted_not_to_fit_is_not_tried() -> None:

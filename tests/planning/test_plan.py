@@ -17,7 +17,7 @@ from runner.commands import plan
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.pipelining.schedules import SCHEDULES
-from runner.planning.fake_step import FakeCollectives, RankPlan, prepared, trace, trace_rank, with_cuts
+from runner.planning.fake_step import FakeCollectives, RankPlan, prepared, trace_rank, trace_ranks, with_cuts
 from runner.planning.report import bubbles, report_of, tables
 from runner.planning.step_tracker import KINDS
 from runner.system import accelerator
@@ -33,7 +33,7 @@ PIPELINE = ("parallel=pipeline", "parallel.cuts=[layer3.0]")
 @functools.cache
 def planned(*overrides: str) -> list[RankPlan]:
     run = build_composed_run(*overrides)
-    return trace(run, prepared(run))
+    return trace_ranks(run, prepared(run))
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
     run = with_cuts(run, session)
     if torch.__version__ < "2.14":  # torch 2.11 finds the shapes of DTensors by operations, once, which are counted
         trace_rank(run, session, 0)
-    for rank, found in enumerate(trace(run, session)):
+    for rank, found in enumerate(trace_ranks(run, session)):
         whole = trace_rank(run, session, rank)
         assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=2e-3)  # indices and losses of all samples
         assert found.kept == pytest.approx(whole.kept, rel=2e-3, abs=64)
@@ -110,7 +110,7 @@ def test_planning_does_not_read_the_images(tmp_path: Path) -> None:
     session = prepared(run)
     for path in (tmp_path / "images").rglob("*.*"):
         path.unlink()
-    [rank] = trace(run, session)
+    [rank] = trace_ranks(run, session)
     images = 8 * 3 * 16 * 16
     assert rank.kept["data"] >= images * 4, "a batch of float32"
     assert rank.peak["data"] <= images * 5 + 1000, "and the bytes from which it is made"
@@ -173,7 +173,7 @@ def test_planning_does_not_change_the_run(tmp_path: Path) -> None:
     run = build_composed_run(*TINY_CPU, "steps=1", "batch_size=16")
     session = prepared(run)
     before = torch.get_rng_state()
-    trace(run, session)
+    trace_ranks(run, session)
     assert torch.equal(torch.get_rng_state(), before)
     batch = next(iter(session.workload.batches(torch.nn.Identity(), session.plan, 0, session.device)))
     assert float(batch.inputs.abs().sum()) > 0
@@ -241,7 +241,7 @@ def test_the_memory_of_a_gpu_is_that_which_counts(monkeypatch: pytest.MonkeyPatc
     session = run.prepare(Collectives([torch.device("cuda", 1)]))
     properties = SimpleNamespace(total_memory=7_000_000_000, name="GPU")
     monkeypatch.setattr(accelerator, "properties", lambda device: properties)
-    ranks = trace(run, session)
+    ranks = trace_ranks(run, session)
     found = report_of(run, session, ranks)["host"]
     assert found is not None
     assert list(found.values()) == ["cuda:1 (GPU)", ranks[0].peak_bytes, 7_000_000_000]

@@ -25,8 +25,9 @@ from helpers.permissions import enforced_permissions
 from helpers.power_loss import DiskRecorder, possible_states, write_state
 
 from runner.config.errors import ConfigError
-from runner.storage.checkpoint import Checkpoint, DamagedError, chosen_checkpoint, load, saved_text
+from runner.storage.checkpoint import Checkpoint, chosen_checkpoint, load
 from runner.storage.checkpoints import Checkpoints, prune
+from runner.storage.manifest import DamagedError, saved_text
 from runner.storage.run_directory import CONFIG, StorageError, saved_steps
 from runner.storage.saved_run import config_text
 

@@ -10,8 +10,9 @@ import torch
 from helpers.handmade_runs import save_and_wait
 from helpers.power_loss import DiskRecorder, possible_states, write_state
 
-from runner.storage.checkpoint import Checkpoint, DamagedError, Part, load, verified_manifest
+from runner.storage.checkpoint import Checkpoint, Part, load
 from runner.storage.checkpoints import Checkpoints
+from runner.storage.manifest import DamagedError, verified_manifest
 from runner.storage.run_directory import StorageError
 
 

@@ -10,8 +10,9 @@ from helpers.checkpoint_edits import rewrite_manifest
 from helpers.handmade_runs import save_and_wait
 
 from runner.config.errors import ConfigError
-from runner.storage.checkpoint import Checkpoint, DamagedError
+from runner.storage.checkpoint import Checkpoint
 from runner.storage.checkpoints import Checkpoints
+from runner.storage.manifest import DamagedError
 from runner.storage.signature import check_same_names, saved_signature, signature_text
 
 IMAGE = {"shape": [1, 8, 8], "mean": [0.5], "std": [0.25], "center": 1.0}

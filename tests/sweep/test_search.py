@@ -20,7 +20,7 @@ from runner.sweep.engines.local import Local
 from runner.sweep.ledger import STUDY, Ledger, console_file
 from runner.sweep.scheduler import Scheduler
 from runner.sweep.search import Objective, Search
-from runner.sweep.space import Dimension, Interval, Space
+from runner.sweep.search_space import Dimension, Interval, Space
 from runner.system.signals import StopRequest
 from runner.tracking.event_file import EventFile, points
 

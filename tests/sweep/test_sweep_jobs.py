@@ -8,7 +8,7 @@ import torch
 from runner.config.composition import Composer
 from runner.config.errors import ConfigError
 from runner.sweep.engines.base import Demand
-from runner.sweep.space import Interval
+from runner.sweep.search_space import Interval
 from runner.sweep.sweep_jobs import Planner, SweepJobs, parse_zip
 
 

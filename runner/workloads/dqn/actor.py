@@ -13,8 +13,8 @@ import torch
 
 from runner.device import sum_dtype
 from runner.seeds import derive
-from runner.storage.content_checks import TensorSpec, UnexpectedContentError, check_like
-from runner.workloads.dqn.frames import saved_form
+from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like
+from runner.workloads.dqn.frame_replay import saved_form
 from runner.workloads.dqn.replay import NStepBuffer, Replay, row_width
 
 if TYPE_CHECKING:

@@ -21,14 +21,14 @@ from runner.env.base import Env, envs_per_process
 from runner.model.base import Model
 from runner.seeds import derive
 from runner.storage.checkpoint import Part
-from runner.storage.content_checks import CONTENT_ERRORS, check_like
+from runner.storage.value_checks import CONTENT_ERRORS, check_like
 from runner.system.section_timer import timer
 from runner.system.torch_errors import is_out_of_memory
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.base import Workload
 from runner.workloads.dqn import evaluation
 from runner.workloads.dqn.actor import Actor, Policy, Repeats, check_saved, greedy_policy
-from runner.workloads.dqn.frames import MAX_FRAMES, FrameReplay
+from runner.workloads.dqn.frame_replay import MAX_FRAMES, FrameReplay
 from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, check_host_memory, saved_bytes
 
 log = logging.getLogger(__name__)

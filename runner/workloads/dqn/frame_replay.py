@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from runner.storage.checkpoint import Part
-from runner.storage.content_checks import COUNT, TensorSpec, UnexpectedContentError
 from runner.storage.files import open_regular
+from runner.storage.value_checks import COUNT, TensorSpec, UnexpectedContentError
 from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, row_width, unpack
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from helpers.catch_env import SIZE, Catch
 from runner.env.base import Env
 from runner.env.vector import Pixels
 from runner.workloads.dqn.actor import Actor
-from runner.workloads.dqn.frames import FrameReplay
+from runner.workloads.dqn.frame_replay import FrameReplay
 from runner.workloads.dqn.replay import NStepBuffer, Transitions
 
 CPU = torch.device("cpu")

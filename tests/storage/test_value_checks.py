@@ -1,11 +1,11 @@
-"""Tests of `runner.storage.content_checks`: values from a checkpoint must have the expected form."""
+"""Tests of `runner.storage.value_checks`: values from a checkpoint must have the expected form."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from runner.storage.content_checks import COUNT, TensorSpec, UnexpectedContentError, check_like
+from runner.storage.value_checks import COUNT, TensorSpec, UnexpectedContentError, check_like
 
 ROWS = TensorSpec(torch.float32, (None, 2))
 
