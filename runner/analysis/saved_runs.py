@@ -7,14 +7,12 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from runner.config.errors import ConfigError
-from runner.config.options import option_files
+from runner.config.options import option_contents, option_name
 from runner.config.overrides import LOCATION_KEYS
 from runner.config.schema import component_fields, load_class
 from runner.run import WORKLOAD_INPUTS
@@ -183,29 +181,9 @@ def labels_of(config: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, dict):
             labels[key] = value
             continue
-        labels[key] = _option(key, value)
+        labels[key] = option_name(key, value)
         labels |= {f"{key}.{name}": inner for name, inner in value.items() if name != "_target_"}
     return labels
-
-
-def _option(group: str, node: dict[str, Any]) -> str:
-    """Return the name of the option with the `_target_` of `node` whose values are most similar to those of `node`.
-
-    If there is no such option, return the name of the module of `_target_`.
-    """
-    target = str(node.get("_target_"))
-    candidates = [(name, values) for name, values in _options(group).items() if values.get("_target_") == target]
-    if not candidates:
-        return target.split(".")[-2] if target.count(".") else target  # the name of the module, as for parallel modes
-    return min(candidates, key=lambda option: sum(node.get(key) != value for key, value in option[1].items()))[0]
-
-
-@cache
-def _options(group: str) -> dict[str, dict[str, Any]]:
-    files = option_files().get(group, {})
-    contents: dict[str, Any] = {name: OmegaConf.to_container(OmegaConf.load(path)) for name, path in files.items()}
-    # An option that also sets keys of other groups, as those of workloads do, has its values under the name of its own.
-    return {name: values.get(group) or values for name, values in contents.items()}
 
 
 def user_options(overrides: Iterable[str], labels: dict[str, Any]) -> dict[str, str]:
@@ -215,7 +193,7 @@ def user_options(overrides: Iterable[str], labels: dict[str, Any]) -> dict[str, 
     return {
         group: name
         for group, _, name in typed
-        if group in groups and re.fullmatch(r"[\w-]{1,100}", name) and name not in _options(group)
+        if group in groups and re.fullmatch(r"[\w-]{1,100}", name) and name not in option_contents(group)
     }
 
 

@@ -38,7 +38,7 @@ from runner.api.saved import load
 from runner.commands.arguments import Parser, check_not_resumed, report_error
 from runner.commands.compare import existing
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.config.overrides import replaced
+from runner.config.overrides import override_key, replaced
 from runner.precision import Double
 from runner.resume.changed_options import differences
 from runner.run import build_run, check_used
@@ -116,10 +116,12 @@ def retrace(
     """
     saved, signature = load(directory), {}
     config = dict(compose([f"resume={directory}", *overrides, "tracking=none"], config_dir=config_dir))
-    windows = (key for key in ("log_every", "eval_every") if config[key] != saved.config.get(key))
-    others = [*map(str, differences(saved.config, config)), *windows]
-    why, remedy = f"another run: {'; '.join(others[:5])}", "change only device, parallel, accumulation and their like"
-    check(not others, "overrides", ABSENT, why, remedy)
+    others = {each.key: str(each) for each in differences(saved.config, config)}
+    others |= {key: key for key in ("log_every", "eval_every") if config[key] != saved.config.get(key)}
+    groups = {key.partition(".")[0] for key in others}
+    typed = " ".join(text for text in overrides if override_key(text).partition(".")[0] in groups)
+    remedy = f"leave out {typed or 'what sets it'}: only how it is computed may change, as the device or accumulation"
+    check(not others, "overrides", ABSENT, f"another run: {'; '.join([*others.values()][:5])}", remedy)
     run = build_run(config | {"resume": "never"})
     check_used(run, overrides)
     then = {tag: values for tag, values in saved.curves().items() if tag.startswith(COMPARED)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,27 @@ def root_keys() -> set[str]:
 def option_keys(group: str, option: str) -> list[str]:
     """Return the keys of `option` in the config group `group`, including keys inherited through the defaults list."""
     return _keys(CONF / group / f"{option}.yaml", group)
+
+
+def option_name(group: str, node: Mapping[str, Any]) -> str:
+    """Return the name of the option with the `_target_` of `node` whose values are most similar to those of `node`.
+
+    If there is no such option, return the name of the module of `_target_`.
+    """
+    target = str(node.get("_target_"))
+    candidates = [(name, values) for name, values in option_contents(group).items() if values.get("_target_") == target]
+    if not candidates:
+        return target.split(".")[-2] if target.count(".") else target  # the name of the module, as for parallel modes
+    return min(candidates, key=lambda option: sum(node.get(key) != value for key, value in option[1].items()))[0]
+
+
+@cache
+def option_contents(group: str) -> dict[str, dict[str, Any]]:
+    """Return the keys and values that the file of each option of a config group sets."""
+    files = option_files().get(group, {})
+    contents: dict[str, Any] = {name: OmegaConf.to_container(OmegaConf.load(path)) for name, path in files.items()}
+    # An option that also sets keys of other groups, as those of workloads do, has its values under the name of its own.
+    return {name: values.get(group) or values for name, values in contents.items()}
 
 
 def description(option: Path) -> str:
