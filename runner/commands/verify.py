@@ -10,8 +10,8 @@ weights, three steps by default, in float64 and in the precision of the config. 
   precision of the config they must agree to 1e-2 (TF32 to 2.5e-2, 16 bits to 0.2).
 
 The verdict is `cannot be judged` if rounding errors cannot be told apart from mistakes: those of the reference alone
-exceed half of the limit and may explain the difference, something computes in float32 although float64 was requested,
-or the device has no float64 and the results do not agree to 1e-6 (TF32 to 5e-3, 16 bits to 4e-2).
+exceed half of the limit and, times ten, explain the difference, something computes in float32 although float64 was
+requested, or the device has no float64 and the results do not agree to 1e-6 (TF32 to 5e-3, 16 bits to 4e-2).
 
 A RUN, or each run below it, is trained again from its first step, with its seed and its config, to the last point that
 it has logged in 200 steps, or in N. The losses, metrics and gradient norms are compared with those that were logged. If

@@ -28,16 +28,16 @@ from runner.tracking.progress import progress_for
 from runner.tracking.recorder import Recorder
 from runner.tracking.tensorboard import TensorBoard
 from runner.training import evaluate, initial_state, log_training, step_function, torch_refusals
-from runner.verification.verdict import FLOAT32_ROUNDING, Outcome, Verdict
+from runner.verification.verdict import FLOAT32_ROUNDING, MARGIN, Outcome, Verdict
 
 Curves = Mapping[str, Mapping[int, float]]
 
 COMPARED = ("train/", "eval/", "episode/")
 """The first parts of the tags that are compared. The others are times, or follow from the config."""
 
-NUDGES, LARGEST_NUDGE, MARGIN = 3, 5e-3, 10
-"""How often the steps are trained with nudged initial weights, at most; by how much of their value (1e-6 in float32,
-5e-3 in TF32 and 16 bits, a few units in the last place); and how many times the effect of it rounding explains.
+NUDGES, LARGEST_NUDGE = 3, 5e-3
+"""How often the steps are trained with nudged initial weights, at most; and by how much of their value: 1e-6 in
+float32, 5e-3 in TF32 and 16 bits, a few units in the last place. `MARGIN` times the effect of it is explained.
 
 Modes, threads and memory formats changed the curves by up to 6 × the effect of one nudge. But where rounding moves a
 unit over the edge of its rectifier, the curves jump by 1,000 × as much, with one nudge and not with another."""

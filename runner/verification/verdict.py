@@ -24,6 +24,9 @@ FLOAT32_SUMS = 1e-6
 FLOAT32_ROUNDING = 1e-5
 """Relative differences up to this size in a float64 run may come from something that computes in float32."""
 
+MARGIN = 10
+"""How many times the measured effect of rounding a difference may be, to be explained by rounding."""
+
 KINDS = ("loss", "gradients", "weights", "buffers", "evaluation")
 
 
@@ -83,7 +86,7 @@ class Row(NamedTuple):
         limit = self.tolerance if self.exact is None or self.is_noisy else max(self.limit, self.tolerance)
         if is_exact and (self.configured is None or self.configured.size <= limit):
             return Verdict.SAME
-        beyond, explained = self.configured, torch.inf if self.is_noisy else self.limit
+        beyond, explained = self.configured, MARGIN * self.rounding.size if self.is_noisy else self.limit
         if not is_exact:  # the reference amplifies also rounding that is hidden in float64
             amplified = max(1.0, self.rounding.size / self.tolerance) if self.is_noisy else 1.0
             beyond, explained = self.exact, FLOAT32_ROUNDING * amplified

@@ -285,6 +285,8 @@ def steps(gradient: float) -> Steps:
         ((1, 1), (1 + 2e-5, 1), Precision(), Verdict.DIFFERENT),
         ((1, 1), (1 + 2e-9, 1), Precision(), Verdict.UNJUDGED),  # something computes in float32
         ((1.57, 1), (5, 3.35), Precision(), Verdict.UNJUDGED),  # a difference of 0.57 and a rounding error of 2.35
+        ((1.03, 1.006), (1, 1), Precision(), Verdict.UNJUDGED),
+        ((1.1, 1.006), (1, 1), Precision(), Verdict.DIFFERENT),  # sixteen times the rounding error
         ((1, 1.02), (1.5, 1), Precision(), Verdict.DIFFERENT),  # in float64, rounding explains 0.2 at most
         ((1.3, 1.15), (1.01, 1), BFloat16(), Verdict.DIFFERENT),
         ((1.57, 1), (1, 1), Precision(), Verdict.DIFFERENT),
