@@ -112,6 +112,7 @@ def test_the_worst_of_several_runs_is_the_exit_code_and_what_has_changed_is_said
         (["--steps", "1"], "--steps: got 1: its first log is at step 2\n  --steps 2"),
         (["parallel=hogwild"], "overrides: another run: parallel"),
         (["data.root=other"], "data.root"),
+        (["nothing"], "nothing: there is no such key or run"),
         (["nothing/here"], "PATH: got 'nothing/here': there is no such directory"),
     ],
 )
