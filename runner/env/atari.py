@@ -63,8 +63,8 @@ class Atari(Env):
     def _options(self, render_mode: str | None = None) -> dict[str, Any]:
         return dict(self.options or {})
 
-    def _wrappers(self) -> list[Any]:
-        return []
+    def _image_wrappers(self) -> dict[str, Any]:
+        return {}
 
     def _make(self, spec: EnvSpec, num_envs: int, vectorization: str, render_mode: str | None) -> VectorEnv:
         from runner.env.atari_vector import AtariVector

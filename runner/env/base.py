@@ -74,10 +74,18 @@ class Env:
 
         spec = self._spec()
         try:
-            single = make_single(spec, self._options(), self._wrappers())
+            single = make_single(spec, self._options(), ())
         except Exception as error:  # an environment may be anybody's, and says itself what is missing
             why = f"it cannot be created: {type(error).__name__}: {error}"
             raise ConfigError("id", self.id, why, "install what is missing, or choose another environment") from None
+        for key, wrapper in self._image_wrappers().items():
+            try:
+                single = wrapper(single)
+            except Exception as error:
+                missing = isinstance(error.__cause__, ImportError)
+                why = "OpenCV is not installed" if missing else f"{self.id} has no such images: {error}"
+                remedy = "pip install opencv-python-headless" if missing else "leave it out"
+                raise ConfigError(key, getattr(self, key), why, remedy) from None
         self._render_modes = tuple(single.metadata.get("render_modes", ()))
         self.frames_per_second = float(single.metadata.get("render_fps") or 25)
         self._is_builtin = type(single.unwrapped).__module__.startswith("gymnasium.")
@@ -87,6 +95,8 @@ class Env:
             self.shared_rng, self.pixels = vector.shared_rng, vector.pixels
         if self.pixels is not None:
             self.shape = self.pixels.shape
+        why = "only images are skipped, of two by their maximum, and its observations are vectors"
+        check(self.pixels is not None or self.frame_skip == 1, "frame_skip", self.frame_skip, why, "env.frame_skip=1")
         if self.vectorization == "async":
             why = f"each runs in a process, and at most {_MAX_PROCESSES} are allowed"
             few = self.num_envs <= _MAX_PROCESSES
@@ -137,12 +147,20 @@ class Env:
         return options | ({"max_episode_steps": self.max_episode_steps} if self.max_episode_steps else {})
 
     def _wrappers(self) -> list[Any]:
+        return [*self._image_wrappers().values()]
+
+    def _image_wrappers(self) -> dict[str, Any]:
+        """Return functions that wrap a single environment, by the option that asks for them."""
         from gymnasium.wrappers import GrayscaleObservation, MaxAndSkipObservation, ResizeObservation
 
-        found: list[Any] = [partial(MaxAndSkipObservation, skip=self.frame_skip)] if self.frame_skip > 1 else []
-        found += [partial(GrayscaleObservation, keep_dim=False)] if self.grayscale else []
-        size = self.image_size
-        return found + ([partial(ResizeObservation, shape=(size, size))] if size is not None else [])
+        found: dict[str, Any] = {}
+        if self.frame_skip > 1:
+            found["frame_skip"] = partial(MaxAndSkipObservation, skip=self.frame_skip)
+        if self.grayscale:
+            found["grayscale"] = partial(GrayscaleObservation, keep_dim=False)
+        if (size := self.image_size) is not None:
+            found["image_size"] = partial(ResizeObservation, shape=(size, size))
+        return found
 
     def _spec(self) -> EnvSpec:
         import gymnasium

@@ -89,17 +89,17 @@ class Pixels(NamedTuple):
 def pixels_of(name: str, space: gymnasium.Space, stack: int) -> Pixels | None:
     """Return how observations of `space` are images; None if they are vectors.
 
-    uint8 arrays [height, width], and uint8 or bool arrays with channels as their last or first axis are images; the
-    first axis has the channels if it is shorter than the last.
+    uint8 or bool arrays [height, width], or with channels as their last or first axis, are images; the first axis has
+    the channels if it is shorter than the last. Other arrays with two axes, such as stacked vectors or the features of
+    several objects, are flattened, as by Stable-Baselines3; others with three are refused.
     """
     shape: Any = space.shape or ()
-    flat = not isinstance(space, gymnasium.spaces.Box) or len(shape) < 2
-    if flat or (len(shape) == 2 and space.dtype != np.uint8):
+    is_image = space.dtype in (np.uint8, np.bool_)
+    if not isinstance(space, gymnasium.spaces.Box) or len(shape) < (2 if is_image else 3):
         why = "only images are stacked, and its observations are vectors"
         check(stack == 1, "frame_stack", stack, why, "env.frame_stack=1")
         return None
-    assert isinstance(space, gymnasium.spaces.Box)
-    fits = len(shape) <= 3 and space.dtype in (np.uint8, np.bool_)
+    fits = len(shape) <= 3 and is_image
     why = f"its observations are {space.dtype} {'×'.join(map(str, shape))}, and images are uint8 or bool, with channels"
     remedy = "wrap the environment so that it returns single frames of uint8, 0 to 255; env.frame_stack stacks them"
     check(fits, "id", name, why, remedy)

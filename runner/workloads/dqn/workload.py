@@ -135,7 +135,7 @@ class DQN(Workload):
             raise ConfigError("workload.record_video", True, *missing)
 
     def describe(self) -> dict[str, str]:
-        env, shape = self.env, "×".join(map(str, self.env.shape))
+        env, shape = self.env, "×".join(map(str, self.env.shape)) + ", flattened" * (len(self.env.shape) == 2)
         return {
             "env": f"{env.num_envs} × {env.id}, observations of {shape}, {env.num_actions} actions",
             "replay": f"{self.replay_size:,} transitions, {self.replay_ratio:g} updates per environment step",

@@ -217,7 +217,9 @@ class Large(gymnasium.Env):
     action_space = gymnasium.spaces.Discrete(3)
 
     def __init__(self, shape: tuple[int, ...] = (84, 84), dtype: str = "uint8") -> None:
-        self.observation_space = gymnasium.spaces.Box(0, 255, tuple(shape), np.dtype(dtype).type)
+        self.observation_space = gymnasium.spaces.Box(
+            0, 1 if dtype == "bool" else 255, tuple(shape), np.dtype(dtype).type
+        )
 
 
 @pytest.mark.parametrize(
@@ -226,6 +228,10 @@ class Large(gymnasium.Env):
         (["env.options={shape: [84, 84, 3], dtype: float32}"], "env.id"),
         (["env.options={shape: [2, 84, 84, 3]}"], "env.id"),
         (["env.options={shape: [9], dtype: float32}", "env.frame_stack=2"], "env.frame_stack"),
+        (["env.options={shape: [9], dtype: float32}", "env.frame_skip=2", "model=qnet"], "env.frame_skip"),
+        (["env.options={shape: [9], dtype: float32}", "env.grayscale=true", "model=qnet"], "env.grayscale"),
+        (["env.options={shape: [9], dtype: float32}", "env.image_size=9", "model=qnet"], "env.image_size"),
+        (["env.options={shape: [10, 10], dtype: float32}"], "model"),
         (["model=qnet"], "model"),
         (["workload.normalize=true"], "workload.normalize"),
         (["workload.terminal_on_life_loss=true", "env.id=CartPole-v1", "model=qnet"], "workload.terminal_on_life_loss"),
@@ -238,6 +244,19 @@ def test_what_an_agent_cannot_see_is_refused(overrides: list[str], key: str, mon
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run("workload=dqn", "env.id=Large-v0", "model=nature_cnn", *overrides))
     assert refusal.value.key == key
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("uint8", (1, 10, 10)), ("bool", (1, 10, 10)), ("float32", (10, 10))])
+def test_arrays_of_two_axes_are_images_if_they_are_of_bytes(
+    dtype: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(gymnasium.registry, "Large-v0", EnvSpec("Large-v0", Large, disable_env_checker=True))
+    options = f"env.options={{shape: [10, 10], dtype: {dtype}}}"
+    run = build_composed_run("workload=dqn", "env.id=Large-v0", options)
+    prepare_session(run)
+    assert run.workload.input_shape() == shape
+    assert ("flattened" in run.workload.describe()["env"]) == (dtype == "float32")
+    assert next(run.workload.build_model().parameters()).shape[1] == 100
 
 
 def test_images_that_are_too_small_for_a_network_are_refused_with_another() -> None:
