@@ -9,8 +9,6 @@ file hyperparameters/dqn.yml in https://github.com/DLR-RM/rl-baselines3-zoo. For
 of the DQN agent that the RL Zoo has trained and published (https://huggingface.co/sb3).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
@@ -21,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from benchmarks.measure import command, result, write
+from benchmarks.measure import command, passed, result, write
 
 PUBLISHED = {"acrobot": -72.0, "mountaincar": -101.0, "lunarlander": 154.0}
 _OFTEN = {"learning_rate": 6.3e-4, "buffer_size": 50_000, "learning_starts": 0, "target_update_interval": 250}
@@ -44,8 +42,7 @@ def with_runner(task: str, seed: int) -> dict[str, Any]:
         duration of the command in seconds (`seconds`).
     """
     began = time.perf_counter()
-    line = [f"experiment=dqn_{task}", f"seed={seed}", "eval_every=0", "save_every=0", "keep=0", "device=cpu"]
-    with command([*line, "device.threads=1"]) as directory:
+    with command([f"experiment=dqn_{task}", f"seed={seed}"]) as directory:
         measured = result(directory)
     seconds = time.perf_counter() - began
     return {
@@ -116,9 +113,8 @@ def main() -> None:
                 seeds = list(range(first, first + count))
                 if seeds:
                     rows.append(row(task, who, list(pool.map(partial(train, task), seeds)), seeds))
-    line = ["python -m benchmarks.agents", *tasks, "--first-seed", str(first), "--seeds", str(arguments.seeds)]
-    line += ["--sb3-seeds", str(arguments.sb3_seeds), "--at-once", str(arguments.at_once)]
-    write("agents", [{"title": "mean return of 100 greedy episodes after training", "rows": rows}], " ".join(line))
+    table = {"title": "mean return of 100 greedy episodes after training", "rows": rows}
+    write("agents", [table], [*tasks, *passed(arguments, "tasks")])
 
 
 if __name__ == "__main__":

@@ -24,22 +24,19 @@ The parallel modes are measured with the defaults of `workload=dqn` and one thre
 environment steps of all processes.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.measure import command, interleave, points, print_value, report, result, write
+from benchmarks import measure
 
 CLEANRL_GOALS = {("compiled", "cleanrl"): 3.0, ("compiled, fifty environments", "cleanrl"): 5.0}
 GOALS = {("runner", "sb3"): 3.0, ("runner", "sb3, ten environments"): 1.0}
@@ -90,7 +87,7 @@ def cleanrl(steps: int, seed: int, checkout: Path) -> float:
 
 
 def _print_length(steps: int, num_episodes: int) -> None:
-    print_value("mean episode", steps / num_episodes)
+    measure.print_value("mean episode", steps / num_episodes)
 
 
 def with_runner(steps: int, seed: int = 0, num_envs: int = 10, compiled: str = "false") -> float:
@@ -123,9 +120,9 @@ def with_runner(steps: int, seed: int = 0, num_envs: int = 10, compiled: str = "
         if main():
             raise SystemExit(1)
         (directory,) = Path(root, "bench").iterdir()
-        _print_length(steps, result(directory)["notes"]["episodes"])
-        rates = [rate for _, rate in points(directory, "time/env_steps_per_second")]
-        print_value("median of the logged rates, environment steps/s", statistics.median(rates))
+        _print_length(steps, measure.result(directory)["notes"]["episodes"])
+        rates = [rate for _, rate in measure.points(directory, "time/env_steps_per_second")]
+        measure.print_value("median of the logged rates, environment steps/s", statistics.median(rates))
     start, end = times
     return steps / (end - start)
 
@@ -136,12 +133,11 @@ def in_mode(options: Sequence[str], steps: int, seed: int) -> float:
     The time that the run spends on logging, evaluating and saving does not count in the logged values.
     """
     line = ["workload=dqn", f"workload.env_steps={steps}", "workload.eval_episodes=1", f"seed={seed}", *options]
-    line += ["log_every=200", "eval_every=0", "save_every=0", "keep=0"]
-    with command([*line, "device=cpu", "device.threads=1"]) as directory:
-        return statistics.median(rate for _, rate in points(directory, "time/env_steps_per_second"))
+    with measure.command([*line, "log_every=200"]) as directory:
+        return statistics.median(rate for _, rate in measure.points(directory, "time/env_steps_per_second"))
 
 
-CONTENDERS: dict[str, Callable[[int, int], float]] = {
+CONTENDERS: measure.Contenders = {
     "sb3": sb3,
     "sb3, ten environments": partial(sb3, num_envs=10),
     "runner": with_runner,
@@ -149,7 +145,7 @@ CONTENDERS: dict[str, Callable[[int, int], float]] = {
     "compiled": partial(with_runner, compiled="step"),
     "compiled, fifty environments": partial(with_runner, num_envs=50, compiled="step"),
 }
-MODES: dict[str, Callable[[int, int], float]] = {
+MODES: measure.Contenders = {
     "one": partial(in_mode, ["parallel=single"]),
     "ddp, two": partial(in_mode, ["parallel=ddp"]),
     "hogwild, two": partial(in_mode, ["parallel=hogwild"]),
@@ -158,33 +154,30 @@ MODES: dict[str, Callable[[int, int], float]] = {
 
 def main() -> None:
     """Measure all contenders, or with `--run` a single one in this process."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=50_000)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cleanrl", type=Path, metavar="DIRECTORY", help="a checkout of CleanRL, prepared as above")
-    parser.add_argument("--run")
-    arguments = parser.parse_args()
+    options = measure.parser(
+        __doc__, {**CONTENDERS, **MODES, "cleanrl": cleanrl}, repeats=5, steps=50_000, threads=1, seed=0
+    )
+    options.add_argument("--cleanrl", type=Path, metavar="DIRECTORY", help="a checkout of CleanRL, prepared as above")
+    arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
-    contenders = dict(CONTENDERS)
-    passed = [f"--{name}={getattr(arguments, name)}" for name in ("steps", "threads", "seed")]
-    goals, checkout = GOALS, arguments.cleanrl and arguments.cleanrl.resolve()
-    if checkout:
+    contenders, goals = dict(CONTENDERS), GOALS
+    if arguments.cleanrl:
+        arguments.cleanrl = arguments.cleanrl.resolve()
+        contenders = {"cleanrl": partial(cleanrl, checkout=arguments.cleanrl), **contenders}
         goals = CLEANRL_GOALS | GOALS
-        contenders = {"cleanrl": partial(cleanrl, checkout=checkout)} | contenders
-        passed += ["--cleanrl", str(checkout)]
     if arguments.run:
-        print((contenders | MODES)[arguments.run](arguments.steps, arguments.seed))
+        print({**contenders, **MODES}[arguments.run](arguments.steps, arguments.seed))
         return
+    words = measure.passed(arguments, "repeats")
     title, unit = f"DQN on CartPole-v1, {arguments.threads} thread(s)", "environment steps/s"
     tables = [
-        report(f"{title}{kind}", unit, interleave("benchmarks.dqn", list(group), arguments.repeats, passed), wanted)
+        measure.report(
+            f"{title}{kind}", unit, measure.interleave("benchmarks.dqn", list(group), arguments.repeats, words), wanted
+        )
         for kind, group, wanted in ((", CleanRL's settings", contenders, goals), (" a process", MODES, MODE_GOALS))
     ]
-    shown = ["DIRECTORY" if word == str(checkout) else word for word in passed]
-    line = ["python", "-m", "benchmarks.dqn", *shown, "--repeats", str(arguments.repeats)]
-    write("dqn", tables, " ".join(line))
+    shown = ["--cleanrl=DIRECTORY" if word.startswith("--cleanrl") else word for word in measure.passed(arguments)]
+    measure.write("dqn", tables, shown)
 
 
 if __name__ == "__main__":

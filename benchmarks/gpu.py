@@ -6,8 +6,6 @@ and `report.json` contain all parts: please send both in an issue. `--rehearse` 
 device that there is, which may be a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -26,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import interleave, result
+from benchmarks.measure import interleave, result, runner
 from benchmarks.resnet import CONTENDERS
 from runner.device import flops_per_second, synchronize
 from runner.system.accelerator import accelerator_type, total_bytes
@@ -87,10 +85,6 @@ class Machine:
         return items[-1:] if self.tiny else items
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The parts
-
-
 def device(machine: Machine) -> Rows:
     """The devices, the versions, and the limits of the first device, measured by a matrix product and by a copy."""
     found = environment()
@@ -129,7 +123,7 @@ def verify(machine: Machine) -> Rows:
 
     def row(cell: str) -> list[str]:
         options = [*cell.split(), "accumulation=2", "model=tiny", "data.size=8", "data.crop=0", "batch_size=32"]
-        done = _runner("verify", *options, f"device={machine.kind}")
+        done = runner("verify", *options, f"device={machine.kind}")
         lines = (done.stdout + done.stderr).strip().splitlines()
         return [cell, VERDICTS.get(done.returncode, "CRASHED"), *([] if done.returncode == 0 else lines[-1:])]
 
@@ -251,8 +245,8 @@ def split_size(machine: Machine) -> Rows:
     for study in machine.some(("resnet50_modes", "split_size")):
         words = ["-m", f"experiment={study}", f"device={machine.kind}", *(shorter if machine.tiny else [])]
         with tempfile.TemporaryDirectory() as scratch:
-            done = _runner(*words, f"output_root={scratch}")
-            plotted = _runner("plot", scratch, f"--out={machine.out / study}")
+            done = runner(*words, f"output_root={scratch}")
+            plotted = runner("plot", scratch, f"--out={machine.out / study}")
             text = (done.stdout + done.stderr + plotted.stderr)[-500:]
             rows.append([study, text if done.returncode or plotted.returncode else f"{machine.out.name}/{study}/*.png"])
     return rows
@@ -260,9 +254,6 @@ def split_size(machine: Machine) -> Rows:
 
 _ALL = (device, tests, verify, resume, users_command, resnet50, small, images, memory, modes, cifar10, split_size)
 PARTS: dict[str, Callable[[Machine], Rows]] = {part.__name__: part for part in _ALL}
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -294,8 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except Exception as error:  # the other parts are of use, too
             rows = [["FAILED", f"{type(error).__name__}: {error}"[-1500:]]]
         path.write_text(json.dumps({"rows": rows, "seconds": time.perf_counter() - began}, indent=2) + "\n", "utf-8")
-    ended = [name for name in PARTS if (options.out / f"{name}.json").exists()]
-    parts = {name: json.loads((options.out / f"{name}.json").read_text()) for name in ended}
+    paths = {name: options.out / f"{name}.json" for name in PARTS}
+    parts = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     report = {"environment": environment(), "parts": parts}
     (options.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     text = "\n".join(_markdown(name, part) for name, part in parts.items())
@@ -314,15 +305,11 @@ def _markdown(name: str, part: dict[str, Any]) -> str:
     return "\n".join([head, "| " + " | ".join([""] * width) + " |", "|" + "---|" * width, *rows])
 
 
-def _runner(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "runner", *words], capture_output=True, text=True)
-
-
 def _train(options: Sequence[str], directory: Path | None = None) -> dict[str, Any]:
     """Train, in a directory of its own or in `directory`, and return the result."""
     with tempfile.TemporaryDirectory() as scratch:
         where = f"--run-directory={directory or Path(scratch, 'run')}"
-        done = _runner(*options, *([] if "resume=" in options[0] else [where]))
+        done = runner(*options, *([] if "resume=" in options[0] else [where]))
         if done.returncode:
             text = (done.stdout + done.stderr)[-800:]
             raise RuntimeError(f"{' '.join(options)}: exit code {done.returncode}: {text}")

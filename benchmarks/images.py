@@ -8,16 +8,12 @@ pixels, with one thread and one process that loads images. Each round has anothe
 rounds show the spread over seeds.
 """
 
-from __future__ import annotations
-
-import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from benchmarks.measure import Rates, command, interleave, points, print_value, report, result, write
+from benchmarks import measure
 
 GOALS = {("runner", "plain"): 1.0}
 SIZE, BATCH, EPOCHS, RATE, WARMUP, LOG_EVERY = 32, 64, 2, 0.05, 20, 10
@@ -57,7 +53,7 @@ def plain(folder: Path, seed: int) -> float:
     model.eval()
     with torch.no_grad():
         pairs = [(model(images).argmax(1), labels) for images, labels in DataLoader(test, 256, num_workers=1)]
-    print_value("accuracy", sum(int((got == labels).sum()) for got, labels in pairs) / len(test))
+    measure.print_value("accuracy", sum(int((got == labels).sum()) for got, labels in pairs) / len(test))
     return BATCH * (len(times) - 1 - WARMUP) / (times[-1] - times[WARMUP])
 
 
@@ -65,41 +61,34 @@ def with_runner(folder: Path, seed: int) -> float:
     """Return images per second of the runner, from the times of its logs, and print its accuracy."""
     options = ["model=torchvision", "model.name=resnet18", "data=imagefolder", f"data.root={folder}", "data.workers=1"]
     options += [f"data.size={SIZE}", f"data.crop_area={LEAST_AREA}", "data.center=1.0", f"batch_size={BATCH}"]
-    options += [f"epochs={EPOCHS}", f"optimizer.lr={RATE}", f"seed={seed}", "device=cpu", "device.threads=1"]
-    with command([*options, "eval_every=0", "save_every=0", f"log_every={LOG_EVERY}"]) as directory:
-        print_value("accuracy", result(directory)["metrics"]["eval/accuracy"])
-        times = [wall_time for wall_time, _ in points(directory, "train/loss")]
+    options += [f"epochs={EPOCHS}", f"optimizer.lr={RATE}", f"seed={seed}", f"log_every={LOG_EVERY}"]
+    with measure.command(options) as directory:
+        measure.print_value("accuracy", measure.result(directory)["metrics"]["eval/accuracy"])
+        times = [wall_time for wall_time, _ in measure.points(directory, "train/loss")]
     first = WARMUP // LOG_EVERY - 1
     last = len(times) - 2  # the last log may cover fewer steps
     return BATCH * LOG_EVERY * (last - first) / (times[last] - times[first])
 
 
-CONTENDERS: dict[str, Callable[[Path, int], float]] = {"plain": plain, "runner": with_runner}
+CONTENDERS: measure.Contenders = {"plain": plain, "runner": with_runner}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the images")
-    parser.add_argument("--repeats", type=int, default=5, help="number of seeds")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--run", choices=CONTENDERS)
-    arguments = parser.parse_args()
+    options = measure.parser(__doc__, CONTENDERS, repeats=5, seed=0)
+    options.add_argument("folder", type=Path, help="the images")
+    arguments = options.parse_args()
     if arguments.run:
         print(CONTENDERS[arguments.run](arguments.folder.resolve(), arguments.seed))
         return
-    rates = Rates(list(CONTENDERS))
-    rates.beside["accuracy"] = {name: [] for name in CONTENDERS}
-    for seed in range(arguments.repeats):
-        own = interleave(
-            "benchmarks.images", list(CONTENDERS), 1, [str(arguments.folder.resolve()), "--seed", str(seed)]
-        )
-        for name in CONTENDERS:
-            rates[name] += own[name]
-            rates.beside["accuracy"][name] += own.beside["accuracy"][name]
-    table = report(f"ResNet18, {SIZE}×{SIZE} JPEG files, batch {BATCH}, {EPOCHS} epochs", "images/s", rates, GOALS)
+    rates = measure.interleave(
+        "benchmarks.images", list(CONTENDERS), arguments.repeats, [str(arguments.folder), "--seed="]
+    )
+    table = measure.report(
+        f"ResNet18, {SIZE}×{SIZE} JPEG files, batch {BATCH}, {EPOCHS} epochs", "images/s", rates, GOALS
+    )
     for name, values in rates.beside["accuracy"].items():
         print(f"  accuracy of {name:<8} {min(values):.4f} – {max(values):.4f} over {len(values)} seeds")
-    write("images", [table], f"python -m benchmarks.images FOLDER --repeats {arguments.repeats}")
+    measure.write("images", [table], ["FOLDER", f"--repeats={arguments.repeats}"])
 
 
 if __name__ == "__main__":

@@ -5,9 +5,6 @@ convolutions with 16 and 32 channels and pooling, 64 hidden units, on the 8×8 d
 The runner logs every 50 steps, shows its progress and saves checkpoints; the others neither log nor save.
 """
 
-from __future__ import annotations
-
-import argparse
 import sys
 import tempfile
 import time
@@ -16,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from benchmarks.measure import interleave, report, write
+from benchmarks.measure import Contenders, measured, parser, passed, report, write
 from runner.data.built_in import Digits
 from runner.data.memory import TensorSamples
 
@@ -148,18 +145,9 @@ def with_runner(steps: int, *more: str, start: Callable[[list[str]], int] = comm
         more: further overrides.
         start: trains the run that the overrides describe; see `run`.
     """
-    options = [
-        "model=tiny",
-        "data.size=8",
-        "data.crop=0",
-        "schedule=constant",
-        "optimizer.lr=0.05",
-        "log_every=50",
-        "eval_every=0",
-    ]
-    threads = f"device.threads={torch.get_num_threads()}"
-    options += [f"batch_size={BATCH}", f"save_every={steps // 3}", f"steps={steps}", "device=cpu", threads, *more]
-    return run(options, start=start)
+    options = ["model=tiny", "data.size=8", "data.crop=0", "schedule=constant", "optimizer.lr=0.05", "device=cpu"]
+    options += [f"device.threads={torch.get_num_threads()}", "log_every=50", "eval_every=0", f"batch_size={BATCH}"]
+    return run([*options, f"save_every={steps // 3}", f"steps={steps}", *more], start=start)
 
 
 def run(options: list[str], warmup: int = 0, start: Callable[[list[str]], int] = command) -> float:
@@ -187,7 +175,7 @@ def run(options: list[str], warmup: int = 0, start: Callable[[list[str]], int] =
     return (len(times) - 2 - warmup) / (times[-2] - times[warmup])
 
 
-CONTENDERS: dict[str, Callable[[int], float]] = {
+CONTENDERS: Contenders = {
     "limit": limit,
     "plain": plain,
     "accelerate": accelerate,
@@ -199,26 +187,16 @@ CONTENDERS: dict[str, Callable[[int], float]] = {
 
 def main() -> None:
     """Measure all contenders, or with `--run` a single one in this process."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--channels-last", action="store_true", help="for all (default: each with its default layout)")
-    parser.add_argument("--run", choices=CONTENDERS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, CONTENDERS, repeats=7, steps=3000, threads=1)
+    options.add_argument("--channels-last", action="store_true", help="for all (default: each with its default layout)")
+    arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     global CHANNELS_LAST
     CHANNELS_LAST = arguments.channels_last
-    if arguments.run:
-        print(CONTENDERS[arguments.run](arguments.steps))
-        return
-    passed = ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
-    passed += ["--channels-last"] * arguments.channels_last
-    rates = interleave("benchmarks.overhead", list(CONTENDERS), arguments.repeats, passed)
+    rates = measured("overhead", CONTENDERS, arguments, arguments.steps)
     layouts = "channels_last for all" if arguments.channels_last else "default memory formats"
     table = report(f"small network on digits, {arguments.threads} thread(s), {layouts}", "steps/s", rates, GOALS)
-    command = ["python", "-m", "benchmarks.overhead", *passed, "--repeats", str(arguments.repeats)]
-    write("overhead" + "_channels_last" * arguments.channels_last, [table], " ".join(command))
+    write("overhead", [table], passed(arguments), "_channels_last" * arguments.channels_last)
 
 
 if __name__ == "__main__":

@@ -6,21 +6,13 @@ step is logged, as in the hand-written loops: a logged step also computes the gr
 the command to the first step is measured, too.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.measure import command, interleave, points, print_value, report, result, write
+from benchmarks import measure
 
 BATCH, SIZE, STEPS, WARMUP = 48, 128, 10, 2
 GOALS = {("ddp", "single"): 1.7, ("ddp", "ddp-by-hand"): 0.97, ("fsdp", "fsdp-by-hand"): 0.95}
@@ -31,10 +23,10 @@ def with_runner(mode: str) -> float:
     """Return images per second of a run."""
     options = [f"parallel={mode}", "model=resnet50", "data=synthetic", f"data.size={SIZE}", "data.num_classes=1000"]
     options += [f"data.num_samples={4 * BATCH}", f"batch_size={BATCH}", f"steps={STEPS}", "schedule=constant"]
-    options += ["optimizer.lr=0.01", "log_every=100", "eval_every=0", "save_every=0", "device=cpu", "device.threads=1"]
-    with command(options) as directory:
-        measured = result(directory)
-    print_value("peak MiB of rank 0:", measured["peak_memory_bytes"] / 2**20)
+    options += ["optimizer.lr=0.01", "log_every=100"]
+    with measure.command(options) as directory:
+        measured = measure.result(directory)
+    measure.print_value("peak MiB of rank 0:", measured["peak_memory_bytes"] / 2**20)
     return BATCH / measured["step_seconds"]["median"]
 
 
@@ -45,27 +37,21 @@ def first_step() -> float:
         The seconds from the start of the command until the step is logged.
     """
     began = time.time()
-    with command(["parallel=ddp", "steps=1", "log_every=1"]) as directory:
-        return points(directory, "train/loss")[0][0] - began
+    with measure.command(["parallel=ddp", "steps=1", "log_every=1"]) as directory:
+        return measure.points(directory, "train/loss")[0][0] - began
 
 
 def by_hand(mode: str) -> float:
     """Return images per second of a loop as in torch's tutorials, with the same settings as in `with_runner`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch, "seconds.json")
-        torch.multiprocessing.spawn(_rank, (mode, str(path), f"file://{scratch}/store"), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
-        return BATCH / statistics.median(json.loads(path.read_text())[WARMUP:])
+    return BATCH / statistics.median(measure.in_two_processes(_rank, mode)[WARMUP:])
 
 
-def _rank(rank: int, mode: str, path: str, init_method: str) -> None:
+def _rank(_: int, mode: str) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torchvision.models import resnet50
     from torchvision.models.resnet import Bottleneck
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
     torch.manual_seed(0)
     model = resnet50(weights=None)
     if mode == "ddp":
@@ -90,12 +76,10 @@ def _rank(rank: int, mode: str, path: str, init_method: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
-    if rank == 0:
-        Path(path).write_text(json.dumps(seconds))
-    torch.distributed.destroy_process_group()
+    return seconds
 
 
-CONTENDERS: dict[str, Callable[[], float]] = {
+CONTENDERS: measure.Contenders = {
     "single": lambda: with_runner("single"),
     "ddp": lambda: with_runner("ddp"),
     "ddp-by-hand": lambda: by_hand("ddp"),
@@ -115,17 +99,12 @@ def first_steps(repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure all contenders, or with `--run` a single one in this process."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--run", choices=CONTENDERS)
-    arguments = parser.parse_args()
-    if arguments.run:
-        print(CONTENDERS[arguments.run]())
-        return
-    first = first_steps(arguments.repeats)
-    rates = interleave("benchmarks.parallel", list(CONTENDERS), arguments.repeats)
-    table = report(f"ResNet50, {SIZE}×{SIZE}, batch {BATCH}, float32, one thread a process", "images/s", rates, GOALS)
-    write("parallel", [table, first], f"python -m benchmarks.parallel --repeats {arguments.repeats}")
+    arguments = measure.parser(__doc__, CONTENDERS, repeats=5).parse_args()
+    rates = measure.measured("parallel", CONTENDERS, arguments)
+    table = measure.report(
+        f"ResNet50, {SIZE}×{SIZE}, batch {BATCH}, float32, one thread a process", "images/s", rates, GOALS
+    )
+    measure.write("parallel", [table, first_steps(arguments.repeats)], measure.passed(arguments))
 
 
 if __name__ == "__main__":

@@ -6,21 +6,14 @@ the benchmark also reports the fraction of the theoretical bound that was reache
 time that the measured times of the stages allow, divided by the actual step time.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.measure import command, interleave, points, print_value, report, result, write
+from benchmarks import measure
 
 BATCH, SIZE, STEPS = 48, 128, 5
 CUT, SPLIT = "layer3.1", 6
@@ -36,25 +29,21 @@ def with_runner(*options: str) -> Callable[[str], float]:
     def rate(precision: str) -> float:
         line = [*options, f"precision={precision}", "model=resnet50", "data=synthetic", f"data.size={SIZE}"]
         line += [f"data.num_samples={4 * BATCH}", "data.holdout=8", "data.num_classes=1000", f"batch_size={BATCH}"]
-        line += [f"steps={STEPS}", "schedule=constant", "optimizer.lr=0.01", "log_every=1", "eval_every=0"]
-        line += ["save_every=0", "keep=0"]
-        with command([*line, "device=cpu", "device.threads=1"]) as directory:
-            bubbles, bounds = (points(directory, f"pipeline/{tag}") for tag in ("bubble", "bubble_bound"))
+        line += [f"steps={STEPS}", "schedule=constant", "optimizer.lr=0.01", "log_every=1"]
+        with measure.command(line) as directory:
+            bubbles, bounds = (measure.points(directory, f"pipeline/{tag}") for tag in ("bubble", "bubble_bound"))
             # The busy time is the same in a step and its bound: the busy fractions have the ratio of the times.
             reached = [(1 - bubble) / (1 - bound) for (_, bubble), (_, bound) in zip(bubbles, bounds, strict=True)]
             if reached:
-                print_value("of its bound:", statistics.median(reached[1:]))
-            return BATCH / result(directory)["step_seconds"]["median"]
+                measure.print_value("of its bound:", statistics.median(reached[1:]))
+            return BATCH / measure.result(directory)["step_seconds"]["median"]
 
     return rate
 
 
 def by_hand(precision: str) -> float:
     """Return images per second of `torch.distributed.pipelining` in a hand-written loop with the same settings."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch, "seconds.json")
-        torch.multiprocessing.spawn(_rank, (precision, str(path), f"file://{scratch}/store"), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
-        return BATCH / statistics.median(json.loads(path.read_text())[1:])
+    return BATCH / statistics.median(measure.in_two_processes(_rank, precision)[1:])
 
 
 class _StageModule(torch.nn.Module):
@@ -72,13 +61,10 @@ class _StageModule(torch.nn.Module):
         return x.permute(0, 2, 3, 1).clone() if self.is_first else x  # torch cannot detach a view in place
 
 
-def _rank(rank: int, precision: str, path: str, init_method: str) -> None:
+def _rank(rank: int, precision: str) -> list[float]:
     from torch.distributed import pipelining
     from torchvision.models import resnet50
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
     torch.manual_seed(0)
     network = resnet50(weights=None)
     blocks: dict[str, Any] = {name: getattr(network, name) for name in ("conv1", "bn1", "relu", "maxpool")}
@@ -107,9 +93,7 @@ def _rank(rank: int, precision: str, path: str, init_method: str) -> None:
         optimizer.zero_grad()
         torch.distributed.barrier()  # waits for both stages, as the runner does after each step
         seconds.append(time.perf_counter() - began)
-    if rank == 0:
-        Path(path).write_text(json.dumps(seconds))
-    torch.distributed.destroy_process_group()
+    return seconds
 
 
 def _pipeline(schedule: str, split: int, cuts: str = "auto") -> Callable[[str], float]:
@@ -117,7 +101,7 @@ def _pipeline(schedule: str, split: int, cuts: str = "auto") -> Callable[[str], 
     return with_runner("parallel=pipeline", *options)
 
 
-CONTENDERS: dict[str, Callable[[str], float]] = {
+CONTENDERS: measure.Contenders = {
     "single": with_runner("parallel=single"),
     **{f"gpipe, split {split}": _pipeline("gpipe", split) for split in (6, 8, 12)},
     **{f"{name}, split 6": _pipeline(name, 6) for name in ("1f1b", "interleaved_1f1b")},
@@ -133,16 +117,10 @@ _SPLITS = [name for name in CONTENDERS if "split" in name]
 
 def main() -> None:
     """Measure all contenders, or with `--run` a single one in this process."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--precision", choices=tuple(GOALS), default="32")
-    parser.add_argument("--run", choices=CONTENDERS)
-    arguments = parser.parse_args()
-    if arguments.run:
-        print(CONTENDERS[arguments.run](arguments.precision))
-        return
-    passed = ["--precision", arguments.precision]
-    rates = interleave("benchmarks.pipeline", list(CONTENDERS), arguments.repeats, passed)
+    options = measure.parser(__doc__, CONTENDERS, repeats=5)
+    options.add_argument("--precision", choices=tuple(GOALS), default="32")
+    arguments = options.parse_args()
+    rates = measure.measured("pipeline", CONTENDERS, arguments, arguments.precision)
     best = max(_SPLITS, key=lambda name: statistics.median(rates[name]))
     cut = max(_HAND_CUTS, key=lambda name: statistics.median(rates[name]))
     goals = {
@@ -151,9 +129,10 @@ def main() -> None:
         (f"cut at {CUT}", "by hand"): 0.97,
     }
     title = f"ResNet50, {SIZE}×{SIZE}, batch {BATCH}, precision {arguments.precision}, two stages of one thread each"
-    table = report(title, "images/s", rates, goals)
-    name = "pipeline" if arguments.precision == "32" else f"pipeline_{arguments.precision}"
-    write(name, [table], f"python -m benchmarks.pipeline {' '.join(passed)} --repeats {arguments.repeats}")
+    table = measure.report(title, "images/s", rates, goals)
+    measure.write(
+        "pipeline", [table], measure.passed(arguments), "" if arguments.precision == "32" else f"_{arguments.precision}"
+    )
 
 
 if __name__ == "__main__":

@@ -8,19 +8,15 @@ replay buffer of whole stacks; Stable-Baselines3 has the Huber loss. Both need O
 environments together. Each contender has one thread.
 """
 
-from __future__ import annotations
-
-import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.measure import command, interleave, points, report, write
+from benchmarks.measure import Contenders, command, measured, parser, passed, points, report, write
 
 WARM_UP, BATCH, SIZE = 400, 32, 10_000
 GAME = "ALE/Pong-v5"
@@ -94,27 +90,20 @@ def with_runner(steps: int) -> float:
     """Return the median of the environment steps per second that the runner logs."""
     options = ["experiment=dqn_atari", f"env.id={GAME}", f"workload.env_steps={steps}", f"workload.warm_up={WARM_UP}"]
     options += [f"workload.replay_size={SIZE}", "workload.eval_episodes=1", "env.max_episode_steps=100", "log_every=50"]
-    with command([*options, "eval_every=0", "save_every=0", "keep=0", "device=cpu", "device.threads=1"]) as directory:
+    with command(options) as directory:
         return statistics.median(rate for _, rate in points(directory, "time/env_steps_per_second"))
 
 
-CONTENDERS: dict[str, Callable[[int], float]] = {"plain": plain, "sb3": sb3, "runner": with_runner}
+CONTENDERS: Contenders = {"plain": plain, "sb3": sb3, "runner": with_runner}
 
 
 def main() -> None:
     """Measure all contenders, or with `--run` a single one in this process."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--run", choices=CONTENDERS)
-    arguments = parser.parse_args()
-    if arguments.run:
-        torch.set_num_threads(1)
-        print(CONTENDERS[arguments.run](arguments.steps))
-        return
-    rates = interleave("benchmarks.pixels", list(CONTENDERS), arguments.repeats, [f"--steps={arguments.steps}"])
+    arguments = parser(__doc__, CONTENDERS, repeats=3, steps=1200).parse_args()
+    torch.set_num_threads(1)
+    rates = measured("pixels", CONTENDERS, arguments, arguments.steps)
     table = report("DQN on Atari, CleanRL's settings, 1 thread", "environment steps/s", rates, GOALS)
-    write("pixels", [table], f"python -m benchmarks.pixels --repeats {arguments.repeats} --steps {arguments.steps}")
+    write("pixels", [table], passed(arguments))
 
 
 if __name__ == "__main__":

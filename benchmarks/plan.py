@@ -4,8 +4,6 @@
 whose threads release copies of gradients at varying times, the result varies.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -61,7 +59,7 @@ def main() -> None:
         verdict = "reached" if abs(error) <= GOAL else "MISSED"
         print(f"  {name:<32} {[f'{each / 1e6:,.1f} MB' for each in predicted]}: {error:+.1%} {verdict}", flush=True)
         rows.append({"case": name, "predicted": predicted, "measured": peaks, "error": error})
-    write("plan", [{"title": "peak memory of tensors in bytes", "rows": rows}], "python -m benchmarks.plan")
+    write("plan", [{"title": "peak memory of tensors in bytes", "rows": rows}], sys.argv[1:])
 
 
 def output(module: str, *words: str) -> Any:

@@ -3,16 +3,13 @@
 On a CPU, `python -m benchmarks.resnet`: 128×128, batch size 16, channels_last, float32. On a GPU: `benchmarks.gpu`.
 """
 
-from __future__ import annotations
-
-import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.measure import interleave, report, write
+from benchmarks.measure import Contenders, measured, parser, passed, report, write
 from benchmarks.overhead import run
 from runner.device import synchronize
 
@@ -67,36 +64,30 @@ def plain(setting: Setting) -> float:
 def with_runner(setting: Setting) -> float:
     """Return images per second of the runner after the warm-up, with logs and progress display."""
     precision = {torch.float32: "32", torch.bfloat16: "bf16"}[setting.dtype]
-    steps = setting.warmup + setting.steps
     options = ["model=resnet50", "data=synthetic", f"data.size={setting.size}", f"data.num_samples={setting.batch * 4}"]
     options += [f"batch_size={setting.batch}", f"precision={precision}", f"compile={str(setting.compile).lower()}"]
     options += ["schedule=constant", "optimizer.lr=0.01", "log_every=5", "eval_every=0", "save_every=0"]
-    options += [f"steps={steps}"]
-    return setting.batch * run([*options, f"device={setting.device}"], setting.warmup)
+    options += [f"steps={setting.warmup + setting.steps}", f"device={setting.device}"]
+    return setting.batch * run(options, setting.warmup)
 
 
-CONTENDERS: dict[str, Callable[[Setting], float]] = {"plain": plain, "runner": with_runner}
+CONTENDERS: Contenders = {"plain": plain, "runner": with_runner}
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure each loop several times, each time in a new process; with `--run`, one loop once, in this process."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal")
-    parser.add_argument("--run", choices=CONTENDERS)
-    arguments = parser.parse_args(words)
+    options = parser(__doc__, CONTENDERS, repeats=5)
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--compile", action="store_true")
+    options.add_argument("--tiny", action="store_true", help="a rehearsal")
+    arguments = options.parse_args(words)
     setting = replace(CPU if arguments.device == "cpu" else GPU, device=arguments.device, compile=arguments.compile)
     if arguments.tiny:
         setting = replace(setting, size=32, batch=4, steps=3, warmup=1)
-    if arguments.run:
-        print(CONTENDERS[arguments.run](setting))
-        return
-    rates = interleave("benchmarks.resnet", list(CONTENDERS), arguments.repeats)
+    rates = measured("resnet", CONTENDERS, arguments, setting)
     kind = f"{setting.size}×{setting.size}, batch {setting.batch}, {setting.dtype}"
     table = report(f"ResNet50, {kind}", "images/s", rates, GOALS)
-    write("resnet", [table], f"python -m benchmarks.resnet --repeats {arguments.repeats}")
+    write("resnet", [table], passed(arguments))
 
 
 if __name__ == "__main__":

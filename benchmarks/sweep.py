@@ -9,8 +9,6 @@
   the sampler.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal
@@ -23,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import write
+from benchmarks.measure import runner, write
 from runner.system.console import DIVERGED, DONE
 
 JOB = ("model=tiny", "data=digits", "epochs=1", "device=cpu", "eval_every=0", "save_every=0")
@@ -40,8 +38,7 @@ REPEATS = 5
 def sweep(scratch: Path, *words: str) -> float:
     """Run a sweep, and return its seconds."""
     start = time.perf_counter()
-    line = [sys.executable, "-m", "runner", "-m", *words, f"output_root={scratch}"]
-    done = subprocess.run(line, check=False, capture_output=True, text=True)
+    done = runner("-m", *words, f"output_root={scratch}")
     if done.returncode not in (DONE, DIVERGED):  # a search tries learning rates that are too large
         raise RuntimeError(done.stderr[-2000:])
     return time.perf_counter() - start
@@ -61,13 +58,9 @@ def jobs() -> dict[str, Any]:
                     seeds = ",".join(map(str, range(count)))
                     seconds[name].append(sweep(Path(scratch), *JOB, f"seed={seeds}", f"sweep.slots={slots}"))
         medians = {name: statistics.median(each) for name, each in seconds.items()}
-        found[f"{count} jobs"] = {
-            **{
-                name: {"median_s": round(medians[name], 2), "all": [round(each, 2) for each in seconds[name]]}
-                for name in seconds
-            },
-            "ratio": round(medians["at once"] / medians["one at a time"], 3),
-        }
+        rounded = {name: [round(each, 2) for each in measured] for name, measured in seconds.items()}
+        found[f"{count} jobs"] = {name: {"median_s": round(medians[name], 2), "all": rounded[name]} for name in medians}
+        found[f"{count} jobs"]["ratio"] = round(medians["at once"] / medians["one at a time"], 3)
         print(count, found[f"{count} jobs"], flush=True)
     return found
 
@@ -80,14 +73,8 @@ def enumerate_many() -> dict[str, Any]:
     seconds = []
     for _ in range(3):
         with tempfile.TemporaryDirectory() as scratch:
-            words = [
-                *JOB,
-                "optimizer=sgd,adam",
-                "optimizer.momentum=0.9",
-                "seed=range(0,5000)",
-                f"output_root={scratch}",
-            ]
-            line = [sys.executable, "-m", "runner", "-m", *words, "sweep.slots=1"]
+            words = [*JOB, "optimizer=sgd,adam", "optimizer.momentum=0.9", "seed=range(0,5000)", "sweep.slots=1"]
+            line = [sys.executable, "-m", "runner", "-m", *words, f"output_root={scratch}"]
             start = time.perf_counter()
             process = subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
             assert process.stderr is not None
@@ -119,14 +106,8 @@ def search() -> dict[str, Any]:
         for sampler, found in best.items():
             with tempfile.TemporaryDirectory() as scratch:
                 options = ["model=tiny", "data=digits", "epochs=2", "device=cpu", "save_every=0", "keep=0"]
-                sweep(
-                    Path(scratch),
-                    *options,
-                    *SEARCH,
-                    f"sweep.search={sampler}",
-                    "sweep.trials=30",
-                    f"sweep.sampler_seed={seed}",
-                )
+                options += [*SEARCH, f"sweep.search={sampler}", "sweep.trials=30", f"sweep.sampler_seed={seed}"]
+                sweep(Path(scratch), *options)
                 [path] = Path(scratch, "sweeps", "classifier").iterdir()
                 found.append(max(value for _, value in study(path) if value is not None))
             print(seed, sampler, round(found[-1], 4), flush=True)
@@ -136,11 +117,7 @@ def search() -> dict[str, Any]:
     }
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "jobs": jobs,
-    "enumerate": enumerate_many,
-    "search": search,
-}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {"jobs": jobs, "enumerate": enumerate_many, "search": search}
 
 
 def main() -> None:
@@ -151,7 +128,7 @@ def main() -> None:
     found = {name: PARTS[name]() for name in parts}
     print(json.dumps(found, indent=2))
     tables = [{"title": name, **part} for name, part in found.items()]
-    write("sweep", tables, f"python -m benchmarks.sweep {' '.join(parts)}")
+    write("sweep", tables, parts)
 
 
 if __name__ == "__main__":

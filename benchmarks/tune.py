@@ -5,20 +5,16 @@ it may choose is measured, in bursts that alternate with bursts of the baseline,
 much longer a step of the choice takes than a step of the best combination.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.measure import write
+from benchmarks.measure import runner, write
 from runner.api.composing import compose
 from runner.planning.candidates import ALLOWED, Candidate, Candidates, Overrides
 from runner.planning.trial import BURST_SECONDS, Trial, TrialError
@@ -41,7 +37,7 @@ def tuned(overrides: Sequence[str], budget: float, allowed: str) -> dict[str, An
     """Run tune as a command, and return its report."""
     with tempfile.TemporaryDirectory() as directory:
         words = [*overrides, f"output_root={directory}", "--json", "--budget", str(budget), "--allow", allowed]
-        done = subprocess.run([sys.executable, "-m", "runner", "tune", *words], capture_output=True, text=True)
+        done = runner("tune", *words)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -103,7 +99,7 @@ def main() -> None:
         rows.append(row | {"slower_than_best": ratios[chosen] / ratios[best] - 1})
         print(rows[-1])
         tables = [{"title": f"the choice within {GOAL:.0%} of the best", "rows": rows}]
-        write("tune", tables, shlex.join(["python", "-m", "benchmarks.tune", *sys.argv[1:]]))  # a case may take long
+        write("tune", tables, sys.argv[1:])  # a case may take long
 
 
 if __name__ == "__main__":

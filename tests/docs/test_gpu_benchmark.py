@@ -35,13 +35,13 @@ def test_a_part_is_rehearsed(
     def interleaved(module: str, contenders: Sequence[str], repeats: int, arguments: Sequence[str]) -> Rates:
         rates = Rates(contenders)
         for contender in contenders:
-            with globals_restored():
+            with globals_restored(), pytest.raises(SystemExit):
                 resnet.main(["--run", contender, *arguments])
             rates[contender].append(float(capfd.readouterr().out.splitlines()[-1]))
         return rates
 
     if name != "memory":  # whose trial forks itself
-        monkeypatch.setattr(gpu, "_runner", forked_or_here)
+        monkeypatch.setattr(gpu, "runner", forked_or_here)
     monkeypatch.setattr(gpu, "interleave", interleaved)
     for owner, what in ((torch.backends.cudnn, "benchmark"), (training.Progress, "step")):
         monkeypatch.setattr(owner, what, getattr(owner, what))  # restored at the end
