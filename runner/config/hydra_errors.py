@@ -10,7 +10,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.errors import ABSENT, ConfigError, did_you_mean
-from runner.config.options import groups, option_keys, root_keys
+from runner.config.options import example, groups, option_keys, root_keys
 from runner.config.other_names import type_instead
 
 
@@ -39,13 +39,16 @@ def _no_such_option(error: Exception) -> ConfigError | None:
     group, _, option = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
     if group not in root_keys():
         return None
-    remedy = did_you_mean(option, groups().get(group, []))
+    names = groups().get(group, [])
+    is_switch = option.lower() in ("true", "false", "yes", "no", "on", "off")
+    remedy = f"choose from: {', '.join(names)}" if is_switch else did_you_mean(option, names)
     for pattern, instead in _BY_KEY.items():
         if found := re.fullmatch(pattern, f"{group}={option}"):
             remedy = instead.format(*found.groups())
             break
-    if groups().get(group) == ["default"]:  # there is nothing to choose in this group
-        remedy = f"set its keys: {', '.join(f'{group}.{key}=…' for key in sorted(option_keys(group, 'default')))}"
+    if names == ["default"]:  # there is nothing to choose in this group
+        keys = ", ".join(f"{group}.{key}" for key in sorted(option_keys(group, "default")))
+        remedy = f"set its keys: {keys}; for example: {example(group, 'default')}"
     return ConfigError(group, option, "there is no such option;", remedy)
 
 

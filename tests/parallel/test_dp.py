@@ -12,7 +12,7 @@ from torch import nn
 
 from runner.config.errors import ConfigError
 from runner.parallel.collectives import Collectives
-from runner.planning.fake_step import prepared, trace
+from runner.planning.fake_step import prepared, trace_ranks
 
 
 def test_dp_on_one_device_warns_and_equals_single(trained, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,5 +86,5 @@ def test_two_gpus_compute_what_one_computes(options: tuple[str, ...], tolerance:
 @two_gpus
 def test_a_plan_for_two_gpus_counts_the_whole_batch() -> None:
     runs = [build_composed_run(*PLAIN_LOOP_OVERRIDES, "device=cuda", f"parallel={mode}") for mode in ("single", "dp")]
-    (one,), (two,) = (trace(run, prepared(run)) for run in runs)
+    (one,), (two,) = (trace_ranks(run, prepared(run)) for run in runs)
     assert two == one

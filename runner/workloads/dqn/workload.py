@@ -122,9 +122,8 @@ class DQN(Workload):
             fits = self.model.num_dims is not None or math.prod(shape) <= _MAX_FLAT
             why = f"it would flatten images of {'×'.join(map(str, shape))} to vectors"
             check(fits, "model", type(self.model).__name__, why, "use model=nature_cnn")
-            check(
-                not self.normalize, "workload.normalize", True, "images are scaled anyway", "workload.normalize=false"
-            )
+            why, remedy = "images are scaled anyway", "workload.normalize=false"
+            check(not self.normalize, "workload.normalize", True, why, remedy)
         if self.terminal_on_life_loss:
             with self.env.vector(1, in_process=True) as vector:
                 vector.reset(0)
@@ -151,10 +150,15 @@ class DQN(Workload):
         envs_per_process(self.env.num_envs, plan.num_data_ranks)
 
     def build_model(self) -> torch.nn.Module:
+        from torch.nn.modules.batchnorm import _BatchNorm
+
         from models.qnet import WithTarget
 
         with errors_under("model"):
             online = self.model.build(self.env.shape, self.env.num_actions)
+        fits = not any(isinstance(module, _BatchNorm) for module in online.modules())
+        why = "its batch normalization would let an action depend on what is seen in other environments"
+        check(fits, "model", type(self.model).__name__, why, "use model.norm=group if it has it, or model=nature_cnn")
         pixel_scale = None if self.env.pixels is None else self.env.pixels.scale
         scaling = evaluation.observation_scaling(self.env, self.warm_up) if self.normalize else (None, None)
         return WithTarget(online, *scaling, pixel_scale)

@@ -20,7 +20,7 @@ from torch import nn
 from runner.commands import play
 from runner.config.errors import ConfigError
 from runner.planning.fake_step import prepared as planned
-from runner.planning.fake_step import trace
+from runner.planning.fake_step import trace_ranks
 from runner.planning.report import report_of
 from runner.seeds import derive
 from runner.workloads.dqn.evaluation import play as evaluate
@@ -190,7 +190,7 @@ def test_a_million_transitions_of_atari_are_planned_with_each_frame_once(device:
     run = build_composed_run(*(each for each in AGENT if not each.startswith("env.")), *size, "env.num_envs=8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(gymnasium.registry, "Large-v0", EnvSpec("Large-v0", Large, disable_env_checker=True))
-        [rank] = trace(run, planned(run, 1))
+        [rank] = trace_ranks(run, planned(run, 1))
         report = report_of(run, planned(run, 1), [rank])
     assert 7.05e9 < rank.kept["data"] < 7.5e9
     assert run.workload.state_bytes()[1] == min(run.workload.env_steps, 2_000_000) * 84 * 84
@@ -267,6 +267,17 @@ def test_images_that_are_too_small_for_a_network_are_refused_with_another() -> N
     assert refusal.value.key == "model.kernel_sizes"
     assert "12×12" in refusal.value.why
     assert "model=minatar_cnn" in refusal.value.remedy
+
+
+def test_networks_of_classifiers_act_without_batch_normalization() -> None:
+    catch = ("workload=dqn", f"env.id={catch_env.__name__}:Catch-v0")
+    for words in (["model=tiny"], ["model=resnet18", "model.stem=cifar", "model.norm=group"]):
+        prepare_session(run := build_composed_run(*catch, *words))
+        assert run.workload.build_model()(torch.zeros(2, 1, 12, 12, dtype=torch.uint8)).shape == (2, 3)
+    prepare_session(run := build_composed_run(*catch, "model=resnet18"))
+    with pytest.raises(ConfigError) as refusal:
+        run.workload.build_model()
+    assert (refusal.value.key, "model.norm=group" in refusal.value.remedy) == ("model", True)
 
 
 def test_the_wrappers_of_gymnasium_make_single_frames(monkeypatch: pytest.MonkeyPatch) -> None:
