@@ -39,8 +39,12 @@ REFUSED = {
     "schedule.milestons=[0.5]": ["schedule.milestons:", "did you mean schedule.milestones?"],
     "device=gpu": ["device: got 'gpu'", "choose device=cuda (NVIDIA or AMD), device=mps"],
     "ema=0.99": ["ema: got '0.99'", "no such option", "set its keys: ema.decay; for example: ema.decay=0.99"],
-    "stop=true": ["stop.min_delta, stop.patience", "for example: stop.metric=eval/accuracy stop.patience=5"],
-    "profiler=true": ["choose from: advanced, none, simple, trace"],
+    "stop=true": [
+        "stop: got 'true'",
+        "stop.min_delta, stop.patience",
+        "for example: stop.metric=eval/accuracy stop.patience=5",
+    ],
+    "profiler=true": ["profiler: got 'true'", "choose from: advanced, none, simple, trace"],
     "~optimizer": ["optimizer: got null", "nothing is chosen"],
     "~optimizer.lr": ["optimizer.lr: it has no value", "give it one; see the comments in conf/optimizer/sgd.yaml"],
     # Keys of other libraries
