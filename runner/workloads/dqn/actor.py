@@ -119,7 +119,8 @@ class Actor:
             explores, actions = self._repeats.extend(explores, actions, self._random)
         if policy is not None:
             actions = np.where(explores, actions, policy(previous))
-        observations, rewards, terminated, truncated, taken, lives_left = vector.step(actions)
+        steps = vector.step(actions)
+        _, rewards, terminated, truncated, taken, lives_left = steps
         ended = terminated | truncated
         if self._repeats is not None:
             self._repeats.end(ended)
@@ -128,8 +129,8 @@ class Actor:
             rewards = rewards.clip(-1, 1)
         if self._terminal_on_life_loss and lives is not None and lives_left is not None:
             terminated = terminated | (taken & (lives_left < lives))  # the episode goes on
-        step = (actions, rewards, observations, terminated, truncated, taken)
-        self.replay.store(self.n_step_buffer, previous, *step)
+        steps = steps._replace(rewards=rewards, terminated=terminated)
+        self.replay.store(self.n_step_buffer, previous, actions, steps)
         self._rewards = min(self._rewards[0], float(rewards.min())), max(self._rewards[1], float(rewards.max()))
         self.num_steps += num_envs
         self._lengths += taken

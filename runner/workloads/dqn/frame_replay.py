@@ -16,7 +16,7 @@ from runner.storage.value_checks import COUNT, TensorSpec, UnexpectedContentErro
 from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, row_width, unpack
 
 if TYPE_CHECKING:
-    from runner.env.vector import Pixels
+    from runner.env.vector import Pixels, Steps
 
 MAX_FRAMES = 2**23  # float32 numbers them exactly up to twice as many, and some are kept besides the capacity
 
@@ -55,26 +55,15 @@ class FrameReplay(Replay):
         self._restarts = True
         self._parts: dict[int, Part] = {}
 
-    def store(
-        self,
-        window: NStepBuffer,
-        observations: np.ndarray,
-        actions: np.ndarray,
-        rewards: np.ndarray,
-        next_observations: np.ndarray,
-        terminated: np.ndarray,
-        truncated: np.ndarray,
-        taken: np.ndarray,
-    ) -> None:
+    def store(self, window: NStepBuffer, observations: np.ndarray, actions: np.ndarray, steps: Steps) -> None:
         if self._restarts:
             self._write(observations, np.zeros(self.num_envs, np.uint8))
             self._restarts = False
         numbers = self._newest()
         ages = self.ages[numbers].numpy()
-        self._write(next_observations, np.where(taken, np.minimum(ages + 1, self.pixels.stack - 1), 0))
-        following = self._newest()[:, None]
-        rows = window.push(numbers[:, None], actions, rewards, following, terminated, truncated, taken)
-        rows = torch.from_numpy(rows)
+        self._write(steps.observations, np.where(steps.taken, np.minimum(ages + 1, self.pixels.stack - 1), 0))
+        following = steps._replace(observations=self._newest()[:, None])
+        rows = torch.from_numpy(window.push(numbers[:, None], actions, following))
         starts = rows[:, 0].long()
         self.rows[starts] = rows
         self.complete[starts.numpy()] = True

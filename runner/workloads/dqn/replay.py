@@ -17,6 +17,7 @@ from runner.system.memory import host_memory
 
 if TYPE_CHECKING:
     from runner.env.base import Env
+    from runner.env.vector import Steps
 
 
 class Transitions(NamedTuple):
@@ -107,20 +108,10 @@ class Replay:
         rows = torch.from_numpy(indices)
         return self.rows.index_select(0, rows.to(self.rows.device, non_blocking=True))
 
-    def store(
-        self,
-        window: NStepBuffer,
-        observations: np.ndarray,
-        actions: np.ndarray,
-        rewards: np.ndarray,
-        next_observations: np.ndarray,
-        terminated: np.ndarray,
-        truncated: np.ndarray,
-        taken: np.ndarray,
-    ) -> None:
+    def store(self, window: NStepBuffer, observations: np.ndarray, actions: np.ndarray, steps: Steps) -> None:
         """Add the transitions that `window` completes when it is given a step of each environment (see its `push`)."""
-        seen, following = (each.reshape(len(actions), -1) for each in (observations, next_observations))
-        self.add(window.push(seen, actions, rewards, following, terminated, truncated, taken))
+        seen, following = (each.reshape(len(actions), -1) for each in (observations, steps.observations))
+        self.add(window.push(seen, actions, steps._replace(observations=following)))
 
     def sample(self, random: np.random.Generator, count: int) -> torch.Tensor:
         """Return `count` rows, drawn uniformly with replacement, on the device of the rows."""
@@ -171,21 +162,17 @@ class NStepBuffer:
         ages = (np.arange(length)[:, None] - np.arange(length)) % length  # the age of slot j when slot i is written
         self._weights = (discount**ages)[:, :, None]
 
-    def push(
-        self,
-        observations: np.ndarray,
-        actions: np.ndarray,
-        rewards: np.ndarray,
-        next_observations: np.ndarray,
-        terminated: np.ndarray,
-        truncated: np.ndarray,
-        taken: np.ndarray,
-    ) -> np.ndarray:
+    def push(self, observations: np.ndarray, actions: np.ndarray, steps: Steps) -> np.ndarray:
         """Add one step of each environment, and return the transitions that these steps complete.
 
-        The arguments are arrays [num_envs, …]; `taken` is False where the environment was reset instead of taking a
-        step. Transitions are packed, float32 [m, row_width].
+        All observations are vectors. Transitions are packed, float32 [m, row_width].
+
+        Args:
+            observations: those before the step, [num_envs, observation_size].
+            actions: int64 [num_envs].
+            steps: the results of the step.
         """
+        _, rewards, terminated, truncated, taken, _ = steps
         slot = self._time % self.length
         self._time += 1
         written = self._rows[slot]
@@ -201,10 +188,9 @@ class NStepBuffer:
         self._open &= ~closing
         slots, envs = closing.nonzero()
         rows = self._rows[slots, envs]
-        rows[:, self.size : -3] = next_observations[envs]
+        rows[:, self.size : -3] = steps.observations[envs]
         rows[:, -2] = self._returns[slots, envs]
-        steps = (slot - slots) % self.length + 1
-        rows[:, -1] = self.discount**steps * ~terminated[envs]
+        rows[:, -1] = self.discount ** ((slot - slots) % self.length + 1) * ~terminated[envs]
         return rows
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from gymnasium.envs.registration import EnvSpec
 from helpers.runs import assert_bitwise_equal
 
 from runner.env.base import Env
+from runner.env.vector import Steps
 from runner.workloads.dqn.actor import Actor, Repeats
 from runner.workloads.dqn.replay import NStepBuffer, Replay, unpack
 
@@ -213,8 +214,9 @@ def test_a_restored_buffer_continues_bitwise() -> None:
     buffers = [NStepBuffer(3, 2, 4, 0.9) for _ in range(2)]
     for time in range(40):
         flags = random.random((3, 3)) < 0.2
-        step = (random.random((3, 2)), random.integers(4, size=3), random.random(3), random.random((3, 2)))
-        found = [buffer.push(*step, flags[0], flags[1], ~flags[2]).copy() for buffer in buffers[: 1 + (time >= 10)]]
+        seen, actions, rewards = random.random((3, 2)), random.integers(4, size=3), random.random(3)
+        steps = Steps(random.random((3, 2)), rewards, flags[0], flags[1], ~flags[2])
+        found = [buffer.push(seen, actions, steps).copy() for buffer in buffers[: 1 + (time >= 10)]]
         if time == 9:
             buffers[1].load_state_dict(buffers[0].state_dict())
         if time >= 10:

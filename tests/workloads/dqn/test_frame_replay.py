@@ -11,7 +11,7 @@ import torch
 from helpers.catch_env import SIZE, Catch
 
 from runner.env.base import Env
-from runner.env.vector import Pixels
+from runner.env.vector import Pixels, Steps
 from runner.workloads.dqn.actor import Actor
 from runner.workloads.dqn.frame_replay import FrameReplay
 from runner.workloads.dqn.replay import NStepBuffer, Transitions
@@ -140,7 +140,7 @@ def add(replay: FrameReplay, window: NStepBuffer, first: int, last: int) -> None
             for each in (step, step + 1)
         )
         actions, rewards = np.full(NUM_ENVS, step), np.full(NUM_ENVS, float(step))
-        replay.store(window, seen, actions, rewards, following, over, over, taken)
+        replay.store(window, seen, actions, Steps(following, rewards, over, over, taken))
 
 
 def write(parts: dict[str, Any], directory: Path) -> dict[str, Path]:
