@@ -6,13 +6,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, check
 from runner.config.name_patterns import matching, names_to_match
+from runner.model.published import check_available
 from runner.model.weights import load_weights
 
 
@@ -23,10 +23,11 @@ class Model(ABC):
     checkpoint_activations: bool = False
     weights: str | None = None
     reset_head: bool = False
+    download: bool = False
     freeze: tuple[str, ...] = ()
     unfreeze: tuple[str, ...] = ()
 
-    may_change_on_resume: ClassVar[tuple[str, ...]] = ("checkpoint_activations", "weights", "reset_head")
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ("checkpoint_activations", "weights", "reset_head", "download")
     num_dims: ClassVar[int | None] = 3
     """Number of dimensions of one input: 3 for images; None if the network flattens inputs of any shape."""
 
@@ -36,12 +37,23 @@ class Model(ABC):
             raise ConfigError("unfreeze", list(self.unfreeze), why, "\"model.freeze=['*']\"")
         if self.reset_head and self.weights is None:
             raise ConfigError("reset_head", True, "there are no weights to load", "model.weights=FILE loads some")
-        if self.weights is not None and not (path := Path(self.weights).expanduser()).is_file():
-            why = f"there is no such file in {path.parent.absolute()}"
-            raise ConfigError("weights", self.weights, why, "give the path of an existing file, or null")
+        check(
+            not self.download or self.weights is not None,
+            "download",
+            True,
+            "no weights are named",
+            "model.weights=NAME",
+        )
+        if self.weights is not None:
+            check_available(self.weights, self.download)
+
+    @classmethod
+    def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return new values for saved options that were not typed again: a saved config starts no download."""
+        return {"download": False} if "download" in values else {}
 
     def build(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        """Create the network for inputs of `shape`, with random weights or those in the file, and freeze parameters.
+        """Create the network for inputs of `shape`, with random weights or those that are named, and freeze parameters.
 
         Raises `ConfigError` if the network cannot process inputs of this shape, or an option does not fit it.
         """

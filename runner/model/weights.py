@@ -1,7 +1,8 @@
-"""Load initial weights from a safetensors file or a saved `state_dict`, without executing code in the file."""
+"""Load initial weights from a file, a run or published ones, without executing code in them."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,12 @@ import torch
 
 from models.blocks import blocks_of
 from runner.config.errors import ConfigError, check
+from runner.model.published import fetched
+from runner.storage.checkpoint import DamagedError, chosen_checkpoint, load
 from runner.storage.files import open_regular
 from runner.storage.safe_torch_load import load_tensors
+
+log = logging.getLogger(__name__)
 
 SAVE_WEIGHTS = "save only the weights: torch.save(model.state_dict(), 'weights.pt')"
 
@@ -35,6 +40,31 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def weights_of(source: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of `source` by name, on the CPU: a file, a run, a checkpoint, or published weights.
+
+    Of a run, they are those of the best checkpoint, or of the last one if it has not been evaluated; the averaged ones,
+    if it averages them. Published weights are downloaded if they are missing.
+    """
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        return read_weights(source if path.is_file() else str(fetched(source)))
+    try:
+        checkpoint = path
+        if path.parent.name != "checkpoints":
+            try:
+                checkpoint = chosen_checkpoint(path, "best")
+            except ConfigError:
+                checkpoint = chosen_checkpoint(path, "last")
+        content = load(checkpoint)
+    except (DamagedError, OSError, ConfigError) as error:
+        why = error.why if isinstance(error, ConfigError) else error
+        remedy = "name a run directory, a checkpoint in one, or a file"
+        raise ConfigError("weights", source, f"no checkpoint can be read ({why})", remedy) from None
+    log.info("weights: those of %s", checkpoint)
+    return content.ema or content.tensors
+
+
 def _load(path: str) -> Any:
     file = Path(path).expanduser()
     try:
@@ -54,15 +84,15 @@ def _load(path: str) -> Any:
         raise ConfigError("weights", path, why, SAVE_WEIGHTS) from None
 
 
-def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
-    """Replace the weights of `model` by those in the file `path` (see `read_weights`).
+def load_weights(model: torch.nn.Module, source: str, reset_head: bool) -> None:
+    """Replace the weights of `model` by those of `source` (see `weights_of`).
 
     From the weights of an agent, only its online network is loaded. If all names begin with the name of one attribute,
     such as `model.`, it is removed. If `reset_head`, the last layer in `model.blocks()` keeps its parameters.
     """
     from models.qnet import online_tensors
 
-    own, tensors, head = model.state_dict(), online_tensors(read_weights(path)), _head(model)
+    own, tensors, head = model.state_dict(), online_tensors(weights_of(source)), _head(model)
     attributes = {name.partition(".")[0] for name in tensors}
     if len(attributes) == 1 and not own.keys() & tensors.keys():  # of a LightningModule that holds the network
         tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
@@ -81,7 +111,7 @@ def load_weights(model: torch.nn.Module, path: str, reset_head: bool) -> None:
         remedy = "choose the model and the data that the weights belong to, or weights of this model"
         if head.issuperset(missing + unexpected + reshaped):
             remedy = "only the last layer differs: model.reset_head=true loads all layers except the last"
-        raise ConfigError("weights", path, f"the tensors in the file are not those of this network ({why})", remedy)
+        raise ConfigError("weights", source, f"the tensors in it are not those of this network ({why})", remedy)
     model.load_state_dict(tensors, strict=False)
 
 
