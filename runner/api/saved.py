@@ -14,6 +14,7 @@ from runner.api.evaluation import evaluate_checkpoint
 from runner.api.execution import settings_kept
 from runner.api.prediction import Prediction, image_files, predict
 from runner.config.errors import ConfigError, check
+from runner.config.options import option_name
 from runner.data.decode import ImageInput
 from runner.model.base import without_memory
 from runner.run import Run, build_run, check_used
@@ -140,16 +141,18 @@ class SavedRun:
 
         The images are read as in the run's evaluation. If one cannot be read, its prediction has an `error`.
         """
-        found = image_files([files] if isinstance(files, str | os.PathLike) else files)
         step = self._step(choice)
         inputs, classes = self.image_input(step), self.signature(step)["classes"]
+        found = image_files([files] if isinstance(files, str | os.PathLike) else files)
         return list(predict(self.model(step), inputs, classes, found))
 
     def image_input(self, choice: str | int = "best") -> ImageInput:
         """Return the transform that turns images into inputs of the model, as in the evaluation of the run."""
         signature = self.signature(choice)
-        why = "its checkpoint does not say how images are read"
-        remedy = "name a run that classifies square images"
+        name = option_name("workload", self.config.get("workload") or {})
+        why = f"it is one of workload={name}, and its checkpoint does not say how images are read"
+        others = "runner play or runner evaluate" if name == "dqn" else "runner evaluate"
+        remedy = f"name a run that classifies square images; {others} takes this one"
         check(signature.get("image") is not None, "directory", str(self.directory), why, remedy)
         return ImageInput(**signature["image"])
 

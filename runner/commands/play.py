@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from runner.analysis.output import check_writable
 from runner.commands.arguments import Parser, command
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.config.overrides import typed_path
 from runner.seeds import derive
 from runner.system.console import DONE
 
@@ -55,17 +56,19 @@ def main(arguments: Sequence[str] | None) -> int:
         raise ConfigError("directory", str(run.directory), why, "name a run of workload=dqn")
     workload.prepare()
     model = run.model(options.checkpoint, options.overrides)
-    _play(workload.env, model, options.seed, options.episodes, options.film)
+    _play(workload.env, model, options.seed, options.episodes, options.film, typed_path(run.directory))
     return DONE
 
 
-def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: str | None) -> None:
+def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: str | None, run: str) -> None:
     import torch
 
     from runner.tracking.image_grids import gif
     from runner.workloads.dqn.evaluation import frame, play_one
 
-    render_mode, otherwise = ("human", "film it: --film FILE.gif") if film is None else ("rgb_array", "leave it out")
+    render_mode, otherwise = "rgb_array" if film else "human", f"python -m runner evaluate {run} needs no pictures"
+    if not film and not env.cannot_be_drawn("rgb_array", ""):
+        otherwise = "film it: --film FILE.gif"
     if missing := env.cannot_be_drawn(render_mode, otherwise):
         raise ConfigError("env" if film is None else "--film", film or env.id, *missing)
     has_window = film is not None or _has_display()

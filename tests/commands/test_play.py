@@ -13,7 +13,7 @@ from helpers.compose import TINY_CPU
 from PIL import Image
 
 import runner
-from runner.commands import play
+from runner.commands import play, predict
 from runner.seeds import derive
 
 
@@ -119,6 +119,8 @@ def test_mistakes_are_refused_with_the_key(
         captured = capsys.readouterr()
         assert captured.out == "" or key == "--episodes"
         assert f"\n{key}:" in f"\n{captured.err}"
+    assert predict.main([str(agent.directory), "."]) == 2
+    assert "runner play" in capsys.readouterr().err
     assert not Path("agent.gif").exists()
     assert not Path("elsewhere.gif").exists()
 
@@ -129,10 +131,13 @@ def test_a_window_shows_the_episode_and_without_a_display_a_film_is_suggested(
     modes: list[str | None] = []
     create: Callable[..., None] = Corridor.__init__
     monkeypatch.setattr(Corridor, "__init__", lambda env, render_mode=None: (modes.append(render_mode), create(env))[1])
-    monkeypatch.setitem(Corridor.metadata, "render_modes", ["human"])
     monkeypatch.setattr(play, "_has_display", lambda: False)
-    assert play.main([str(agent.directory)]) == 2
-    assert "--film FILE.gif" in capsys.readouterr().err
+    for drawn, suggested in (["human", "rgb_array"], "--film FILE.gif"), (["human"], "evaluate"), ([], "evaluate"):
+        monkeypatch.setitem(Corridor.metadata, "render_modes", drawn)
+        assert play.main([str(agent.directory)]) == 2
+        assert suggested in (err := capsys.readouterr().err)
+        assert ("--film FILE" in err) == ("rgb_array" in drawn), "what cannot be filmed is not suggested"
+    monkeypatch.setitem(Corridor.metadata, "render_modes", ["human"])
     monkeypatch.setattr(play, "_has_display", lambda: True)
     assert play.main([str(agent.directory)]) == 0
     total, length, _ = by_hand(agent, derive(0, "play", 0))
