@@ -191,6 +191,8 @@ class Scheduler:
         self._codes[job.number] = DONE if state == "pruned" else code
         self._update(job, state=state, code=code, error=error, **more)
         self.display.ended(job, state, error, result)
+        if self.options.fail_fast and state in ("crashed", "refused", "diverged"):
+            self.stop("sweep.fail_fast=true")
         with self._errors_stop_the_sweep():
             self.source.tell(job.number, code, result)
 

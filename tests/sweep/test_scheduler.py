@@ -63,6 +63,18 @@ def test_every_exit_code_of_the_command_has_its_state() -> None:
     assert {STATES[code]: code for code in EXIT_CODES.values()} == EXIT_CODES
 
 
+@pytest.mark.parametrize(
+    ("pool", "refused"), [(FakePool({1: [1]}, 1), ()), (FakePool({1: [3]}, 1), ()), (FakePool({}, 1), (1,))]
+)
+def test_fail_fast_starts_no_job_after_one_that_failed(
+    pool: FakePool, refused: tuple[int, ...], ledger: Ledger
+) -> None:
+    codes = run_scheduler(ledger, FakeJobSource(ledger.path, 4, refused), pool, Local(fail_fast=True))
+    assert codes[1] != 0
+    assert len(codes) == 2, "jobs 2 and 3 have not begun"
+    assert run_scheduler(ledger, FakeJobSource(ledger.path, 4), FakePool({}))[2:] == [0, 0], "without it, they go on"
+
+
 @pytest.mark.parametrize("slots", [1, 9])
 def test_each_job_runs_once_and_as_many_run_at_once_as_there_are_slots(slots: int, ledger: Ledger) -> None:
     pool = FakePool({1: [3], 2: [2]}, slots)

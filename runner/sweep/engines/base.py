@@ -94,6 +94,7 @@ class Engine(ABC):
     """The options of a sweep, which conf/sweep/_sweep.yaml describes, and the engine that runs its jobs."""
 
     retries: int = 0
+    fail_fast: bool = False
     search: str | None = None
     trials: int = 20
     seeds: int = 1
