@@ -117,8 +117,10 @@ class Pipeline(Partition, MultiProcess):
             if stages != each * processes:
                 number = "one stage" if self.schedule in ONE_STAGE_EACH else f"as many stages, and at least {least}"
                 why = f"under parallel.schedule={self.schedule}, each of the {processes} processes has {number}"
-                fewer = "parallel.processes=auto, or " * (self.processes != "auto")
-                raise ConfigError("parallel.stages", stages, why, f"{fewer}parallel.stages={each * processes}")
+                remedy = (
+                    f"parallel.stages={each * processes}" if self.processes == "auto" else "parallel.processes=auto"
+                )
+                raise ConfigError("parallel.stages", stages, why, remedy)
         splitting = (session.plan.micro_size, self.split_size, self.num_micro_batches)
         chunks = num_micro_batches(*splitting, self.schedule, stages, processes)
         # The first stage takes the inputs of the batches, and the last one the targets.

@@ -60,8 +60,10 @@ class Partition:
         names = [name for name, _ in blocks_of(without_memory(workload.build_model))]
         if count > len(names):
             why = f"the network has {len(names)} blocks: {', '.join(names)}"
-            fewer = ", with parallel.processes=auto" * (getattr(self, "processes", "auto") != "auto")
-            raise ConfigError("parallel.stages", count, why, f"at most parallel.stages={len(names)}{fewer}")
+            key, got, most = "parallel.stages", count, len(names)
+            if self.asked_stages is None and isinstance(processes := getattr(self, "processes", None), int):
+                key, got, most = "parallel.processes", processes, len(names) * processes // count
+            raise ConfigError(key, got, why, f"at most {key}={most}")
         if self.cuts != "auto":
             positions_of(self.cuts, names)
 

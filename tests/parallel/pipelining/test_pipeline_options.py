@@ -36,9 +36,16 @@ def refusal(*overrides: str) -> ConfigError:
         ("parallel.cuts=[]", "cuts", [], "parallel.cuts=[layer3]"),
         ("parallel.stages=5", "stages", 5, "parallel.stages=4"),
         ("parallel.processes=1", "processes", 1, "parallel.engine=streams"),
-        ("parallel.stages=4 parallel.processes=2", "stages", 4, "parallel.stages=2"),
-        ("parallel.schedule=zero_bubble parallel.stages=3 parallel.processes=2", "stages", 3, "parallel.stages=2"),
-        ("parallel.schedule=interleaved_1f1b parallel.processes=3", "stages", 6, "parallel.stages=4"),
+        ("parallel.stages=4 parallel.processes=2", "stages", 4, "parallel.processes=auto"),
+        ("parallel.stages=4 parallel.processes=50", "stages", 4, "parallel.processes=auto"),
+        ("parallel.processes=50", "processes", 50, "parallel.processes=4"),
+        (
+            "parallel.schedule=zero_bubble parallel.stages=3 parallel.processes=2",
+            "stages",
+            3,
+            "parallel.processes=auto",
+        ),
+        ("parallel.schedule=interleaved_1f1b parallel.processes=3", "processes", 3, "parallel.processes=2"),
         ("parallel.schedule=2f2b", "schedule", "2f2b", "1f1b"),
         ("parallel.split_size=12", "split_size", 12, "split_size=8 or parallel.split_size=16"),
         ("parallel.engine=streams parallel.processes=2", "processes", 2, "parallel.engine=processes"),
@@ -56,6 +63,8 @@ def test_invalid_options_are_refused(overrides: str, key: str, got: object, reme
     assert error.got == got
     assert remedy in error.remedy
     assert len(str(error).splitlines()) <= 3
+    if remedy.startswith(("parallel.stages=", "parallel.processes=")):
+        prepare(*overrides.split(), remedy)  # what is suggested is accepted
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
