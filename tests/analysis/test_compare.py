@@ -247,10 +247,6 @@ def test_a_sweep_with_only_refused_jobs_is_a_table_of_failures(
     assert "| 000-steps=x | refused |  | steps |" in compared(capsys, tmp_path, "--markdown").splitlines()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs, keys and numbers
-
-
 def test_each_run_is_found_once_at_any_depth(tmp_path: Path) -> None:
     run = write_run_directory(tmp_path / "a" / "b")
     write_run_directory(tmp_path / "c")
@@ -272,10 +268,6 @@ def test_mean_and_spread_are_rounded_to_two_digits_of_the_spread() -> None:
     pairs = [(0.001234, 0.0000523), (5.0, 0.0), (0.0, 0.0), (5.31789, math.nan)]
     texts = ["0.001234 ± 0.000052", "5.0000 ± 0.0000", "0.0 ± 0.0", "5.318"]
     assert [str(Spread(*pair)) for pair in pairs] == texts
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Differences
 
 
 def write_seeds(path: Path, losses: dict[float, list[float]], metric: str = "eval/loss") -> Path:

@@ -73,10 +73,6 @@ def lines(axes: Any) -> list[list[tuple[float, float]]]:
     return [[(float(xy[0]), float(xy[1])) for xy in line.get_xydata()] for line in axes.lines if len(line.get_xydata())]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parallel modes
-
-
 def test_modes_have_error_bars_and_the_theoretical_curve_touches_the_measurements_from_below(sweep: Sweep) -> None:
     figures = add_modes(sweep).pictures()
     assert list(figures) == ["modes", "modes_and_pipeline", "split_size"]
@@ -109,10 +105,6 @@ def test_the_batch_size_of_a_curve_is_that_of_an_accumulation_step(sweep: Sweep)
         "schedule=1f1b": [12, 30],
     }
     assert {(curve.batch_size, curve.stages) for curve in curves} == {(60, 2)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Over keys
 
 
 def test_a_sweep_over_numbers_is_drawn_as_lines_with_bands(sweep: Sweep) -> None:
@@ -193,10 +185,6 @@ def test_the_training_metric_is_drawn_if_the_metric_was_evaluated_only_once(swee
     assert figures["curves"].axes[0].get_ylabel() == "train/accuracy"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
-
-
 def test_pictures_replace_those_of_an_earlier_call(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
     sweep.add(3.0, "workload=resnet50")
     out = sweep.path / "plots"
@@ -269,10 +257,6 @@ def test_what_cannot_be_plotted_is_refused(
     assert plot.main(["sweep"]) == 2
     assert capsys.readouterr().err.endswith("pip install seaborn\n")
     assert not (sweep.path / "plots").exists()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files that are damaged, or written by somebody else
 
 
 NUMBERS = '{"status": "done", "steps": 1, "step_seconds": {"median": 1e999}, "metrics": {"a": "0.5"}}'

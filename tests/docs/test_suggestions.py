@@ -65,10 +65,6 @@ def test_messages_name_keys_and_options_that_exist():
     assert wrong == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Commands that are printed
-
-
 def words_of(line: str) -> list[str]:
     """Return the words that bash makes of a line."""
     printed = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], check=True, capture_output=True, text=True)

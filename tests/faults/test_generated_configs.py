@@ -38,10 +38,6 @@ def generated(count: int) -> settings:
     return settings(database=None, deadline=None, **fixed)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Running the command up to the point where training would begin
-
-
 class Outcome(NamedTuple):
     code: int
     num_runs: int
@@ -85,9 +81,6 @@ def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
         named = [*(f"{key}:" for key in keys), *(printable(part[:60]) for part in parts if len(part) > 1)]
         assert any(part in result.err for part in named), f"none of {keys}: {result.err}"
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Command lines
 
 OPTIONS = [f"{group}={option}" for group, options in groups().items() for option in options]
 ROOT_KEYS = sorted(root_keys() - groups_in_defaults())
@@ -175,9 +168,6 @@ def test_the_check_distinguishes_valid_and_invalid_command_lines() -> None:
     with pytest.raises(AssertionError):
         assert_built_or_refused(outcome(["seed=x"]), {"steps"})
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Option files
 
 SNIPPETS = [
     *("seed: 016", "seed: 12:30", "name: yes", "name: 2020-01-01", "seed: !!binary aGk=", "seed: &a [*a]", "seed: ["),

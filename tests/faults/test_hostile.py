@@ -166,10 +166,6 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     return Sandbox(tmp_path / "theirs", outside, snapshot(outside))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Run directories
-
-
 def module_in_the_current_directory(sandbox: Sandbox) -> None:
     (sandbox.path.parent / "cwd/evil.py").write_text(f"open({str(sandbox.canary)!r}, 'w')\nclass Thing: pass\n")
     sandbox.tracker("evil.Thing")
@@ -285,10 +281,6 @@ def test_a_hostile_run_directory_does_no_harm(kind: str, original: Path, sandbox
         assert 1 < len(found.console.splitlines()) <= 10, found.console
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files of weights
-
-
 def saved_by_torch(content: Callable[[Sandbox], Any], **options: Any) -> Callable[[Sandbox], bytes]:
     def data(sandbox: Sandbox) -> bytes:
         file = io.BytesIO()
@@ -342,10 +334,6 @@ def test_the_payloads_work(sandbox: Sandbox) -> None:
         sandbox.canary.unlink()
     torch.load(io.BytesIO(WEIGHTS["a call"](sandbox)), weights_only=False)
     assert sandbox.canary.exists()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Data sets
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:

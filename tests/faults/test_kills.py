@@ -78,9 +78,6 @@ def test_a_run_with_faults_ends_as_one_without(run: str, trial: Callable[..., Fa
     faulty.finish()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All processes
-
 NUM_KILLS = dict.fromkeys(RUNS, 15) | {"single": 100, "workers": 20, "dqn": 30, "dqn ddp": 30}
 """How often `make faults` kills each run at a random moment."""
 
@@ -112,9 +109,6 @@ def test_runs_killed_at_random_moments_resume_bitwise(
             kills -= 1
         killed.finish()
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One rank
 
 MODES = ("ddp", "fsdp", "pipeline", "hogwild", "ensemble")
 MOMENTS = {
@@ -174,10 +168,6 @@ def test_all_ranks_restart_from_the_last_checkpoint(
     run.assert_done()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data workers
-
-
 def strike_a_worker(cwd: Path, number: signal.Signals, steps: int) -> Callable[[Command], None]:
     """Return a function that sends a signal to the data worker of a run after `steps` more training steps."""
 
@@ -209,10 +199,6 @@ def test_a_run_resumes_after_its_data_worker_died(number: signal.Signals, trial:
         fault = Fault(number.name, codes=(1,), console_pattern=WORKER[number], traceback=True)
         assert run.run_with_fault(fault, strike_a_worker(run.cwd, number, steps)), "the run was done before"
     run.run_with_faults(Fault("kill all", "after step", 9))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks that an external launcher started
 
 
 def torchrun(trial: FaultTrial) -> list[tuple[int, str]]:

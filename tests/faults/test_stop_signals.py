@@ -86,9 +86,6 @@ def test_a_run_resumes_after_signals_at_random_moments(
         stopped.finish()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Suspension of all processes, as by Ctrl-Z and fg
-
 TIMEOUT = 8
 
 
@@ -108,10 +105,6 @@ def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(
     pause = Fault("stop all", at, 3, training_process(run), codes=(0,), console_pattern="^done after step")
     assert paused.run_with_fault(pause, go_on)
     paused.assert_done()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Signals to commands in a new interpreter, from its start
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)])

@@ -86,10 +86,6 @@ class FakeSlurm:
                     os.killpg(job[name], signal.SIGKILL)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Programs
-
-
 def sbatch(directory: Path, words: list[str]) -> None:
     script = Path(words[0]).read_text()
     lines = [shlex.split(line[len("#SBATCH ") :])[0] for line in script.splitlines() if line.startswith("#SBATCH ")]

@@ -40,9 +40,6 @@ RUN_ALL_FAULTS = os.environ.get("RUNNER_FAULTS") == "all"
 
 only_in_make_faults = pytest.mark.skipif(not RUN_ALL_FAULTS, reason="part of `make faults`")
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs
-
 STEPS, SAVE_EVERY = 60 if RUN_ALL_FAULTS else 40, 7
 SCHEDULE = (f"steps={STEPS}", f"save_every={SAVE_EVERY}", "log_every=5", "eval_every=10")
 TRAINING = (*SCHEDULE, "model.dropout=0.2", "optimizer=adamw", "accumulation=2")
@@ -97,10 +94,6 @@ def train_without_faults(cwd: Path, run: str) -> ReferenceRun:
     trial.assert_done()
     points = (cwd / "trace.txt").read_text().splitlines()
     return ReferenceRun(run_results(trial.directory), trial.config_hash, points, seconds)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Faults
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,6 @@ from runner.parallel.session import Session
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.classifier import Classifier
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Modes
-
 
 @dataclass
 class Replicas(MultiProcess):
@@ -119,10 +116,6 @@ class DropsLastMicroBatch(Parallel):
 class PermutesTargets(Parallel):
     def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         return super().accumulate(model, Batch(batch.inputs, batch.targets.roll(1)), micro, log_due)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Workloads
 
 
 @dataclass

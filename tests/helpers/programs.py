@@ -19,9 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Imports
-
 
 def imported_by(*modules: str) -> None:
     """Import the modules, and print the names of all loaded modules."""
@@ -102,10 +99,6 @@ def deferred_compiler() -> None:
         assert trained(each, compiled=True) == pytest.approx(values, rel=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data workers
-
-
 class Echo:
     """A loader of numbers, each of which takes a millisecond."""
 
@@ -166,10 +159,6 @@ def read_megabytes(count: str, *options: str) -> None:
             else:
                 assert read == [*range(len(read))]
                 print(len(read))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes, signals and memory
 
 
 def create_run_directories(root: Path, begin: float) -> list[str]:

@@ -25,9 +25,6 @@ from runner.system.signals import StopRequest
 from runner.tracking.log_file import LogFile
 from runner.training import train
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Changes of a session before training
-
 
 def sigterm_at(step: int, rank: int, run: Run, session: Session) -> None:
     """Send SIGTERM to `rank` at the end of `step`; −1 is the last rank."""
@@ -84,10 +81,6 @@ def limit_file_size(rank: int, num_bytes: int, run: Run, session: Session) -> No
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Replacements of `runner.training.train_rank`
-
-
 def train_with_change(
     change: Callable[[Run, Session], Any], config: dict[str, Any], directory: Path, process: Collectives, **_: Any
 ) -> Result:
@@ -120,10 +113,6 @@ def rank_infos(config: dict[str, Any], directory: Path, process: Collectives, **
     done.set()
     thread.join()
     return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Functions for processes that are started in another way
 
 
 def report_num_threads(pipe: Connection, asked: str | None, config: dict[str, Any], rank_info: RankInfo) -> None:

@@ -17,10 +17,6 @@ from helpers.events import load_events, scalar_curves
 TWO_RANK_DDP = (*TINY_CPU, "parallel=ddp", "parallel.processes=2")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files of a run
-
-
 def only_run(cwd: Path) -> Path:
     [path] = cwd.glob("outputs/*/*")
     return path
@@ -82,10 +78,6 @@ def assert_bitwise_equal(got: Any, wanted: Any, where: str = "") -> None:
         assert got == wanted, where
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Resources of running processes
-
-
 def held_resources(cwd: Path) -> tuple[set[str], set[str]]:
     """Return the inodes of the listening sockets, and the files in /dev/shm, that the processes in `cwd` hold."""
     sockets, names = set(), set()
@@ -109,10 +101,6 @@ def listening_addresses(cwd: Path) -> set[tuple[str, int]]:
 def listening_inodes() -> set[str]:
     lines = "".join(Path(f"/proc/net/{family}").read_text() for family in ("tcp", "tcp6")).splitlines()
     return {line.split()[9] for line in lines if line.split()[3] == "0A"}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Inputs of a run
 
 
 def free_port() -> int:

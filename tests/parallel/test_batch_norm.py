@@ -12,9 +12,6 @@ from torch import nn
 from models.layers import Block
 from runner.parallel.batch_norm import BatchNormOfAnyDim, DeferredBatchNorm, convert_sync_batch_norm, defer, update
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Shards, compared with the whole batch in one process
-
 CPU = torch.device("cpu")
 CASES = [((6, 4, 3, 3), 0.1, True), ((6, 4, 3, 3), None, False), ((6, 4), 0.1, False), ((6, 4), None, True)]
 """The shape of the inputs, the momentum, and whether there are weights."""
@@ -68,10 +65,6 @@ def sum_of(tensors: list[torch.Tensor]) -> torch.Tensor:
 def in_rank(shape: tuple[int, ...], momentum: float | None, affine: bool, config: dict[str, Any]) -> Any:
     with connected_session(config) as (_, session):
         return trained(convert_sync_batch_norm(norm(shape, momentum, affine), CPU), shape, session.rank, 3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Micro-batches, whose running statistics are those of the whole batch
 
 
 def network(dtype: torch.dtype = torch.float64, momentum: float | None = 0.1, recompute: bool = False) -> nn.Module:

@@ -23,9 +23,6 @@ from runner.parallel.session import Session
 from runner.run import Run
 from runner.training import prepare
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Batch normalization: over each process's shard, or over the whole batch
-
 SHORT = 3
 BATCH_NORM = (
     *PLAIN_LOOP_OVERRIDES,
@@ -101,10 +98,6 @@ def without_codegen(run: Run, session: Session) -> None:
         return model
 
     session.workload.build_model = network
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Communication of gradients
 
 
 @pytest.mark.parametrize(

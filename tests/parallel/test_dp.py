@@ -55,10 +55,6 @@ def test_a_compiled_network_is_refused_on_two_gpus() -> None:
     assert (refusal.value.key, refusal.value.got) == ("compile", "blocks")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On GPUs
-
-
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 

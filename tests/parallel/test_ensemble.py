@@ -90,10 +90,6 @@ def values(directory: Path, tag: str) -> list[float]:
     return [value for _, value in scalar_curves(directory)[tag]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Resume
-
-
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
     """A run in which rank 1 gets SIGTERM in step 7: between two checkpoints and two logs, and within an epoch."""

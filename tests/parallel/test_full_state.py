@@ -79,10 +79,6 @@ def test_a_loaded_optimizer_state_has_the_memory_format_of_the_parameters() -> N
     assert fresh.state[convolution]["exp_avg"].stride() == convolution.stride()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Shards
-
-
 def test_shards_are_gathered_and_distributed_again(ranks: Ranks) -> None:
     """The tensor has seven rows, which three ranks cannot divide evenly."""
     for rank, (full, own, again) in enumerate(ranks(3).call_on_all(shard_and_gather)):

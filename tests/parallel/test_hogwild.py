@@ -149,10 +149,6 @@ def state_after_a_resume(config: dict[str, Any], directory: Path, process: Colle
     return process.all_gather(sorted({float(edge) for p in state.model.parameters() for edge in (p.min(), p.max())}))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Stopping together without waiting for each other
-
-
 class Worker(SharedMemoryCollectives):
     """One of several workers in this process, which share only the counts of updates."""
 

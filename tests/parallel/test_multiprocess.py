@@ -110,10 +110,6 @@ def averaged(config: dict[str, Any], equal: torch.Tensor) -> tuple[torch.Tensor,
         return norm.running_mean, norm.running_var, int(norm.num_batches_tracked)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Options that are refused before any rank is started
-
-
 TABLE = [  # overrides, the key and value of the refusal, words in its reason or remedy, and the number of GPUs
     # processes
     ("parallel=ddp parallel.processes=0", "parallel.processes", "0", ["≥ 1"], 0),

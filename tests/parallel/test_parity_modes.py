@@ -44,10 +44,6 @@ def freeze(name: str, run: Run, session: Session) -> None:
     session.workload.build_model = frozen
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights, curves and evaluations, compared with a plain PyTorch loop
-
-
 class Row(NamedTuple):
     """A run of a mode, and how close its weights must be to those of the plain loop."""
 
@@ -176,10 +172,6 @@ def test_a_mode_equals_a_plain_loop(row: Row, ranks: Ranks, tmp_path: Path) -> N
     assert result.metrics["eval/accuracy"] == evaluations[STEPS][1], "every held-out sample, once"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Curves and images, compared with a run in one process
-
-
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a run in one process, with randomly shifted images."""
@@ -246,9 +238,6 @@ def test_processes_without_held_out_samples_do_not_hang(mode: str, trained, rank
     got = ranks(3).train(compose_config(*TINY_CPU, *overrides, f"parallel={mode}"), tmp_path / "three")
     assert got.metrics == pytest.approx(alone.result.metrics, rel=1e-6)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 16-bit precision
 
 SGD = (*COMMON, *OPTIMIZER_CASES["sgd"][0])
 

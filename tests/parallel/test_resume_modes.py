@@ -128,9 +128,6 @@ def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
         assert "rank 2 saved nothing in this checkpoint" in (other / "log_rank_2.txt").read_text()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A chain of modes, compared with a plain loop in float64
-
 MODES = {
     "single": (),
     "ddp": ("parallel=ddp",),
@@ -158,10 +155,7 @@ def test_a_run_resumes_in_any_mode(chain: tuple[str, ...], ranks: Ranks, tmp_pat
     assert largest_difference(weights_at(tmp_path, len(modes)), wanted.weights) <= 1e-13
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Hogwild; for ensembles, see test_ensemble.py
-
-
 def train_from(directory: Path, *overrides: str) -> Any:
     """Begin or resume the run in `directory`, in processes that the mode starts, and return the result."""
     return train_in(directory, build_composed_run(*TINY_CPU, *COMMON, "data.crop=0", *SCHEDULE, *overrides)).result

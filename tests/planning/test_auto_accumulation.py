@@ -111,10 +111,6 @@ def test_smaller_batches_of_batch_normalization_are_reported() -> None:
     assert "batch normalization" not in said[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The config
-
-
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list with the number of micro-batches that fit."""

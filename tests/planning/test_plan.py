@@ -42,10 +42,6 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     return json.loads(capsys.readouterr().out)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -179,10 +175,6 @@ def test_planning_does_not_change_the_run(tmp_path: Path) -> None:
     assert float(batch.inputs.abs().sum()) > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arithmetic and messages
-
-
 def test_flops_match_the_formulas() -> None:
     n, sizes = 32, ["model.channels=[3,5]", "model.kernel_size=3", "model.padding=1", "model.hidden=7"]
     [rank] = planned(*TINY_CPU, "model=convnet", "batch_size=32", "steps=1", *sizes)
@@ -218,10 +210,6 @@ def _network(*overrides: str) -> torch.nn.Module:
     run.workload.prepare()
     with torch.device("meta"):
         return run.workload.build_model()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
 
 
 def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

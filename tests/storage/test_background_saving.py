@@ -185,10 +185,6 @@ def test_a_checkpoint_is_completed_after_the_training_failed(
     assert saved_steps(tmp_path / "run" / "checkpoints") == [4]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several ranks
-
-
 def two_ranks(directory: Path, timeout: float = 60) -> tuple[Checkpoints, Checkpoints]:
     barrier = threading.Barrier(2)
 

@@ -82,10 +82,6 @@ def test_saving_a_step_again_renames_the_first_checkpoint(tmp_path: Path) -> Non
     assert equals_checkpoint(checkpoints.latest(), 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Damage
-
-
 @pytest.fixture
 def two(tmp_path: Path) -> Checkpoints:
     checkpoints = Checkpoints(tmp_path, keep=2)
@@ -186,10 +182,6 @@ def test_every_torch_load_uses_weights_only() -> None:
     assert all("weights_only=True" in line for line in loads)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Retention
-
-
 @pytest.mark.parametrize(("keep", "best"), [(1, None), (1, 6), (2, 1), (3, 4)])
 def test_the_latest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int | None) -> None:
     checkpoints = Checkpoints(tmp_path, keep)
@@ -261,10 +253,6 @@ def test_the_mode_of_all_files_follows_the_umask(tmp_path: Path, umask: int, mod
     assert set(modes.values()) == {mode}, modes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The config in a checkpoint
-
-
 def test_a_checkpoint_contains_the_config_of_its_run(tmp_path: Path) -> None:
     text = config_text({"lr": 0.1, "name": "ü", "none": None})
     checkpoints = Checkpoints(tmp_path, keep=1, texts={CONFIG: lambda: text})
@@ -282,10 +270,6 @@ def test_a_checkpoint_contains_the_config_of_its_run(tmp_path: Path) -> None:
     text = config_text({"name": "x" * 1_000_000})
     with pytest.raises(ConfigError, match="1,000,000 bytes"):  # its hash is correct, but reading would take a minute
         saved_text(save_and_wait(checkpoints, checkpoint(2)), CONFIG)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What other programs see
 
 
 def test_a_checkpoint_is_readable_without_this_project(trained: Callable[..., TrainedRun]) -> None:
@@ -325,10 +309,6 @@ def test_a_checkpoint_is_readable_without_this_project(trained: Callable[..., Tr
     assert manifest["config_hash"] == run.result.config_hash
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A full disk
-
-
 def test_a_failed_write_leaves_the_earlier_checkpoints(two: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -365,10 +345,6 @@ def test_the_best_checkpoint_of_a_run_is_kept(trained: Callable[..., TrainedRun]
     steps = saved_steps(run.directory / "checkpoints")
     assert steps == sorted({12, run.result.best["step"]})
     assert build_composed_run(*TINY_CPU).keep == 2, "the default keeps a second one, should the newest be damaged"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Choosing a checkpoint
 
 
 def test_a_step_that_was_not_saved_is_refused_and_the_saved_steps_are_listed(tmp_path: Path) -> None:

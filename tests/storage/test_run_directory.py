@@ -38,10 +38,6 @@ def tree(root: Path, *without: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Creation
-
-
 def test_ten_processes_in_the_same_second_make_fifty_directories(tmp_path: Path) -> None:
     begin = time.time() + 1.0  # when all processes have started
     with ProcessPoolExecutor(10, multiprocessing.get_context("forkserver")) as pool:
@@ -80,10 +76,6 @@ def test_newest_step_is_0_if_the_checkpoints_cannot_be_read(tmp_path: Path) -> N
     for path in (tmp_path, tmp_path / "checkpoints"):
         with enforced_permissions(path, 0):
             assert directory.newest_step(tmp_path) == 0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# No writes elsewhere
 
 
 def test_a_run_writes_to_its_directory_of_any_name_and_nowhere_else(tmp_path: Path) -> None:
@@ -156,10 +148,6 @@ def test_a_refusal_removes_the_directories_that_were_made_for_it(tmp_path: Path)
     assert tree(tmp_path).keys() == {"outputs"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Names
-
-
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
@@ -221,10 +209,6 @@ def test_the_name_of_a_run_contains_its_overrides(
     monkeypatch.setattr(time, "time_ns", lambda: 0xA1B2C * 1000)
     monkeypatch.setattr(directory.secrets, "token_hex", lambda _: "3f")
     assert directory.unique_name(overrides) == name
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
 
 
 NUMBERS = ["-" + "9" * 400, "9" * 5_000, "true", '"1"', "null", "[1]"]

@@ -91,10 +91,6 @@ def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(
     assert (open_ledger(["seed=1,2"]).path == ledger.path) == (not complete)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Two processes
-
-
 def test_a_sweep_that_another_process_runs_is_refused_and_not_changed(open_ledger: OpenLedger) -> None:
     first = open_ledger(["seed=1,2"])
     record_finished_job(first, 0, 0)
@@ -110,9 +106,6 @@ def test_a_sweep_that_another_process_runs_is_refused_and_not_changed(open_ledge
     first.__exit__()
     assert open_ledger(["seed=1,2"]).path == first.path, "it is free again"
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Damaged ledgers, and file system errors
 
 VALID: dict[str, Any] = {"typed": ["seed=1,2"], "complete": False, "jobs": {"0": {"code": 0, "config_hash": "a"}}}
 UNREADABLE = [json.dumps(VALID).encode()[:30], b"[" * 100_000]

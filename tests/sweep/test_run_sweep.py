@@ -48,9 +48,6 @@ def test_a_search_of_which_a_trial_diverges_prints_a_command_that_reproduces_the
     assert read_result(single)["best"]["value"] == best, "the same run"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Stopped and resumed
-
 STOPPED = {
     "a sweep": ("seed=0,1",),
     "a search": ("optimizer.lr=interval(0.01,0.05)", "sweep.search=random", "sweep.trials=2"),

@@ -363,10 +363,6 @@ def test_a_search_without_optuna_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         Local(search="tpe")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pruning
-
-
 def test_halving_stops_worse_trials_and_completes_the_best(tmp_path: Path) -> None:
     """Each trial is worse than those before it: three of nine pass their first evaluation, and one its third."""
     options = Local(search="random", trials=9, prune="halving")

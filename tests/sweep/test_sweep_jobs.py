@@ -103,10 +103,6 @@ def test_the_metric_of_a_search_is_known_even_if_its_first_sample_is_refused(wor
     assert planner.best == {"classifier": ("accuracy", "max"), "regression": ("loss", "min")}[workload]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Jobs for GPUs that only the machines of a cluster have
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
 @pytest.mark.parametrize(
     ("engine", "device"), [("slurm", ["device=cuda", "device.index=3"]), ("ray", ["parallel=ddp", "device=cuda"])]

@@ -38,10 +38,6 @@ from runner.system.signals import STOP_SIGNALS, CommandSignals, StopRequest, bef
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# `StopRequest`
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_received_and_announced_and_ctrl_c_then_interrupts(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
@@ -94,10 +90,6 @@ def test_the_third_ctrl_c_exits_without_a_traceback() -> None:
                 os.kill(os.getpid(), signal.SIGINT)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# `CommandSignals`: before and after training
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
@@ -163,9 +155,6 @@ def test_handlers_are_installed_in_the_main_thread_and_restored() -> None:
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Signals to a command that is training
 
 STEPS = 100
 TRAINING = (*TINY_CPU, f"steps={STEPS}", "save_every=20", "log_every=20", "eval_every=50", "model.dropout=0.1")

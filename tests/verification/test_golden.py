@@ -139,10 +139,6 @@ def test_other_samples_and_configs_with_references_are_refused(
     assert "references in a saved config are not resolved" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The judgment
-
-
 def curve(*losses: float) -> dict[str, dict[int, float]]:
     return {"train/loss": dict(enumerate(losses, start=1))}
 

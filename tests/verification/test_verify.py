@@ -84,10 +84,6 @@ def too_large(out: str) -> list[str]:
     return [kind for kind in KINDS for line in out.splitlines() if line.startswith(f"{kind}  ") and "<-" in line]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Verdict: the same
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -136,9 +132,6 @@ def test_processes_that_the_mode_starts_and_options_of_a_config_directory_are_co
     assert verify_exit_code("-cd", str(option.parent.parent), "parallel=replicas") == verify.DIFFERENT
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Verdict: different
-
 PLANTED_MISTAKES = {
     "other samples": (["parallel=ddp", workload("ShufflesWithOwnSeed")], "samples"),
     "other samples that cannot be read": (["parallel=ddp", workload("OpaqueOwnSeed")], "gradients"),
@@ -181,10 +174,6 @@ def test_an_expected_difference_is_explained(
     out = capfd.readouterr().out
     assert "gradients" in too_large(out)
     assert words in out.partition("\ndifferent: ")[2]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Verdict: cannot be judged
 
 
 @pytest.mark.parametrize(
@@ -230,10 +219,6 @@ def test_configs_that_cannot_be_compared_are_refused(
     captured = capfd.readouterr()
     assert words in captured.err
     assert not captured.out
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Units
 
 
 def test_the_largest_difference_is_relative_and_named() -> None:

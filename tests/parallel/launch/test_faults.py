@@ -85,10 +85,6 @@ def assert_whole(run: Path) -> None:
         assert loaded.local, "each rank's own"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks that are killed
-
-
 SLOW_EVALUATIONS = ("eval_every=1", "workload.eval_batch_size=16", "save_every=10")
 """Options with which a run does not end before the fault; a resumed run keeps the options of the session before."""
 SLOW_SAVING = ("eval_every=60", "workload.eval_batch_size=256", "save_every=1")
@@ -175,9 +171,7 @@ def test_all_ranks_restart_from_the_last_checkpoint(tmp_path: Path, undisturbed:
     assert_checkpoint_bitwise_equal(command.single_run_directory, undisturbed)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Ranks that are stopped (SIGSTOP) or hang: all timeouts run at the same time
-
 TIMEOUT = 8
 """`parallel.timeout` in seconds. It also limits the start of a rank, which may be slow on a busy machine."""
 PAUSED = ("hogwild", "pipeline", "ddp")
@@ -241,10 +235,6 @@ def test_a_run_goes_on_after_all_its_processes_were_suspended(
     command.signal_processes(signal.SIGCONT, *processes_in(command.cwd))
     command.wait_for_checkpoint(before + 50)
     command.signal_processes(signal.SIGKILL, *processes_in(command.cwd))  # its ranks keep the machine busy
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks that fail
 
 
 Work = Callable[..., Any]

@@ -45,10 +45,6 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return only_run(cwd)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes that the command starts
-
-
 def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
     names = {path.name for path in launched.iterdir()}
     assert names >= {"log.txt", "log_rank_1.txt", "result.json", "config.yaml", "checkpoints"}
@@ -103,10 +99,6 @@ def test_the_number_of_threads_of_each_rank(asked: str | None, overrides: list[s
         rank_functions.report_num_threads, [(asked, config, info) for info in infos], TIMEOUT_SECONDS
     ) as ranks:
         assert ranks.wait(StopRequest()) == [wanted] * 2
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Two processes that an external launcher starts
 
 
 def torchrun_variables(rank: int, port: int) -> dict[str, str]:
@@ -227,10 +219,6 @@ def test_a_stopped_process_ends_the_others(tmp_path: Path) -> None:
     assert "crashed after step" in console
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes that torchrun starts
-
-
 def in_background(cwd: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(words, cwd=cwd, env=child_environment(**variables), **pipes)
@@ -250,9 +238,6 @@ def test_two_processes_of_torchrun(nodes: int, tmp_path: Path, launched: Path) -
     assert not any("step" in console for console in consoles[1:])
     assert_checkpoint_bitwise_equal(only_run(tmp_path), checkpoint_tensors(launched))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Two machines, simulated by network namespaces
 
 HOSTS = ("10.99.0.1", "10.99.0.2")
 

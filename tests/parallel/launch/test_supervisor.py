@@ -159,10 +159,6 @@ def outcomes_with_a_dead_fork_server() -> list[Any]:
         return [str(caught.value), outcome(RETURN_ONE, RETURN_ONE)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The rank that is blamed, for different orders of events
-
-
 OWN, OTHERS, DONE = report_of(ValueError("x")), report_of(CONNECTION_CLOSED), Report(value=1)
 LATER = report_of(TypeError("y"))
 

@@ -56,9 +56,6 @@ def test_all_stages_skip_an_update_if_a_gradient_of_one_stage_overflows(
         assert logged[0][-1][1] == last
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Batch normalization
-
 BATCH_NORM = (*COMMON, "model=resnet18", "data.size=16", "data.holdout=0.02", "batch_size=12", "optimizer.lr=0.002")
 BATCH_NORM += ("precision=64", "steps=2")
 
@@ -100,10 +97,6 @@ def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Ranks, tmp_path
         assert parts[name].numpy() == pytest.approx(whole[name].numpy(), rel=1e-12, abs=1e-15)
     assert parts.keys() == whole.keys()
     assert {int(tensor) for name, tensor in parts.items() if name.endswith("num_batches_tracked")} == {1}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameters of each process, and divergence
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])

@@ -142,9 +142,6 @@ def test_shapes_and_dtypes_are_found_and_the_network_is_unchanged(timed: bool) -
     assert model.training
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Stages: the activations that are sent, and the tensors of each stage
-
 CPU = torch.device("cpu")
 
 
@@ -204,9 +201,6 @@ def test_tied_weights_within_a_stage_stay_tied() -> None:
     assert model[1].weight is model[0].weight
     assert model[2].weight is None
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The engine for one process with streams
 
 ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
 

@@ -110,10 +110,6 @@ def test_unset_options_are_derived_from_the_others(overrides: str, stages: int, 
     assert session.plan.data_shard == (0, 1), "every process goes through the same batches"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On a machine with two GPUs
-
-
 @pytest.fixture
 def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_accelerators(monkeypatch, 2)
@@ -135,9 +131,6 @@ def test_more_stages_than_devices_are_refused(overrides: str, key: str, got: obj
     assert (error.key, error.got) == (key, got)
     assert remedy in error.remedy
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The number of micro-batches, and what a schedule needs
 
 GPIPE, FOUR_1F1B, INTERLEAVED = ("gpipe", 2, 2), ("1f1b", 4, 4), ("interleaved_1f1b", 4, 2)
 ZERO_BUBBLE = ("zero_bubble", 2, 2)

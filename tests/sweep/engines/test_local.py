@@ -99,10 +99,6 @@ def test_a_job_that_a_killed_command_left_running_is_waited_for(pool: Pool, tmp_
     assert exit_codes_of(pool, 0) == {0: 0}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The assignment of cores and GPUs to jobs, without starting processes
-
-
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
     """A fake machine with 8 cores, which starts nothing. A test sets its GPUs."""

@@ -112,9 +112,6 @@ def test_a_demand_that_no_machine_can_satisfy_is_refused(demand: dict[str, int],
         pool.submit(job(0, **demand))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sweeps that run as commands
-
 RUN = (*TINY_CPU, "batch_size=8", "steps=2000", "save_every=100", "eval_every=0")
 
 

@@ -154,10 +154,6 @@ def test_only_handles_of_running_jobs_of_this_sweep_are_taken_over(
     assert elsewhere.submit(job(0, earlier=slot)) != slot
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Failures of the SLURM programs
-
-
 def test_a_cluster_that_does_not_answer_or_rejects_the_first_jobs_is_a_config_error(cluster: FakeSlurm) -> None:
     cluster.fail("squeue", 1, err="slurm_load_jobs error: Unable to contact slurm controller")
     with pytest.raises(ConfigError, match=r"squeue failed: .*Unable to contact slurm controller"):
@@ -260,9 +256,6 @@ def test_options_reach_sbatch(cluster: FakeSlurm) -> None:
     assert Path("setup").read_text() == "begun\n"
     assert reports_of_job(0)[0]["CUDA_VISIBLE_DEVICES"] == "0,1"
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sweeps that run as commands
 
 RUN = (*TINY_CPU, "batch_size=8", "steps=40", "save_every=10", "eval_every=0")
 
