@@ -7,16 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torchvision
+from helpers import plain_loop
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.events import scalar_curves
-from helpers.plain_loop import (
-    PLAIN_LOOP_OVERRIDES,
-    PlainResult,
-    PlainSettings,
-    largest_difference,
-    train_plain_from,
-    weights_at,
-)
 from helpers.rank_functions import sigterm_at
 from helpers.ranks import Ranks
 from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors
@@ -31,7 +24,7 @@ FROZEN = ("model.freeze=[stem,features.3,'*.squeeze']", "model.unfreeze=[feature
 OVERRIDES = (
     *(
         *TINY_CPU,
-        *PLAIN_LOOP_OVERRIDES,
+        *plain_loop.PLAIN_LOOP_OVERRIDES,
         "model=torchvision",
         "model.name=squeezenet1_1",
         "model.options={dropout:0.0}",
@@ -55,7 +48,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @functools.cache
-def plain(pretrained: str) -> PlainResult:
+def plain(pretrained: str) -> plain_loop.PlainResult:
     """Train torchvision's network in plain PyTorch, with the settings in `OVERRIDES` and the weights of `pretrained`.
 
     Args:
@@ -78,8 +71,8 @@ def plain(pretrained: str) -> PlainResult:
         lr = 0.02 if block == "head" else 0.005 * 0.8 ** (9 - BLOCKS.index(block))
         decay = 0.5 if block == "features.9" else 0.1 * (parameter.dim() > 1)
         groups.append({"params": [parameter], "lr": lr, "weight_decay": decay})
-    settings = PlainSettings(STEPS, torch.float64)
-    return train_plain_from(run, model.double(), torch.optim.SGD(groups, momentum=0.9), settings)
+    settings = plain_loop.PlainSettings(STEPS, torch.float64)
+    return plain_loop.train_plain_from(run, model.double(), torch.optim.SGD(groups, momentum=0.9), settings)
 
 
 MODES = {
@@ -102,8 +95,8 @@ def test_fine_tuning_equals_a_plain_loop_and_resumes_bitwise(
         return ranks(processes).train(compose_config(*overrides), tmp_path / name, change)
 
     do("whole")
-    wanted, got = plain(pretrained), weights_at(tmp_path / "whole", STEPS)
-    assert largest_difference(got, wanted.weights) <= 1e-12
+    wanted, got = plain(pretrained), plain_loop.weights_at(tmp_path / "whole", STEPS)
+    assert plain_loop.largest_difference(got, wanted.weights) <= 1e-12
     logged = scalar_curves(tmp_path / "whole")
     assert [value for _, value in logged["train/loss"]] == pytest.approx(wanted.losses, rel=1e-5)
     rates = {tag: values[0][1] for tag, values in logged.items() if tag.partition("/")[0] == "lr"}

@@ -10,16 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import compose
 from helpers.command import run_command
-from helpers.compose import (
-    TINY_CPU,
-    TrainedRun,
-    build_composed_run,
-    compose_config,
-    options_of,
-    prepare_session,
-    train_in,
-)
 
 from runner.config.errors import ConfigError
 from runner.parallel.session import Session
@@ -31,7 +23,7 @@ SAMPLES = 1438  # of the 1,797 digits, without the fifth that is held out
 
 def session_of(*overrides: str) -> Session:
     """Return the session of a fast run with `overrides`."""
-    return prepare_session(build_composed_run(*TINY_CPU, *overrides))
+    return compose.prepare_session(compose.build_composed_run(*compose.TINY_CPU, *overrides))
 
 
 @pytest.mark.parametrize(
@@ -55,8 +47,8 @@ def test_steps_follow_from_epochs(overrides: list[str], steps: int) -> None:
 
 def test_rounding_errors_in_epochs_add_no_step() -> None:
     """0.1 · 3 · 10 is 3.0000000000000004 in floating point, and must not be rounded up to 4."""
-    run = dataclasses.replace(build_composed_run(*TINY_CPU), epochs=0.1 * 3, workload=endless(10.0))
-    assert prepare_session(run).num_steps == 3
+    run = dataclasses.replace(compose.build_composed_run(*compose.TINY_CPU), epochs=0.1 * 3, workload=endless(10.0))
+    assert compose.prepare_session(run).num_steps == 3
 
 
 def endless(epoch: float | None) -> Any:
@@ -73,15 +65,15 @@ def endless(epoch: float | None) -> Any:
 
 
 def test_a_workload_without_epochs_needs_steps() -> None:
-    run = dataclasses.replace(build_composed_run(*TINY_CPU), workload=endless(None))
+    run = dataclasses.replace(compose.build_composed_run(*compose.TINY_CPU), workload=endless(None))
     with pytest.raises(ConfigError) as refusal:
-        prepare_session(run)
+        compose.prepare_session(run)
     assert (refusal.value.key, refusal.value.got) == ("epochs", run.epochs)
     assert "steps=N" in refusal.value.remedy
-    session = prepare_session(dataclasses.replace(run, steps=205))
+    session = compose.prepare_session(dataclasses.replace(run, steps=205))
     every = (session.num_steps, session.eval_every, session.save_every)
     assert every == (205, 20, 20), "ten times in a run, in place of epochs"
-    assert prepare_session(dataclasses.replace(run, steps=5)).eval_every == 1
+    assert compose.prepare_session(dataclasses.replace(run, steps=5)).eval_every == 1
 
 
 @pytest.mark.parametrize(
@@ -118,13 +110,13 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 def test_an_option_that_would_be_ignored_is_refused(typed: str) -> None:
     """Hydra would merge several options of a group, and accept those of a group that the workload does not use."""
     words = typed.split()
-    run = build_composed_run(*words)
+    run = compose.build_composed_run(*words)
     with pytest.raises(ConfigError) as refusal:
         check_used(run, words)
     assert (refusal.value.key, refusal.value.got) == tuple(words[-1].lstrip("+").split("="))
 
 
-def test_checkpoints_are_saved_when_they_are_due(trained: Callable[..., TrainedRun]) -> None:
+def test_checkpoints_are_saved_when_they_are_due(trained: Callable[..., compose.TrainedRun]) -> None:
     run = trained("steps=7", "eval_every=3", "save_every=2", "keep=9")
     saved = {int(path.name.removeprefix("step_")) for path in (run.directory / "checkpoints").glob("step_*")}
     assert {2, 4, 6, 7} <= saved <= {2, 3, 4, 6, 7}, "when it is due, and after an evaluation that is the best so far"
@@ -147,7 +139,7 @@ def changed(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def test_the_hash_covers_what_is_computed() -> None:
-    config = compose_config()
+    config = compose.compose_config()
     before = config_hash(config)
     same = {path[0] for path in leaves(config) if config_hash(changed(config, path)) == before}
     assert same == {"name", "output_root", "resume", "tracking"}
@@ -158,16 +150,16 @@ def test_the_hash_covers_what_is_computed() -> None:
 
 
 def test_the_hash_does_not_depend_on_order_or_spelling() -> None:
-    config = compose_config()
-    spelled = compose_config(f"optimizer.lr={config['optimizer']['lr']:.9f}", "precision=32")
+    config = compose.compose_config()
+    spelled = compose.compose_config(f"optimizer.lr={config['optimizer']['lr']:.9f}", "precision=32")
     assert config_hash(dict(reversed(config.items()))) == config_hash(spelled) == config_hash(config)
 
 
 def test_building_needs_neither_the_device_nor_the_data() -> None:
-    build_run(compose_config("device=cuda", "data=mnist"))
+    build_run(compose.compose_config("device=cuda", "data=mnist"))
     with pytest.raises(ConfigError) as refusal:
-        prepare_session(
-            build_composed_run(
+        compose.prepare_session(
+            compose.build_composed_run(
                 "device=cuda" if torch.cuda.is_available() else "device=cpu", "data=mnist", "data.root=/nowhere"
             )
         )
@@ -176,19 +168,23 @@ def test_building_needs_neither_the_device_nor_the_data() -> None:
 
 def test_options_never_change_during_a_run(tmp_path: Path) -> None:
     """`train_in` checks this in each test that trains with it; here, that the check notices a change."""
-    run = build_composed_run(*TINY_CPU, "epochs=0.1", "precision=tf32", "save_every=null", "profiler=trace")
-    assert {"seed", "steps", "save_every", "workload.model", "optimizer.lr"} <= options_of(run).keys()
-    assert train_in(tmp_path / "unchanged", run).result.status == "done"
+    run = compose.build_composed_run(
+        *compose.TINY_CPU, "epochs=0.1", "precision=tf32", "save_every=null", "profiler=trace"
+    )
+    assert {"seed", "steps", "save_every", "workload.model", "optimizer.lr"} <= compose.options_of(run).keys()
+    assert compose.train_in(tmp_path / "unchanged", run).result.status == "done"
 
     def change(run: Run, session: Session) -> None:
         session.workload.after_step = lambda model, step: vars(run).update(seed=9)
 
     with pytest.raises(AssertionError, match="an option of the run has changed"):
-        train_in(tmp_path / "changed", run, change)
+        compose.train_in(tmp_path / "changed", run, change)
 
 
 def test_the_first_lines_say_what_is_trained(tmp_path: Path) -> None:
-    code, console = run_command(*TINY_CPU, "steps=3", "precision=bf16", "accumulation=4", "name=first", cwd=tmp_path)
+    code, console = run_command(
+        *compose.TINY_CPU, "steps=3", "precision=bf16", "accumulation=4", "name=first", cwd=tmp_path
+    )
     assert code == 0, console
     [directory] = tmp_path.glob("outputs/first/*")
     keys = "model|data|env|replay|device|precision|parallel|batch|length|directory"

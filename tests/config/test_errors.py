@@ -8,45 +8,41 @@ from contextlib import nullcontext
 
 import pytest
 
-from runner.config.errors import (
-    ABSENT,
-    ConfigError,
-    check_range,
-    did_you_mean,
-    errors_under,
-    see_comments,
-)
+from runner.config import errors
 from runner.optimizer import SGD
 from runner.run import Run
 
 
 def test_an_error_is_unchanged_by_pickling_and_copying() -> None:
     """A rank pickles an error to send it to the parent process; `ABSENT` must stay the same object."""
-    for error in (ConfigError("key", ABSENT, "why", "do"), ConfigError("key", [1, None], "why", "do")):
+    for error in (
+        errors.ConfigError("key", errors.ABSENT, "why", "do"),
+        errors.ConfigError("key", [1, None], "why", "do"),
+    ):
         for copied in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
-            assert type(copied) is ConfigError
+            assert type(copied) is errors.ConfigError
             assert str(copied) == str(error)
             assert copied.got == error.got
-            assert (copied.got is ABSENT) == (error.got is ABSENT)
+            assert (copied.got is errors.ABSENT) == (error.got is errors.ABSENT)
 
 
 def test_see_comments_names_the_file_that_explains_a_component() -> None:
-    assert "conf/optimizer/sgd.yaml" in see_comments(SGD(lr=0.1))
-    assert "conf/optimizer/sgd.yaml" in see_comments(SGD)
-    assert "conf/config.yaml" in see_comments(Run)
+    assert "conf/optimizer/sgd.yaml" in errors.see_comments(SGD(lr=0.1))
+    assert "conf/optimizer/sgd.yaml" in errors.see_comments(SGD)
+    assert "conf/config.yaml" in errors.see_comments(Run)
 
 
 def test_errors_under_prepends_the_path_to_the_key() -> None:
-    with pytest.raises(ConfigError) as refusal, errors_under("a"), errors_under("b"):
-        raise ConfigError("c", 1, "no", "yes")
+    with pytest.raises(errors.ConfigError) as refusal, errors.errors_under("a"), errors.errors_under("b"):
+        raise errors.ConfigError("c", 1, "no", "yes")
     assert (refusal.value.key, str(refusal.value)) == ("a.b.c", "a.b.c: got 1: no\n  yes")
 
 
 def test_control_characters_are_escaped_and_long_keys_and_values_shortened() -> None:
-    error = ConfigError("a\x1b[31m\nb", "c\x07\n\x9b", "d\x08 ü\u202e", "e\x00")
+    error = errors.ConfigError("a\x1b[31m\nb", "c\x07\n\x9b", "d\x08 ü\u202e", "e\x00")
     assert str(error) == "a\\x1b[31m\\nb: got 'c\\x07\\n\\x9b': d\\x08 ü\\u202e\n  e\\x00"
-    assert str(ConfigError("k" * 1000, ABSENT, "why", "do")) == f"{'k' * 79}…: why\n  do"
-    shown = str(ConfigError("key", "x" * 1000, "why", "do"))
+    assert str(errors.ConfigError("k" * 1000, errors.ABSENT, "why", "do")) == f"{'k' * 79}…: why\n  do"
+    shown = str(errors.ConfigError("key", "x" * 1000, "why", "do"))
     assert len(shown.splitlines()[0]) < 100
     assert "x…: why" in shown
 
@@ -54,13 +50,13 @@ def test_control_characters_are_escaped_and_long_keys_and_values_shortened() -> 
 @pytest.mark.parametrize("value", [1.001, 2, 3, None, 1, 3.001, math.nan, math.inf, -math.inf, 10**400, -(10**400)])
 def test_a_range_includes_some_ends_and_null(value: float | None) -> None:
     fits = value is None or value in (1.001, 2, 3)
-    with nullcontext() if fits else pytest.raises(ConfigError, match="> 1 and ≤ 3"):
-        check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", above=1, most=3)
+    with nullcontext() if fits else pytest.raises(errors.ConfigError, match="> 1 and ≤ 3"):
+        errors.check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", above=1, most=3)
 
 
 def test_did_you_mean_suggests_the_nearest_or_lists_all() -> None:
-    assert did_you_mean("lrr", ["lr", "momentum"]) == "did you mean lr?"
-    assert did_you_mean("LR", ["lr"]) == "did you mean lr?"
-    assert did_you_mean("lrr", ["lr"], "optimizer.") == "did you mean optimizer.lr?"
-    assert did_you_mean("xyz", ["b", "a"]) == "choose from: a, b"
-    assert did_you_mean("xyz", []) == "it has none"
+    assert errors.did_you_mean("lrr", ["lr", "momentum"]) == "did you mean lr?"
+    assert errors.did_you_mean("LR", ["lr"]) == "did you mean lr?"
+    assert errors.did_you_mean("lrr", ["lr"], "optimizer.") == "did you mean optimizer.lr?"
+    assert errors.did_you_mean("xyz", ["b", "a"]) == "choose from: a, b"
+    assert errors.did_you_mean("xyz", []) == "it has none"

@@ -20,18 +20,9 @@ from typing import Any
 
 import pytest
 
+from helpers import fault_checks
 from helpers.command import Command, processes_in
 from helpers.compose import TINY_CPU
-from helpers.fault_checks import (
-    ExternalResources,
-    assert_each_sample_once,
-    assert_newest_checkpoint_valid,
-    assert_no_temporary_files,
-    assert_one_value_per_step,
-    check_newest_while_running,
-    run_results,
-    steps_saved,
-)
 from helpers.fault_points import plant_fault
 from helpers.runs import assert_bitwise_equal, write_images
 
@@ -93,7 +84,7 @@ def train_without_faults(cwd: Path, run: str) -> ReferenceRun:
     trial.assert_ended((0,), "^done after step")
     trial.assert_done()
     points = (cwd / "trace.txt").read_text().splitlines()
-    return ReferenceRun(run_results(trial.directory), trial.config_hash, points, seconds)
+    return ReferenceRun(fault_checks.run_results(trial.directory), trial.config_hash, points, seconds)
 
 
 @dataclass(frozen=True)
@@ -126,7 +117,7 @@ class FaultTrial:
         if run == "workers":
             write_images(cwd / "images")
         self.cwd, self.run, self.reference, self.extra = cwd, run, reference, extra
-        self.external_resources = ExternalResources(cwd)
+        self.external_resources = fault_checks.ExternalResources(cwd)
         self.code, self.console = -1, ""
         self.watched = True  # set to False for sessions that are not started by `start`: their samples are unknown
 
@@ -162,7 +153,7 @@ class FaultTrial:
                 look = now + 0.25
                 self.external_resources.sample()
                 if self.begun:
-                    check_newest_while_running(self.directory)
+                    fault_checks.check_newest_while_running(self.directory)
             time.sleep(0.01)
         self.code, self.console = command.wait()
         self.external_resources.assert_released()
@@ -186,7 +177,7 @@ class FaultTrial:
         assert happened, f"{fault}: not come to\n{self.console}"
         self.assert_ended(fault.codes, fault.console_pattern, fault.traceback)
         if self.begun:
-            assert_newest_checkpoint_valid(self.directory, steps_saved(self.cwd))
+            fault_checks.assert_newest_checkpoint_valid(self.directory, fault_checks.steps_saved(self.cwd))
         return True
 
     def assert_ended(self, codes: tuple[int, ...], console_pattern: str, traceback: bool = False) -> None:
@@ -210,19 +201,19 @@ class FaultTrial:
     def assert_done(self) -> None:
         """Fail unless the run is complete, and its result is that of a run without faults."""
         run, asynchronous = self.directory, self.run in NONDETERMINISTIC_RUNS
-        assert_newest_checkpoint_valid(run, steps_saved(self.cwd))
-        assert_one_value_per_step(run)
-        assert_no_temporary_files(run)
+        fault_checks.assert_newest_checkpoint_valid(run, fault_checks.steps_saved(self.cwd))
+        fault_checks.assert_one_value_per_step(run)
+        fault_checks.assert_no_temporary_files(run)
         for unbegun in set(self.cwd.glob("outputs/*/*")) - {run}:  # a session killed before it wrote its config
             left = {path.name for path in unbegun.glob("[!.]*")}
             assert left <= {"overrides.yaml", "environment.json", "log.txt"}, left
         if SAMPLES[self.run] and self.watched:
             # A checkpoint may be incomplete until the next one is due. An iteration of hogwild's loop takes two steps.
-            assert_each_sample_once(self.cwd, self.run, SAMPLES[self.run], 2 * SAVE_EVERY + asynchronous)
+            fault_checks.assert_each_sample_once(self.cwd, self.run, SAMPLES[self.run], 2 * SAVE_EVERY + asynchronous)
         if asynchronous:
-            assert run_results(run)["result"]["steps"] == STEPS
+            assert fault_checks.run_results(run)["result"]["steps"] == STEPS
         elif self.reference:
-            assert_bitwise_equal(run_results(run), self.reference.results)
+            assert_bitwise_equal(fault_checks.run_results(run), self.reference.results)
         if self.reference and not self.extra:
             assert self.config_hash == self.reference.config_hash
 

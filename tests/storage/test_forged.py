@@ -10,15 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoint_edits import (
-    REMOVE_KEY,
-    Keys,
-    nested_values,
-    read_checkpoint_file,
-    rewrite_manifest,
-    with_value_changed,
-    write_checkpoint_file,
-)
+from helpers import checkpoint_edits
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session, train_in
 
 from runner.config.errors import ConfigError
@@ -97,7 +89,7 @@ class Forger:
 
     def with_content(self, file: str, content: Any) -> str:
         self.restore()
-        write_checkpoint_file(self.path / file, content)
+        checkpoint_edits.write_checkpoint_file(self.path / file, content)
         return self.outcome()
 
 
@@ -106,10 +98,10 @@ def forger(saved: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Forg
     return lambda name: Forger(name, saved(name), tmp_path / "run")
 
 
-def chosen(content: Any) -> Iterator[tuple[Keys, Any]]:
+def chosen(content: Any) -> Iterator[tuple[checkpoint_edits.Keys, Any]]:
     """Yield (keys, value) for the values that a test changes: those of one parameter, and of a few attributes."""
     kept = {next(iter(content.get("optimizer", [""])))}
-    for keys, value in nested_values(content):
+    for keys, value in checkpoint_edits.nested_values(content):
         is_other_parameter = keys[0] == "optimizer" and len(keys) > 1 and keys[1] not in kept
         attribute = keys[4] if keys[:3] == ENVS and len(keys) > 4 else "state"
         if not is_other_parameter and attribute in ("state", "steps", "num_envs", "_np_random"):
@@ -119,9 +111,11 @@ def chosen(content: Any) -> Iterator[tuple[Keys, Any]]:
 ENVS = ("workload", "environments", "envs")
 
 
-def may_be(keys: Keys, value: Any, forged: Any) -> bool:
+def may_be(keys: checkpoint_edits.Keys, value: Any, forged: Any) -> bool:
     """Whether a run may have saved `forged` in place of `value`."""
-    if forged is REMOVE_KEY:  # a run without evaluation, a parameter without gradient, an element of a list
+    if (
+        forged is checkpoint_edits.REMOVE_KEY
+    ):  # a run without evaluation, a parameter without gradient, an element of a list
         is_optional = keys[0] in ("metrics", "optimizer") and len(keys) == 2
         return isinstance(keys[-1], int) or is_optional or keys == ("num_steps",)
     if forged is None and keys == ("workload", "environments"):  # of environments whose state cannot be saved
@@ -136,20 +130,22 @@ def test_a_value_of_another_form_is_refused(forger: Callable[[str], Forger], nam
     """Each value is replaced by the next of `VALUES` or `TENSORS`, in several tries, and then removed."""
     run = forger(name)
     assert run.outcome() == "resumed", "the original"
-    content, values, tensors = read_checkpoint_file(run.original / file), cycle(VALUES), cycle(TENSORS)
+    content, values, tensors = checkpoint_edits.read_checkpoint_file(run.original / file), cycle(VALUES), cycle(TENSORS)
     for keys, value in chosen(content):
         is_tensor = isinstance(value, torch.Tensor)
         is_free = keys[:3] == ENVS  # nothing is raised: one trial is enough
         forgeries = [next(tensors)(value) if is_tensor else next(values) for _ in range(1 if is_free else tries)]
-        for forged in forgeries if is_free else [*forgeries, REMOVE_KEY]:
+        for forged in forgeries if is_free else [*forgeries, checkpoint_edits.REMOVE_KEY]:
             if is_tensor or not may_be(keys, value, forged):
-                outcome = run.with_content(file, with_value_changed(content, keys, lambda _, forged=forged: forged))
+                outcome = run.with_content(
+                    file, checkpoint_edits.with_value_changed(content, keys, lambda _, forged=forged: forged)
+                )
                 assert outcome == "refused" or is_free, (keys, type(forged), outcome)
 
 
 def test_weights_of_another_form_are_refused(forger: Callable[[str], Forger]) -> None:
     run = forger("sgd")
-    content = read_checkpoint_file(run.original / "model.safetensors")
+    content = checkpoint_edits.read_checkpoint_file(run.original / "model.safetensors")
     (key, value), *_ = content.items()
     for form in (TENSORS[0], TENSORS[1], TENSORS[2], TENSORS[3], TENSORS[5]):
         assert run.with_content("model.safetensors", {**content, key: form(value).contiguous()}) == "refused"
@@ -163,7 +159,7 @@ def test_a_file_of_another_format_or_with_unrelated_content_is_refused(forger: C
         for content in (b"", b"PK\5\6" + bytes(18), b"[]", b"\x80\x02]."):
             run.restore()
             (run.path / file).write_bytes(content)
-            rewrite_manifest(run.path)
+            checkpoint_edits.rewrite_manifest(run.path)
             assert run.outcome() == "refused", (file, content)
     for value in (None, 3, [], {}):
         assert run.with_content("state.pt", value) == "refused"
@@ -177,15 +173,15 @@ def test_deep_content_is_refused(forger: Callable[[str], Forger]) -> None:
     with zipfile.ZipFile(run.original / "state.pt") as plain, zipfile.ZipFile(file, "w") as out:
         for entry in plain.infolist():
             out.writestr(entry.filename, nest if entry.filename.endswith("data.pkl") else plain.read(entry))
-    rewrite_manifest(run.path)
+    checkpoint_edits.rewrite_manifest(run.path)
     assert run.outcome() == "refused"
 
 
 MANIFESTS: tuple[dict[str, Any], ...] = (
-    *({"files": ["state.pt"]}, {"files": REMOVE_KEY}, {"files": {}}, {"files": {"..": "0" * 64}}),
+    *({"files": ["state.pt"]}, {"files": checkpoint_edits.REMOVE_KEY}, {"files": {}}, {"files": {"..": "0" * 64}}),
     *({"files": {"../../../secret": "0" * 64}}, {"files": {"/dev/zero": "0" * 64}}, {"files": {"a" * 5000: "0" * 64}}),
     *({"files": {"a\0b": "0" * 64}}, {"files": {"\udcff": "0" * 64}}, {"files": {"state.pt": 1}}),
-    *({"step": "2"}, {"step": True}, {"step": -2}, {"step": 3}, {"step": REMOVE_KEY}),
+    *({"step": "2"}, {"step": True}, {"step": -2}, {"step": 3}, {"step": checkpoint_edits.REMOVE_KEY}),
     *({"world_size": "1"}, {"world_size": 0}, {"schema": "x" * 100_000}),
 )
 
@@ -195,7 +191,7 @@ def test_a_manifest_with_invalid_values_and_correct_hashes_is_refused(
     forger: Callable[[str], Forger], changes: dict[str, Any]
 ) -> None:
     run = forger("sgd")
-    rewrite_manifest(run.path, **changes)
+    checkpoint_edits.rewrite_manifest(run.path, **changes)
     assert run.outcome() == "refused"
 
 

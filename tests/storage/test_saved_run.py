@@ -9,15 +9,7 @@ import pytest
 from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
-from runner.storage.saved_run import (
-    UnreadableConfigError,
-    checkpoints,
-    config_text,
-    directory_of,
-    parse_config,
-    saved_config,
-    saved_overrides,
-)
+from runner.storage import saved_run
 
 TEXTS = ["1e-3", "016", "on", "12:30", "a: b", "- a", "", " a ", "ü", "x\ty", "a\nb", "#a", '"', "\\"]
 TEXTS += ["\x85\u2028", "a\udcffb", "\x1b[31m", "\ufeffa", "\x00", "5" * 5_000, ":".join(["59"] * 1_000)]
@@ -28,17 +20,17 @@ VALUES: list[Any] = [*TEXTS, *NUMBERS, [], [1, [2.5]], {"a": {}}, [0] * 5000]
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_a_value_is_read_as_it_was_written_with_its_type(value: Any) -> None:
     config = {"key": value, "node": {"list": [value, 1, None]}}
-    saved = parse_config(config_text(config).encode())
+    saved = saved_run.parse_config(saved_run.config_text(config).encode())
     assert (saved, type(saved["key"])) == (config, type(value))
 
 
 def test_a_changed_or_truncated_file_is_refused() -> None:
-    text = config_text({"optimizer": {"lr": 0.2}, "steps": 60})
+    text = saved_run.config_text({"optimizer": {"lr": 0.2}, "steps": 60})
     changed = [text.replace(*change) for change in (("0.2", "0.3"), ("steps: 60\n", ""), ("60", "61"))]
     for other in (*changed, *(text[:length] for length in range(len(text) - 1))):
         assert other != text
-        with pytest.raises(UnreadableConfigError, match="SHA-256"):
-            parse_config(other.encode())
+        with pytest.raises(saved_run.UnreadableConfigError, match="SHA-256"):
+            saved_run.parse_config(other.encode())
 
 
 def sealed(content: bytes) -> bytes:
@@ -61,8 +53,8 @@ def sealed(content: bytes) -> bytes:
     ids=lambda content: content[:20].decode(errors="replace"),
 )
 def test_anything_but_plain_values_is_refused(content: bytes) -> None:
-    with pytest.raises(UnreadableConfigError):
-        parse_config(content if content == b"\xff\xfe" else sealed(content))
+    with pytest.raises(saved_run.UnreadableConfigError):
+        saved_run.parse_config(content if content == b"\xff\xfe" else sealed(content))
 
 
 @pytest.mark.parametrize(
@@ -72,8 +64,8 @@ def test_anything_but_plain_values_is_refused(content: bytes) -> None:
 )
 def test_a_file_of_a_megabyte_is_refused_in_seconds(content: bytes) -> None:
     begun = time.process_time()
-    with pytest.raises(UnreadableConfigError):
-        parse_config(sealed(content))
+    with pytest.raises(saved_run.UnreadableConfigError):
+        saved_run.parse_config(sealed(content))
     assert time.process_time() - begun < 5  # the first took a minute
 
 
@@ -84,31 +76,31 @@ def run(tmp_path: Path) -> Path:
     for step in (10, 20):
         checkpoint = path / "checkpoints" / f"step_{step:08d}"
         checkpoint.mkdir(parents=True)
-        (checkpoint / "config.yaml").write_text(config_text({"lr": step}))
-    (path / "config.yaml").write_text(config_text({"lr": 30}))
+        (checkpoint / "config.yaml").write_text(saved_run.config_text({"lr": step}))
+    (path / "config.yaml").write_text(saved_run.config_text({"lr": 30}))
     return path
 
 
 def test_a_run_directory_and_each_checkpoint_have_their_own_config(run: Path) -> None:
-    assert saved_config(run) == ({"lr": 30}, run / "config.yaml", [])
-    for step, checkpoint in zip((10, 20), checkpoints(run), strict=True):
-        assert saved_config(checkpoint) == ({"lr": step}, checkpoint / "config.yaml", [])
-        assert directory_of(checkpoint) == directory_of(run) == run
+    assert saved_run.saved_config(run) == ({"lr": 30}, run / "config.yaml", [])
+    for step, checkpoint in zip((10, 20), saved_run.checkpoints(run), strict=True):
+        assert saved_run.saved_config(checkpoint) == ({"lr": step}, checkpoint / "config.yaml", [])
+        assert saved_run.directory_of(checkpoint) == saved_run.directory_of(run) == run
         (checkpoint / "config.yaml").unlink()
-        assert saved_config(checkpoint).values == {"lr": 30}
+        assert saved_run.saved_config(checkpoint).values == {"lr": 30}
 
 
 def test_a_damaged_config_is_replaced_by_the_newest_copy(run: Path) -> None:
     (run / "config.yaml").write_bytes(sealed(b"a: !<tag:%1b]0;title%07> b"))
-    values, file, [reason] = saved_config(run)
-    assert (values, file) == ({"lr": 20}, checkpoints(run)[1] / "config.yaml")
+    values, file, [reason] = saved_run.saved_config(run)
+    assert (values, file) == ({"lr": 20}, saved_run.checkpoints(run)[1] / "config.yaml")
     assert reason.startswith("config.yaml: ")
     assert reason.isprintable()
     file.write_bytes(b"\xff")
-    assert saved_config(run).values == {"lr": 10}
-    (checkpoints(run)[0] / "config.yaml").unlink()
-    with pytest.raises(UnreadableConfigError):
-        saved_config(run)
+    assert saved_run.saved_config(run).values == {"lr": 10}
+    (saved_run.checkpoints(run)[0] / "config.yaml").unlink()
+    with pytest.raises(saved_run.UnreadableConfigError):
+        saved_run.saved_config(run)
 
 
 def test_checkpoints_are_in_the_order_of_their_steps_and_not_of_their_names(run: Path) -> None:
@@ -116,46 +108,46 @@ def test_checkpoints_are_in_the_order_of_their_steps_and_not_of_their_names(run:
     for step in steps:
         path = run / "checkpoints" / f"step_{step}"
         path.mkdir()
-        (path / "config.yaml").write_text(config_text({"lr": step}))
-    assert [path.name for path in checkpoints(run)[-2:]] == [f"step_{step}" for step in steps]
+        (path / "config.yaml").write_text(saved_run.config_text({"lr": step}))
+    assert [path.name for path in saved_run.checkpoints(run)[-2:]] == [f"step_{step}" for step in steps]
     (run / "config.yaml").write_text("")
-    assert saved_config(run).values == {"lr": 100_000_000}
+    assert saved_run.saved_config(run).values == {"lr": 100_000_000}
 
 
 def test_only_regular_files_are_read(run: Path) -> None:
     (run / "config.yaml").rename(run.parent / "elsewhere")
     (run / "config.yaml").symlink_to(run.parent / "elsewhere")
-    assert saved_config(run).values == {"lr": 20}
+    assert saved_run.saved_config(run).values == {"lr": 20}
     (run / "config.yaml").unlink()
     (run / "config.yaml").write_bytes(sealed(b"a: " + b"b" * 1_000_000))
-    assert saved_config(run).values == {"lr": 20}, "nor those that are too large"
+    assert saved_run.saved_config(run).values == {"lr": 20}, "nor those that are too large"
 
 
 def test_a_linked_folder_of_checkpoints_is_not_followed(run: Path) -> None:
     (run / "checkpoints").rename(run.parent / "elsewhere")
     (run / "checkpoints").symlink_to(run.parent / "elsewhere")
     (run / "config.yaml").unlink()
-    with pytest.raises(UnreadableConfigError):
-        saved_config(run)
+    with pytest.raises(saved_run.UnreadableConfigError):
+        saved_run.saved_config(run)
 
 
 @pytest.mark.parametrize("secret", ["", "checkpoints"])
 def test_checkpoints_that_cannot_be_read_are_not_treated_as_missing(secret: str, run: Path) -> None:
     with enforced_permissions(run / secret, 0):
         with pytest.raises(ConfigError) as refused:
-            checkpoints(run)
+            saved_run.checkpoints(run)
         assert (refused.value.key, refused.value.got) == ("resume", str(run / "checkpoints"))
         assert "Permission denied" in refused.value.why
         if secret:
-            assert saved_config(run) == ({"lr": 30}, run / "config.yaml", []), "they are not needed"
+            assert saved_run.saved_config(run) == ({"lr": 30}, run / "config.yaml", []), "they are not needed"
     if secret:
         (run / "config.yaml").write_text("")
     with (
         enforced_permissions(run / secret, 0),
-        pytest.raises(UnreadableConfigError, match=r"checkpoints: .*Permission denied"),
+        pytest.raises(saved_run.UnreadableConfigError, match=r"checkpoints: .*Permission denied"),
     ):
-        saved_config(run)
-    assert saved_config(run).values == {"lr": 20 if secret else 30}
+        saved_run.saved_config(run)
+    assert saved_run.saved_config(run).values == {"lr": 20 if secret else 30}
 
 
 @pytest.mark.parametrize(
@@ -172,6 +164,6 @@ def test_checkpoints_that_cannot_be_read_are_not_treated_as_missing(secret: str,
     ],
 )
 def test_overrides_are_shown_as_they_were_typed(content: bytes, wanted: list[str], tmp_path: Path) -> None:
-    assert saved_overrides(tmp_path) == [], "there is no file"
+    assert saved_run.saved_overrides(tmp_path) == [], "there is no file"
     (tmp_path / "overrides.yaml").write_bytes(content)
-    assert saved_overrides(tmp_path) == wanted
+    assert saved_run.saved_overrides(tmp_path) == wanted

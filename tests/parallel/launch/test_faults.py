@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import rank_functions
+from helpers import rank_functions, runs
 from helpers.command import (
     Command,
     processes_in,
@@ -20,13 +20,6 @@ from helpers.command import (
     wait_until,
 )
 from helpers.compose import build_composed_run
-from helpers.runs import (
-    TWO_RANK_DDP,
-    assert_checkpoint_bitwise_equal,
-    checkpoint_tensors,
-    listening_addresses,
-    newest_checkpoint,
-)
 
 from runner.api import run_job
 from runner.config.errors import ConfigError
@@ -38,7 +31,7 @@ from runner.training import train_rank
 
 STEPS = 120
 LONG = (
-    *TWO_RANK_DDP,
+    *runs.TWO_RANK_DDP,
     f"steps={STEPS}",
     "save_every=10",
     "log_every=20",
@@ -56,7 +49,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
     """The final step, weights and optimizer state of an undisturbed run."""
     cwd = tmp_path_factory.mktemp("undisturbed")
     run_successfully(cwd, *LONG)
-    return checkpoint_tensors(next(cwd.glob("outputs/*/*")))
+    return runs.checkpoint_tensors(next(cwd.glob("outputs/*/*")))
 
 
 def assert_crashed(command: Command, rank: int, what: str) -> None:
@@ -78,7 +71,7 @@ def resume_arguments(console: str) -> list[str]:
 
 def assert_whole(run: Path) -> None:
     """Fail unless the newest checkpoint is intact and contains the state of both ranks."""
-    newest = newest_checkpoint(run)
+    newest = runs.newest_checkpoint(run)
     for rank in (0, 1):
         loaded = load(newest, rank)
         assert loaded.step == int(newest.name[5:])
@@ -118,11 +111,11 @@ def test_resume_after_killed_ranks_and_signals_is_bitwise_exact(
             assert_stopped(command, number.name if rank is None else "")
         assert_whole(command.single_run_directory)
         arguments = resume_arguments(command.console)
-        before, done = done, int(newest_checkpoint(command.single_run_directory).name[5:])
+        before, done = done, int(runs.newest_checkpoint(command.single_run_directory).name[5:])
         assert before <= done < STEPS
         assert before < done or (number, moment) == (signal.SIGKILL, "start")
     run_successfully(tmp_path, *arguments, "eval_every=60", "workload.eval_batch_size=256")
-    assert_checkpoint_bitwise_equal(command.single_run_directory, undisturbed)
+    runs.assert_checkpoint_bitwise_equal(command.single_run_directory, undisturbed)
     assert not list(command.single_run_directory.glob("checkpoints/*.corrupt*"))
 
 
@@ -133,7 +126,7 @@ def assert_stopped(command: Command, received: str) -> None:
     assert "Traceback" not in console
     assert console.count(": finishing the step, then saving") == (1 if received else 0)
     assert f"{received}: finishing" in console or not received
-    step = int(newest_checkpoint(command.single_run_directory).name[5:])
+    step = int(runs.newest_checkpoint(command.single_run_directory).name[5:])
     assert f"stopped after step {step}/{STEPS}" in console, "where all agreed to"
 
 
@@ -168,7 +161,7 @@ def test_all_ranks_restart_from_the_last_checkpoint(tmp_path: Path, undisturbed:
     for restart, rank in ((1, 1), (2, 0)):
         restarts = rf"^rank {rank} {re.escape(KILLED)}\n.*last checkpoint \(restart {restart} of 2\)$"
         assert len(re.findall(restarts, console, re.MULTILINE)) == 1, console
-    assert_checkpoint_bitwise_equal(command.single_run_directory, undisturbed)
+    runs.assert_checkpoint_bitwise_equal(command.single_run_directory, undisturbed)
 
 
 # Ranks that are stopped (SIGSTOP) or hang: all timeouts run at the same time
@@ -189,7 +182,7 @@ def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str,
     begun = {mode: Command(tmp_path_factory.mktemp(mode), *LONG, *options, f"parallel={mode}") for mode in PAUSED}
     for command in begun.values():
         command.wait_for_checkpoint()
-        addresses = listening_addresses(command.cwd)  # of the store and gloo, which take connections of anybody
+        addresses = runs.listening_addresses(command.cwd)  # of the store and gloo, which take connections of anybody
         command.signal_processes(signal.SIGSTOP, *processes_in(command.cwd))
         assert {address for address, _ in addresses} == {"0100007F"}, "only the loopback interface"
     yield begun, time.monotonic() + TIMEOUT + 4
@@ -230,7 +223,7 @@ def test_a_run_goes_on_after_all_its_processes_were_suspended(
     mode: str, paused: tuple[dict[str, Command], float]
 ) -> None:
     command, until = paused[0][mode], paused[1]
-    before = int(newest_checkpoint(command.single_run_directory).name[5:])
+    before = int(runs.newest_checkpoint(command.single_run_directory).name[5:])
     time.sleep(max(0, until - time.monotonic()))
     command.signal_processes(signal.SIGCONT, *processes_in(command.cwd))
     command.wait_for_checkpoint(before + 50)

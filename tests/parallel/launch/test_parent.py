@@ -9,20 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import runs
 from helpers.command import TIMEOUT_SECONDS, Command, processes_in, start_in_new_interpreter, wait_until
-from helpers.runs import (
-    TWO_RANK_DDP,
-    checkpoint_tensors,
-    held_resources,
-    listening_inodes,
-    newest_checkpoint,
-    write_images,
-)
 
 from runner.storage.run_directory import read_result
 from runner.storage.saved_run import saved_config
 
-LONG = (*TWO_RANK_DDP, "steps=100000", "save_every=10", "log_every=20", "eval_every=60", "model.dropout=0.1")
+LONG = (*runs.TWO_RANK_DDP, "steps=100000", "save_every=10", "log_every=20", "eval_every=60", "model.dropout=0.1")
 
 
 @pytest.mark.parametrize("moment", ["start", "saving", "a rank is stopped"])
@@ -31,13 +24,15 @@ def test_a_killed_parent_leaves_nothing_behind(moment: str, tmp_path: Path) -> N
     ranks = command.wait_for_rank_pids()
     if moment != "start":
         command.wait_for_checkpoint()
-    sockets, _ = held_resources(tmp_path)
+    sockets, _ = runs.held_resources(tmp_path)
     assert sockets, "of the store, and of gloo"
     if moment == "a rank is stopped":
         command.signal_processes(signal.SIGSTOP, ranks[1])
     command.signal_processes(signal.SIGKILL)
     assert command.wait_for_all_processes()[0] == -signal.SIGKILL
-    wait_until(lambda: not sockets & listening_inodes(), what="left behind")  # the kernel closes them at the very end
+    wait_until(
+        lambda: not sockets & runs.listening_inodes(), what="left behind"
+    )  # the kernel closes them at the very end
 
 
 def test_a_done_run_that_is_resumed_and_killed_is_no_longer_done(tmp_path: Path) -> None:
@@ -85,16 +80,16 @@ def test_a_killed_parent_leaves_no_fork_server(cold: Callable[..., Any], tmp_pat
 
 @pytest.mark.slow
 def test_a_killed_parent_leaves_no_worker_and_no_memory(cold: Callable[..., Any], tmp_path: Path) -> None:
-    write_images(tmp_path / "images")
+    runs.write_images(tmp_path / "images")
     data = ["data=imagefolder", f"data.root={tmp_path}/images", "data.size=8", "data.workers=1", "batch_size=8"]
     few = ["model=tiny", "device=cpu", "device.threads=1", "steps=100000", "save_every=5", "eval_every=0"]
     process = cold("parallel=ddp", *few, *data)
-    sockets, names = wait_until(lambda: held if all(held := held_resources(tmp_path)) else None)
+    sockets, names = wait_until(lambda: held if all(held := runs.held_resources(tmp_path)) else None)
     assert len(processes_in(tmp_path)) >= 9, "and each rank's own fork server and worker"
     process.kill()
     assert process.wait() == -signal.SIGKILL
     wait_until(lambda: not processes_in(tmp_path), what="left behind")
-    wait_until(lambda: not sockets & listening_inodes(), what="left behind")
+    wait_until(lambda: not sockets & runs.listening_inodes(), what="left behind")
     assert not [name for name in names if Path(name).exists()]
 
 
@@ -104,7 +99,7 @@ def test_a_signal_to_one_rank_stops_the_run_in_other_modes(mode: str, tmp_path: 
     command.signal_processes(signal.SIGTERM, command.wait_for_rank_pids()[1])
     code, console = command.wait_for_all_processes()
     assert code == 75, console
-    assert f"stopped after step {checkpoint_tensors(command.single_run_directory)['step']}/100000" in console
+    assert f"stopped after step {runs.checkpoint_tensors(command.single_run_directory)['step']}/100000" in console
 
 
 def test_a_ctrl_c_in_a_terminal_stops_the_run_once(cold: Callable[..., Any], tmp_path: Path) -> None:
@@ -117,8 +112,8 @@ def test_a_ctrl_c_in_a_terminal_stops_the_run_once(cold: Callable[..., Any], tmp
     assert "Traceback" not in console
     wait_until(lambda: not processes_in(tmp_path), what="left behind")
     [run] = tmp_path.glob("outputs/*/*")
-    assert len(list(newest_checkpoint(run).glob("rank_*.pt"))) == 2
-    assert f"stopped after step {checkpoint_tensors(run)['step']}/100000" in console
+    assert len(list(runs.newest_checkpoint(run).glob("rank_*.pt"))) == 2
+    assert f"stopped after step {runs.checkpoint_tensors(run)['step']}/100000" in console
 
 
 def test_a_second_ctrl_c_ends_the_run_without_saving(tmp_path: Path) -> None:

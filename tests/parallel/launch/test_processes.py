@@ -12,19 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import rank_functions
+from helpers import rank_functions, runs
 from helpers.command import TIMEOUT_SECONDS, Command, child_environment, processes_in, run_successfully, wait_until
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
 from helpers.dry_run import run_in_this_process
 from helpers.ranks import PersistentRanks, Ranks
-from helpers.runs import (
-    TWO_RANK_DDP,
-    assert_checkpoint_bitwise_equal,
-    checkpoint_tensors,
-    free_port,
-    only_run,
-    write_images,
-)
 
 from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo
@@ -41,8 +33,8 @@ SHORT = ("steps=40", "save_every=20", "log_every=20", "eval_every=20")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a command that started its two processes itself."""
     cwd = tmp_path_factory.mktemp("launched")
-    assert "done after step 40/40" in run_successfully(cwd, *TWO_RANK_DDP, *SHORT)
-    return only_run(cwd)
+    assert "done after step 40/40" in run_successfully(cwd, *runs.TWO_RANK_DDP, *SHORT)
+    return runs.only_run(cwd)
 
 
 def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
@@ -62,7 +54,7 @@ def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
 
 def test_each_rank_gets_its_rank_info_and_may_get_a_signal_after_training(tmp_path: Path) -> None:
     """Ctrl-C also reaches the ranks, so a rank may end its training before it gets the supervisor's signal."""
-    run = build_composed_run(*TWO_RANK_DDP, *SHORT, "parallel.processes=3", "batch_size=63")
+    run = build_composed_run(*runs.TWO_RANK_DDP, *SHORT, "parallel.processes=3", "batch_size=63")
     found: Any = train_in(tmp_path, run, train_rank=rank_functions.rank_infos).result
     assert [each["group"] for each in found] == [(rank, 3) for rank in range(3)]
     assert {each["LOCAL_WORLD_SIZE"] for each in found} == {"3"}
@@ -93,7 +85,7 @@ def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -
     ids=["an equal share of the cores", "device.threads", "OMP_NUM_THREADS", "device.threads wins"],
 )
 def test_the_number_of_threads_of_each_rank(asked: str | None, overrides: list[str], wanted: int) -> None:
-    config, store = compose_config(*TWO_RANK_DDP, *SHORT, *overrides), create_store()
+    config, store = compose_config(*runs.TWO_RANK_DDP, *SHORT, *overrides), create_store()
     infos = [RankInfo(rank, 2, rank, 2, "127.0.0.1", store.port) for rank in (0, 1)]
     with Supervisor(
         rank_functions.report_num_threads, [(asked, config, info) for info in infos], TIMEOUT_SECONDS
@@ -115,9 +107,9 @@ def slurm_variables(rank: int, port: int) -> dict[str, str]:
 
 def started(tmp_path: Path, *arguments: str, variables: Any = torchrun_variables) -> Any:
     """Start the two processes of one run as separate commands."""
-    port = free_port()
+    port = runs.free_port()
     while not 20000 < port < 40000:  # the range of the ports derived from SLURM job IDs
-        port = free_port()
+        port = runs.free_port()
     common = (*TINY_CPU, "parallel=ddp", *SHORT, f"output_root={tmp_path}/outputs", *arguments)
     return [Command(tmp_path / f"host_{i}", *common, **variables(i, port)) for i in (0, 1)]
 
@@ -129,8 +121,8 @@ def test_externally_launched_processes_train_one_run(variables: Any, tmp_path: P
     assert code == 0, console
     assert "done after step 40/40" in console
     assert second.wait_for_all_processes() == (0, ""), "rank 1 prints nothing"
-    assert_checkpoint_bitwise_equal(only_run(tmp_path), checkpoint_tensors(launched))
-    assert (only_run(tmp_path) / "log_rank_1.txt").exists()
+    runs.assert_checkpoint_bitwise_equal(runs.only_run(tmp_path), runs.checkpoint_tensors(launched))
+    assert (runs.only_run(tmp_path) / "log_rank_1.txt").exists()
 
 
 REFUSALS = [  # the arguments of both ranks, further ones of rank 1, and what both print
@@ -153,7 +145,7 @@ def test_what_one_rank_refuses_ends_all_ranks_with_its_words(
     arguments: list[str], others: list[str], printed: str, ranks: Ranks, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
-    write_images(tmp_path / "host_0" / "photos")  # but not on the other host
+    runs.write_images(tmp_path / "host_0" / "photos")  # but not on the other host
     for code, console in ranks(2).call_on_all(command_in_rank, arguments, others, tmp_path):
         assert code == 2, console
         assert re.match(printed, console, re.DOTALL), console
@@ -170,7 +162,7 @@ def command_in_rank(arguments: list[str], others: list[str], directory: Path) ->
 
 
 def test_processes_that_do_not_come_are_missed_in_words(tmp_path: Path) -> None:
-    own = torchrun_variables(0, free_port())
+    own = torchrun_variables(0, runs.free_port())
     command = Command(tmp_path, *TINY_CPU, "parallel=ddp", "parallel.timeout=1", f"output_root={tmp_path}/o", **own)
     code, console = command.wait_for_all_processes()
     assert code == 2, console
@@ -179,7 +171,7 @@ def test_processes_that_do_not_come_are_missed_in_words(tmp_path: Path) -> None:
 
 def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path: Path, launched: Path) -> None:
     """Both ranks initialize a new process group, so that the next job gets no messages of the failed one."""
-    config = compose_config(*TWO_RANK_DDP, *SHORT)
+    config = compose_config(*runs.TWO_RANK_DDP, *SHORT)
     ranks = PersistentRanks(2)  # separate from the fixture `ranks`, because this aborts their process group
     try:
         first, second = ranks.call_on_all(rank_functions.run_sweep_jobs, [config] * 4, tmp_path)
@@ -191,7 +183,7 @@ def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path: Path, lau
     logged = "rank 1 failed: ValueError: only here\nTraceback (most recent call last)"
     assert (tmp_path / "1/log_rank_1.txt").read_text().count(logged) == 1
     for job in (0, 2, 3):
-        assert_checkpoint_bitwise_equal(tmp_path / str(job), checkpoint_tensors(launched))
+        runs.assert_checkpoint_bitwise_equal(tmp_path / str(job), runs.checkpoint_tensors(launched))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -206,7 +198,10 @@ def test_a_killed_process_or_a_signal_to_one_ends_all(
     assert codes[1 - rank] == code
     if number == signal.SIGTERM:
         assert codes[rank] == code
-        assert f"stopped after step {checkpoint_tensors(only_run(tmp_path))['step']}/100000" in commands[0].console
+        assert (
+            f"stopped after step {runs.checkpoint_tensors(runs.only_run(tmp_path))['step']}/100000"
+            in commands[0].console
+        )
 
 
 def test_a_stopped_process_ends_the_others(tmp_path: Path) -> None:
@@ -228,7 +223,7 @@ def in_background(cwd: Path, *words: str, **variables: str) -> subprocess.Popen[
 def test_two_processes_of_torchrun(nodes: int, tmp_path: Path, launched: Path) -> None:
     """Started by one command, or by two commands, as on two machines."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}"]
-    torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    torchrun += ["--master-addr=127.0.0.1", f"--master-port={runs.free_port()}"]
     command = ["-m", "runner", *TINY_CPU, "parallel=ddp", *SHORT]
     words = [[*torchrun, f"--node-rank={rank}", *command] for rank in range(nodes)]
     begun = [in_background(tmp_path, *each, PYTHONWARNINGS="") for each in words]
@@ -236,7 +231,7 @@ def test_two_processes_of_torchrun(nodes: int, tmp_path: Path, launched: Path) -
     assert [process.returncode for process in begun] == [0] * nodes, consoles
     assert consoles[0].count("done after step 40/40") == 1, "rank 1 is silent"
     assert not any("step" in console for console in consoles[1:])
-    assert_checkpoint_bitwise_equal(only_run(tmp_path), checkpoint_tensors(launched))
+    runs.assert_checkpoint_bitwise_equal(runs.only_run(tmp_path), runs.checkpoint_tensors(launched))
 
 
 HOSTS = ("10.99.0.1", "10.99.0.2")
@@ -268,7 +263,7 @@ def link() -> Iterator[list[str]]:
 
 def on_both(link: list[str], cwd: Path, *overrides: str) -> list[subprocess.Popen[str]]:
     """Start the same command in both namespaces, with one process each."""
-    port, begun = free_port(), []
+    port, begun = runs.free_port(), []
     for rank, name in enumerate(link):
         own = torchrun_variables(rank, port) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": HOSTS[0]}
         words = ["ip", "netns", "exec", name, sys.executable, "-m", "runner", *TINY_CPU, "parallel=ddp", *overrides]
@@ -281,7 +276,7 @@ def test_two_machines(link: list[str], tmp_path: Path, launched: Path) -> None:
     both = on_both(link, tmp_path, *SHORT)
     consoles = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], consoles
-    assert_checkpoint_bitwise_equal(only_run(tmp_path), checkpoint_tensors(launched))
+    runs.assert_checkpoint_bitwise_equal(runs.only_run(tmp_path), runs.checkpoint_tensors(launched))
 
 
 @pytest.mark.netns
